@@ -28,7 +28,8 @@ def _check_for_clash() -> None:
 
 
 def command_of_another(folder: _Path | None = None) -> str:
-    """Where the command ``fabric`` of this environment is Lightning's, a sentence that says so; else empty.
+    """Return where the command ``fabric`` of this environment is Lightning's, a sentence that says so; else
+    empty.
 
     Lightning installs a command of that name too, and whichever is installed last has it. ``folder`` is where
     the environment's commands are.

@@ -20,15 +20,15 @@ ROOT = Path(__file__).parent.parent
 LIMITS = {
     "most files in one folder": 20,
     "class names in more than one file": 0,
-    "most attributes of one class": 21,
-    "classes with more than 20 attributes": 1,
-    "parameters that are tuples of unlike things": 5,
-    "sentences that begin with a headless who or what": 80,
-    "locals with a vague name": 90,
+    "most attributes of one class": 20,
+    "classes with more than 20 attributes": 0,
+    "parameters that are tuples of unlike things": 4,
+    "sentences that begin with a headless who or what": 75,
+    "locals with a vague name": 66,
     "reads of a core's fields by a shell": 0,
-    "banned phrases in docstrings and comments": 27,
+    "banned phrases in docstrings and comments": 22,
     "banned phrases in pages": 10,
-    "lines of fabric/": 53_897,
+    "lines of fabric/": 53_986,
 }
 
 MAX_ATTRIBUTES = 20

@@ -19,7 +19,7 @@ from fabric.runtime.http.tls import Tls
 
 
 def parse(arguments: list[str]) -> tuple[ServerSettings, str, int]:
-    """The settings on the command line, how to log, and the descriptor to report to (-1: none)."""
+    """Return the settings on the command line, how to log, and the descriptor to report to (-1: none)."""
     parser = argparse.ArgumentParser(prog="python -m fabric.ckpt_server", description="Checkpoint server")
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument("--replica", required=True, help="name of this replica")

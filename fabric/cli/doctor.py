@@ -66,7 +66,7 @@ def doctor(store: str, state_gb: float, replica: str, **access: Any) -> None:
 def examine(
     store: str, state_gb: float, access: EtcdAccess | None = None, *, replica: bool = True
 ) -> Iterator[Finding]:
-    """All findings, as they are made; without ``replica`` none about the settings of one."""
+    """Yield all findings, as they are made; without ``replica`` none about the settings of one."""
     yield from _versions()
     if replica:
         yield from _settings()
@@ -263,7 +263,7 @@ def _available() -> int:
 
 
 def _cgroup_left() -> int | None:
-    """Bytes below this control group's limit, None where there is no limit."""
+    """Return bytes below this control group's limit, None where there is no limit."""
     root = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):
         return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())

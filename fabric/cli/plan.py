@@ -151,7 +151,7 @@ def _plan(options: dict[str, Any]) -> None:
 
 
 def _given(options: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The options that were given and whose names begin with ``prefix``, without it."""
+    """Return the options that were given and whose names begin with ``prefix``, without it."""
     return {
         name.removeprefix(prefix): value
         for name, value in options.items()

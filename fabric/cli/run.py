@@ -54,7 +54,7 @@ def run_program(words: list[str]) -> None:
 
 
 def why_refused() -> str:
-    """The sentence for a job that has failed, whose new processes would be refused, or empty.
+    """Return the sentence for a job that has failed, whose new processes would be refused, or empty.
 
     Launchers restart what ends with exit code 1. Importing torch for that would cost seconds every time.
     Where no lighthouse tells in time, ``attach`` finds out.

@@ -217,7 +217,7 @@ def _trouble(job: dict[str, Any], rows: list[tuple[dict[str, Any], str]]) -> lis
 
 
 def _goodput(ledger: dict[str, Any]) -> list[str]:
-    """Where the job's time went, once there is any."""
+    """Return where the job's time went, once there is any."""
     if ledger.get("goodput") is None:
         return []
     spent = ", ".join(f"{name} {ledger[name]:.0f} s" for name in _SPENT)

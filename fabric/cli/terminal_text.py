@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 
 
 def all_printable(value: Any) -> Any:
-    """The same JSON value, with every text in it made printable."""
+    """Return the same JSON value, with every text in it made printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):

@@ -51,7 +51,7 @@ class Bucket:
         return buffer[self.begin : self.end].view(self.dtype)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
-        """The part of ``buffer`` that each parameter's gradient takes, in its shape."""
+        """Return the part of ``buffer`` that each parameter's gradient takes, in its shape."""
         flat = self.view(buffer)
         views: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
         start = 0
@@ -203,7 +203,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lay_out(parameters: tuple[NamedParameter, ...], bucket_bytes: int) -> list[Bucket]:
-    """Buckets in the order of their bytes: section by section, in the order given."""
+    """Return buckets in the order of their bytes: section by section, in the order given."""
     buckets: list[Bucket] = []
     end = 0
     for dtype in dict.fromkeys(p.dtype for _, p in parameters):

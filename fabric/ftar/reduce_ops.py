@@ -155,7 +155,7 @@ MAX = Reduction("max")
 
 
 def mean(weight: float) -> Reduction:
-    """The sum divided by the total ``weight``."""
+    """Return the sum divided by the total ``weight``."""
     return Reduction("mean", weight)
 
 

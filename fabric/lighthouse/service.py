@@ -1,8 +1,8 @@
-"""The lighthouse process: store, election, jobs and HTTP put together, begun and ended in order.
+"""The lighthouse process: store, election, jobs and HTTP, begun and ended in order.
 
-It ends by a signal, or by a defect in one of its own tasks: then its supervisor starts it again, and
-another lighthouse leads meanwhile. Ending gives the lease back first, while HTTP is still up, so that
-sessions are closed with a reason and find the next leader at once.
+A signal ends it, or a defect in one of its tasks. Its supervisor starts it again, and another lighthouse
+leads until then. At the end it gives the lease back first, while HTTP is still up. So sessions close with a
+reason and find the next leader at once.
 """
 
 import asyncio
@@ -177,7 +177,7 @@ async def _serve(
 def _assemble(
     store: Store, settings: LighthouseSettings, tasks: Tasks, tokens: Tokens, commit: Commit | None
 ) -> tuple[LighthouseParts, asyncio.Event]:
-    """The parts, and an event that is set when requests can be answered for the first time."""
+    """Make the parts, and an event that is set when requests can be answered for the first time."""
     metrics = LighthouseMetrics()
 
     hosts = AllowedHosts.parse(settings.ckpt_networks)
@@ -213,7 +213,7 @@ def _assemble(
 
 
 def _handle(settings: LighthouseSettings) -> Store | None:
-    """Another handle on the store, for another thread; None for a store in memory."""
+    """Make another handle on the store, for another thread; None for a store in memory."""
     return None if settings.store == "memory:" else open_store(settings.store, access=settings.store_access)
 
 
@@ -227,8 +227,7 @@ def _writer(settings: LighthouseSettings, stack: AsyncExitStack) -> Commit | Non
 
 
 async def _connect(store: Store, wait_s: float) -> None:
-    """Reach the store. One that cannot be reached is tried again for ``wait_s``; what is wrong with
-    it otherwise will not heal by waiting and is raised at once."""
+    """Reach the store: try again for ``wait_s`` while it is away, and raise any other error at once."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
     jitter = random.Random()  # noqa: S311 - spreads attempts, protects nothing
@@ -277,7 +276,7 @@ def _url_host(bind: str) -> str:
 
 @contextmanager
 def _signals(end: Callable[[], object]) -> Iterator[None]:
-    """The first SIGTERM or SIGINT calls ``end``; later ones are ignored, for the end is under way."""
+    """Call ``end`` at the first SIGTERM or SIGINT, and ignore later ones."""
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
     asked = False

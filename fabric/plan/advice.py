@@ -73,7 +73,8 @@ class PolicyResult:
 
 
 def options_for(cluster: Cluster, spares: int | None = None) -> list[PolicyOption]:
-    """The options that are compared: each policy with the best settings that its published formulas give."""
+    """Return the options that are compared: each policy with the best settings that its published formulas
+    give."""
     # Both that go on after a failure save in the background: nobody waits, and only the loss of all replicas
     # needs the checkpoint.
     interval_s = optimal_interval(cluster.save_s, cluster.mtbf_s, cluster.restart_s)
@@ -139,7 +140,7 @@ def _replication_cost(cluster: Cluster, redundancy: int) -> float:
 
 
 def worthwhile_spares(cluster: Cluster) -> int:
-    """Spares that are in use on average: the failures that arrive within one repair, rounded up (Little's
+    """Return the spares in use on average: the failures that arrive within one repair, rounded up (Little's
     law)."""
     repair_s = cluster.restart_s + cluster.repair_median_s * math.exp(cluster.repair_sigma**2 / 2)
     away = repair_s / cluster.mtbf_s

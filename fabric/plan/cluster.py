@@ -116,7 +116,7 @@ class Cluster:
         return max(self.step_s, self.state_bytes / self.link_bytes_s)
 
     def job(self) -> SimulatedJob:
-        """The simulator's job, without checkpoints: a policy sets them."""
+        """Return the simulator's job, without checkpoints: a policy sets them."""
         return SimulatedJob(
             groups=self.replicas,
             steps=self.steps,
@@ -143,7 +143,7 @@ class Cluster:
         return Poisson(unit_mtbf_s)
 
     def slow_episodes(self) -> FailSlow | None:
-        """The episodes in which a replica computes slower, None where none come."""
+        """Return the episodes in which a replica computes slower, None where none come."""
         slow = self.slow
         return FailSlow(slow.every_s * self.replicas, slow.length_s, slow.factor) if slow.every_s else None
 

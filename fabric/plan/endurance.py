@@ -24,7 +24,7 @@ class Endurance:
 
 
 def endurance_exact(stacks: Sequence[Sequence[int]]) -> Endurance:
-    """The exact mean over all orders of failure, by enumerating the sets of failed groups.
+    """Return the exact mean over all orders of failure, by enumerating the sets of failed groups.
 
     ``stacks``: per group the types that it hosts. Raises ValueError for more than 20 groups.
 
@@ -50,7 +50,7 @@ def endurance_exact(stacks: Sequence[Sequence[int]]) -> Endurance:
 
 
 def endurance_sampled(stacks: Sequence[Sequence[int]], samples: int = 2000, seed: int = 0) -> Endurance:
-    """The mean by Monte Carlo: ``samples`` random orders of failure.
+    """Return the mean by Monte Carlo: ``samples`` random orders of failure.
 
     A type is wiped out when its last host fails, so a sample is the least over types of the latest position
     among its hosts, in one random permutation of the groups.

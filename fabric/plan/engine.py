@@ -91,7 +91,7 @@ class FailurePolicy(Protocol):
         """Slots that the busiest living group computes in a step."""
 
     def progress(self) -> float:
-        """The share of the global batch that a step commits, 0 to 1."""
+        """Return the share of the global batch that a step commits, 0 to 1."""
 
     def fail(self, groups: list[int]) -> MaskingCost | None:
         """Mask the loss of ``groups``, or None for a global restart."""

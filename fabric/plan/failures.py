@@ -30,7 +30,7 @@ class FailureModel(Protocol):
     """A failure process for a number of units."""
 
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
-        """Clocks of ``units`` that all start at second 0."""
+        """Return clocks of ``units`` that all start at second 0."""
 
     @property
     def label(self) -> str:
@@ -223,7 +223,7 @@ class FailSlow:
             raise ValueError(f"a slow unit computes at least 1 times slower, not {self.factor:g}")
 
     def episodes(self, units: int, rng: np.random.Generator) -> "SlowEpisodes":
-        """The episodes of ``units`` from second 0 on."""
+        """Return the episodes of ``units`` from second 0 on."""
         return SlowEpisodes(self, units, rng)
 
 
@@ -236,7 +236,8 @@ class SlowEpisodes:
         self._end = self._start + rng.exponential(model.duration_s, units)
 
     def factors(self, at_s: float) -> Times:
-        """The factor by which each unit is slower at ``at_s``, shape (units,), 1 where it is healthy."""
+        """Return the factor by which each unit is slower at ``at_s``, shape (units,), 1 where it is
+        healthy."""
         over = np.flatnonzero(self._end <= at_s)
         while len(over):
             self._start[over] = self._end[over] + self._rng.exponential(self._model.unit_mtbf_s, len(over))
@@ -328,7 +329,7 @@ class _TraceClocks:
 
 
 def mean_gap_s(events: Sequence[tuple[float, int]], span_s: float) -> float:
-    """The mean time between failures of the system in recorded ``events``."""
+    """Return the mean time between failures of the system in recorded ``events``."""
     return span_s / max(1, len(events))
 
 

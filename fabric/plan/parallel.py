@@ -5,7 +5,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 
 def process_pool(workers: int) -> ProcessPoolExecutor:
-    """A pool of ``workers`` fresh processes, at least one.
+    """Return a pool of ``workers`` fresh processes, at least one.
 
     They are spawned and not forked: the caller may have threads, which a forked process would not have.
     """

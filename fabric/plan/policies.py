@@ -225,7 +225,7 @@ class ConstantBatch:
 
 
 def busiest_of_spread(orphans: int, alive: int) -> int:
-    """How many of ``orphans`` micro-batches the busiest of ``alive`` equal members gets.
+    """Return how many of ``orphans`` micro-batches the busiest of ``alive`` equal members gets.
 
     By `rules.assignment.spread` where few members are left; of many equal ones it is the quotient,
     rounded up (a test compares the two).

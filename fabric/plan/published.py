@@ -52,7 +52,7 @@ def _told(id_: str, source: str, ours: float) -> Figure:
 
 
 def closed_form_figures() -> Iterator[Figure]:
-    """The formulas at their check values, to the last digit that is published."""
+    """Yield the formulas at their check values, to the last digit that is published."""
     masked = closed_forms.masked_failures_asymptotic(200, 9)
     yield _within("mu(200, 9), asymptotic", SPARE, 105.12, masked, 0.005)
     yield _told("mu(200, 9), series", SPARE, closed_forms.masked_failures(200, 9))
@@ -224,8 +224,8 @@ def _after_the_first_interval(ledger: TimeLedger) -> float:
 
 
 def ft_hsdp_figures(pool: _Pool) -> Iterator[Figure]:
-    """The published table with fixed arrivals, and what Poisson arrivals and the published join stall make
-    of it."""
+    """Yield the published table with fixed arrivals, and what Poisson arrivals and the published join stall
+    make of it."""
     fixed, poisson = Fixed(1080.0), Poisson(1080.0 * 12)
     synchronous = simulate(_large_job(_FIRST_STEPS + 24 * _PERIODS), CheckpointRestart(), fixed)
     yield _within(
@@ -250,7 +250,7 @@ MEASURED_STALL_S = 0.5
 
 
 def our_figures(pool: _Pool, groups: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """This project's policy on the same failures: every assumption is an argument here."""
+    """Yield this project's policy on the same failures: every assumption is an argument here."""
     ours = partial(ConstantBatch, 32, MEASURED_STALL_S)
     fixed = simulate(_large_job(5000), ours(), Fixed(1080.0))
     share = _after_the_first_interval(fixed)
@@ -314,7 +314,7 @@ def reproduce(
     progress: Callable[[Figure], None] = lambda figure: None,
     groups: Sequence[int] = SIZES,
 ) -> list[Figure]:
-    """Every figure, in order; ``progress`` is called with each when it is known.
+    """Return every figure, in order; ``progress`` is called with each when it is known.
 
     ``seeds``: random worlds per simulated figure. ``groups``: which of SPARe's published sizes.
     Raises ValueError for fewer than one seed.

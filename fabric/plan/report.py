@@ -80,7 +80,7 @@ def _over_redundancy(cluster: Cluster) -> Sweep | None:
 
 
 def page(cluster: Cluster, outcomes: Sequence[PolicyResult], plots: Sequence[Sweep]) -> str:
-    """The whole page as HTML."""
+    """Return the whole page as HTML."""
     rows = "".join(
         f"<tr><th>{escape(o.name)}</th><td>{escape(o.settings)}</td>"
         f"<td>{o.effective.mean:.1%} <small>± {o.effective.error:.1%}</small></td>"
@@ -204,6 +204,6 @@ def report(
     outcomes: Sequence[PolicyResult],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
-    """The page with its plots; simulates what the plots need."""
+    """Return the page with its plots; simulates what the plots need."""
     options_for(cluster)  # refuses what cannot be compared before anything is simulated
     return page(cluster, outcomes, sweeps(cluster, progress))

@@ -45,7 +45,7 @@ class ClusterTrace:
         return statistics.median(self.repairs_s) if self.repairs_s else 0.0
 
     def process(self) -> Trace:
-        """The failures as a process for the simulator."""
+        """Return the failures as a process for the simulator."""
         return Trace(self.failures, self.span_s)
 
 
@@ -151,7 +151,7 @@ class RecoveryPhases:
 
 
 def phases_of(records: Iterable[Mapping[str, Any]]) -> RecoveryPhases:
-    """The phases of a job's recovery records (`GET /v1/jobs/{job}/recoveries`).
+    """Return the phases of a job's recovery records (`GET /v1/jobs/{job}/recoveries`).
 
     Raises ValueError where fewer than two deaths were recorded: one has no time between.
     """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can still be taken: the least of what the machine has and what its cgroups allow."""
+    """Return bytes that can still be taken: the least of what the machine has and what its cgroups allow."""
     limits = [_mem_available(proc / "meminfo")]
     with contextlib.suppress(OSError):
         for line in (proc / "self/cgroup").read_text().splitlines():
@@ -26,7 +26,7 @@ def _mem_available(meminfo: Path) -> int:
 
 
 def _unified(root: Path, path: str) -> list[int]:
-    """The room in this group and in each one above it."""
+    """Return the room in this group and in each one above it."""
     groups = [root]
     for part in filter(None, path.split("/")):
         groups.append(groups[-1] / part)

@@ -60,7 +60,7 @@ def known_fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """``text`` with an escape for each character that is not printable."""
+    """Return ``text`` with an escape for each character that is not printable."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

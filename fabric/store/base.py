@@ -137,11 +137,11 @@ class Store(Protocol):
         ...
 
     async def get(self, key: str) -> KeyValue | None:
-        """The key's newest committed value (linearizable), or None."""
+        """Return the key's newest committed value (linearizable), or None."""
         ...
 
     async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
-        """All keys with the prefix, in key order, at one revision, and that revision."""
+        """Return all keys with the prefix, in key order, at one revision, and that revision."""
         ...
 
     async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
@@ -153,7 +153,7 @@ class Store(Protocol):
         ...
 
     async def grant_lease(self, ttl_s: float) -> Lease:
-        """A new lease. An outcome that was lost leaves at most a lease that ends unused."""
+        """Return a new lease. An outcome that was lost leaves at most a lease that ends unused."""
         ...
 
     async def keep_alive(self, lease_id: int) -> float:
@@ -165,7 +165,7 @@ class Store(Protocol):
         ...
 
     def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[WatchEvent, None]:
-        """The changes under a prefix, in order, none left out, from a revision (>= 1) on.
+        """Return the changes under a prefix, in order, none left out, from a revision (>= 1) on.
 
         Usually the revision of ``list`` plus one. Survives lost connections; ends when the store is
         closed. Raises Compacted when the store no longer knows that revision: list again.
@@ -178,7 +178,7 @@ class Store(Protocol):
 
 
 def key_bytes(key: str) -> bytes:
-    """The key as UTF-8. Raises StoreError when it is empty, too long or no text."""
+    """Return the key as UTF-8. Raises StoreError when it is empty, too long or no text."""
     try:
         encoded = key.encode()
     except UnicodeEncodeError as error:
@@ -194,7 +194,7 @@ def key_text(key: bytes) -> str:
 
 
 def key_range(prefix: str) -> tuple[bytes, bytes]:
-    """The half-open range of keys with a prefix; an end of one zero byte means "no upper end"."""
+    """Return the half-open range of keys with a prefix; an end of one zero byte means "no upper end"."""
     if not prefix:
         return b"\0", b"\0"
     start = key_bytes(prefix)
@@ -238,14 +238,14 @@ def check_watch(from_revision: int) -> None:
 
 
 def check_ttl(ttl_s: float) -> float:
-    """The TTL, or ValueError for one that is not a positive number of at most a day."""
+    """Return the TTL, or ValueError for one that is not a positive number of at most a day."""
     if not 0 < ttl_s <= 86_400:
         raise ValueError(f"a lease lasts more than 0 and at most 86400 seconds, not {ttl_s}")
     return ttl_s
 
 
 def compacted(prefix: str, from_revision: int, oldest: int) -> Compacted:
-    """The error of a watch that comes too late."""
+    """Return the error of a watch that comes too late."""
     return Compacted(
         f"The store no longer knows what happened to {prefix!r} at revision {from_revision} (the oldest it "
         f"knows is {oldest}): list the keys again and watch from there."
@@ -253,7 +253,7 @@ def compacted(prefix: str, from_revision: int, oldest: int) -> Compacted:
 
 
 def lease_gone(lease_id: int) -> LeaseGone:
-    """The error of using a lease that has ended."""
+    """Return the error of using a lease that has ended."""
     return LeaseGone(f"The lease {lease_id} has ended, with its keys: ask for a new one and start over.")
 
 
@@ -264,12 +264,12 @@ async def settle_store_id(store: Store) -> str:
     """
     lost: StoreIndefinite | None = None
     for _ in range(3):
-        found = await store.get(STORE_ID_KEY)
-        if found is not None:
-            return _checked_store_id(found.value)
-        mine = Put(STORE_ID_KEY, secrets.token_hex(8).encode())
+        entry = await store.get(STORE_ID_KEY)
+        if entry is not None:
+            return _checked_store_id(entry.value)
+        new = Put(STORE_ID_KEY, secrets.token_hex(8).encode())
         try:
-            await store.commit([Compare(STORE_ID_KEY, create_revision=0)], [mine])
+            await store.commit([Compare(STORE_ID_KEY, create_revision=0)], [new])
         except StoreIndefinite as error:
             lost = error
     raise StoreIndefinite(

@@ -92,22 +92,22 @@ class EtcdStore:
         return self._store_id
 
     async def get(self, key: str) -> KeyValue | None:
-        found = etcd_wire.key_values(await self._read(etcd_wire.get_request(key)))
-        return found[0] if found else None
+        entries = etcd_wire.key_values(await self._read(etcd_wire.get_request(key)))
+        return entries[0] if entries else None
 
     async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
         start, end = key_range(prefix)
-        found: list[KeyValue] = []
+        entries: list[KeyValue] = []
         revision = 0
         while True:
             answer = await self._read(etcd_wire.list_request(start, end, revision, PAGE_KEYS))
             # All pages show the store as it was when the first one was read.
             revision = revision or etcd_wire.revision_of(answer)
             page = etcd_wire.key_values(answer)
-            found += page
+            entries += page
             if not answer.get("more") or not page:
-                return found, revision
-            if len(found) > MAX_LISTED_KEYS:
+                return entries, revision
+            if len(entries) > MAX_LISTED_KEYS:
                 raise StoreError(
                     f"More than {MAX_LISTED_KEYS} keys start with {prefix!r}: list a longer prefix."
                 )
@@ -290,10 +290,10 @@ class EtcdStore:
             if answer.get("succeeded") is True:
                 self._revision = max(self._revision, revision)
                 return revision
-            found = etcd_wire.failed_store_id(answer)
+            store_id = etcd_wire.failed_store_id(answer)
         except StoreError as error:
             raise StoreIndefinite(f"{error} The transaction may or may not have been applied.") from error
-        if self._store_id and found != self._store_id.encode():
+        if self._store_id and store_id != self._store_id.encode():
             raise StoreError(
                 f"The etcd at {endpoint} is no longer the store {self._store_id}: it was wiped or replaced, "
                 "nothing was written; connect again and take nothing for granted."

@@ -53,7 +53,7 @@ class Gateway:
         self._fresh = self._session(force_close=True)
 
     def in_order(self) -> tuple[str, ...]:
-        """All endpoints, the one that worked last first."""
+        """Return all endpoints, the one that worked last first."""
         return self.endpoints[self._preferred :] + self.endpoints[: self._preferred]
 
     def avoid(self, endpoint: str) -> None:
@@ -88,7 +88,7 @@ class Gateway:
         return self._token
 
     async def _authorise(self, endpoint: str) -> str:
-        """The token, asked for where there is none; empty without a user."""
+        """Return the token, asked for where there is none; empty without a user."""
         if self._access.user and not self._token:
             try:
                 request: Json = {"name": self._access.user, "password": self._access.password()}
@@ -203,7 +203,7 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """The non-empty lines of a body; a last one without an end was cut off and does not count."""
+    """Yield the non-empty lines of a body; a last one without an end was cut off and does not count."""
     buffer = bytearray()
     scanned = 0
     while chunk := await response.content.readany():

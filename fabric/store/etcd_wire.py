@@ -87,7 +87,7 @@ def get_request(key: str) -> Json:
 
 
 def list_request(start: bytes, end: bytes, revision: int, limit: int) -> Json:
-    """Keys in [start, end) at a revision, 0 for the newest; ``limit`` bounds the answer."""
+    """Return keys in [start, end) at a revision, 0 for the newest; ``limit`` bounds the answer."""
     request: Json = {"key": encode(start), "range_end": encode(end), "limit": str(limit)}
     if revision:
         request["revision"] = str(revision)
@@ -106,7 +106,7 @@ def watch_request(prefix: str, from_revision: int) -> Json:
 
 
 def transaction_request(compares: Sequence[Compare], operations: Sequence[Operation], store_id: str) -> Json:
-    """The guarded transaction; with a ``store_id`` it also guards that this is still that store."""
+    """Return the guarded transaction; with a ``store_id`` it also guards that this is still that store."""
     guards: list[Json] = []
     for compare in compares:
         key = encode(key_bytes(compare.key))
@@ -132,7 +132,7 @@ def _operation(operation: Operation) -> Json:
 
 
 def parse(body: bytes) -> Json:
-    """The object in a body. Raises StoreError when it is none."""
+    """Return the object in a body. Raises StoreError when it is none."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -159,7 +159,7 @@ def _failure(answer: Json, status: int) -> GatewayFailure:
 
 
 def unary_result(answer: Json) -> Json | GatewayFailure:
-    """An answer with status 200, which may still carry an error when the call is a streaming one."""
+    """Return an answer with status 200, which may still carry an error when the call is a streaming one."""
     return stream_result(answer) if "error" in answer else answer
 
 
@@ -172,7 +172,7 @@ def stream_result(answer: Json) -> Json | GatewayFailure:
 
 
 def revision_of(answer: Json) -> int:
-    """The store's revision in an answer's header, 0 when not told."""
+    """Return the store's revision in an answer's header, 0 when not told."""
     return integer(_object(answer.get("header", {})), "revision")
 
 
@@ -181,11 +181,11 @@ def key_values(answer: Json) -> list[KeyValue]:
 
 
 def failed_store_id(answer: Json) -> bytes | None:
-    """The id that a failed transaction found in the store; None when there is none any more."""
+    """Return the id that a failed transaction found in the store; None when there is none any more."""
     for response in _array(answer, "responses"):
-        found = key_values(_object(_object(response).get("response_range", {})))
-        if found:
-            return found[0].value
+        entries = key_values(_object(_object(response).get("response_range", {})))
+        if entries:
+            return entries[0].value
     return None
 
 
@@ -210,19 +210,19 @@ def watch_answer(result: Json) -> WatchAnswer:
 
 def version_warning(version: object) -> str | None:
     """Return the warning for the operator about a release, from its status."""
-    known = version[:40] if isinstance(version, str) else ""
-    parts = known.split("-")[0].split(".")[:3]
+    release = version[:40] if isinstance(version, str) else ""
+    parts = release.split("-")[0].split(".")[:3]
     numbers = tuple(int(part) for part in parts if part.isdecimal() and part.isascii())
     if len(numbers) < 2:
         return "An etcd does not say which version it is: make sure that it is 3.4 or newer."
     for first, below, sentence in _BAD_RELEASES:
         if first <= numbers < below:
-            return f"etcd {known} {sentence}."
+            return f"etcd {release} {sentence}."
     return None
 
 
 def integer(answer: Json, field: str) -> int:
-    """A 64-bit field, 0 when left out. Raises StoreError for anything else."""
+    """Return a 64-bit field, 0 when left out. Raises StoreError for anything else."""
     value = answer.get(field, 0)
     if isinstance(value, str) and len(value) <= 20:
         try:

@@ -57,8 +57,8 @@ class MemorySpace:
 
     def find(self, prefix: str) -> tuple[list[KeyValue], int]:
         self._expire()
-        found = [self._keys[key] for key in sorted(self._keys) if key.startswith(prefix)]
-        return found, self.revision
+        entries = [self._keys[key] for key in sorted(self._keys) if key.startswith(prefix)]
+        return entries, self.revision
 
     def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
         self._expire()
@@ -89,7 +89,7 @@ class MemorySpace:
     def end_lease(self, lease_id: int) -> None:
         self._ttl_by_lease.pop(lease_id, None)
         self._deadline_by_lease.pop(lease_id, None)
-        self._apply([Delete(key) for key, found in sorted(self._keys.items()) if found.lease == lease_id])
+        self._apply([Delete(key) for key, entry in sorted(self._keys.items()) if entry.lease == lease_id])
 
     @property
     def oldest_revision(self) -> int:

@@ -25,7 +25,7 @@ def open_store(
     watch_silence_s: float = WATCH_SILENCE_S,
     access: EtcdAccess | None = None,
 ) -> Store:
-    """A store that is not connected yet.
+    """Return a store that is not connected yet.
 
     ``sqlite:`` is followed by ``//`` and a path, absolute when it begins with a slash; any number of
     slashes before an absolute path is one. ``etcd://`` is followed by comma-separated ``host[:port]``;

@@ -13,7 +13,7 @@ GOODBYE = b"\0" * HEADER_BYTES
 
 
 def frame(payload: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """``payload`` with its length in front; raises ProtocolError for an empty or oversized one."""
+    """Return ``payload`` with its length in front; raises ProtocolError for an empty or oversized one."""
     if not payload:
         raise ProtocolError("a message cannot be empty: nothing was sent")
     if len(payload) > limit_bytes:
@@ -36,7 +36,7 @@ class FrameParser:
         return len(self._pending)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[bytes]:
-        """The payloads that ``data`` completes, ``b""`` for a goodbye.
+        """Return the payloads that ``data`` completes, ``b""`` for a goodbye.
 
         Raises ProtocolError at a length over the limit; the stream cannot be used after that.
         """

@@ -56,7 +56,7 @@ def challenge_frame(challenge: bytes) -> bytes:
 
 
 def read_challenge(payload: bytes) -> bytes:
-    """The challenge in the acceptor's first frame; raises ProtocolError if it is not one of ours."""
+    """Return the challenge in the acceptor's first frame; raises ProtocolError if it is not one of ours."""
     if not payload.startswith(WIRE) or len(payload) != len(WIRE) + CHALLENGE_BYTES:
         raise ProtocolError(
             "the address does not answer as a fabric link of this version: "
@@ -66,7 +66,7 @@ def read_challenge(payload: bytes) -> bytes:
 
 
 def hello_frame(greeting: Greeting, challenge: bytes, nonce: bytes, token: bytes) -> bytes:
-    """The dialler's answer to ``challenge``."""
+    """Return the dialler's answer to ``challenge``."""
     body = json.dumps(asdict(greeting), separators=(",", ":")).encode()
     hello = nonce + _proof(token, b"dial", challenge, nonce, body) + body
     if len(hello) > MAX_HANDSHAKE_BYTES:
@@ -78,7 +78,7 @@ def hello_frame(greeting: Greeting, challenge: bytes, nonce: bytes, token: bytes
 
 
 def read_hello(hello: bytes, challenge: bytes, token: bytes) -> Greeting:
-    """The greeting in a dialler's answer.
+    """Return the greeting in a dialler's answer.
 
     Raises Unauthorized where the proof does not match, ProtocolError for anything malformed and for
     a protocol version that we do not speak.
@@ -106,7 +106,7 @@ def read_hello(hello: bytes, challenge: bytes, token: bytes) -> Greeting:
 
 
 def read_hello_of_any(hello: bytes, challenge: bytes, tokens: Sequence[bytes]) -> tuple[Greeting, bytes]:
-    """The greeting, and which of ``tokens`` its proof was made with. Raises as ``read_hello`` does."""
+    """Return the greeting, and which of ``tokens`` its proof was made with. Raises as ``read_hello`` does."""
     for token in tokens[:-1]:
         with suppress(Unauthorized):
             return read_hello(hello, challenge, token), token
@@ -114,12 +114,12 @@ def read_hello_of_any(hello: bytes, challenge: bytes, tokens: Sequence[bytes]) -
 
 
 def accept_frame(challenge: bytes, hello: bytes, token: bytes) -> bytes:
-    """The acceptor's yes, which proves that it holds the token too."""
+    """Return the acceptor's yes, which proves that it holds the token too."""
     return _ACCEPTED + _proof(token, b"accept", challenge, hello)
 
 
 def refuse_frame(error: Exception) -> bytes:
-    """The acceptor's no, with the sentence that the dialler's user will read."""
+    """Return the acceptor's no, with the sentence that the dialler's user will read."""
     mark = _BAD_TOKEN if isinstance(error, Unauthorized) else _REFUSED
     return mark + str(error)[:MAX_REFUSAL_CHARACTERS].encode()
 

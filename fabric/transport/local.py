@@ -17,7 +17,8 @@ _BACKLOG = 64
 
 
 def listen_locally(port: int) -> socket.socket | None:
-    """A non-blocking listener for this host's members, None where the name is taken: they use TCP then."""
+    """Return a non-blocking listener for this host's members, None where the name is taken: they use TCP
+    then."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         sock.bind(_name(port))
@@ -29,7 +30,8 @@ def listen_locally(port: int) -> socket.socket | None:
 
 
 def connect_locally(port: int) -> socket.socket | None:
-    """A non-blocking connection to the listener beside ``port`` on this host, None where there is none."""
+    """Return a non-blocking connection to the listener beside ``port`` on this host, None where there is
+    none."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         sock.connect(_name(port))

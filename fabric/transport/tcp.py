@@ -212,7 +212,7 @@ class Listener:
 async def dial(
     address: str, greeting: Greeting, token: bytes, timeout_s: float, local: bool = False
 ) -> socket.socket:
-    """A connected, authenticated, non-blocking socket to ``address`` ("host:port").
+    """Return a connected, authenticated, non-blocking socket to ``address`` ("host:port").
 
     With ``local`` it is a unix socket where whom the greeting names listens on this host.
 
@@ -291,7 +291,7 @@ def _retry_s(sock: socket.socket) -> float:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[v6]:port"; raises ConfigError."""
+    """Return host and port of "host:port" or "[v6]:port"; raises ConfigError."""
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -305,12 +305,12 @@ def parse_address(address: str) -> tuple[str, int]:
 async def _bind(host: str, ports: Sequence[int]) -> socket.socket:
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = await loop.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigError(
             f"{host!r} cannot be bound ({_words(error)}): name an address of this host"
         ) from error
-    family, _, _, _, target = found[0]
+    family, _, _, _, target = addresses[0]
     last = "no port was tried"
     for port in ports:
         server = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)

@@ -26,6 +26,7 @@ from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshot_policy import EverySteps
+from fabric.client.state.snapshot_slots import SnapshotSlots
 from fabric.client.state.snapshots import Snapshots
 from fabric.client.state.state_loader import StateLoader
 from fabric.errors import FabricError, ServerLost
@@ -255,13 +256,11 @@ class TestAServerThatIsStopped:
         assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [6]
         keeper.close(within_s=20)
 
-    def test_a_copy_that_was_given_up_does_not_begin_when_the_place_is_there_at_last(
-        self, attach, monkeypatch
-    ):
+    def test_a_copy_that_was_given_up_does_not_begin_when_its_slot_is_free_at_last(self, attach, monkeypatch):
         handle, model, said = attach(), torch.nn.Linear(100, 100), []
-        keeper, go, take = Worker("keeper", raise_), threading.Event(), Snapshots._take_slot
+        keeper, go, take = Worker("keeper", raise_), threading.Event(), SnapshotSlots.take
         monkeypatch.setattr("fabric.client.state.state_digest.SLOT_S", 0.01)
-        monkeypatch.setattr(Snapshots, "_take_slot", lambda self: go.wait(30) and take(self))
+        monkeypatch.setattr(SnapshotSlots, "take", lambda self: go.wait(30) and take(self))
         with contextlib.closing(CpuCopier()) as copier:
             snapshots = Snapshots(
                 handle,

@@ -158,6 +158,10 @@ class Slots:
     memory: bytearray
     job, replica = "job", "a"
 
+    @property
+    def slots(self) -> "Slots":
+        return self
+
     def held(self, state: SnapshotRef) -> int:
         return -1
 

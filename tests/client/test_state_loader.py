@@ -44,7 +44,13 @@ class Host:
     url = "http://own"
     job, replica = "job", "r0"
 
-    # As ``Snapshots``.
+    # As ``Snapshots``, as its slots, and as their server.
+    @property
+    def slots(self) -> "Host":
+        return self
+
+    handle = slots
+
     def held(self, state: SnapshotRef) -> int:
         return -1 if self.own == "none" else 1
 

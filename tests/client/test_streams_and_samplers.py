@@ -120,7 +120,7 @@ def test_with_a_rack_the_record_says_which_shards_are_read():
         ({"on_poison": "ignore"}, '"stop" or "skip"'),
         ({"redundancy": -1}, "a number of replicas"),
         ({"data_slot": 1}, "goes with redundancy"),
-        ({"shares": 1}, "session.loader knows no shares: known are policy"),
+        ({"shares": 1}, "session.loader knows no shares: its options are policy"),
     ],
 )
 def test_options_that_cannot_be(options, words):

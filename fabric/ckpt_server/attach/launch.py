@@ -48,7 +48,7 @@ class ServerSpec:
     tls: Tls = field(default_factory=Tls)
 
     def arguments(self) -> list[str]:
-        """The command line after the name of the module."""
+        """Return the command line after the name of the module."""
         # With "=", so that a value which begins with a dash is not taken for an option.
         arguments = [
             f"--job={self.job}",
@@ -119,14 +119,14 @@ def start(spec: ServerSpec, deadline: float) -> bool:
 
 
 def reap() -> None:
-    """Wait for those servers of ours that have died, so that none is left a zombie."""
+    """Wait for our servers that have died, so that none is left a zombie."""
     for pid, process in tuple(_started.items()):
         if process.poll() is not None:
             _started.pop(pid, None)
 
 
 def _read_report(pipe: int, deadline: float) -> bytes | None:
-    """The new process's report, up to the end of its line or of the pipe; None at the deadline."""
+    """Return the new process's report, up to the end of its line or of the pipe; None at the deadline."""
     report = b""
     while not report.endswith(b"\n") and len(report) < _MAX_REPORT_BYTES:
         left_s = deadline - time.monotonic()

@@ -1,8 +1,8 @@
 """The trainer's end of the channel to its checkpoint server: one request at a time, one answer each.
 
-A stopped server is not gone. A request without an answer in time stays owed: until the answer arrives the
+A stopped server is not gone. When an answer does not come in time, the server owes it. Until it arrives the
 channel refuses every other request at once, so that the trainer waits for that server only once. The channel
-reads the late answer, throws it away and goes on as before.
+discards the late answer and goes on as before.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class RequestChannel:
         return self._owed is not None
 
     def ask(self, body: Mapping[str, object], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-        """The answer and the descriptors beside it. Raises Refused with the server's sentence, and
+        """Return the answer and the descriptors beside it. Raises Refused with the server's sentence, and
         ServerLost without an answer; see ``is_open`` for whether the channel can still be used."""
         operation = str(body.get("op"))
         self.settle()
@@ -104,12 +104,12 @@ class RequestChannel:
         if self._socket.fileno() < 0:
             return False
         poll = select.poll()
-        # Nothing comes unasked: what can be read is the end, or what is owed.
+        # The server sends nothing unasked: this is the channel's end, or an owed answer.
         poll.register(self._socket, select.POLLHUP | (0 if self.hangs else select.POLLIN))
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Let the channel go, and what is owed on it."""
+        """Close the channel and forget the owed answer."""
         self._owed = None
         self._socket.close()
 

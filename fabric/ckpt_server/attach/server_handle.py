@@ -52,9 +52,11 @@ class _AttachReply:
 
 
 class ServerHandle:
-    """One trainer's attachment. ``url`` is where others read, ``pid`` the server's process,
-    ``snapshots`` what it held when this trainer attached, oldest first, ``slots`` where each lies, ``parts``
-    of how many ranks each is."""
+    """One trainer's attachment.
+
+    Other processes read at ``url``; ``pid`` is the server's process. ``snapshots``: those it held when this
+    trainer attached, oldest first; ``slots``: the slot of each; ``parts``: the number of ranks of each.
+    """
 
     url: str
     pid: int
@@ -83,7 +85,7 @@ class ServerHandle:
         return cls(spec, incarnation)
 
     def allocate(self, kind: str, slot: int, nbytes: int) -> memoryview:
-        """``nbytes`` of writable memory shared with the server, every page of it present.
+        """Return ``nbytes`` of writable memory shared with the server, every page of it present.
 
         ``kind`` is ``snapshot`` or ``gradient``. The same memory is returned for the same slot while it
         is large enough; it grows in place. Raises Refused where the host has not that much memory.
@@ -117,7 +119,7 @@ class ServerHandle:
             )
 
     def descriptor(self, kind: str, slot: int) -> int:
-        """The memfd of memory that was allocated, sealed against shrinking; it stays this handle's."""
+        """Return the memfd of memory that was allocated, sealed against shrinking; it stays this handle's."""
         with self._lock:
             return self._descriptors[kind, slot]
 
@@ -133,7 +135,7 @@ class ServerHandle:
         return answer.get("busy") is not True
 
     def publish_snapshot(self, slot: int, manifest: Mapping[str, object]) -> None:
-        """Serve the slot's bytes as the snapshot of ``manifest``. Raises Refused for what it is not."""
+        """Serve the slot's bytes as the snapshot of ``manifest``. Raises Refused where they do not match."""
         self._ask({"op": "publish_snapshot", "slot": slot, "manifest": dict(manifest)}, _PUBLISH_S)
 
     def publish_gradient(
@@ -183,9 +185,11 @@ class ServerHandle:
     def persist(
         self, step: int, generation: int, *, url: str, incarnation: int, keep: int, required: bool = False
     ) -> None:
-        """Have the snapshot of ``step`` written to durable storage, after what is being written; does not
-        wait for that. ``required``: only where the job has a checkpoint there. Raises Refused where the step
-        is not held."""
+        """Have the snapshot of ``step`` written to durable storage, after the one under way; do not wait.
+
+        ``required``: only where the job has a checkpoint there. Raises Refused where the server does not hold
+        the step.
+        """
         self._ask(
             {
                 "op": "persist",
@@ -204,13 +208,15 @@ class ServerHandle:
         self._ask({"op": "void"})
 
     def finish(self, linger_s: float = 5.0, ended: JobEnd | None = None) -> None:
-        """The job is done: the server ends ``linger_s`` from now. ``ended``: the end of the job that the
-        server reports to the next lighthouse it reaches; then it ends, too."""
+        """End the server ``linger_s`` from now, because the job is done.
+
+        ``ended``: the end of the job; the server reports it to the next lighthouse it reaches, then ends.
+        """
         word = None if ended is None else asdict(ended)
         self._ask({"op": "finish", "linger_s": linger_s, "ended": word}, _PUBLISH_S)
 
     def gone(self) -> None:
-        """This process takes part no more, and needs no waiting for its end: a death, told early."""
+        """Report this process as dead now, before it ends: it takes part no more."""
         self._ask({"op": "gone"}, _PROMPT_S)
 
     def close(self) -> None:
@@ -248,8 +254,7 @@ class ServerHandle:
 
     @property
     def hangs(self) -> bool:
-        """Whether the server has a request that it did not answer in time. It may go on at any moment, and
-        serve what it was told of: memory that was published is not withdrawn."""
+        """Whether the server owes an answer. It may go on at any moment, so published memory stays in use."""
         return self._line.hangs
 
     def _ask(self, body: Mapping[str, object], timeout_s: float = _ANSWER_S) -> dict[str, Any]:
@@ -261,7 +266,7 @@ class ServerHandle:
             return answer
 
     def _demand_answer(self) -> None:
-        """Raise ServerLost where the server does not answer promptly: what follows may take long."""
+        """Raise ServerLost where the server does not answer promptly: the next request may take long."""
         with contextlib.suppress(Refused):  # of an older version: that is an answer too
             self._line.ask({"op": "ping"}, _PUBLISH_S)
 
@@ -321,7 +326,7 @@ class ServerHandle:
 
 
 def _map(descriptors: list[int], capacity: object, nbytes: int) -> memoryview:
-    """Writable memory behind the one descriptor, all of its pages present in this process."""
+    """Return writable memory behind the one descriptor, all of its pages present in this process."""
     if len(descriptors) != 1 or type(capacity) is not int or capacity < nbytes:
         raise ProtocolError("the checkpoint server handed over no memory of the size that was asked for")
     try:

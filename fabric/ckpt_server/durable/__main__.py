@@ -1,9 +1,9 @@
 """Entry of the process that writes one durable checkpoint: ``python -m fabric.ckpt_server.durable --fd N``.
 
-The checkpoint server starts it with the snapshot's memory as descriptor N, and order and manifest as one line
-of JSON on standard input, which stays open: when it ends, the server is gone, and so is this process at once.
-The outcome is one line of JSON on standard output. Exit code 0 when the checkpoint (or this rank's part) is
-written, 1 when it is not."""
+The checkpoint server starts it with the snapshot's memory as descriptor N. Standard input has the job and the
+manifest as one line of JSON, and stays open: at its end the server is gone, and this process ends at once.
+Standard output gets the outcome as one line of JSON. Exit code 0: the checkpoint (or this rank's part) is
+written; 1: it is not."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ def main() -> int:
         nbytes = snapshot["nbytes"]
         if nbytes > os.fstat(descriptor).st_size:
             raise StateError("the snapshot's memory is smaller than its manifest says")
-        # Private and writable, which nobody else sees: torch takes no memory that it must not write to.
+        # A private writable mapping, because torch takes no read-only memory.
         mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         from fabric.ckpt_server.durable.writer import write  # torch, which takes seconds: when it is needed
 

@@ -1,12 +1,12 @@
-"""A snapshot's bytes laid out as ``torch.distributed.checkpoint`` does, so that plain ``load`` reads them.
+"""A snapshot's bytes in the layout of ``torch.distributed.checkpoint``, so that its ``load`` reads them.
 
-Each tensor is what ``torch.save`` makes of it, one behind the other in ``__RANK_0.distcp``, under the dotted
-name that the library itself would give it (``model.0.weight``, ``optimizer.state.0.exp_avg``). Inside, a
-tensor's raw bytes are stored as they are; where they begin is noted, and fabric reads those bytes alone.
+``__RANK_0.distcp`` holds the output of ``torch.save`` for one tensor after the other. Each has the dotted
+name that the library would give it (``model.0.weight``, ``optimizer.state.0.exp_avg``). The output contains a
+tensor's raw bytes; fabric notes where they begin and reads them alone.
 
-Of a sharded tensor every rank writes its shard; ``write_metadata`` puts the ranks' shards together. Where
-ranks have different things under one name (the stages of a pipeline number their optimizer's parameters
-alike) each is there as ``rankN.NAME``."""
+Every rank writes its shard of a sharded tensor; ``write_metadata`` puts the shards together. Ranks may have
+different things under one name: the stages of a pipeline number their optimizer's parameters alike. Then
+each is stored as ``rankN.NAME``."""
 
 import io
 import zipfile
@@ -68,7 +68,7 @@ class DigestingFile:
         """As a file does."""
 
     def mark(self) -> int:
-        """Where the next byte goes; forgets what was kept."""
+        """Return where the next byte goes, and forget the bytes kept."""
         self.pieces = []
         return self.nbytes
 
@@ -104,7 +104,7 @@ class _WrittenTail(io.RawIOBase):
 
 
 def _raw_begin(begin: int, file: DigestingFile, nbytes: int) -> int:
-    """Where in ``file`` the bytes of the tensor lie that ``torch.save`` wrote from ``begin`` on."""
+    """Return where in ``file`` the bytes of the tensor lie that ``torch.save`` wrote from ``begin`` on."""
     image = _WrittenTail(begin, file.nbytes, file.pieces)
     with zipfile.ZipFile(image) as archive:
         entry = next(x for x in archive.infolist() if x.filename.endswith("/data/0"))
@@ -119,7 +119,7 @@ def _raw_begin(begin: int, file: DigestingFile, nbytes: int) -> int:
 
 
 class _LocalShards(Shardings):
-    """Leaves shards what they are in the file: local tensors, with their description beside them."""
+    """Leaves shards as the file has them: local tensors, with their description."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,8 +132,10 @@ class _LocalShards(Shardings):
 
 @dataclass(slots=True)
 class _DecodedSnapshot:
-    """A snapshot taken apart: what each dotted name stands for, its path, and the shards among the tensors.
-    ``blobs`` names the tensors that lie in the file as they are."""
+    """A snapshot taken apart: values and paths by dotted name, and the shards among the tensors.
+
+    ``blobs`` names the tensors whose bytes lie in the file.
+    """
 
     header: FileHeader
     values: Mapping[str, Any]
@@ -210,7 +212,7 @@ def write_rank_shard(
 
 
 def _digest_since(out: DigestingFile, begin: int) -> str:
-    """Of an object just written: equal objects have equal ones on all ranks, unequal ones hardly ever."""
+    """Return the digest of an object just written, to compare objects of several ranks."""
     hasher = xxhash.xxh3_64()
     for _, piece in out.pieces:
         hasher.update(piece)
@@ -260,7 +262,7 @@ def write_metadata(storage: Storage, rank_shards: list[dict[str, Any]]) -> None:
 
 
 def _fit_together(entries: list[dict[str, Any]]) -> bool:
-    """Whether what the ranks have under one name are parts of one thing: the same bytes in the same place."""
+    """Whether the ranks' entries of one name are parts of one thing: the same bytes in the same place."""
     seen: dict[Any, Any] = {}
     for entry in entries:
         what = [entry.get(key) for key in ("dtype", "shape")]

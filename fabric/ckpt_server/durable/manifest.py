@@ -35,7 +35,7 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,80}|\.metadata")
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One replica's try to write the state of ``step``; a name of its own, so that two never mix."""
+    """One replica's attempt to write the state of ``step``, in a folder of its own."""
 
     generation: int
     step: int
@@ -48,7 +48,7 @@ class Attempt:
 
     @classmethod
     def parse(cls, folder: str) -> "Attempt | None":
-        """The attempt that a folder's name describes; None for a foreign folder."""
+        """Return the attempt that a folder's name describes; None for a foreign folder."""
         match = _FOLDER.fullmatch(folder)
         if match is None:
             return None
@@ -74,12 +74,12 @@ class RankShard:
 
 
 def rank_shard_name(rank: int) -> str:
-    """The file that describes one rank's part."""
+    """Return the file that describes one rank's part."""
     return f"fabric-{rank}.json"
 
 
 def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
-    """The checked manifest in ``data``, read from ``name``. Raises StateError."""
+    """Return the checked manifest in ``data``, read from ``name``. Raises StateError."""
     manifest = parse_json(data)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise StateError(f"{name} is not the manifest of a durable checkpoint of format {FORMAT}")
@@ -100,14 +100,15 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
 
 
 def state_of(manifest: Mapping[str, Any]) -> SnapshotRef:
-    """Which state a checked manifest is of."""
+    """Return the state that a checked manifest describes."""
     return SnapshotRef(manifest["generation"], manifest["step"], manifest["digest"])
 
 
 def parse_rank_shard(data: bytes, name: str, manifest: Mapping[str, Any], rank: int) -> RankShard:
-    """The checked description of ``rank``'s part, read from ``name``, as a part of ``manifest``'s checkpoint.
+    """Return the checked description of ``rank``'s part, read from ``name``, as a part of ``manifest``'s
+    checkpoint.
 
-    Raises StateError, also where it promises more than the files that the manifest lists have.
+    Raises StateError, also where it names bytes that the files of the manifest do not have.
     """
     description = parse_json(data)
     if (
@@ -157,7 +158,8 @@ def _segment(entry: object, files: Mapping[str, Any], name: str) -> Segment:
 def attempts_to_delete(
     complete: Iterable[Attempt], unfinished: Iterable[Attempt], own: Attempt, keep: int
 ) -> list[Attempt]:
-    """The attempts to delete now that ``own`` is complete: unfinished ones first, then all but the newest
+    """Return the attempts to delete now that ``own`` is complete: unfinished ones first, then all but the
+    newest
     ``keep`` complete ones.
 
     Another writer may still fill a folder without a marker. Such a folder goes when it is older than ``own``,

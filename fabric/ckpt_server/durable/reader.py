@@ -35,7 +35,7 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class DurableCheckpoint:
-    """A complete one. ``manifest`` is checked, ``attempt`` is what the folder's name says."""
+    """A complete checkpoint. ``manifest`` is checked; ``attempt`` comes from the folder's name."""
 
     storage: Storage
     manifest: dict[str, Any]
@@ -51,8 +51,8 @@ class DurableCheckpoint:
 
 
 def open_checkpoint(storage: Storage) -> DurableCheckpoint:
-    """The checkpoint in this folder. Raises StateError where it is not complete, or not what its marker
-    says."""
+    """Return the checkpoint in this folder. Raises StateError where it is not complete, or not what its
+    marker says."""
     names = storage.names()
     if MARKER not in names:
         raise StateError(f"{storage.url} holds no complete checkpoint: it has no file {MARKER}")
@@ -78,12 +78,12 @@ class CheckpointListing:
     warnings: tuple[str, ...]
 
     def find(self, state: SnapshotRef) -> DurableCheckpoint | None:
-        """The one that holds this state."""
+        """Return the checkpoint that holds this state."""
         return next((c for c in self.complete if c.state == state), None)
 
 
 def list_checkpoints(storage: Storage, job: str) -> CheckpointListing:
-    """All checkpoints in ``storage``, the folder of ``job``. Raises StorageError where it cannot be
+    """Return all checkpoints in ``storage``, the folder of ``job``. Raises StorageError where it cannot be
     listed."""
     complete, unfinished, warnings = [], [], []
     for name in storage.names():
@@ -106,8 +106,10 @@ def list_checkpoints(storage: Storage, job: str) -> CheckpointListing:
 
 
 class RankShardFile:
-    """One rank's part of a checkpoint, read as the safetensors file that it was. ``manifest`` is that of the
-    snapshot; use it in a ``with`` block."""
+    """One rank's part of a checkpoint as the safetensors file that it was; use it in a ``with`` block.
+
+    ``manifest`` is that of the snapshot.
+    """
 
     def __init__(self, checkpoint: DurableCheckpoint, rank: int, stack: ExitStack) -> None:
         storage, listed = checkpoint.storage, checkpoint.manifest["files"]
@@ -134,8 +136,7 @@ class RankShardFile:
         self._block_bytes: int = self.manifest["block_bytes"]
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Bytes of the file; whole blocks are read and verified, and what was asked for is cut out of
-        them."""
+        """Return bytes of the file, cut out of full blocks that are read and verified."""
         size = self._block_bytes
         low, high = begin // size * size, min(-(-end // size) * size, self.nbytes)
         data = memoryview(bytearray(max(high - low, 0)))
@@ -163,8 +164,10 @@ class RankShardFile:
                 )
 
     def verify_files(self) -> None:
-        """Read every file of this part, and torch's index, whole: what lies between the state's bytes is what
-        torch needs. Raises IntegrityError that names those which do not match the manifest."""
+        """Read every file of this part, and torch's index, from end to end: torch needs the other bytes too.
+
+        Raises IntegrityError with the names of the files that do not match the manifest.
+        """
         own = {segment.file for segment in self._rank_shard.segments} | {METADATA} & set(self._listed)
         wrong = [
             self.storage.where(name)
@@ -189,8 +192,8 @@ class RankShardFile:
         return bool(hasher.hexdigest() == self._listed[name]["digest"])
 
     def _parts(self, begin: int, end: int) -> Iterator[tuple[Any, int, int, int]]:
-        """(segment, where it begins in the rank shard, first and last byte wanted of the rank shard) for
-        each touched one."""
+        """Yield each touched segment, its begin in the rank shard, and the first and last byte wanted
+        there."""
         offset = 0
         for segment in self._rank_shard.segments:
             low, high = max(begin, offset), min(end, offset + segment.nbytes)
@@ -212,7 +215,7 @@ def open_rank_shard(checkpoint: DurableCheckpoint, rank: int) -> Iterator[RankSh
 
 
 def find_checkpoint(storage: Storage, job: str, state: SnapshotRef) -> DurableCheckpoint:
-    """The complete one of ``state``. Raises StateError, with what else is wrong in ``storage``."""
+    """Return the complete checkpoint of ``state``. Raises StateError, with the problems in ``storage``."""
     listing = list_checkpoints(storage, job)
     checkpoint = listing.find(state)
     if checkpoint is None:

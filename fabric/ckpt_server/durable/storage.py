@@ -1,4 +1,4 @@
-"""Where durable checkpoints lie: a local folder or any fsspec URL, in the few operations that they need.
+"""The storage of durable checkpoints: a local folder or any fsspec URL, in the few operations needed.
 
 A write is durable when ``create`` or ``put`` returns: on a local file system after an fsync of the
 file and its folder, elsewhere when the service has taken the whole object.
@@ -18,7 +18,7 @@ from fabric.errors import StateError
 
 
 class StorageError(StateError):
-    """The storage could not do what was asked for; the message names the file and the storage's reason."""
+    """The storage has failed; the message names the file and the storage's reason."""
 
 
 class Storage:
@@ -33,15 +33,15 @@ class Storage:
         self._is_local = isinstance(self._fs, LocalFileSystem)
 
     def at(self, name: str) -> "Storage":
-        """The folder ``name`` inside this one."""
+        """Return the folder ``name`` inside this one."""
         return Storage(f"{self.url}/{name}")
 
     def where(self, name: str) -> str:
-        """How a person is told of the file ``name``."""
+        """Return the name of the file ``name`` for people."""
         return f"{self.url}/{name}"
 
     def names(self) -> list[str]:
-        """The names directly in this folder; none where the folder is missing. Raises StorageError."""
+        """Return the names directly in this folder; none where the folder is missing. Raises StorageError."""
         with storage_errors("listed", self.url):
             try:
                 self._fs.invalidate_cache()
@@ -56,8 +56,11 @@ class Storage:
             return not self._is_local or bool(self._fs.isdir(self._path))
 
     def make(self) -> None:
-        """Make this folder, and those around it. Nothing else does: what vanishes in mid-write must not come
-        back as an empty folder of the disk below. Raises StorageError."""
+        """Make this folder and its parents. Raises StorageError.
+
+        No other method does: storage that vanishes in mid-write must not return as an empty folder of the
+        disk below.
+        """
         with storage_errors("written", self.url):
             self._fs.makedirs(self._path, exist_ok=True)
 
@@ -70,12 +73,12 @@ class Storage:
         self.remove(probe)
 
     def size(self, name: str) -> int:
-        """Bytes in the file. Raises StorageError."""
+        """Return bytes in the file. Raises StorageError."""
         with storage_errors("looked at", self.where(name)):
             return int(self._fs.size(self._full(name)))
 
     def get(self, name: str, most: int) -> bytes:
-        """The whole small file. Raises StorageError, also where it has more than ``most`` bytes."""
+        """Return the whole small file. Raises StorageError, also where it has more than ``most`` bytes."""
         with self.open(name) as file, storage_errors("read", self.where(name)):
             data: bytes = file.read(most + 1)
         if len(data) > most:
@@ -168,7 +171,7 @@ class Storage:
 
 @contextlib.contextmanager
 def storage_errors(what: str, where: str) -> Iterator[None]:
-    """Whatever goes wrong in the block becomes a StorageError: ``where`` could not be ``what`` (written)."""
+    """Turn any error of the block into a StorageError: ``where`` could not be ``what`` (written)."""
     try:
         yield
     except (StateError, KeyboardInterrupt):
@@ -180,7 +183,7 @@ def storage_errors(what: str, where: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException | None) -> str:
-    """The operating system's reason below a library's own error; else empty."""
+    """Return the operating system's reason below a library's own error; else empty."""
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
             return error.strerror

@@ -1,9 +1,8 @@
-"""Writes one durable checkpoint from a snapshot in shared memory: data, descriptions, manifest, and last the
-marker.
+"""Writes one durable checkpoint from a snapshot in shared memory: data, descriptions, manifest, then marker.
 
-Every rank of a replica writes its own part into one folder; rank 0 waits for the descriptions of all parts,
-puts index and manifest beside them, and sets the marker when everything else is durable. So a writer that
-ends anywhere before that leaves a folder that counts for nothing, and the checkpoints before it as they were.
+Every rank of a replica writes its own part into one folder. Rank 0 waits for the descriptions of all parts,
+adds index and manifest, and sets the marker when all else is durable. A writer that ends before that leaves a
+folder that counts for nothing, and earlier checkpoints as they were.
 """
 
 import contextlib
@@ -116,7 +115,7 @@ def _finish(
 
 
 def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
-    """The descriptions of all ranks' parts, once they are all there."""
+    """Return the descriptions of all ranks' parts, once they are all there."""
     deadline = time.monotonic() + patience_s
     while True:
         names = set(folder.names())
@@ -131,7 +130,7 @@ def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
         time.sleep(_LOOK_S)
 
 
-def _tidy(job: Storage, order: DurableJob, mine: Attempt, points: Failpoints) -> tuple[str, ...]:
+def _tidy(job: Storage, order: DurableJob, own: Attempt, points: Failpoints) -> tuple[str, ...]:
     """Delete stale attempts; the next checkpoint tries again where that fails."""
     warnings: list[str] = []
     try:
@@ -139,8 +138,8 @@ def _tidy(job: Storage, order: DurableJob, mine: Attempt, points: Failpoints) ->
     except StateError as error:
         return (str(error),)
     complete = [c.attempt for c in listing.complete if c.attempt is not None]
-    for attempt in attempts_to_delete(complete, listing.unfinished, mine, order.keep):
-        points.hit("durable-tidy", mine.step)
+    for attempt in attempts_to_delete(complete, listing.unfinished, own, order.keep):
+        points.hit("durable-tidy", own.step)
         folder = job.at(attempt.folder)
         try:
             if folder.is_link():

@@ -1,10 +1,9 @@
 """Fetching state and gradients from checkpoint servers, over as many of them as there are.
 
-A newcomer asks every source for the manifest at once and takes the state from all whose blocks give the
-digest that was asked for, so each block that is verified as it arrives is verified against that digest.
-Nothing is allocated before a manifest was checked, and nothing is kept twice: bytes go from the socket to
-their place. A fetch that failed is resumed by the next one for the same state, by looking which blocks are
-in place.
+A joining replica asks every source for the manifest at once. It takes the state from all sources whose blocks
+give the wanted digest, so that digest verifies each block as it arrives. Nothing is allocated before a
+manifest was checked. Bytes go from the socket to their place. The next fetch of the same state resumes a
+failed one: it looks which blocks are in place.
 
 Everything here blocks and belongs into a thread; ``cancel`` may come from any other. This module
 needs no torch.
@@ -62,10 +61,10 @@ class StateFetcher:
     """Fetches from checkpoint servers until it is cancelled; one fetch at a time.
 
     ``token`` empty means none. Ranges of at most ``range_bytes`` go to ``streams_per_source`` connections per
-    source, none of which waits longer than ``timeout_s`` for bytes. ``progress(received, nbytes)`` is
-    called in the fetching thread. States larger than ``max_nbytes`` are refused. Of a replica of several
-    ranks it fetches the part of ``rank``, from servers of that rank; digests asked for are of the whole.
-    With ``same_host`` a state whose server is on this host is read from its memory.
+    source, each of which waits up to ``timeout_s`` for bytes. ``progress(received, nbytes)`` is called in the
+    fetching thread. States larger than ``max_nbytes`` are refused. ``rank``: the part to fetch, from servers
+    of that rank; wanted digests are of the full state. ``same_host``: read from the memory of a server on
+    this host.
     """
 
     def __init__(
@@ -100,16 +99,16 @@ class StateFetcher:
         self.warnings: list[str] = []
 
     def cancel(self) -> None:
-        """Ends every transfer at once, from any thread; the fetcher cannot be used afterwards."""
+        """End every transfer at once, from any thread; the fetcher cannot be used afterwards."""
         self._access.sockets.shutdown()
         self._idle.close()
 
     def close(self) -> None:
-        """Closes idle connections."""
+        """Close idle connections."""
         self._idle.close()
 
     def fetch_manifest(self, url: str, step: int, generation: int) -> dict[str, Any]:
-        """The checked manifest of that state from the source ``url``. Raises StateError or Gone."""
+        """Return the checked manifest of that state from the source ``url``. Raises StateError or Gone."""
         source = Source(HttpAddress.parse(url))
         manifest = self._ask(source, SnapshotRef(generation, step, ""), self._idle.take(source.address))
         if manifest is None:
@@ -123,13 +122,12 @@ class StateFetcher:
         allocate: Callable[[int], memoryview],
         blocks: Collection[int] | None = None,
     ) -> FetchResult:
-        """Fetches ``state`` from ``urls`` into ``allocate(nbytes)`` (writable, at least that long), or, where
-        ``blocks`` are given, those of its blocks alone; the rest of the memory is left as it is.
+        """Fetch ``state`` from ``urls`` into ``allocate(nbytes)`` (writable, at least that long).
 
-        Returns when all of it is there and its digest is the one asked for. Raises Gone when every
-        source says so, IntegrityError when what they have is not what was asked for, StateError
-        otherwise, always with every source's reason. Blocks verified before an error stay in
-        the memory; the next call for the same state does not fetch them again.
+        ``blocks``: fetch these blocks alone and leave the rest of the memory as it is. Raises Gone when every
+        source says so, IntegrityError when the sources hold other bytes, else StateError, always with every
+        source's reason. Verified blocks stay in the memory after an error; the next call for the same state
+        does not fetch them again.
         """
         begun_s = time.monotonic()
         self.warnings = []
@@ -150,11 +148,10 @@ class StateFetcher:
     def fetch_gradient(
         self, urls: Sequence[str], *, generation: int, step: int, into: memoryview, wait_s: float = 0.0
     ) -> GradientMeta:
-        """Fetches the reduced gradient that leads to ``step`` into ``into`` and verifies it.
+        """Fetch the reduced gradient that leads to ``step`` into ``into`` and verifies it.
 
-        Sources are asked in turn; ``wait_s`` is how long to wait for it to be published. Raises Gone
-        when every source says that it is no longer held, StateError otherwise, e.g. when it was not
-        published in time. ``into`` is undefined after an error.
+        Ask one source after the other; wait up to ``wait_s`` until one publishes it. Raises Gone when no
+        source holds it any more, else StateError. ``into`` is undefined after an error.
         """
         return self._gradients.fetch(urls, generation, step, into, wait_s)
 
@@ -165,8 +162,8 @@ class StateFetcher:
         target: memoryview,
         blocks: Collection[int] | None,
     ) -> str:
-        """Fetches what the group promises, from this host alone where that can be; returns whether it came
-        packed, and why."""
+        """Fetch the manifest's bytes from the group, from this host alone if possible. Return whether they
+        came compressed, and why."""
         try:
             near = self._near(manifest, group)
             if 0 < len(near) < len(group):
@@ -180,7 +177,7 @@ class StateFetcher:
                     source.memory.close()
 
     def _near(self, manifest: dict[str, Any], group: list[Source]) -> list[Source]:
-        """Those of the group whose memory can be read."""
+        """Return the sources of the group whose memory can be read."""
         if not self.same_host:
             return []
         state = SnapshotRef(manifest["generation"], manifest["step"], manifest["digest"])
@@ -210,7 +207,8 @@ class StateFetcher:
     def _holders(
         self, sources: list[Source], state: SnapshotRef
     ) -> tuple[dict[str, Any] | None, list[Source]]:
-        """The manifest of ``state`` and who holds it; None without a holder, with reasons in the sources."""
+        """Return the manifest of ``state`` and who holds it; None without a holder, with reasons in the
+        sources."""
         promised: dict[str, Any] | None = None
         good: list[Source] = []
         for source, manifest in self._manifests(sources, state):
@@ -225,7 +223,7 @@ class StateFetcher:
         return promised, good
 
     def _manifests(self, sources: list[Source], state: SnapshotRef) -> list[tuple[Source, dict[str, Any]]]:
-        """The manifests of those that answer in time."""
+        """Return the manifests of the sources that answer in time."""
         if len(sources) == 1:
             answers = [self._ask(sources[0], state, self._idle.take(sources[0].address))]
         else:
@@ -240,7 +238,7 @@ class StateFetcher:
         return manifests
 
     def _ask_all(self, sources: list[Source], state: SnapshotRef) -> list[dict[str, Any] | None]:
-        """All sources at once; None for those that have nothing, or are much later than the first."""
+        """Ask all sources at once; None for a source without an answer or much later than the first."""
         lines = [self._idle.take(source.address) for source in sources]
         with ThreadPoolExecutor(len(sources), "fabric-manifest") as pool:
             asked: list[Future[dict[str, Any] | None]] = [
@@ -257,7 +255,7 @@ class StateFetcher:
         return [None if future in late else future.result() for future in asked]
 
     def _ask(self, source: Source, state: SnapshotRef, line: HttpConnection) -> dict[str, Any] | None:
-        """The source's manifest, or None with the reason in ``source.error``."""
+        """Return the source's manifest, or None with the reason in ``source.error``."""
         step, generation = state.step, state.generation
         path = f"/v1/snapshots/{step}/manifest?generation={generation}&tensors=0"
         for _ in range(_MANIFEST_TRIES):

@@ -1,7 +1,7 @@
-"""Fetching reduced gradients: one source after the other, none of which may hold up the rest.
+"""Fetches reduced gradients: one source after the other, none of which may hold up the rest.
 
-A newcomer needs one gradient per step, and the members wait for it when it is nearly there. So a source that
-is silent, or trickles, is waited for a moment while there are others, and asked last for a while.
+A joining replica needs one gradient per step, and near the end the members wait for it. So a silent or slow
+source gets only a moment while there are others, and is asked last for a while.
 """
 
 import math
@@ -102,7 +102,7 @@ class GradientFetcher:
     def _ask(
         self, source: Source, generation: int, step: int, into: memoryview, *, left_s: float, is_last: bool
     ) -> GradientMeta:
-        """The gradient that one source has; waits up to ``left_s``, and less unless it ``is_last``."""
+        """Return the gradient that one source has; waits up to ``left_s``, and less unless it ``is_last``."""
         wait_s = min(left_s, _WAIT_S if is_last else _TURN_S)
         rest_s, rate = (
             (self._access.timeout_s, LEAST_BYTES_PER_S) if is_last else (_LATE_S, _FAIR_BYTES_PER_S)
@@ -142,7 +142,7 @@ def _number(text: str | None) -> int:
 
 
 def _gradient_meta(response: Any, generation: int, step: int, url: str) -> GradientMeta:
-    """The headers of a gradient, checked. Raises SourceRefused."""
+    """Return the headers of a gradient, checked. Raises SourceRefused."""
     header = response.getheader
     if header(SEAL) != seal(header):
         raise IntegrityError("its gradient's headers are not what it sealed")

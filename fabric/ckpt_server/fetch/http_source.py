@@ -56,13 +56,13 @@ class OpenSockets:
             self._open.add(sock)
 
     def close(self, sock: socket.socket) -> None:
-        """Closes one socket."""
+        """Close one socket."""
         with self._lock:
             self._open.discard(sock)
         sock.close()
 
     def shutdown(self) -> None:
-        """Ends every socket and every wait on one; their owners close them."""
+        """End every socket and every wait on one; their owners close them."""
         with self._lock:
             self.closed = True
             for sock in self._open:
@@ -70,7 +70,7 @@ class OpenSockets:
 
 
 def abort(sock: socket.socket) -> None:
-    """Wakes the thread that waits on ``sock``."""
+    """Wake the thread that waits on ``sock``."""
     with contextlib.suppress(OSError):  # not connected, or closed: no thread waits on it
         # Not the TLS socket's own shutdown, which would change the object under its reader.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
@@ -139,9 +139,9 @@ class HttpConnection:
         wait_s: float = 0.0,
         coding: str = IDENTITY,
     ) -> http.client.HTTPResponse:
-        """Sends a GET; returns the response with its headers read. ``wait_s`` lengthens the timeout,
-        ``coding`` is the content coding that may be used. Dials again where a kept
-        connection turns out to be closed.
+        """Send a GET; return the response with its headers read. Dial again if a kept connection is closed.
+
+        ``wait_s`` lengthens the timeout; ``coding``: the content coding that may be used.
 
         Raises what is in TRANSIENT, or StateError after a cancel.
         """
@@ -162,7 +162,8 @@ class HttpConnection:
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Raise TimeoutError where what the block reads is not there in time, however slowly it trickles."""
+        """Raise TimeoutError where the block does not end its reading in time, however slowly bytes
+        trickle."""
         over = threading.Event()
 
         def end() -> None:
@@ -180,7 +181,7 @@ class HttpConnection:
             raise
         finally:
             timer.cancel()
-        if over.is_set():  # what ends too early may look whole, such as a head
+        if over.is_set():  # a truncated message may look complete, such as a head
             raise TimeoutError
 
     def _ask(
@@ -193,7 +194,7 @@ class HttpConnection:
         return response
 
     def body(self, response: http.client.HTTPResponse) -> "HttpBody":
-        """Where the bytes of the response of the last ``get`` come from."""
+        """Return the body of the response of the last ``get``."""
         assert self._sock is not None
         return HttpBody(response, self._sock, self._access.timeout_s)
 
@@ -204,20 +205,22 @@ class HttpConnection:
         return self._sock is not None and not ended
 
     def retire(self) -> None:
-        """From another thread: ends the wait, and every later one."""
+        """From another thread: end the wait, and every later one."""
         self._retired = True
         self.abort()
 
     def abort(self) -> None:
-        """From another thread: ends the wait of this connection's user, also while it is dialled. Later
-        waits end at once until ``close``."""
+        """From another thread: end the wait of this connection's user, also while it is dialled.
+
+        Later waits end at once until ``close``.
+        """
         self._ended = True
         sock = self._sock
         if sock is not None:
             abort(sock)
 
     def close(self) -> None:
-        """Closes the connection; the next ``get`` dials again, whatever was ended before."""
+        """Close the connection; the next ``get`` dials again."""
         self._let_go()
         self._ended = False
 
@@ -269,7 +272,7 @@ class IdleConnections:
         self._lock = threading.Lock()
 
     def take(self, address: HttpAddress) -> HttpConnection:
-        """A connection to ``address``, which is open already where one was kept."""
+        """Return a connection to ``address``, which is open already where one was kept."""
         with self._lock:
             kept = next((c for c in self._connections if c.address == address and c.is_open), None)
             if kept is not None:
@@ -278,7 +281,7 @@ class IdleConnections:
         return HttpConnection(address, self._access)
 
     def give(self, connection: HttpConnection, *, reusable: bool) -> None:
-        """Gives one back; ``reusable``: its last response was read to the end."""
+        """Return a connection; ``reusable``: its last response was read to the end."""
         if not reusable or not connection.is_open:
             connection.close()
             return
@@ -289,7 +292,7 @@ class IdleConnections:
             oldest.close()
 
     def close(self) -> None:
-        """Closes them all."""
+        """Close all connections."""
         with self._lock:
             while self._connections:
                 self._connections.pop().close()
@@ -314,7 +317,7 @@ class HttpBody:
             self._sock.settimeout(None)
 
     def read(self, into: memoryview) -> None:
-        """Fills ``into``. Raises ConnectionError where the body ends too early, TimeoutError."""
+        """Fill ``into``. Raises ConnectionError where the body ends too early, TimeoutError."""
         if self._buffered:
             first = min(self._buffered, len(into))
             self._buffered -= first
@@ -339,7 +342,7 @@ class HttpBody:
 
 
 def read_exactly(response: http.client.HTTPResponse, into: memoryview) -> None:
-    """Fills ``into`` from the body. Raises ConnectionError where the body ends too early."""
+    """Fill ``into`` from the body. Raises ConnectionError where the body ends too early."""
     filled = 0
     while filled < len(into):
         count = response.readinto(into[filled:])
@@ -349,8 +352,8 @@ def read_exactly(response: http.client.HTTPResponse, into: memoryview) -> None:
 
 
 def read_json(response: http.client.HTTPResponse, most: int) -> Any:
-    """The JSON body of at most ``most`` bytes. Raises SourceRefused for a larger or malformed one, and
-    IntegrityError for one that is not what its ETag says."""
+    """Return the JSON body of at most ``most`` bytes. Raises SourceRefused for a larger or malformed one, and
+    IntegrityError for one that does not match its ETag."""
     body = response.read(most + 1)
     if len(body) > most:
         raise SourceRefused(f"its answer is larger than {most} bytes")
@@ -369,7 +372,7 @@ def read_json(response: http.client.HTTPResponse, most: int) -> Any:
 
 
 def refusal(response: http.client.HTTPResponse) -> StateError:
-    """The error for an answer other than the wanted one: Gone, SourceRefused, or worth another try."""
+    """Return the error for an answer other than the wanted one: Gone, SourceRefused, or worth another try."""
     text, gone = _error_text(response)
     reason = f"it answered {response.status}: {text}"
     if response.status == 409:

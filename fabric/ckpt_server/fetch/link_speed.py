@@ -29,7 +29,7 @@ class LinkSpeed:
         self._since = 0
 
     def compress_next(self) -> bool:
-        """How the next range should come. The caller must then call ``measured`` or ``failed``."""
+        """Return how the next range should come. The caller must then call ``measured`` or ``failed``."""
         with self._lock:
             if not self._is_known or self._is_fast:
                 return False
@@ -40,7 +40,7 @@ class LinkSpeed:
             return self._trial
 
     def measured(self, compressed: bool, nbytes: int, seconds: float) -> None:
-        """``nbytes`` of the state arrived, and were unpacked, in ``seconds`` on one stream."""
+        """Note that ``nbytes`` of the state arrived and were decompressed in ``seconds`` on one stream."""
         rate = nbytes / max(seconds, 1e-9)
         with self._lock:
             if compressed == self._trial:
@@ -54,7 +54,7 @@ class LinkSpeed:
                 self._plain_ranges += 1
 
     def failed(self, compressed: bool) -> None:
-        """That range did not come, for other reasons."""
+        """Note that the range did not come, for other reasons."""
         with self._lock:
             if compressed == self._trial:
                 self._trial = None

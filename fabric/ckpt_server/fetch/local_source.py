@@ -37,8 +37,10 @@ class HostMemory:
 
     @classmethod
     def find(cls, place: str, state: SnapshotRef, token: str, nbytes: int) -> "HostMemory | None":
-        """That of the server at ``place`` (host:port), if it holds ``state`` (its digest is the file's), of
-        ``nbytes``; None where there is no such thing here: HTTP says why."""
+        """Return the memory of the server at ``place`` (host:port) if it holds ``state`` of ``nbytes``, or
+        None.
+
+        The digest in ``state`` is the file's."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(LOCAL_ASK_S)
@@ -64,11 +66,11 @@ class HostMemory:
             return None
 
     def body(self, begin: int) -> "MemoryBody":
-        """The bytes from ``begin`` on."""
+        """Return the bytes from ``begin`` on."""
         return MemoryBody(self._descriptor, begin)
 
     def still_there(self) -> bool:
-        """Whether what was read so far is the state that was asked for; tells the server that we read on."""
+        """Whether the bytes read so far are of the wanted state; tell the server that we read on."""
         try:
             self._connection.send(_SIGN, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:  # it has not looked for a while: so it has not withdrawn the slot either
@@ -93,7 +95,7 @@ class MemoryBody:
         self._at = begin
 
     def read(self, into: memoryview) -> None:
-        """Fills ``into``. Raises ConnectionError where the memory ends too early."""
+        """Fill ``into``. Raises ConnectionError where the memory ends too early."""
         while len(into):
             # Not mapped: the kernel copies as fast, and needs no page tables for it.
             count = os.preadv(self._descriptor, [into], self._at)
@@ -108,7 +110,7 @@ def _user_of(connection: socket.socket) -> int:
 
 
 def _receive(connection: socket.socket) -> int:
-    """The descriptor that was sent. Raises OSError or FabricError where there is none."""
+    """Return the descriptor that was sent. Raises OSError or FabricError where there is none."""
     lines, descriptors = LineBuffer(MAX_FIRST_LINE_BYTES), list[int]()
     try:
         while (line := lines.next_line()) is None:

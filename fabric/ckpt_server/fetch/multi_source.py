@@ -68,7 +68,7 @@ class Source:
 
 
 class MultiSourceFetch:
-    """Fetches what ``manifest`` describes from ``sources`` into ``target`` (exactly its size)."""
+    """Fetches the file of ``manifest`` from ``sources`` into ``target`` (exactly its size)."""
 
     def __init__(
         self,
@@ -108,8 +108,7 @@ class MultiSourceFetch:
         resume: bool,
         wanted: Collection[int] | None = None,
     ) -> None:
-        """Returns when the target has the ``wanted`` blocks (None: all); raises StateError when that cannot
-        be, or on a cancel.
+        """Return when the target has the ``wanted`` blocks (None: all). Raises StateError, also on a cancel.
 
         With ``resume``, blocks that the target holds already are not fetched.
         """
@@ -194,7 +193,7 @@ class MultiSourceFetch:
                 connection.close()
 
     def _read(self, queue: RangeQueue, source: Source, memory: HostMemory, claim: RangeClaim) -> None:
-        """Brings a range into place out of the memory of a server on this host."""
+        """Copy a range from the memory of a server on this host into place."""
         failed, body = True, memory.body(claim.block_range.first * self._manifest["block_bytes"])
         try:
             for block in claim.block_range.blocks:
@@ -220,7 +219,7 @@ class MultiSourceFetch:
         claim: RangeClaim,
         compressed: bool,
     ) -> int:
-        """Brings a range into place; returns its size."""
+        """Fetch a range into place; return its size."""
         blocks = claim.block_range.blocks
         response = self._ask_compressed(source, connection, claim) if compressed else None
         is_compressed = response is not None
@@ -237,7 +236,7 @@ class MultiSourceFetch:
         return sum(len(self._block(block)) for block in blocks)
 
     def _finish(self, queue: RangeQueue, source: Source, block: int, digest: str) -> None:
-        """``block`` is in place and has this digest. Raises IntegrityError where that is wrong."""
+        """Check the digest of ``block``, which is in place. Raises IntegrityError."""
         if digest != self._manifest["blocks"][block]:
             raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
         with self._lock:
@@ -259,7 +258,7 @@ class MultiSourceFetch:
     def _ask_compressed(
         self, source: Source, connection: HttpConnection, claim: RangeClaim
     ) -> http.client.HTTPResponse | None:
-        """The answer in PLANES, or None where the source offers no such thing."""
+        """Return the answer in PLANES, or None where the source offers no such thing."""
         first, last = claim.block_range.first, claim.block_range.first + claim.block_range.count - 1
         path = BLOCKS_PATH.format(self._manifest["step"], first, last, self._query)
         response = connection.get(path, coding=SHUFFLE)
@@ -277,7 +276,7 @@ class MultiSourceFetch:
         sent = response.getheader("Content-Encoding") or IDENTITY
         if sent != coding:
             raise SourceRefused(f"it sends the coding {sent[:40]!r} where {coding} was asked for")
-        # The digest of the state, and after a dash what sets this answer apart from the whole file.
+        # The digest of the state, a dash, and a mark that tells this answer from the full file.
         tag = response.getheader("ETag")
         if tag is not None and tag.strip('W/"').partition("-")[0] != self._manifest["digest"]:
             raise SourceRefused("it holds another state by now")
@@ -319,13 +318,15 @@ class MultiSourceFetch:
 
 
 def streams_per_source(wanted: int, sources: int, processors: int) -> int:
-    """How many streams each source gets: more in all than there are processors only take turns, and each has
-    bytes wait in its buffers until they are out of every cache."""
+    """Return the number of streams per source, in all at most one per processor.
+
+    More streams only take turns, and their bytes leave the caches while they wait.
+    """
     return max(1, min(wanted, processors // sources))
 
 
 def _receive(body: HttpBody | MemoryBody, part: memoryview) -> str:
-    """Fills ``part``; returns its digest."""
+    """Fill ``part``; return its digest."""
     hasher = xxhash.xxh3_64()
     for begin in range(0, len(part), _PIECE_BYTES):
         piece = part[begin : begin + _PIECE_BYTES]
@@ -351,7 +352,7 @@ def check_range(response: Any, begin: int, end: int, nbytes: int) -> None:
 
 
 def all_failed(what: str, sources: Sequence[Source]) -> StateError:
-    """The error that tells of every source why it is of no use."""
+    """Return the error with the reason of every source."""
     reasons = "; ".join(f"{source.url}: {source.error or 'no reason'}" for source in sources)
     kinds = {type(source.error) for source in sources}
     kind = kinds.pop() if len(kinds) == 1 else StateError
@@ -360,14 +361,14 @@ def all_failed(what: str, sources: Sequence[Source]) -> StateError:
 
 
 def one_line(error: Exception) -> str:
-    """One line that says why a source failed."""
+    """Say in one line why a source failed."""
     if isinstance(error, TimeoutError):
         return "it stopped sending"
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def source_error(error: Exception) -> StateError:
-    """Why a source gave nothing: its own word, which stays so, or what went wrong on the way."""
+    """Return why a source gave nothing: its own refusal, which is final, or an error on the way."""
     if isinstance(error, Gone | IntegrityError | SourceRefused):
         return error
     return StateError(one_line(error))

@@ -84,7 +84,7 @@ class RangeQueue:
         return bool(self._alive)
 
     def take(self, source: str, end: Callable[[], None]) -> RangeClaim | None:
-        """A range for ``source`` to fetch; waits for one. None when it has no more business here."""
+        """Return a range for ``source`` to fetch; waits for one. None when it has no more business here."""
         with self._changed:
             while not self._stopped and self._left and source in self._alive:
                 block_range = self._pick(source)
@@ -98,7 +98,7 @@ class RangeQueue:
             return None
 
     def finished(self, block: int) -> None:
-        """``block`` is in place and verified."""
+        """Note that ``block`` is in place and verified."""
         with self._changed:
             for claim in self._shared.claims:
                 if block in claim.block_range.blocks:
@@ -110,7 +110,7 @@ class RangeQueue:
                     self._changed.notify_all()
 
     def release(self, claim: RangeClaim, *, failed: bool) -> None:
-        """Gives a range back; what of it is not finished is fetched again, elsewhere if it failed."""
+        """Give a range back; its unfinished blocks are fetched again, elsewhere if it failed."""
         with self._changed:
             self._shared.claims.discard(claim)
             pace = self._shared.pace.setdefault(claim.source, _Pace())
@@ -122,7 +122,7 @@ class RangeQueue:
             self._changed.notify_all()
 
     def drop(self, source: str) -> None:
-        """``source`` gets no more ranges, and loses those it has."""
+        """Give ``source`` no more ranges, and take back those it has."""
         with self._changed:
             self._alive.discard(source)
             for claim in self._shared.claims:
@@ -131,8 +131,10 @@ class RangeQueue:
             self._changed.notify_all()
 
     def end_stuck(self, limit_s: float) -> None:
-        """Have every stream give up what has brought no block into place for ``limit_s``, be it the only one:
-        a source that trickles would hold it for ever."""
+        """Take back every range that has finished no block for ``limit_s``, even from the only source.
+
+        A source that trickles would hold it for ever.
+        """
         with self._changed:
             for claim in self._shared.claims:
                 if self._clock() - claim.moved_s > limit_s:
@@ -146,7 +148,7 @@ class RangeQueue:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Returns after a change, or the time."""
+        """Return after a change, or after ``timeout_s``."""
         with self._changed:
             self._changed.wait(timeout_s)
 

@@ -22,12 +22,12 @@ _SEALED = ("Generation", "Step", "Epoch", "Weight", "Layout", "Digest", "Meta")
 
 
 def block_digest(block: memoryview) -> str:
-    """The 16 hex digits that a manifest lists for this block."""
+    """Return the 16 hex digits that a manifest lists for this block."""
     return xxhash.xxh3_64_hexdigest(block)
 
 
 def digest_of_blocks(nbytes: int, blocks: Iterable[str], block_bytes: int = BLOCK_BYTES) -> str:
-    """The digest (32 hex) of a file of ``nbytes`` whose blocks have these digests, in order."""
+    """Return the digest (32 hex) of a file of ``nbytes`` whose blocks have these digests, in order."""
     return xxhash.xxh3_128_hexdigest(_SIZES.pack(nbytes, block_bytes) + bytes.fromhex("".join(blocks)))
 
 
@@ -51,7 +51,8 @@ class BlockDigests:
         self._room -= len(data)
 
     def blocks(self) -> list[str]:
-        """The digests of all blocks, the last of which may be short: nothing can be added afterwards."""
+        """Return the digests of all blocks, the last of which may be short: nothing can be added
+        afterwards."""
         if self._room < self._block_bytes:
             self._end_block()
         return self._found
@@ -63,18 +64,18 @@ class BlockDigests:
 
 
 def file_digest(file: memoryview) -> str:
-    """The digest (32 hex) of the state in ``file``."""
+    """Return the digest (32 hex) of the state in ``file``."""
     digests = BlockDigests()
     digests.update(file)
     return digest_of_blocks(len(file), digests.blocks())
 
 
 def bytes_digest(data: memoryview) -> str:
-    """The 32 hex digits that go with a gradient or any other run of bytes."""
+    """Return the 32 hex digits that go with a gradient or any other run of bytes."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def seal(header: Callable[[str], str | None]) -> str:
-    """The digest of a gradient's headers, each of which ``header`` gives by its name: goes as SEAL."""
+    """Return the digest of a gradient's headers, each of which ``header`` gives by its name: goes as SEAL."""
     text = "\n".join(header(f"X-Fabric-{name}") or "" for name in _SEALED)
     return xxhash.xxh3_128_hexdigest(text.encode("latin-1", "replace"))

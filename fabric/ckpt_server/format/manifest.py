@@ -28,7 +28,7 @@ _MAX_NUMBER = 1 << 62
 def make_manifest(
     state: SnapshotRef, nbytes: int, blocks: Sequence[str], *, job: str, replica: str, created: float
 ) -> dict[str, Any]:
-    """The manifest of a snapshot file of ``nbytes`` bytes, taken at Unix time ``created``."""
+    """Return the manifest of a snapshot file of ``nbytes`` bytes, taken at Unix time ``created``."""
     return {
         "format": MANIFEST_FORMAT,
         "job": job,
@@ -44,12 +44,12 @@ def make_manifest(
 
 
 def of_rank(manifest: Mapping[str, Any], rank: int, digests: Sequence[str]) -> dict[str, Any]:
-    """``manifest`` as that of rank ``rank``'s part of a state whose parts have these digests."""
+    """Return ``manifest`` as that of rank ``rank``'s part of a state whose parts have these digests."""
     return {**manifest, "rank": rank, "ranks": list(digests)}
 
 
 def state_digest(manifest: Mapping[str, Any]) -> str:
-    """The digest of the whole replica's state, of which the manifest's file may be one rank's part."""
+    """Return the digest of the whole replica's state, of which the manifest's file may be one rank's part."""
     return replica_digest(manifest["ranks"]) if "ranks" in manifest else str(manifest["digest"])
 
 
@@ -59,7 +59,7 @@ def is_hex(value: object, digits: int) -> bool:
 
 
 def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Returns ``manifest`` when it is well-formed and of at most ``max_nbytes``; StateError otherwise."""
+    """Return ``manifest`` if it is well-formed and of at most ``max_nbytes``. Raises StateError."""
     if not isinstance(manifest, dict):
         raise StateError("The manifest is not a JSON object.")
     if manifest.get("format") != MANIFEST_FORMAT:
@@ -89,7 +89,7 @@ def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[s
 
 
 def _check_ranks(manifest: Mapping[str, Any]) -> None:
-    """One rank's part lists the digests of all, its own among them."""
+    """Check that one rank's part lists the digests of all ranks, its own among them."""
     if "ranks" not in manifest and "rank" not in manifest:
         return
     rank, ranks = manifest.get("rank"), manifest.get("ranks")

@@ -1,4 +1,4 @@
-"""The file that training state travels in: how its preamble is written, read and distrusted.
+"""The file that training state travels in: its preamble, written, read and checked.
 
 A snapshot is a complete safetensors file: eight bytes of length, a JSON header, then every tensor's
 bytes without a gap. The header is canonical, so equal states are equal files: JSON with sorted keys
@@ -91,7 +91,7 @@ class FileHeader:
 
 
 def canonical_json(value: object) -> str:
-    """The one spelling of ``value``: sorted keys, no spaces, ASCII, no NaN. ValueError otherwise."""
+    """Return the one spelling of ``value``: sorted keys, no spaces, ASCII, no NaN. ValueError otherwise."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -101,7 +101,7 @@ def file_order(name: str, dtype: str) -> tuple[int, str]:
 
 
 def build_preamble(tensors: Sequence[TensorEntry], metadata: str) -> bytes:
-    """The bytes before the data of a file with these tensors, given in file order.
+    """Return the bytes before the data of a file with these tensors, given in file order.
 
     Raises StateError where the header would be longer than readers accept.
     """
@@ -122,7 +122,7 @@ class Preamble:
         self._before, self._after = canonical_json(entries).split(_NO_METADATA)
 
     def with_metadata(self, metadata: str) -> bytes:
-        """The preamble. Raises StateError where it would be longer than readers accept."""
+        """Return the preamble. Raises StateError where it would be longer than readers accept."""
         entry = canonical_json({"__metadata__": {METADATA_KEY: metadata}})[1:-1]
         text = (self._before + entry + self._after).encode()
         padding = -(len(text) + _LENGTH.size) % ALIGNMENT_BYTES
@@ -135,7 +135,7 @@ class Preamble:
 
 
 def read_header(file: memoryview) -> FileHeader:
-    """Parses and checks the preamble of ``file`` (flat bytes, exactly the whole file).
+    """Parse and check the preamble of ``file`` (flat bytes, exactly the full file).
 
     Raises StateError that names what is wrong; takes no memory beyond the header's own size.
     """
@@ -143,7 +143,7 @@ def read_header(file: memoryview) -> FileHeader:
 
 
 def read_preamble(begin: memoryview, nbytes: int) -> FileHeader:
-    """As ``read_header``, of a file of ``nbytes`` of which at least the preamble is in ``begin``."""
+    """Read the header of a file of ``nbytes`` from its ``begin``, which has at least the preamble."""
     if len(begin) < _LENGTH.size:
         raise StateError(f"The state is {len(begin)} bytes long, too short to be a snapshot file.")
     (length,) = _LENGTH.unpack(begin[: _LENGTH.size])
@@ -161,7 +161,7 @@ def read_preamble(begin: memoryview, nbytes: int) -> FileHeader:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON from outside, without duplicate keys, NaN or endless depth. Raises StateError otherwise."""
+    """Return JSON from outside, without duplicate keys, NaN or endless depth. Raises StateError otherwise."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -180,8 +180,11 @@ def _no_constant(name: str) -> Any:
 
 
 def _read_ours(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str] | None:
-    """Tensors and metadata of a header in our own spelling, by columns: there may be a hundred thousand, and
-    a newcomer waits. None where it is spelled otherwise, or wrong, which the other way says in words."""
+    """Read tensors and metadata of a header in our own spelling, by columns, which is fast.
+
+    There may be a hundred thousand tensors, and a joining replica waits. None for another spelling or an
+    error; then ``_read_any`` reads the header and names the error.
+    """
     split = _without_metadata(text)
     if split is None:
         return None
@@ -217,15 +220,16 @@ def _read_ours(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str] | N
 
 
 def _kind(name: str, dtype: str, shape: str) -> tuple[str, tuple[int, ...], int]:
-    """The dtype, the shape and the bytes of tensors of which these words stand in a header, ``name`` one of
-    them. Raises ValueError or StateError."""
+    """Return the dtype, the shape and the bytes of tensors of which these words stand in a header, ``name``
+    one of them. Raises ValueError or StateError."""
     if shape[:1] != ":" or shape[-2:] != "},":
         raise ValueError(shape)
     return dtype, *_extent(name, dtype, json.loads(shape[1:-2]))
 
 
 def _without_metadata(text: bytes) -> tuple[str, str] | None:
-    """The tensors of a header, each with a comma behind it, and the metadata. None: not our spelling."""
+    """Return the tensors of a header, each with a comma behind it, and the metadata. None: not our
+    spelling."""
     try:
         header = text.decode("ascii").rstrip(" ")
         at = header.index(_METADATA)
@@ -241,7 +245,7 @@ def _without_metadata(text: bytes) -> tuple[str, str] | None:
 
 
 def _read_any(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str]:
-    """The same of any valid header. Raises StateError."""
+    """Return tensors and metadata of any valid header. Raises StateError."""
     entries = parse_json(text)
     if not isinstance(entries, dict):
         raise StateError("The state's header is not a JSON object; it is damaged.")
@@ -277,7 +281,7 @@ def _span(name: str, entry: object, data_begin: int) -> TensorSpan:
 
 
 def _extent(name: str, dtype: object, shape: object) -> tuple[tuple[int, ...], int]:
-    """The shape of a tensor, and its bytes. Raises StateError."""
+    """Return the shape of a tensor, and its bytes. Raises StateError."""
     nbytes = ELEMENT_BYTES.get(dtype, 0) if isinstance(dtype, str) else 0
     if not nbytes:
         raise _bad(name, f"has the unknown dtype {str(dtype)[:40]!r}")

@@ -22,8 +22,8 @@ class RegionRead:
     box: TensorRegion
 
     def runs(self, gap_bytes: int) -> Iterator[tuple[int, int]]:
-        """The bytes (begin, end) of the rank's file that hold it. Where less than ``gap_bytes`` lie between
-        them, or there are very many, one run covers all."""
+        """Yield the bytes (begin, end) of the rank's file that hold it. Where less than ``gap_bytes`` lie
+        between them, or there are very many, one run covers all."""
         item, shape, where = ELEMENT_BYTES[self.span.dtype], self.held.sizes, self.box.within(self.held)
         # Dimensions from ``split`` on are covered whole, so what is taken of the one before is contiguous.
         split = len(shape)
@@ -43,7 +43,7 @@ class RegionRead:
             yield at, at + length
 
     def blocks(self, block_bytes: int) -> set[int]:
-        """Which blocks of the rank's file hold it."""
+        """Return the numbers of the blocks of the rank's file that hold it."""
         blocks: set[int] = set()
         for begin, end in self.runs(block_bytes):
             blocks.update(range(begin // block_bytes, -(-end // block_bytes)))

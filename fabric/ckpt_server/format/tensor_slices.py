@@ -30,7 +30,8 @@ class Shard:
 
 
 def parse_slice(text: str, shape: tuple[int, ...]) -> SliceBounds:
-    """The box that ``text`` means in a tensor of ``shape``; dimensions that it leaves out are taken whole.
+    """Return the box that ``text`` means in a tensor of ``shape``; dimensions that it leaves out are taken
+    whole.
 
     Raises ProtocolError, with the shape, for anything that is not within it.
     """
@@ -61,12 +62,13 @@ def _wrong(text: str, shape: tuple[int, ...]) -> ProtocolError:
 
 
 def slice_text(box: SliceBounds) -> str:
-    """The box as it is asked for."""
+    """Return the box in the form of a request."""
     return ",".join(f"{begin}:{end}" for begin, end in box)
 
 
 def local_part(box: SliceBounds, shard: Shard, shape: tuple[int, ...]) -> SliceBounds | None:
-    """The part of ``box`` (in the whole tensor) that a shard of ``shape`` holds, in the shard's indices."""
+    """Return the part of ``box`` (in the whole tensor) that a shard of ``shape`` holds, in the shard's
+    indices."""
     bounds = []
     for (begin, end), offset, size in zip(box, shard.offset, shape, strict=True):
         low, high = max(begin - offset, 0), min(end - offset, size)
@@ -77,17 +79,18 @@ def local_part(box: SliceBounds, shard: Shard, shape: tuple[int, ...]) -> SliceB
 
 
 def in_whole(box: SliceBounds, shard: Shard) -> SliceBounds:
-    """A box of the shard in the indices of the whole tensor."""
+    """Return a box of the shard in the indices of the whole tensor."""
     return tuple((begin + o, end + o) for (begin, end), o in zip(box, shard.offset, strict=True))
 
 
 def elements(box: SliceBounds) -> int:
-    """How many elements the box has."""
+    """Return the number of elements of the box."""
     return math.prod(end - begin for begin, end in box)
 
 
 def contiguous_from(box: SliceBounds, shape: tuple[int, ...]) -> int | None:
-    """The index of the box's first element in the flat tensor if it lies there in one piece, else None."""
+    """Return the index of the box's first element in the flat tensor if it lies there in one piece, else
+    None."""
     if not elements(box):
         return 0
     first = 0
@@ -116,7 +119,7 @@ def gather(
 
 
 def find_shards(metadata: str) -> Mapping[str, Shard]:
-    """The shards that a state's description names, by tensor; what is malformed is none."""
+    """Return the shards that a state's description names, by tensor; leave out malformed ones."""
     if '"$shard"' not in metadata:
         return {}
     shards: dict[str, Shard] = {}

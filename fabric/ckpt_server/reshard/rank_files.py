@@ -1,5 +1,7 @@
-"""One rank's file of a state, of which only what is needed is read: from checkpoint servers that hold it, or
-from a durable checkpoint. Blocks and not bytes, because a block is what can be verified."""
+"""One rank's file of a state, read block by block as needed: from checkpoint servers or a durable checkpoint.
+
+The unit is a block, because a block has a digest.
+"""
 
 import mmap
 from collections.abc import Callable, Collection, Sequence
@@ -15,9 +17,12 @@ Allocate = Callable[[int], memoryview]
 
 
 class RankFile:
-    """``rank``'s file. ``file`` is memory of its size, of which what was read is there and verified; the rest
-    is reserved and never touched. ``manifest`` is known once something was read. ``sources`` says how many
-    bytes were read from which URL, ``compression`` whether they came packed, and why."""
+    """The file of ``rank``.
+
+    ``file`` is memory of its size: the blocks read so far are there and verified, the rest is never touched.
+    ``manifest`` is known after the first read. ``sources``: bytes read by URL. ``compression``: whether they
+    came compressed, and why.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -33,7 +38,7 @@ class RankFile:
         return len(self.manifest.get("ranks", ("",)))
 
     def header(self) -> FileHeader:
-        """The places of its tensors. Raises StateError."""
+        """Return the header, with the places of the tensors. Raises StateError."""
         self.have({0})
         end = 8 + int.from_bytes(self.file[:8], "little")
         self.have(range(min(end // self.manifest["block_bytes"] + 1, len(self.manifest["blocks"]))))
@@ -47,7 +52,7 @@ class RankFile:
             self._there |= missing
 
     def complete(self, allocate: Allocate) -> memoryview:
-        """All of it, in ``allocate(nbytes)``. Raises StateError."""
+        """Return the full file, in ``allocate(nbytes)``. Raises StateError."""
         self.have({0})
         size, nbytes = self.manifest["block_bytes"], self.manifest["nbytes"]
         memory = allocate(nbytes)[:nbytes]
@@ -58,7 +63,7 @@ class RankFile:
         return memory
 
     def let_go(self) -> None:
-        """Its memory is needed no more."""
+        """Release the memory."""
         self.file = memoryview(b"")
 
     def _read(self, blocks: Collection[int]) -> None:
@@ -87,7 +92,7 @@ class ServedRankFile(RankFile):
             self.sources[url] = self.sources.get(url, 0) + nbytes
 
     def let_go(self) -> None:
-        """Its memory and its connections are needed no more."""
+        """Release the memory and the connections."""
         self._fetcher.close()
         super().let_go()
 

@@ -1,13 +1,12 @@
 """A state in another layout of ranks: each rank's own file, made of slices of the old ranks' files.
 
-Beside every shard a file says of which whole it is, and where in it (``sharded.py``). So a rank of the new
-layout reads the old ranks' headers, finds for every tensor which parts of it lie where, and fetches the
-blocks that hold its own part: blocks and not bytes, because a block is what can be verified. Out of those it
-writes the file that it would itself have written in that state, to be restored and served like any other.
-Nothing live is touched.
+A file describes each shard: its full tensor and its offset there (``state/dtensor.py``). A rank of the new
+layout reads the old ranks' headers, finds the parts of every tensor, and fetches the blocks that hold its own
+part. The unit is a block, because a block has a digest. From these it writes the file that it would have
+written in that state, to be restored and served like any other. It changes no live object.
 
-How the new layout places a tensor is asked of the live objects, once: of a module's or another object's own
-state, and for an optimizer, whose state may not exist yet, of the parameter that has the same shape.
+The live objects say once how the new layout places a tensor: a module's or another object's own state does.
+An optimizer's state may not exist yet, so it follows the parameter of the same shape.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +45,10 @@ class Misfit(StateError):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """How a live tensor is placed: the shape of the whole, this rank's part of it, and how a file describes
-    that (None: it is not sharded)."""
+    """The placement of a live tensor: the full shape, this rank's part, and its description in a file.
+
+    The description is None for a tensor that is not sharded.
+    """
 
     shape: tuple[int, ...]
     box: TensorRegion
@@ -55,7 +56,7 @@ class TensorPlacement:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorPlacement":
-        """A live tensor's."""
+        """Return the placement of a live tensor."""
         shape = tuple(tensor.shape)
         if not is_sharded(tensor):
             return cls(shape, TensorRegion.whole(shape), None)
@@ -78,7 +79,7 @@ class Layout:
 
     def fits(self, header: FileHeader) -> bool:
         """Whether the file with this header is as this rank would write it. Raises Misfit."""
-        return bool(ReshardPlan([header], self, 0, whole=False).tree == step_and_tree(header.metadata)[1])
+        return bool(ReshardPlan([header], self, 0, complete=False).tree == step_and_tree(header.metadata)[1])
 
 
 def reshard(
@@ -91,11 +92,11 @@ def reshard(
     job: str = "",
     replica: str = "",
 ) -> dict[str, Any]:
-    """Makes rank ``rank``'s own file of ``state`` in ``layout``, in ``allocate(nbytes)``; its manifest.
+    """Build rank ``rank``'s own file of ``state`` in ``layout``, in ``allocate(nbytes)``. Return its
+    manifest.
 
-    ``parts`` are those of all old ranks, in order. The memory begins at a multiple of 64. ``job`` and
-    ``replica`` go into the manifest. Raises StateError (Misfit, Gone,
-    IntegrityError), with the memory undefined.
+    ``parts``: of all old ranks, in order. The memory begins at a multiple of 64. ``job`` and ``replica`` go
+    into the manifest. Raises StateError (Misfit, Gone, IntegrityError), with the memory undefined.
     """
     try:
         headers = [part.header() for part in parts]
@@ -126,22 +127,23 @@ def reshard(
 
 
 class ReshardPlan:
-    """How rank ``rank`` of the new layout makes its file (``preamble``, and ``nbytes`` in all) of the old
-    ranks' files with these ``headers``: which ``pieces`` go there.
+    """How rank ``rank`` of the new layout builds its file from the old ranks' files with these ``headers``.
 
-    ``whole`` False: only what the file would say is asked for (``tree``): some parts may be missing, and a
-    tensor without a placement here stays as it was.
+    ``complete`` False: the caller wants ``tree`` alone. Parts may be missing then, and a tensor without a
+    placement here stays as it was.
     Raises Misfit with the path of a value that cannot be resharded.
     """
 
-    def __init__(self, headers: Sequence[FileHeader], layout: Layout, rank: int, whole: bool = True) -> None:
+    def __init__(
+        self, headers: Sequence[FileHeader], layout: Layout, rank: int, complete: bool = True
+    ) -> None:
         self.pieces: list[RegionRead] = []
         self._rank = rank
-        self._whole = whole
+        self._complete = complete
         self._spans = [{span.name: span for span in header.tensors} for header in headers]
         self._own: dict[str, tuple[str, TensorRegion]] = {}  # by tensor: dtype, and this rank's part
         described = [step_and_tree(header.metadata) for header in headers]
-        self.tree = self._walk([one for _, one in described], layout.live, "")
+        self.tree = self._walk([tree for _, tree in described], layout.live, "")
         entries = [
             TensorEntry(name, dtype, box.sizes, ELEMENT_BYTES[dtype] * box.elements)
             for name, (dtype, box) in self._own.items()
@@ -154,11 +156,11 @@ class ReshardPlan:
         self._targets = {span.name: span for span in header.tensors}
 
     def blocks(self, rank: int, block_bytes: int) -> set[int]:
-        """Which blocks of old rank ``rank``'s file are needed."""
+        """Return the numbers of the blocks needed of old rank ``rank``'s file."""
         return set().union(*(piece.blocks(block_bytes) for piece in self.pieces if piece.rank == rank))
 
     def write(self, rank: int, file: memoryview, into: memoryview) -> None:
-        """Copies what comes from old rank ``rank``, whose needed blocks are in ``file``, to its place."""
+        """Copy into ``into`` the pieces of old rank ``rank``, whose needed blocks are in ``file``."""
         for piece in self.pieces:
             if piece.rank == rank:
                 target = tensor_at(into, self._targets[piece.name])[
@@ -167,7 +169,7 @@ class ReshardPlan:
                 target.copy_(tensor_at(file, piece.span)[piece.box.within(piece.held)])
 
     def _walk(self, nodes: list[Any], live: Any, path: str) -> Any:
-        """The new layout's node for the old ranks' nodes in one place of the tree."""
+        """Return the new layout's node for the old ranks' nodes in one place of the tree."""
         first = nodes[0]
         if isinstance(first, dict) and ("$shard" in first or "$tensor" in first):
             return self._tensor(nodes, live, path)
@@ -208,7 +210,7 @@ class ReshardPlan:
             inner, stored = node.get("$shard", (node, None)) if isinstance(node, dict) else (None, None)
             name = inner.get("$tensor") if isinstance(inner, dict) else None
             if isinstance(name, list) and stored is None and not _is_sharded(live):
-                self._place(name[0], [(one["$tensor"][0], None) for one in nodes], None, path)
+                self._place(name[0], [(node["$tensor"][0], None) for node in nodes], None, path)
                 return nodes[0]
             if not isinstance(name, str) or (stored is None) != ("$shard" not in nodes[0]):
                 raise _unlike(path)
@@ -220,13 +222,13 @@ class ReshardPlan:
     def _place(
         self, name: str, held: list[tuple[str, dict[str, Any] | None]], live: Any, path: str
     ) -> dict[str, Any] | None:
-        """Takes my part of one tensor into the plan; how it is described there, None: as a whole."""
-        spans = [self._span(rank, one, path) for rank, (one, _) in enumerate(held)]
+        """Add this rank's part of a tensor to the plan. Return its description, None for a full tensor."""
+        spans = [self._span(rank, old_name, path) for rank, (old_name, _) in enumerate(held)]
         stored = held[0][1]
         shape = tuple(stored["shape"]) if stored is not None else spans[0].shape
         here = live.parameter if isinstance(live, _LikeParameter) and live.parameter.shape == shape else live
         if stored is not None and not isinstance(here, TensorPlacement):
-            if not self._whole:
+            if not self._complete:
                 self._own.setdefault(name, (spans[0].dtype, TensorRegion.whole(spans[0].shape)))
                 return stored
             raise Misfit(
@@ -256,12 +258,12 @@ class ReshardPlan:
         stored: list[dict[str, Any] | None],
         path: str,
     ) -> None:
-        """Of every part that several ranks hold, one of them gives."""
+        """Plan the reads of ``box``. Of the old ranks that hold the same part, one gives it."""
         givers: dict[TensorRegion, list[int]] = {}
-        for rank, (span, one) in enumerate(zip(spans, stored, strict=True)):
+        for rank, (span, shard) in enumerate(zip(spans, stored, strict=True)):
             full = TensorRegion.whole(span.shape)
             givers.setdefault(
-                full if one is None else TensorRegion(tuple(one["offset"]), span.shape), []
+                full if shard is None else TensorRegion(tuple(shard["offset"]), span.shape), []
             ).append(rank)
         covered = 0
         for part, ranks in givers.items():
@@ -270,10 +272,10 @@ class ReshardPlan:
                 covered += common.elements
                 rank = ranks[self._rank % len(ranks)]
                 self.pieces.append(RegionRead(name, rank, spans[rank], part, common))
-        if covered != box.elements and self._whole:
+        if covered != box.elements and self._complete:
             raise Misfit(
                 f"{path}: the old ranks' parts cover {covered} of the {box.elements} elements that are needed"
-                " here; such a layout cannot be cut anew."
+                " here; such a layout cannot be resharded."
             )
 
     def _span(self, rank: int, name: str, path: str) -> TensorSpan:
@@ -284,12 +286,10 @@ class ReshardPlan:
 
 
 def _placements(live: Any) -> Any:
-    """The placements of the tensors in a live object's state, as far as known."""
+    """Return the placements of the tensors in a live object's state, as far as known."""
     if isinstance(live, torch.optim.Optimizer):
         parameters = [parameter for group in live.param_groups for parameter in group["params"]]
-        return {
-            "state": {index: _LikeParameter(TensorPlacement.of(one)) for index, one in enumerate(parameters)}
-        }
+        return {"state": {i: _LikeParameter(TensorPlacement.of(p)) for i, p in enumerate(parameters)}}
     return _placed(live.state_dict())
 
 

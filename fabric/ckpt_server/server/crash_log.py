@@ -1,7 +1,7 @@
-"""Which micro-batch a trainer died at: it notes in eight bytes of our shared memory where its main thread is.
+"""The micro-batch at which a trainer died: the trainer notes its position in eight bytes of shared memory.
 
-A note is one aligned store by the trainer and costs no call. We look at it when the trainer is found gone,
-and keep what we saw, over the trainers of this replica, until the job is past that step. An orderly exit
+A note is one aligned store by the trainer and costs no call. The server reads the note when the trainer is
+gone. It keeps the notes of all trainers of this replica until the job is past that step. An orderly exit
 takes the note back first, so only a process that was killed, or crashed, leaves one.
 """
 
@@ -20,7 +20,7 @@ _MOST = 16
 
 
 def encode_marker(step: int, micro_batch: int) -> int:
-    """The marker that the trainer stores while it is at this micro-batch."""
+    """Return the marker that the trainer stores while it is at this micro-batch."""
     return (step << _BITS) | (micro_batch + 1)
 
 
@@ -34,7 +34,7 @@ class CrashLog:
         trainer.on_attach = self._turn
 
     def seen(self, state: str) -> tuple[Death, ...]:
-        """The deaths at a micro-batch that the job is not past yet; ``state`` is the trainer's."""
+        """Return the deaths at a micro-batch that the job is not past yet; ``state`` is the trainer's."""
         step, micro_batch = self._read()
         if micro_batch >= 0:
             death = Death(self._trainer.incarnation, step, micro_batch)
@@ -45,14 +45,14 @@ class CrashLog:
         return tuple(self._seen)
 
     def _turn(self) -> None:
-        """Another trainer attaches: what the last one died at is kept, and its note is taken away."""
+        """Keep and clear the last trainer's note, because another trainer attaches."""
         self.seen(self._trainer.state)
         if self._slot.memfd is not None:
             with contextlib.suppress(OSError):
                 os.pwrite(self._slot.memfd.fd, bytes(MARKER_BYTES), 0)
 
     def _read(self) -> tuple[int, int]:
-        """(step, micro-batch) of the note, micro-batch -1 where there is none."""
+        """Return (step, micro-batch) of the note, micro-batch -1 where there is none."""
         view = self._slot.memfd.view if self._slot.memfd is not None else b""
         if len(view) < MARKER_BYTES:  # its memory is still being allocated, or has been let go
             return 0, -1

@@ -1,12 +1,11 @@
 """Finds out what the trainer does: from the trainer, by a signal, and from the kernel.
 
-The trainer answers on a socket of its own, from a thread of its own (see
-``fabric.client.process.debug_endpoint``), which needs the interpreter. While C code holds the interpreter's
-lock the trainer cannot answer. Then a signal makes the interpreter
-write the stacks of all threads to a file, which needs no lock. That is the second way and not
-the first: a dump of threads that run may read a frame that is being torn down, and while one thread holds
-the lock for long no frame changes. The kernel's view of every thread is always included, and
-is alone where the process is stopped.
+A thread of the trainer answers on its own socket (``fabric.client.process.debug_endpoint``), which needs the
+interpreter. While C code holds the interpreter's lock the trainer cannot answer. Then a signal makes the
+interpreter write the stacks of all threads to a file, which needs no lock. The signal comes second, because a
+dump of running threads may read a frame that is being torn down; while one thread holds the lock for long no
+frame changes. The kernel's view of every thread is always included, and stands alone where the process is
+stopped.
 """
 
 import asyncio
@@ -50,9 +49,10 @@ class TrainerSilent(FabricError):
 
 
 class DebugProbe:
-    """Asks the process that ``trainer`` watches, whose folder is ``run_dir``. ``status_sender``: what tells
-    the lighthouse of it, where anything does. ``epoch_log``: what the lighthouse tells of the job's
-    epochs."""
+    """Asks the process that ``trainer`` watches, whose folder is ``run_dir``.
+
+    ``status_sender`` reports to the lighthouse, if any; ``epoch_log`` keeps the epochs it announces.
+    """
 
     def __init__(self, run_dir: Path, trainer: TrainerWatch) -> None:
         self.status_sender: StatusSender | None = None
@@ -70,7 +70,7 @@ class DebugProbe:
             raise Refused(f"the trainer, process {self._trainer.pid}, has ended: there is nobody to look at")
 
     async def ask(self, what: str) -> dict[str, Any]:
-        """The trainer's own answer to ``what``. Raises TrainerSilent, or Refused with its sentence."""
+        """Return the trainer's own answer to ``what``. Raises TrainerSilent, or Refused with its sentence."""
         if self._trainer.state == STOPPED:
             raise TrainerSilent(
                 "the process is stopped (SIGSTOP, or a debugger): it answers when it is continued"
@@ -106,10 +106,11 @@ class DebugProbe:
         return await asyncio.to_thread(decode_line, answer)
 
     async def stacks(self) -> dict[str, object]:
-        """The stacks of all threads by the best way there is, and what the kernel says of them.
+        """Return the stacks of all threads by the best way there is, and what the kernel says of them.
 
-        ``how`` is ``interpreter``, ``signal`` or ``kernel`` (there are no Python stacks then); ``why`` says
-        why it was not a better one. Raises Refused where there is no process.
+            ``how`` is ``interpreter``, ``signal`` or ``kernel`` (without Python stacks); ``why`` says why a
+            better way
+        failed. Raises Refused where there is no process.
         """
         self.require_process()
         async with self._one_dump:
@@ -127,7 +128,7 @@ class DebugProbe:
         return {"pid": pid, "how": how, "why": why, "threads": threads, "kernel": kernel}
 
     async def _dump(self) -> str:
-        """The interpreter's output after STACKS_SIGNAL. Raises TrainerSilent or OSError."""
+        """Return the interpreter's output after STACKS_SIGNAL. Raises TrainerSilent or OSError."""
         trainer, file = self._trainer, self._run_dir / STACKS_NAME
         if trainer.state == STOPPED:
             raise TrainerSilent("a signal would wait until it is continued")
@@ -151,7 +152,7 @@ class DebugProbe:
 
 
 def parse_dump(text: str) -> list[dict[str, object]]:
-    """The threads in what ``faulthandler`` wrote, most recent call first; other lines are left out."""
+    """Return the threads in what ``faulthandler`` wrote, most recent call first; other lines are left out."""
     threads: list[dict[str, object]] = []
     stack: list[str] = []
     for line in text.splitlines():
@@ -178,7 +179,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def kernel_threads(pid: int) -> list[dict[str, object]]:
-    """The kernel's view of each thread: its name, state, what it sleeps in, and its processor time.
+    """Return the kernel's view of each thread: its name, state, what it sleeps in, and its processor time.
 
     ``wchan`` and ``syscall`` are empty where this user may not know. The first is the main thread.
     """
@@ -213,7 +214,7 @@ def _read(path: Path) -> str:
 
 
 def parse_flight(text: object) -> Any:
-    """Torch's recording, which travels as JSON inside JSON. Raises Refused for anything else."""
+    """Parse torch's recording, JSON inside JSON. Raises Refused for anything else."""
     try:
         return json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError) as error:

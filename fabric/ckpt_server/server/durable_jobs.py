@@ -1,9 +1,9 @@
-"""The checkpoint server's side of durable checkpoints: starts the writer, one at a time, and knows how it
-went.
+"""The checkpoint server's side of durable checkpoints: it starts one writer at a time and keeps the outcome.
 
-The writer gets the snapshot's memory as a descriptor. Meanwhile the slot counts as read, so the trainer
-overwrites the other one; if it must have this one all the same, the writer is killed, and that checkpoint is
-given up."""
+The writer gets the snapshot's memory as a descriptor. Until it ends the slot counts as read, so the trainer
+overwrites the other one. If the trainer must have this slot, the server kills the writer and gives that
+checkpoint up.
+"""
 
 import asyncio
 import contextlib
@@ -50,8 +50,8 @@ class PersistRequest:
 
 
 class DurableJobs:
-    """``newest`` is the last checkpoint that was completed from here, ``error`` why the last try failed
-    (empty after one that did not), ``seconds`` how long that took."""
+    """``newest``: the last checkpoint completed here. ``error``: why the last attempt failed, or empty.
+    ``seconds``: its duration."""
 
     def __init__(self, job: str, replica: str, memory: SlotTable) -> None:
         self._job = job
@@ -71,10 +71,10 @@ class DurableJobs:
         return self._task is None or self._task.done()
 
     def start(self, request: PersistRequest) -> None:
-        """Begin to write, or when the one before is written: then it is the newest of those that were asked
-        for meanwhile. Raises Refused where the step is not held.
+        """Begin to write, or queue the request; a later request replaces a queued one.
 
-        The request of an earlier trainer process is given up: its other ranks are gone, too.
+        Raises Refused where the step is not held. The request of an earlier trainer process is given up,
+        because its other ranks are gone too.
         """
         if self._memory.find(SNAPSHOT, request.step, request.generation) is None:
             raise Refused(f"step {request.step} is not held, so it cannot be written to durable storage")
@@ -94,7 +94,7 @@ class DurableJobs:
             await asyncio.wait({self._task})
 
     async def close(self) -> None:
-        """End the writer that runs, if any: what it has written counts for nothing."""
+        """End the running writer, if any: its checkpoint counts for nothing."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -181,7 +181,7 @@ class DurableJobs:
 
 
 def _manifest(served: bytes) -> dict[str, Any]:
-    """The snapshot's own manifest, without what the server adds for readers."""
+    """Return the snapshot's own manifest, without what the server adds for readers."""
     manifest: Mapping[str, Any] = json.loads(served)
     return check_manifest({k: v for k, v in manifest.items() if k not in ("url", "tensors")})
 

@@ -24,21 +24,21 @@ class Lifetime:
         self._finish_timer: asyncio.TimerHandle | None = None
 
     def trainer_came(self) -> None:
-        """A trainer is attached: the server is needed."""
+        """Stop the timers: a trainer is attached."""
         for timer in (self._orphan_timer, self._finish_timer):
             if timer is not None:
                 timer.cancel()
         self._orphan_timer = self._finish_timer = None
 
     def trainer_left(self) -> None:
-        """No trainer is attached, for now or for good."""
+        """Start the timer of a server without a trainer."""
         if self._orphan_timer is None:
             reason = f"no trainer has been attached for {self._orphan_s:g} s"
             loop = asyncio.get_running_loop()
             self._orphan_timer = loop.call_later(self._orphan_s, self.end, reason)
 
     def finish(self, linger_s: float) -> None:
-        """The job is done: end after ``linger_s``, which replaces what was said before."""
+        """End after ``linger_s``, because the job is done; a later call replaces the time."""
         if self._finish_timer is not None:
             self._finish_timer.cancel()
         loop = asyncio.get_running_loop()

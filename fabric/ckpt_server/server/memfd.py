@@ -1,4 +1,4 @@
-"""Shared memory that cannot be left behind: sealed memfds, allocated in full before anybody uses them.
+"""Shared memory that cannot be left behind: sealed memfds, allocated in full before use.
 
 A memfd has no name, so the kernel frees it when the last process that maps it is gone, however those
 processes die. All of its pages are allocated at once: a machine that is short of memory answers here
@@ -32,7 +32,7 @@ class Memfd:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
     def grow(self, nbytes: int) -> None:
-        """Make room for ``nbytes``; what is there stays, also for who has mapped it. Blocks for seconds.
+        """Make room for ``nbytes``; content and existing mappings stay. Blocks for seconds.
 
         Raises Refused, with nothing changed, where the machine has not that much memory.
         """
@@ -61,15 +61,17 @@ class Memfd:
 
 
 def _fault_in(mapped: mmap.mmap) -> None:
-    """Have all pages in this process's tables, which sending a state for the first time would wait for.
-    In small steps, for the interpreter is held meanwhile. An older kernel does it page by page, later."""
+    """Enter all pages in this process's tables, so that the first sending need not wait for that.
+
+    Small steps, because the call holds the interpreter. An older kernel does it page by page, later.
+    """
     with contextlib.suppress(OSError):
         for begin in range(0, len(mapped), _FAULT_BYTES):
             mapped.madvise(_MADV_POPULATE_READ, begin, min(_FAULT_BYTES, len(mapped) - begin))
 
 
 def _too_large(name: str, needed: int, available: int, but: str = "") -> Refused:
-    """``but``: what the kernel says, who does not give what seems to be there."""
+    """Return the refusal of a growth; ``but``: the kernel's error although the memory seems to be there."""
     return Refused(
         f"the {name} needs {_mebibytes(needed)} more of shared memory and {_mebibytes(available)} are"
         f" available on this host{but}: give it more memory, or run fewer replicas on it"

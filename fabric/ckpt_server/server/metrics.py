@@ -1,6 +1,6 @@
 """Metrics for Prometheus: transfers as they are counted, memory and trainer at the time of the scrape.
 
-Everything lives in a registry of its own, so that nothing of the process or of other libraries leaks in.
+The registry is our own, so that metrics of the process or of other libraries stay out.
 """
 
 import time
@@ -43,7 +43,7 @@ class CkptMetrics:
 
     @contextmanager
     def transfer(self, kind: str) -> Iterator[Counter]:
-        """Counts one transfer while it lasts; yields the counter of bytes sent."""
+        """Count one transfer while it lasts; yields the counter of bytes sent."""
         self._active.labels(kind).inc()
         complete = False
         try:
@@ -55,12 +55,12 @@ class CkptMetrics:
                 self._aborted.labels(kind).inc()
 
     def render(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """Return all of them in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _SlotCollector(Collector):
-    """Reads what memory holds and what the trainer does, at the time of the scrape."""
+    """Reads the slots and the trainer's state at the time of the scrape."""
 
     def __init__(self, memory: SlotTable, trainer: TrainerWatch, durable: DurableJobs) -> None:
         self._memory = memory

@@ -96,7 +96,7 @@ def _error(description: str) -> dict[str, Any]:
 
 
 def _get(summary: str, kind: str, *parameters: dict[str, Any], is_open: bool = False) -> dict[str, Any]:
-    """One GET operation that answers with ``kind``, and the refusals that its parameters can meet."""
+    """Describe a GET operation that answers with ``kind``, and its refusals."""
     responses: dict[str, Any] = {"200": {"description": summary, "content": {kind: {}}}}
     if not is_open:
         responses["401"] = _error("No token, or not this job's.")
@@ -122,7 +122,7 @@ def _get(summary: str, kind: str, *parameters: dict[str, Any], is_open: bool = F
 
 
 def _of_the_trainer(operation: dict[str, Any], others: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """``operation`` of something that needs the trainer's process, and the further refusals of it."""
+    """Return ``operation`` of something that needs the trainer's process, and the further refusals of it."""
     refusals = {"409": "No trainer has attached, or it has ended.", **(others or {})}
     operation["get"]["responses"] |= {status: _error(text) for status, text in refusals.items()}
     return operation

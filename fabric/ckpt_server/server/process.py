@@ -1,8 +1,7 @@
 """The checkpoint server process: holds a worker's shared memory, serves it, and reports the trainer's status.
 
-It is a process of its own so that a dead trainer leaves its last snapshots behind, and so that serving
-them costs a living trainer nothing. One server per folder: a lock says so, which the kernel releases
-however the process ends.
+A separate process keeps the snapshots of a dead trainer, and serves them without cost to a living one. A lock
+allows one server per folder; the kernel releases it however the process ends.
 """
 
 import asyncio
@@ -50,23 +49,19 @@ JOB_END_STORED_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """``bind`` and ``port`` (a port or range): where HTTP listens; ``advertise``: the host others dial,
-    empty for the bound one. ``token_file`` None: no token. ``lighthouse``: base URLs, empty for no
-    status. ``rank``: whose server this is in a replica of several ranks. ``tls``: how it
-    is reached, and reaches the lighthouse. ``orphan_s``: how long to live
-    without a trainer."""
+    """The settings of one server process."""
 
     job: str
     replica: str
     run_dir: Path
     bind: str = "127.0.0.1"
-    port: str = "0"
-    advertise: str = ""
-    token_file: Path | None = None
-    lighthouse: Sequence[str] = ()
-    orphan_s: float = 600.0
-    rank: int = 0
-    tls: Tls = field(default_factory=Tls)
+    port: str = "0"  # a port or a range
+    advertise: str = ""  # the host that others dial; empty: the bound one
+    token_file: Path | None = None  # None: no token
+    lighthouse: Sequence[str] = ()  # base URLs; empty: no trainer status
+    orphan_s: float = 600.0  # the time to live without a trainer
+    rank: int = 0  # of the trainer, in a replica of several ranks
+    tls: Tls = field(default_factory=Tls)  # of HTTP here and of the connection to the lighthouse
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The HTTP side: snapshots and gradients for newcomers, JSON for people with `curl`.
+"""The HTTP side: snapshots and gradients for joining replicas, JSON for people with `curl`.
 
-Steps are named by number or ``latest``; a step that is not held is answered with 409 and the steps that
-are, so that a reader can choose another source or another step. Bytes support ranges and are never
-copied as a whole. Malformed requests get a 4xx with a sentence.
+Steps are named by number or ``latest``. The answer for a missing step is 409 with the steps that are held, so
+that a reader can choose another source or step. Bytes support ranges and are never copied as a whole.
+Malformed requests get a 4xx with a sentence.
 """
 
 import asyncio
@@ -68,8 +68,8 @@ class CkptContext:
 
 
 def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[str] = ()) -> web.Application:
-    """The application, with everything but OPEN_PATHS behind ``token`` (None: open). ``names``: the hosts
-    that it is known by besides loopback."""
+    """Answer with the application, with everything but OPEN_PATHS behind ``token`` (None: open). ``names``:
+    the hosts that it is known by besides loopback."""
     tokens = TokenFile.of(token)
     app = web.Application(
         middlewares=[
@@ -98,8 +98,9 @@ def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[
 
 
 def _of_snapshot(answer: _Answer) -> _Handler:
-    """The handler of a path below a snapshot, from what answers for the slot that holds it. A request for
-    a snapshot that is not held gets the steps that are."""
+    """Return the handler of a path below a snapshot; ``answer`` answers for its slot.
+
+    A request for a missing snapshot gets the steps that are held."""
 
     @functools.wraps(answer)
     async def handler(routes: "CkptRoutes", request: web.Request) -> web.StreamResponse:
@@ -120,24 +121,25 @@ class CkptRoutes:
         self._one_summary = asyncio.Lock()
 
     async def health(self, request: web.Request) -> web.Response:
-        """The process answers: that is all this says."""
+        """Answer, which shows that the process runs."""
         return web.json_response({"ok": True})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Prometheus' text format."""
+        """Answer in Prometheus' text format."""
         return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": _METRICS_TYPE})
 
     async def snapshots(self, request: web.Request) -> web.Response:
-        """All held snapshots, oldest first."""
+        """Answer with all held snapshots, oldest first."""
         return web.json_response(self._listing(SNAPSHOT))
 
     async def gradients(self, request: web.Request) -> web.Response:
-        """All held gradients, oldest first."""
+        """Answer with all held gradients, oldest first."""
         return web.json_response(self._listing(GRADIENT))
 
     @_of_snapshot
     async def manifest(self, request: web.Request, _: SharedSlot, content: SlotContent) -> web.StreamResponse:
-        """The snapshot's manifest, with the URL of its data and, unless ``tensors=0``, its tensors."""
+        """Answer with the snapshot's manifest, with the URL of its data and, unless ``tensors=0``, its
+        tensors."""
         with_tensors = query_integer(request, "tensors", low=0, high=1) != 0
         body = content.manifest if with_tensors else content.manifest_without_tensors
         tag = etag(bytes_digest(memoryview(body)))
@@ -152,15 +154,15 @@ class CkptRoutes:
 
     @_of_snapshot
     async def data(self, request: web.Request, slot: SharedSlot, _: SlotContent) -> web.StreamResponse:
-        """The snapshot's bytes: a whole safetensors file, or a range of it."""
+        """Answer with the snapshot's bytes: a whole safetensors file, or a range of it."""
         return await self._send(request, slot)
 
     @_of_snapshot
     async def tensor(
         self, request: web.Request, slot: SharedSlot, content: SlotContent
     ) -> web.StreamResponse:
-        """One tensor's bytes, little-endian, or a slice, or a range of either; its dtype and shape are in the
-        headers."""
+        """Answer with a tensor's bytes, little-endian, a slice, or a range of either; headers have the dtype
+        and shape."""
         span = _tensor(request, content)
         if isinstance(span, web.Response):
             return span
@@ -171,7 +173,7 @@ class CkptRoutes:
     async def blocks(
         self, request: web.Request, slot: SharedSlot, content: SlotContent
     ) -> web.StreamResponse:
-        """Some blocks of a snapshot as its manifest cuts it: what fetchers take packed."""
+        """Answer with blocks of a snapshot, which fetchers take compressed."""
         first, last = _numbers(request.match_info["blocks"])
         size, nbytes = content.block_bytes, content.nbytes
         if last * size >= nbytes:
@@ -181,7 +183,7 @@ class CkptRoutes:
         return await self._send(request, slot, Excerpt(begin, end - begin, f"-blocks-{first}-{last}"))
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
-        """Smallest, largest, mean, norm of one tensor, and how many of its elements are not finite."""
+        """Answer with minimum, maximum, mean, norm and the number of non-finite elements of a tensor."""
         # One at a time: a slot that is wanted back must not wait for the work of another one.
         async with self._one_summary:
             return await self._statistics(request)
@@ -206,11 +208,11 @@ class CkptRoutes:
         return web.json_response({"tensor": span.name, **summary})
 
     async def openapi(self, request: web.Request) -> web.Response:
-        """This server's paths, as an OpenAPI document."""
+        """Answer with this server's paths, as an OpenAPI document."""
         return web.json_response(openapi.DOCUMENT)
 
     async def gradient(self, request: web.Request) -> web.StreamResponse:
-        """A reduced gradient's bytes; waits up to ``wait_s`` for one that is yet to come."""
+        """Answer with A reduced gradient's bytes; waits up to ``wait_s`` for one that is yet to come."""
         step = _step(request)
         if step is None:
             raise ProtocolError("gradients are named by their step: ask for /v1/gradients/<number>")
@@ -225,7 +227,8 @@ class CkptRoutes:
         return self._not_held(GRADIENT, f"the gradient of step {step} {why}", gone)
 
     async def state(self, request: web.Request) -> web.Response:
-        """The trainer by its own word and the kernel's, the status, and every slot with its readers."""
+        """Answer with the trainer by its own word and the kernel's, the status, and every slot with its
+        readers."""
         parts, status_sender = self._parts, self._parts.probe.status_sender
         trainer, says, why = parts.trainer, None, ""
         try:
@@ -252,11 +255,11 @@ class CkptRoutes:
         )
 
     async def stacks(self, request: web.Request) -> web.Response:
-        """The stacks of every thread of the trainer, stuck or not."""
+        """Answer with the stacks of every thread of the trainer, stuck or not."""
         return web.json_response(await self._parts.probe.stacks())
 
     async def flight(self, request: web.Request) -> web.Response:
-        """Torch's recording of the trainer's collectives; with ``last`` so many of them, the newest."""
+        """Answer with torch's recording of the trainer's collectives; ``last``: only so many, the newest."""
         last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
         self._parts.probe.require_process()
         try:
@@ -271,7 +274,8 @@ class CkptRoutes:
         return web.json_response(flight)
 
     def find(self, request: web.Request) -> SharedSlot | web.Response:
-        """The slot that holds the snapshot which the path names, or the answer that it is not held."""
+        """Answer with the slot that holds the snapshot which the path names, or the answer that it is not
+        held."""
         step = _step(request)
         generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
         slot = self._parts.memory.find(SNAPSHOT, step, generation)
@@ -306,7 +310,7 @@ class CkptRoutes:
 
 
 def _step(request: web.Request) -> int | None:
-    """The step in the path, None for ``latest``. Raises ProtocolError."""
+    """Return the step in the path, None for ``latest``. Raises ProtocolError."""
     text = request.match_info["step"]
     if text == "latest":
         return None
@@ -316,7 +320,7 @@ def _step(request: web.Request) -> int | None:
 
 
 def _tensor(request: web.Request, content: SlotContent) -> TensorSpan | web.Response:
-    """The tensor that the path names: looked up, never a path of anything."""
+    """Return the tensor that the path names: looked up, never a path of anything."""
     name = request.match_info["tensor"]
     span = content.tensors.get(name)
     if span is not None:
@@ -326,16 +330,19 @@ def _tensor(request: web.Request, content: SlotContent) -> TensorSpan | web.Resp
     return json_error(404, f"step {content.step} has no tensor {name[:200]}: {hint}")
 
 
-def _near(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three names like it, of those that stand around it in order: to compare it with every one of a
-    hundred thousand would stop the server, and its status, for seconds."""
-    ordered = sorted(known)
+def _near(name: str, names: Iterable[str]) -> list[str]:
+    """Return up to three similar names among its neighbours in alphabetical order.
+
+    A comparison with all of a hundred thousand names would block the server for seconds.
+    """
+    ordered = sorted(names)
     at = bisect(ordered, name)
     return difflib.get_close_matches(name, ordered[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS], n=3)
 
 
 def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Excerpt | web.Response:
-    """The part of the tensor that the request wants. Raises ProtocolError for a slice outside of it."""
+    """Return the part of the tensor that the request wants. Raises ProtocolError for a slice outside of
+    it."""
     text, of = request.query.get("slice"), request.query.get("of", "part")
     if of not in ("part", "whole"):
         raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")
@@ -355,7 +362,7 @@ def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Ex
 
 
 def _numbers(text: str) -> tuple[int, int]:
-    """(first, last) of "3-5". Raises ProtocolError."""
+    """Return (first, last) of "3-5". Raises ProtocolError."""
     match = _BLOCKS.fullmatch(text)
     if match is None or int(match[1]) > int(match[2]):
         raise ProtocolError(f'"{text[:40]}" names no blocks: give the first and the last, such as 0-3')

@@ -1,9 +1,9 @@
 """Sends a slot's bytes over HTTP straight from shared memory, and never bytes that are being overwritten.
 
-Large pieces go to the transport as views of the memory, and the next one only when the transport holds
-nothing of the last: its high-water mark is zero, so a slow reader costs no memory. A small piece would
-be left in the transport's buffer while the handler goes on, so it is sent as a copy. When the transfer
-returns or fails, nothing of ours refers to the memory any more; that is what lets a withdrawal wait for it.
+Large pieces go to the transport as views of the memory, each only when the transport holds nothing of the
+last. Its high-water mark is zero, so a slow reader costs no memory. A small piece would stay in the
+transport's buffer while the handler goes on, so it is sent as a copy. When the transfer returns or fails, we
+no longer refer to the memory, so a withdrawal can wait for that.
 
 Two threads of low priority compress bytes, or gather them from all over a tensor, piece by piece. A thread
 that still works when its transfer ends early may read memory that is being written; its result is dropped.
@@ -40,21 +40,19 @@ _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """The part of a slot's bytes that an address stands for: ``nbytes`` from ``begin``, or with ``box``
-    these elements of the tensor ``span``. ``tag`` sets its ETag apart from that of the whole; ``width``:
-    bytes of an element (of many tensors in a row 4, which parts the bytes of 16-bit elements as well)."""
+    """A part of a slot's bytes: ``nbytes`` from ``begin``, or with ``box`` these elements of ``span``."""
 
     begin: int
     nbytes: int
-    tag: str = ""
-    width: int = 4
+    tag: str = ""  # tells its ETag from that of the full content
+    width: int = 4  # bytes of an element; 4 for several tensors, which suits 16-bit elements too
     headers: Mapping[str, str] = field(default_factory=dict)
     span: TensorSpan | None = None
     box: SliceBounds = ()
 
     @classmethod
     def of_tensor(cls, span: TensorSpan, box: SliceBounds | None = None) -> "Excerpt":
-        """A whole tensor, or the part of it in ``box``."""
+        """Return a whole tensor, or the part of it in ``box``."""
         width = ELEMENT_BYTES[span.dtype]
         shape = span.shape if box is None else tuple(end - begin for begin, end in box)
         headers = {"X-Fabric-Dtype": span.dtype, "X-Fabric-Shape": ",".join(map(str, shape))}
@@ -68,7 +66,7 @@ class Excerpt:
         return cls(span.begin, nbytes, tag, width, headers, span, box)
 
     def pieces(self, view: memoryview, begin: int, end: int, most: int) -> Iterator[memoryview]:
-        """Bytes ``begin`` to ``end`` of the excerpt, of the slot's ``view``."""
+        """Yield bytes ``begin`` to ``end`` of the excerpt, of the slot's ``view``."""
         if self.span is None:
             for at in range(self.begin + begin, self.begin + end, most):
                 yield view[at : min(at + most, self.begin + end)]
@@ -84,11 +82,11 @@ class Excerpt:
 async def send(
     request: web.Request, slot: SharedSlot, metrics: CkptMetrics, excerpt: Excerpt | None = None
 ) -> web.StreamResponse:
-    """Answer ``request`` with the content of ``slot`` (or an excerpt of it), or the range of that which was
-    asked for, packed where the request takes that and wants no range.
+    """Answer ``request`` with the content of ``slot`` or an excerpt, or with the wanted range of it.
 
-    Raises ConnectionResetError when the connection ended early (the slot was withdrawn, the reader left
-    or stalled), PreconditionFailed, Unsatisfiable and ProtocolError for what the headers ask.
+    The content is compressed if the request accepts that and wants no range. Raises ConnectionResetError when
+    the connection ended early (the slot was withdrawn, the reader left or stalled). Raises
+    PreconditionFailed, Unsatisfiable and ProtocolError for bad headers.
     """
     is_whole = request.method == "GET" and "Range" not in request.headers
     wanted = choose(request.headers.get("Accept-Encoding")) if is_whole else IDENTITY
@@ -136,7 +134,7 @@ async def _send(
     if transport is None:
         raise ConnectionResetError("the reader has gone before it was answered")
     with metrics.transfer(slot.kind) as sent, slot.reading(transport.abort) as view:
-        # TLS keeps a copy of its own; at a mark of zero its transport would stay paused.
+        # TLS keeps its own copy; at a mark of zero its transport would stay paused.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
         await response.prepare(request)
         line = _SlotTransfer(response, transport, slot, sent)
@@ -166,7 +164,7 @@ class _SlotTransfer:
         self._sent = sent
 
     async def send_views(self, pieces: Iterator[memoryview]) -> None:
-        """Views of the memory itself; the first one is small, for it is joined to the head."""
+        """Send views of the memory; the first is small, because it is joined to the head."""
         first = True
         for piece in pieces:
             if first:
@@ -177,12 +175,12 @@ class _SlotTransfer:
                 await self._write(bytes(piece) if len(piece) <= _COPY_BYTES else piece)
 
     async def send_gathered(self, pieces: Iterator[memoryview]) -> None:
-        """Pieces that take work to make."""
+        """Send pieces that other threads gather."""
         while (piece := await work(lambda: next(pieces, None))) is not None:
             await self._write(piece)
 
     async def send_compressed(self, pieces: Iterator[memoryview], coding: str, width: int) -> None:
-        """Pieces in a content coding."""
+        """Send pieces in a content coding."""
         compressor = await work(lambda: Compressor(coding, width))
 
         def pack_next() -> bytes | None:

@@ -1,8 +1,7 @@
 """The content of a slot that a trainer has published: checked, and described for readers.
 
-A trainer is trusted with its own numbers but not with their form: what it publishes is refused unless
-it is a snapshot or gradient that a reader will be able to use. The answers to readers are
-put together here once, so that answering costs nothing.
+The server trusts a trainer's numbers but not their form: it refuses content that is not a usable snapshot or
+gradient. It prepares the answers to readers here once, so that answering costs nothing.
 """
 
 import json
@@ -27,28 +26,23 @@ _WORD = re.compile(r"[\x21-\x7e]{0,200}")
 
 @dataclass(frozen=True, slots=True)
 class SlotContent:
-    """Published bytes. ``entry`` describes them in a listing, ``headers`` beside the bytes themselves;
-    ``manifest`` is a snapshot's, as JSON, ``manifest_without_tensors`` a short one, and ``state`` the digest
-    of the state that it is (a part of), ``parts`` of how many ranks that is. ``tensors`` is where its own
-    tensors lie, ``shards`` which of them are parts of larger ones, ``block_bytes`` how its manifest cuts it.
-    ``published`` is monotonic seconds, and so is ``taken``: when the state was its trainer's, when the
-    gradient was published."""
+    """A published snapshot or gradient."""
 
     generation: int
     step: int
     digest: str
     nbytes: int
-    entry: Mapping[str, object]
-    headers: Mapping[str, str]
-    published: float
-    taken: float
-    manifest: bytes = b""
+    entry: Mapping[str, object]  # its description in a listing
+    headers: Mapping[str, str]  # its description beside the bytes
+    published: float  # monotonic seconds
+    taken: float  # monotonic seconds: when the state was the trainer's, or the gradient was published
+    manifest: bytes = b""  # of a snapshot, as JSON
     manifest_without_tensors: bytes = b""
-    state: str = ""
-    tensors: Mapping[str, TensorSpan] = field(default_factory=dict)
-    shards: Mapping[str, Shard] = field(default_factory=dict)
+    state: str = ""  # the digest of the full state
+    tensors: Mapping[str, TensorSpan] = field(default_factory=dict)  # their places in these bytes
+    shards: Mapping[str, Shard] = field(default_factory=dict)  # tensors that are parts of larger ones
     block_bytes: int = 0
-    parts: int = 1
+    parts: int = 1  # the number of ranks of the state
 
     @property
     def order(self) -> tuple[int, int]:
@@ -57,7 +51,7 @@ class SlotContent:
 
 
 def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str) -> SlotContent:
-    """The snapshot in ``view``, which must be a whole safetensors file of the size in ``manifest``.
+    """Return the snapshot in ``view``, which must be a whole safetensors file of the size in ``manifest``.
 
     ``base_url`` is where this server is reached. Raises StateError, ProtocolError or Refused.
     """
@@ -93,7 +87,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         },
         headers=_headers(generation, step, checked["digest"]),
         published=now,
-        # From here on the age grows by a clock that nobody sets.
+        # From here on the age grows by the monotonic clock.
         taken=now - max(0.0, time.time() - created),
         manifest=_dump({**published, "tensors": _tensors(header, shards)}),
         manifest_without_tensors=_dump(published),
@@ -106,7 +100,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
 
 
 def gradient_content(body: Mapping[str, Any], capacity: int) -> SlotContent:
-    """The gradient that a trainer's request ``body`` describes. Raises ProtocolError or Refused."""
+    """Return the gradient that a trainer's request ``body`` describes. Raises ProtocolError or Refused."""
     gradient = decode_as(PublishedGradient, body, "gradient")
     for name in ("generation", "step", "epoch", "nbytes"):
         if getattr(gradient, name) < 0:

@@ -76,9 +76,10 @@ class SharedSlot:
 
     @contextmanager
     def reading(self, abort: Callable[[], None], content: SlotContent | None = None) -> Iterator[memoryview]:
-        """The published bytes, for one transfer: it must hold no reference to them after the block. Raises
-        ConnectionResetError, and aborts it, where the trainer withdraws them at this moment, or has withdrawn
-        ``content``, which the reader came for (None: what is there now)."""
+        """Give the published bytes to one transfer, which must hold no reference to them after the block.
+
+        ``content``: the content that the reader came for (None: any). Raises ConnectionResetError, and aborts
+        the transfer, where the trainer withdraws or has withdrawn it."""
         if content is not None and self.content is not content:
             abort()
             raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was read")
@@ -149,7 +150,7 @@ class SharedSlot:
 
 
 class SlotTable:
-    """All slots of one worker, and what of them can be read."""
+    """All slots of one trainer, and the readable content in them."""
 
     def __init__(self) -> None:
         self._slots: dict[tuple[str, int], SharedSlot] = {}
@@ -158,7 +159,7 @@ class SlotTable:
         self._published = asyncio.Event()
 
     def slot(self, kind: str, index: int) -> SharedSlot:
-        """Slot ``index`` of ``kind``. Raises ProtocolError where there can be none."""
+        """Return slot ``index`` of ``kind``. Raises ProtocolError for an impossible one."""
         most = SLOTS_BY_KIND.get(kind, 0)
         if not 0 <= index < most:
             ranges = ", ".join(f"{name} 0 to {count - 1}" for name, count in SLOTS_BY_KIND.items())
@@ -171,12 +172,12 @@ class SlotTable:
         return slot
 
     def slots(self) -> list[SharedSlot]:
-        """Every slot that was ever named."""
+        """Return every slot that was ever named."""
         self._refresh()
         return list(self._slots.values())
 
     async def allocate(self, slot: SharedSlot, nbytes: int) -> Memfd:
-        """The slot's memory, at least ``nbytes`` of it, without blocking the loop. Raises Refused."""
+        """Return the slot's memory, at least ``nbytes`` of it, without blocking the loop. Raises Refused."""
         if slot.memfd is None:
             slot.memfd = Memfd(f"{slot.kind} slot {slot.index}")
         await asyncio.get_running_loop().run_in_executor(_GROWING, slot.memfd.grow, nbytes)
@@ -208,7 +209,7 @@ class SlotTable:
             await slot.withdraw()
 
     def held(self, kind: str) -> list[SharedSlot]:
-        """Slots of ``kind`` with published content, oldest first."""
+        """Return the slots of ``kind`` with published content, oldest first."""
         if kind == GRADIENT:
             self._refresh()
         pairs = [(slot.content, slot) for slot in self._slots.values() if slot.kind == kind]
@@ -229,7 +230,7 @@ class SlotTable:
             self._last_gradient = max(new)[1]
 
     def find(self, kind: str, step: int | None, generation: int | None) -> SharedSlot | None:
-        """The newest held slot with this step (None: any) and generation (None: any), or None."""
+        """Return the newest held slot with this step (None: any) and generation (None: any), or None."""
         for slot in reversed(self.held(kind)):
             content = slot.content
             assert content is not None
@@ -238,17 +239,17 @@ class SlotTable:
         return None
 
     def snapshot_refs(self) -> tuple[SnapshotRef, ...]:
-        """The snapshots that this worker can give to a joining replica."""
+        """Return the snapshots that this worker can give to a joining replica."""
         contents = [slot.content for slot in self.held(SNAPSHOT)]
         return tuple(SnapshotRef(c.generation, c.step, c.state) for c in contents if c is not None)
 
     def snapshot_parts(self) -> tuple[int, ...]:
-        """Of how many ranks each of ``snapshot_refs`` is."""
+        """Return the number of ranks of each of ``snapshot_refs``."""
         contents = [slot.content for slot in self.held(SNAPSHOT)]
         return tuple(c.parts for c in contents if c is not None)
 
     def snapshot_ages_s(self) -> tuple[float, ...]:
-        """How long ago each of ``snapshot_refs`` was the trainer's state."""
+        """Return how long ago each of ``snapshot_refs`` was the trainer's state."""
         now = time.monotonic()
         contents = [slot.content for slot in self.held(SNAPSHOT)]
         return tuple(round(now - c.taken, 3) for c in contents if c is not None)
@@ -261,7 +262,8 @@ class SlotTable:
         return (last_generation if generation is None else generation, step) <= (last_generation, last_step)
 
     async def wait_gradient(self, step: int, generation: int | None, wait_s: float) -> SharedSlot | None:
-        """The slot with this gradient, once it is held; None when it is gone or ``wait_s`` have passed."""
+        """Return the slot with this gradient, once it is held; None when it is gone or ``wait_s`` have
+        passed."""
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             published = self._published

@@ -1,4 +1,4 @@
-"""Summary statistics of a tensor's bytes, without torch: what a person wants to know of a suspicious tensor.
+"""Summary statistics of a tensor's bytes, without torch, for a person with a suspicious tensor.
 
 Works piece by piece, so that a tensor of many gigabytes needs some megabytes. Sums are in float64.
 """
@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 
 def values(data: memoryview, dtype: str) -> Array:
-    """The elements of ``data`` as numbers that numpy knows; bfloat16 and 8-bit floats become float32.
+    """Return the elements of ``data`` as numbers that numpy knows; bfloat16 and 8-bit floats become float32.
 
     ``dtype`` is a name of the safetensors format. Raises ValueError for one that is not known.
     """
@@ -51,7 +51,7 @@ def values(data: memoryview, dtype: str) -> Array:
 
 
 def _e4m3() -> npt.NDArray[np.float32]:
-    """All 256 values of the 8-bit float without infinities (OCP 8-bit floating point, E4M3)."""
+    """Return all 256 values of the 8-bit float without infinities (OCP 8-bit floating point, E4M3)."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     magnitude = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
@@ -63,7 +63,7 @@ _E4M3 = _e4m3()
 
 
 def pieces(data: memoryview, dtype: str) -> Iterator[Array]:
-    """``values`` of ``data``, some at a time."""
+    """Yield ``values`` of ``data``, some at a time."""
     nbytes = _PIECE_ELEMENTS * ELEMENT_BYTES[dtype]
     for begin in range(0, len(data), nbytes):
         yield values(data[begin : begin + nbytes], dtype)
@@ -72,8 +72,9 @@ def pieces(data: memoryview, dtype: str) -> Iterator[Array]:
 def summarise(
     data: memoryview, dtype: str, shape: tuple[int, ...], is_over: Callable[[], bool] = lambda: False
 ) -> dict[str, Any] | None:
-    """``elements``, ``min``, ``max``, ``mean``, ``norm`` (of the finite ones; None where there is none),
-    ``nan`` and ``inf`` counts. None when ``is_over`` said so in between."""
+    """Return the element, ``nan`` and ``inf`` counts, and min, max, mean and norm of the finite elements.
+
+    A statistic without a finite element is None; so is the result when ``is_over`` says so in between."""
     low, high, total, squares, finite, nan, inf = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
     with np.errstate(over="ignore", invalid="ignore"):
         for piece in pieces(data, dtype):
@@ -104,5 +105,5 @@ def summarise(
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity: a sum that left the range of float64 is not told."""
+    """Return JSON has no infinity: a sum that left the range of float64 is not told."""
     return value if math.isfinite(value) else None

@@ -1,10 +1,9 @@
 """The server's side of the channel to its trainer: one request at a time, one response each.
 
-The socket lies in a folder of mode 0700, the peer's user and pid come from the kernel, and one trainer
-at a time is attached: a second one under the same name is refused while the first one lives, because
-two writers would tear every snapshot. A trainer that is gone, or that closed its channel, makes room.
-Memory is handed over as file descriptors. Requests are decoded strictly; what cannot be done is
-answered with a sentence and changes nothing.
+The socket lies in a folder of mode 0700, and the kernel names the peer's user and pid. One trainer at a time
+is attached: a second one is refused while the first one lives, because two writers would tear every snapshot.
+A trainer that is gone, or that closed its channel, makes room. Memory travels as file descriptors. Requests
+are decoded strictly; an impossible one is answered with a sentence and changes nothing.
 """
 
 import asyncio
@@ -76,7 +75,7 @@ class FinishRequest:
 
 
 class TrainerChannel:
-    """Accepts trainers, and does for the attached one what it asks."""
+    """Accepts trainers, and serves the requests of the attached one."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class TrainerChannel:
                 self._lifetime.trainer_left()
 
     async def _greet(self, connection: UnixConnection) -> bool:
-        """The first request must attach; returns whether it did."""
+        """Take the first request, which must attach; return whether it did."""
         try:
             async with asyncio.timeout(_ATTACH_S):
                 line = await connection.receive()
@@ -190,7 +189,7 @@ class TrainerChannel:
             self._trainer.attach(pid, request.incarnation)
         except Refused:
             if self._trainer.state == ABSENT:
-                self._lifetime.finish(0.0)  # it has never served anybody, and holds nothing
+                self._lifetime.finish(0.0)  # it has served no trainer, and holds nothing
             raise
         if self._current is not None:
             self._current.shut()
@@ -237,7 +236,7 @@ class TrainerChannel:
                 f"snapshot slot {slot.index} was withdrawn while it was being published: begin anew"
             )
         self._memory.publish(slot, content)
-        self._trainer.changed.set()  # what a cold start could begin from: told at once
+        self._trainer.changed.set()  # a cold start could begin from it: report it at once
         return _success()
 
     async def _publish_gradient(self, body: dict[str, Any]) -> Response:

@@ -37,14 +37,13 @@ _MOST_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StatusTiming:
-    """Seconds: between beats, allowed for connecting, for a beat to leave, and for a silent lighthouse
-    before another is tried; least and most before another attempt."""
+    """The times of a status sender, seconds."""
 
-    period_s: float = 0.25
+    period_s: float = 0.25  # between two messages
     connect_s: float = 2.0
     send_s: float = 2.0
-    heartbeat_s: float = 3.0
-    least_pause_s: float = 0.05
+    heartbeat_s: float = 3.0  # a lighthouse silent for longer makes the sender try the next one
+    least_pause_s: float = 0.05  # before another attempt
     most_pause_s: float = 0.8
 
 
@@ -85,7 +84,8 @@ class StatusSender:
         self._problem = ""
 
     def describe(self) -> dict[str, object]:
-        """The lighthouse it reports to (empty: none now), the messages sent, and the current problem."""
+        """Return the lighthouse it reports to (empty: none now), the messages sent, and the current
+        problem."""
         at = str(self._at.origin()) if self._at is not None else ""
         return {"lighthouse": at, "beats": self._number, "problem": self._problem}
 
@@ -116,7 +116,7 @@ class StatusSender:
                     self._say(target, "the lighthouse closed the connection")
                 except aiohttp.WSServerHandshakeError as error:
                     self._say(target, f"it answered {error.status}")
-                    if error.status == 429:  # thousands come back at once, and it says when
+                    if error.status == 429:  # thousands come back at once; the answer says when
                         away_s = come_back_s(error.headers or {})
                         await asyncio.sleep(away_s * self._chance.uniform(0.5, 1.0))
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
@@ -162,7 +162,8 @@ class StatusSender:
             await asyncio.wait({replies})
 
     def _hear(self, notice: EpochNotice) -> None:
-        """A lighthouse of thousands hears of an unchanged trainer less often; of a change at once."""
+        """Take an epoch notice, with the period that a lighthouse of thousands wants for an unchanged
+        trainer."""
         self._every_s = min(notice.every_s, _MOST_EVERY_S)
         self._vitals.heard(notice)
 

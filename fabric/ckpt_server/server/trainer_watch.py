@@ -1,10 +1,10 @@
 """Watches the trainer process through the kernel: running, stopped or gone.
 
-Two sources. The process's pidfd becomes readable when it is dead, and wakes the loop at once. But the
-kernel frees a dying process's memory first, which takes up to 200 ms per GiB, and closes its sockets
-after that; so ``/proc/PID/stat`` is looked at every 10 ms (4 microseconds each), where a flag says within
-a fraction of a millisecond that the process has begun to exit, and where a stopped process shows at all.
-A process that runs is never called anything else, however busy it may be.
+Two sources. The process's pidfd becomes readable when it is dead, and wakes the loop at once. But the kernel
+frees a dying process's memory first, which takes up to 200 ms per GiB, and closes its sockets after that. So
+the watch also reads ``/proc/PID/stat`` every 10 ms (4 microseconds each). A flag there shows an exit within a
+fraction of a millisecond, and only there a stopped process shows. A running process is always called running,
+however busy it is.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class TaskStat:
 
 
 def parse_stat(text: str) -> TaskStat:
-    """Parses ``/proc/PID/stat``; the name in it may hold spaces and parentheses."""
+    """Parse ``/proc/PID/stat``; the name in it may hold spaces and parentheses."""
     fields = text.rpartition(")")[2].split()
     return TaskStat(state=fields[0], flags=int(fields[6]), threads=int(fields[17]))
 
@@ -65,7 +65,7 @@ class TrainerWatch:
         self.pid = 0
         self.incarnation = 0
         self.is_attached = False
-        self.ended: JobEnd | None = None  # what it left word of when it ended
+        self.ended: JobEnd | None = None  # the end of the job that it reported when it ended
         self.changed = asyncio.Event()
         self.on_death: Callable[[], None] = _nothing
         self.on_change: Callable[[str], None] = _nothing_of_it  # with the new state, seen by a look
@@ -75,8 +75,8 @@ class TrainerWatch:
         self._dead = False
 
     def attach(self, pid: int, incarnation: int) -> None:
-        """From now on watch process ``pid``, whose channel is open. Raises Refused, with nothing
-        changed, where descriptors are short."""
+        """Watch process ``pid`` from now on; its channel is open. Raises Refused, with nothing changed, where
+        descriptors are short."""
         descriptors = _descriptors_of(pid)
         self.on_attach()
         self._unwatch()
@@ -89,17 +89,17 @@ class TrainerWatch:
         self.changed.set()
 
     def detach(self) -> None:
-        """Its channel is closed; the process is watched on."""
+        """Note that the channel is closed; watch the process on."""
         self.is_attached = False
         self.changed.set()
 
     def leave_word(self, ended: JobEnd | None) -> None:
-        """It saw the end of the job, and no lighthouse was there to be told: the next one is."""
+        """Keep the end of the job that the trainer saw, to report it to the next lighthouse."""
         self.ended = ended
         self.changed.set()
 
     def give_up(self) -> None:
-        """It takes part no more, says the process itself, although the kernel has it still."""
+        """Count the process as gone, as it says itself, although the kernel still has it."""
         self._dead = True
         self.changed.set()
 
@@ -153,7 +153,7 @@ class TrainerWatch:
 
 
 def _descriptors_of(pid: int) -> tuple[int, int] | None:
-    """Of its ``/proc/PID/stat`` and of the process; None where it is gone."""
+    """Open ``/proc/PID/stat`` and a pidfd; None where the process is gone."""
     opened: list[int] = []
     try:
         opened.append(os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC))
@@ -171,8 +171,8 @@ def _descriptors_of(pid: int) -> tuple[int, int] | None:
 
 
 def _nothing() -> None:
-    """The default: do nothing."""
+    """Do nothing: the default."""
 
 
 def _nothing_of_it(_: str) -> None:
-    """The default: do nothing."""
+    """Do nothing: the default."""

@@ -1,4 +1,4 @@
-"""Unix sockets on which other processes of this host ask: a line in, a line out, a descriptor beside it."""
+"""Unix sockets for requests of other processes of this host: a line in, a line and a descriptor out."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ _LOOK_AGAIN_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """``body`` goes out as a line, with ``fd`` (-1: none) beside it."""
+    """A line ``body``, with the descriptor ``fd`` (-1: none)."""
 
     body: Mapping[str, object]
     fd: int = -1
@@ -35,17 +35,17 @@ class UnixConnection:
         self._lines = LineBuffer(MAX_FIRST_LINE_BYTES)
 
     def limit(self, limit_bytes: int) -> None:
-        """From now on lines may have ``limit_bytes``."""
+        """Bound later lines by ``limit_bytes``."""
         self._lines.limit_bytes = limit_bytes
 
     def peer(self) -> tuple[int, int]:
-        """(pid, uid) of who connected, as the kernel knows them."""
+        """Return (pid, uid) of who connected, as the kernel knows them."""
         data = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         pid, uid, _ = _PEER_CREDENTIALS.unpack(data)
         return pid, uid
 
     async def receive(self) -> bytes | None:
-        """The next line, or None at the end. Raises ProtocolError for one that is too long."""
+        """Return the next line, or None at the end. Raises ProtocolError for one that is too long."""
         while (line := self._lines.next_line()) is None:
             data = await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES)
             if not data:
@@ -71,7 +71,7 @@ class UnixConnection:
                 await asyncio.get_running_loop().sock_sendall(self._socket, line)
 
     def shut(self) -> None:
-        """End it from outside: who receives on it sees its end."""
+        """End the connection from outside; its reader sees the end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -83,8 +83,10 @@ class UnixConnection:
 async def serve_each(
     listener: socket.socket, serve: Callable[[UnixConnection], Awaitable[None]], most: int, who: str
 ) -> None:
-    """Accept connections until cancelled, and ``serve`` each in a task of its own, which ends with this one.
-    Where ``most`` are served already, the next is closed at once. ``who`` connects, for the log."""
+    """Accept connections until cancelled, and ``serve`` each in a task that ends with this one.
+
+    Close a connection beyond ``most`` at once. ``who``: the peers' name in the log.
+    """
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
 
     async def serve_one(connection: UnixConnection) -> None:

@@ -43,7 +43,7 @@ class TensorExtent:
 
 
 def tensor_extents(view: StateView) -> list[TensorExtent]:
-    """Every tensor of ``view`` that has any bytes, with its place in the file, in order."""
+    """Return every tensor of ``view`` that has any bytes, with its place in the file, in order."""
     slices, begin = [], len(view.header)
     for _, tensor in view.tensors:
         flat = bytes_of(tensor)
@@ -54,7 +54,7 @@ def tensor_extents(view: StateView) -> list[TensorExtent]:
 
 
 def as_bytes(target: memoryview, nbytes: int) -> Bytes:
-    """The first ``nbytes`` of writable ``target`` as an array. StateError where it is too small."""
+    """Return the first ``nbytes`` of writable ``target`` as an array. StateError where it is too small."""
     if target.readonly or not target.c_contiguous:
         raise StateError("A snapshot needs writable, contiguous memory as its target.")
     if target.nbytes < nbytes:
@@ -81,7 +81,7 @@ class SharedWork(Generic[Item]):
             self._over.set()
 
     def __len__(self) -> int:
-        """Pieces that no thread has taken yet."""
+        """Count the pieces that no thread has taken yet."""
         return len(self._left)
 
     def run(self, do: Callable[[Item], None]) -> None:
@@ -102,20 +102,20 @@ class SharedWork(Generic[Item]):
                     self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """It will not be done."""
+        """Note that the work has failed."""
         self._error = self._error or error
         self._over.set()
 
     def wait(self) -> None:
-        """Until everything is done or something went wrong, which is raised as a StateError."""
+        """Wait until all is done. Raises StateError where something went wrong."""
         self._over.wait()
         if self._error is not None:
             raise StateError(f"The snapshot failed and is not usable: {self._error}.") from self._error
 
 
 class BlockPass:
-    """All blocks of a file of ``nbytes``, of which each takes what it needs of ``sources``: bytes, and where
-    in the file they begin, in order."""
+    """One pass over all blocks of a file of ``nbytes``; ``sources``: bytes and their begin there, in
+    order."""
 
     def __init__(self, nbytes: int, sources: Iterable[tuple[Bytes, int]]) -> None:
         count = -(-nbytes // BLOCK_BYTES)
@@ -128,17 +128,17 @@ class BlockPass:
         self.blocks = SharedWork(range(count))
 
     def run(self) -> None:
-        """Takes blocks until none is left; from several threads."""
+        """Work on blocks until none is left; several threads may call it."""
         self.blocks.run(self._take)
 
     def help(self) -> None:
-        """Takes blocks, and waits for those that others have begun. An error is kept for ``digests``."""
+        """Work on blocks, then wait for those under way. An error is kept for ``digests``."""
         self.run()
         with contextlib.suppress(StateError):
             self.blocks.wait()
 
     def digests(self) -> SnapshotDigests:
-        """The result, when every block is done. Raises StateError where something went wrong.
+        """Return the result, when every block is done. Raises StateError where something went wrong.
 
         The state is let go then, whatever thread has yet to find that there is nothing left to do.
         """
@@ -170,8 +170,8 @@ class DigestPass(BlockPass):
 
 
 class CopyPass(BlockPass):
-    """One copy: what blocks have of the tensors in ``fused`` is copied as they are digested, other bytes have
-    to be there before."""
+    """One copy: the tensors in ``fused`` are copied as they are digested; other bytes must be there
+    before."""
 
     def __init__(self, view: StateView, target: memoryview, fused: Sequence[TensorExtent]) -> None:
         self.memory = as_bytes(target, view.nbytes)
@@ -179,7 +179,7 @@ class CopyPass(BlockPass):
         super().__init__(view.nbytes, ((part.tensor.numpy(), part.begin) for part in fused))
 
     def copy(self, part: TensorExtent) -> None:
-        """One host tensor, without a digest."""
+        """Copy one host tensor, without a digest."""
         self.memory[part.begin : part.end] = part.tensor.numpy()
 
     def digests(self) -> SnapshotDigests:
@@ -189,7 +189,7 @@ class CopyPass(BlockPass):
             self.memory = np.empty(0, np.uint8)
 
     def _take(self, block: int) -> None:
-        """Copy what is to be copied of a block, and digest all of it."""
+        """Copy a block's part of the fused tensors, and digest the block."""
         begin = digested = block * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, self.memory.nbytes)
         hasher = xxhash.xxh3_64()

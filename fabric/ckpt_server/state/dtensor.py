@@ -1,29 +1,40 @@
 """Sharded tensors (DTensor) in training state: every rank's file holds its own shard, described in full.
 
-Beside a shard's bytes stand the shape of the whole tensor, the shard's offset in it, and how it is placed on
-which mesh, so that a reader who has another layout can find the slice that it needs. Restoring takes the mesh
-from the live objects: a shard fits where the same placement is in use, and nowhere else.
+A description has the shape of the full tensor, the shard's offset in it, its mesh and its placement. A reader
+with another layout can find the slice that it needs. Restoring takes the mesh from the live objects, so a
+shard fits only where the same placement is in use.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fabric.errors import StateError
 
-# Mesh dimension names, mesh sizes, placements: as they are written down.
-Key = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]
+
+class MeshPlacement(NamedTuple):
+    """The layout of a DTensor, as it is written down."""
+
+    names: tuple[str, ...]  # of the mesh's dimensions; empty where they have none
+    sizes: tuple[int, ...]  # of the mesh's dimensions
+    placements: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = self.names or ("?",) * len(self.sizes)
+        dims = ", ".join(f"{name}={size}" for name, size in zip(names, self.sizes, strict=True))
+        return f"{', '.join(self.placements)} on a mesh of {dims}"
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor, without importing what makes them."""
+    """Whether ``tensor`` is a DTensor, without an import of its class."""
     return hasattr(tensor, "device_mesh")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that lie in this process: all of an ordinary tensor, this rank's shard of a DTensor."""
+    """Return the elements that lie in this process: all of an ordinary tensor, this rank's shard of a
+    DTensor."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -31,15 +42,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def placement_key(tensor: Any) -> Key:
-    """How a DTensor is laid out."""
+def placement_key(tensor: Any) -> MeshPlacement:
+    """Return the layout of a DTensor."""
     mesh = tensor.device_mesh
     names = tuple(mesh.mesh_dim_names or ())
-    return names, tuple(mesh.shape), tuple(str(p) for p in tensor.placements)
+    return MeshPlacement(names, tuple(mesh.shape), tuple(str(p) for p in tensor.placements))
 
 
 def describe_shard(tensor: Any) -> dict[str, Any]:
-    """The description of a DTensor's shard, for readers: shape, offset, mesh and placements."""
+    """Return the description of a DTensor's shard, for readers: shape, offset, mesh and placements."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     names, sizes, placements = placement_key(tensor)
@@ -56,27 +67,28 @@ def describe_shard(tensor: Any) -> dict[str, Any]:
 class Shardings:
     """The placements that are in use here, each with a tensor that has it."""
 
-    examples: dict[Key, Any] = field(default_factory=dict)
+    examples: dict[MeshPlacement, Any] = field(default_factory=dict)
 
     def add(self, tensor: Any) -> None:
         """Learn a DTensor's placement. Raises StateError where two meshes cannot be told apart."""
         example = self.examples.setdefault(placement_key(tensor), tensor)
         if not torch.equal(example.device_mesh.mesh, tensor.device_mesh.mesh):
             raise StateError(
-                f"two device meshes are both described as {_words(placement_key(tensor))}: give their "
+                f"two device meshes are both described as {placement_key(tensor)}: give their "
                 "dimensions different names (mesh_dim_names)"
             )
 
     def build(self, local: torch.Tensor, description: Mapping[str, Any]) -> torch.Tensor:
-        """The DTensor whose shard here is ``local``. Raises StateError where this rank has no such place."""
+        """Return the DTensor whose shard here is ``local``. Raises StateError where this rank has no such
+        place."""
         from torch.distributed.tensor import DTensor
 
         names, sizes = description["mesh"]
-        key = (tuple(names), tuple(sizes), tuple(description["placements"]))
+        key = MeshPlacement(tuple(names), tuple(sizes), tuple(description["placements"]))
         example = self.examples.get(key)
         if example is None:
             raise StateError(
-                f"the state has a tensor that is sharded as {_words(key)}, and nothing is sharded so here: "
+                f"the state has a tensor that is sharded as {key}, and nothing is sharded so here: "
                 "run every replica with the same layout of ranks"
             )
         shape = torch.Size(description["shape"])
@@ -98,7 +110,7 @@ class Shardings:
 
 
 def local_shape(tensor: Any) -> tuple[int, ...]:
-    """The shape of a DTensor's shard here."""
+    """Return the shape of a DTensor's shard here."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -110,9 +122,3 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(shape[i + 1], 1)
     return tuple(strides)
-
-
-def _words(key: Key) -> str:
-    names, sizes, placements = key
-    dims = ", ".join(f"{n}={s}" for n, s in zip(names or ("?",) * len(sizes), sizes, strict=True))
-    return f"{', '.join(placements)} on a mesh of {dims}"

@@ -2,7 +2,7 @@
 
 ``state_dict()`` gives nested containers. The walk turns each tensor and numpy array into a named
 blob and everything else into JSON. Values that JSON has no word for become an object with a single
-key that begins with ``$``; a mapping whose own keys would look like that, or are no strings, becomes
+key that begins with ``$``; a mapping whose own keys would look like that, or are not all strings, becomes
 ``$map``. Order is canonical: mappings and module state by key, so that two equal states are equal
 bytes; lists, tuples and ``OrderedDict`` keep theirs, because there it is part of the value.
 
@@ -96,12 +96,12 @@ class StatePath:
     depth: int = 0
 
     def key(self, key: object) -> "StatePath":
-        """One mapping key further down."""
+        """Return the path one mapping key further down."""
         word = key.replace("~", "~0").replace("/", "~1") if isinstance(key, str) else key
         return StatePath(f"{self.blob}/{word}", key, self, self.depth + 1)
 
     def index(self, index: int) -> "StatePath":
-        """One list element further down."""
+        """Return the path one list element further down."""
         return StatePath(f"{self.blob}/{index}", index, self, self.depth + 1)
 
     @property
@@ -115,7 +115,7 @@ class StatePath:
 
     @classmethod
     def root(cls, name: str) -> "StatePath":
-        """Where the object called ``name`` begins."""
+        """Return where the object called ``name`` begins."""
         return cls(name.replace("~", "~0").replace("/", "~1"), name)
 
 
@@ -127,7 +127,7 @@ class Blobs:
     shardings: Shardings = field(default_factory=Shardings)
 
     def add(self, path: StatePath, tensor: torch.Tensor) -> str:
-        """Keeps ``tensor`` and returns its name; keys 0 and "0" of one mapping get different names."""
+        """Keep ``tensor``; return its name. Keys 0 and "0" of one mapping get different names."""
         name, copies = path.blob, 1
         while name in self.tensors:
             copies += 1
@@ -137,12 +137,12 @@ class Blobs:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``'s storage as flat uint8 without a copy; it must be contiguous."""
+    """Return the storage of a contiguous ``tensor`` as flat uint8, without a copy."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def encode(value: object, path: StatePath, blobs: Blobs, ties: dict[object, str] | None = None) -> Any:
-    """``value`` as JSON; tensors go to ``blobs``. Raises StateError with the path of what cannot.
+    """Return ``value`` as JSON; tensors go to ``blobs``. Raises StateError with the path of a bad value.
 
     With ``ties``, a tensor that is the very memory of an earlier one is stored once.
     """
@@ -194,7 +194,7 @@ def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
 
 
 def memory_key(tensor: torch.Tensor) -> object:
-    """Equal for two tensors that are the same elements of the same memory."""
+    """Return a key that is equal for two tensors of the same elements of the same memory."""
     tensor = local_part(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
@@ -328,7 +328,7 @@ class StateDecoder:
     shardings: Shardings = field(default_factory=Shardings)
 
     def decode(self, node: Any, depth: int = 0) -> Any:
-        """The value of one JSON node."""
+        """Return the value of one JSON node."""
         if depth > MAX_DEPTH:
             raise StateError(f"The state is nested deeper than {MAX_DEPTH} levels; it is damaged.")
         if isinstance(node, list):
@@ -352,7 +352,7 @@ class StateDecoder:
             ) from error
 
     def pairs(self, items: Any, depth: int) -> list[tuple[Any, Any]]:
-        """Key-value pairs with every key once."""
+        """Decode key-value pairs with every key once."""
         decoded = [(self.decode(key, depth), self.decode(item, depth)) for key, item in items]
         _spread([key for key, _ in decoded])
         if len({key for key, _ in decoded}) != len(decoded):
@@ -360,7 +360,7 @@ class StateDecoder:
         return decoded
 
     def blob(self, name: Any) -> torch.Tensor:
-        """The tensor called ``name``, which thereby counts as used."""
+        """Return the tensor called ``name``, which thereby counts as used."""
         if not isinstance(name, str):
             raise TypeError("a tensor's name is a string")
         if name not in self.seen:
@@ -370,8 +370,7 @@ class StateDecoder:
 
 
 def _spread(keys: list[Any]) -> list[Any]:
-    """``keys``, of which only a few have the same hash. Raises ValueError: a set of thousands of
-    integers that collide takes minutes to make."""
+    """Return ``keys`` if few hashes collide; thousands of collisions take minutes. Raises ValueError."""
     hashes = sorted(map(hash, keys))
     if any(first == last for first, last in zip(hashes, hashes[_MOST_ALIKE:], strict=False)):
         raise ValueError(f"more than {_MOST_ALIKE} keys have the same hash")
@@ -386,7 +385,7 @@ def _decode_tensor(decoder: StateDecoder, node: Any, depth: int) -> torch.Tensor
     raw = decoder.blob(name)
     if raw.dtype != torch.uint8 or raw.shape[-1] != dtype.itemsize:
         raise ValueError(f"raw bytes of dtype {word}")
-    return raw.clone().view(dtype).reshape(raw.shape[:-1])  # a copy of its own is aligned
+    return raw.clone().view(dtype).reshape(raw.shape[:-1])  # a copy is aligned
 
 
 def _decode_shard(decoder: StateDecoder, node: Any, depth: int) -> torch.Tensor:

@@ -1,10 +1,9 @@
-"""Loading decoded state into live objects: all of it fits and is taken over, or nothing has changed.
+"""Loads decoded state into live objects: all of it fits and is taken over, or nothing changes.
 
-``check_fit`` compares with the live object before anything is touched. A module must have the same
-names, shapes, dtypes and tied weights. An optimizer must have the same groups, parameters and
-options; per-parameter state may be missing on either side, for an optimizer creates it at its first
-step. Of other objects we know less: what exists on both sides must be of the same kind, and the
-object itself has the last word.
+``check_fit`` first compares with the live object. A module must have the same names, shapes, dtypes and tied
+weights. An optimizer must have the same groups, parameters and options. Per-parameter state may be missing on
+either side, because an optimizer creates it at its first step. In other objects, entries of both sides must
+be of the same kind, and the object has the last word.
 
 ``load_all`` goes from the objects most likely to refuse to those that cannot: others, optimizers,
 modules. Each keeps a way back until the last one is loaded. For an optimizer that is its own
@@ -33,7 +32,7 @@ class WorkRunner(Protocol):
 
 
 def at_once(work: Callable[[], _T]) -> _T:
-    """In the calling thread."""
+    """Run ``work`` in the calling thread."""
     return work()
 
 
@@ -56,8 +55,10 @@ def check_fit(name: str, live: object, value: Any) -> None:
 
 
 def load_all(objects: Mapping[str, Any], decoded: Mapping[str, Any], run: WorkRunner) -> None:
-    """Loads every object, or raises StateError with all of them as they were. Where torch's own code alone
-    loads it goes through ``run``."""
+    """Load every object, or raise StateError with all of them as they were.
+
+    Work of torch's own code alone goes through ``run``.
+    """
     undo: list[Callable[[], object]] = []
     for name in sorted(decoded, key=lambda name: (_caution(objects[name]), name)):
         live, value = objects[name], decoded[name]
@@ -100,7 +101,7 @@ def _load(live: Any, value: Any) -> None:
 
 
 def _own_extras(value: Any) -> Any:
-    """Extra state may be kept by the module, so it must not lie in the file's memory."""
+    """Copy extra state out of the file's memory, because the module may keep it."""
     for key in [key for key in value if key.endswith("_extra_state")]:
         value[key] = copy.deepcopy(value[key])
     return value
@@ -149,7 +150,7 @@ def _load_optimizer(live: torch.optim.Optimizer, value: Any) -> None:
 
 
 def _place(value: Any, live: Any) -> Any:
-    """``value`` with every tensor on the device where ``live`` has its counterpart."""
+    """Return ``value`` with every tensor on the device where ``live`` has its counterpart."""
     if isinstance(value, torch.Tensor):
         return value.to(live.device) if isinstance(live, torch.Tensor) else value
     if isinstance(value, dict) and isinstance(live, dict):
@@ -196,7 +197,7 @@ def _check_keys(path: str, what: str, live: set[Any], value: set[Any]) -> None:
 
 
 def _ties(state: Mapping[str, Any]) -> dict[str, str]:
-    """For each tensor that is the memory of an earlier one: the earlier one's name."""
+    """Map each tensor that shares an earlier one's memory to the earlier one's name."""
     first: dict[object, str] = {}
     ties = {}
     for name in sorted(state):

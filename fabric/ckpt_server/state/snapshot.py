@@ -1,9 +1,9 @@
 """Snapshots: a consistent copy of live state in shared memory while training goes on.
 
-The state is consistent between two optimizer steps. ``start`` is called there and returns at once;
-the copy runs while the next forward and backward do; ``fence`` is called before anything changes the
-state again and returns when that is safe; ``join`` returns the digests. Between ``start`` and
-``fence`` nothing may change what the view refers to, buffers and moving averages included.
+The state is consistent between two optimizer steps. ``start`` is called there and returns at once. The copy
+runs while the next forward and backward do. ``fence`` is called before anything changes the state again, and
+returns when that is safe. ``join`` returns the digests. Between ``start`` and ``fence`` nothing may change
+the view's tensors, buffers and moving averages included.
 
 On the CPU one or two threads of low priority copy and digest block by block, and leave the trainer a core.
 The thread that waits in ``fence`` helps: the trainer takes blocks rather than wait for a thread that the
@@ -61,29 +61,31 @@ class Copier(Protocol):
     come one at a time."""
 
     def prepare(self, target: memoryview) -> None:
-        """Does ahead what ``start`` would have to do with this ``target``; from any thread."""
+        """Prepare ``target``, so that ``start`` takes less time; from any thread."""
 
     def start(self, view: StateView, target: memoryview) -> None:
-        """Begins to copy ``view`` into the first ``view.nbytes`` of ``target``."""
+        """Begin to copy ``view`` into ``target``."""
 
     def fence(self) -> None:
-        """After this the state may be changed (on a GPU: by work enqueued after this)."""
+        """Return when the state may change (on a GPU: by work enqueued later)."""
 
     def join(self) -> SnapshotDigests:
-        """Waits for the end; the target is complete then. Raises what went wrong."""
+        """Return the digests when the target is complete. Raises the copy's error."""
 
     def digest(self, view: StateView) -> BlockPass:
-        """Begins to digest ``view``, on the host, without a copy, beside a copy under way or not. It must not
-        change until the reading's ``digests`` has returned."""
+        """Begin to digest ``view`` on the host, also during a copy.
+
+        ``view`` must not change until the reading's ``digests`` has returned.
+        """
 
     def close(self) -> None:
-        """Ends the threads, waiting for a copy in progress."""
+        """End the threads, waiting for a copy in progress."""
 
 
 def build_manifest(
     view: StateView, digests: SnapshotDigests, *, job: str, replica: str, generation: int, created: float
 ) -> dict[str, Any]:
-    """The manifest that the checkpoint server publishes; ``created`` is Unix time."""
+    """Return the manifest that the checkpoint server publishes; ``created`` is Unix time."""
     state = SnapshotRef(generation, view.step, digests.digest)
     return make_manifest(state, view.nbytes, digests.blocks, job=job, replica=replica, created=created)
 
@@ -93,7 +95,7 @@ def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
 
 
 def _threads() -> int:
-    """Two, or one where two would leave no core to the trainer."""
+    """Return two threads, or one where two would leave no core to the trainer."""
     return max(1, min(2, len(os.sched_getaffinity(0)) - 1))
 
 
@@ -130,7 +132,7 @@ class CpuCopier:
             self._pool.submit(reading.run)
 
     def fence(self) -> None:
-        """Helps until every live tensor has been read. An error is kept for ``join``."""
+        """Work on blocks until every live tensor has been read. An error is kept for ``join``."""
         copying = self._copying
         if copying is not None:
             # The core that was left to the caller is free now. While one thread waits for the interpreter's
@@ -156,7 +158,7 @@ class StreamEvent(Protocol):
     """A point in a device's work."""
 
     def synchronize(self) -> None:
-        """Blocks the host until the device has reached it."""
+        """Block the host until the device has reached it."""
 
 
 class CopyStream(Protocol):
@@ -166,22 +168,23 @@ class CopyStream(Protocol):
         """Whether this tensor is in the device's memory."""
 
     def register(self, memory: Bytes) -> None:
-        """From any thread: host memory can be copied to without blocking; repeated calls are free."""
+        """Register host memory, so that copies to it do not block; from any thread, repeated calls are
+        free."""
 
     def begin(self) -> None:
-        """Copies enqueued from here on see all work enqueued for computing before."""
+        """Let copies enqueued from here on see all earlier compute work."""
 
     def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
-        """Enqueues the copy of flat ``tensors``, one behind the other, into ``memory``."""
+        """Enqueue the copy of flat ``tensors``, one behind the other, into ``memory``."""
 
     def end(self) -> StreamEvent:
-        """An event behind all copies enqueued."""
+        """Return an event behind all copies enqueued."""
 
     def hold(self, event: Any) -> None:
-        """Computing enqueued from here on waits, on the device, for ``event``."""
+        """Let later compute work wait on the device for ``event``."""
 
     def close(self) -> None:
-        """Undoes every registration."""
+        """Undo every registration."""
 
 
 class CudaCopyStream:
@@ -299,7 +302,7 @@ class CudaCopier:
         self._digesting.submit(_digest, event, host, copying)
 
     def fence(self) -> None:
-        """Makes later work of the compute stream wait for the copy; helps with host tensors."""
+        """Make later work of the compute stream wait for the copy; helps with host tensors."""
         if self._current is not None:
             current = self._current
             self._stream.hold(current.event)
@@ -328,7 +331,7 @@ class CudaCopier:
 
 
 def _digest(event: StreamEvent, host: "SharedWork[TensorExtent]", copying: CopyPass) -> None:
-    """When all bytes are there."""
+    """Digest when all bytes are there."""
     try:
         event.synchronize()
         host.wait()
@@ -339,7 +342,7 @@ def _digest(event: StreamEvent, host: "SharedWork[TensorExtent]", copying: CopyP
 
 
 def _packs(slices: Iterable[TensorExtent]) -> list[list[TensorExtent]]:
-    """Runs of small tensors that lie behind one another in the file, and each larger one alone."""
+    """Group small tensors that are neighbours in the file; a larger one stays alone."""
     packs: list[list[TensorExtent]] = []
     for part in slices:
         last = packs[-1] if packs else None

@@ -1,4 +1,4 @@
-"""Training state in and out: a consistent view of live objects, and live objects from a file.
+"""Training state: a consistent view of live objects, and its way back from a file into live objects.
 
 The shared state of a job is a few named objects with ``state_dict`` and ``load_state_dict``: model,
 optimizer, scheduler, scaler, moving averages. ``capture`` describes them as one safetensors file
@@ -68,7 +68,7 @@ class StateView:
     step: int
 
     def digest(self) -> str:
-        """The state's digest, 32 hex digits, without a copy of the state.
+        """Return the state's digest, 32 hex digits, without a copy of the state.
 
         Tensors on a device come down piece by piece, so memory on the host stays bounded.
         """
@@ -81,7 +81,7 @@ class StateView:
 
 
 def capture(objects: Mapping[str, object], step: int) -> StateView:
-    """The state of ``objects`` after ``step`` committed steps, as a file that is not yet written.
+    """Return the state of ``objects`` after ``step`` committed steps, as a file that is not yet written.
 
     Raises StateError with the path of whatever cannot be serialised.
     """
@@ -90,10 +90,10 @@ def capture(objects: Mapping[str, object], step: int) -> StateView:
 
 @dataclass(frozen=True, slots=True)
 class _DescribedItem:
-    """The description of an object, or of one item of its state, and the structure that it had then.
+    """The description of an object, or of one item of its state, with its structure at that time.
 
-    ``entries`` are those of the file's header, each with the place of its tensor among the ``count`` that
-    are met on the way through the part. No tensor is kept, so none is kept alive.
+    ``entries``: those of the file's header, each with the number of its tensor among the ``count`` of the
+    part. It refers to no tensor, so it keeps none alive.
     """
 
     structure: list[object] | None
@@ -106,9 +106,9 @@ class _DescribedItem:
 class StateDescriber:
     """Captures the same objects again and again, and describes again only the parts that changed.
 
-    A tensor has not changed while it is the elements of the same memory, whatever they are now. ``standing``
-    gives, for a tensor that changes within a step, the one that holds what it was when the step began. One
-    thread at a time.
+    A tensor is unchanged while it has the same elements of the same memory, whatever their values.
+    ``standing`` returns, for a tensor that changes within a step, its value when the step began. One thread
+    at a time.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ def _laid(part: _DescribedItem) -> tuple[object, ...]:
 
 
 def _items(value: object, state: Any) -> list[tuple[str | None, object]]:
-    """The parts of an object's state: settings change more often than where tensors lie."""
+    """Return the parts of an object's state: settings change more often than where tensors lie."""
     in_parts = type(state) is dict and bool(state) and not isinstance(value, torch.nn.Module)
     if in_parts and all(type(key) is str and not key.startswith("$") for key in state):
         return [(key, state[key]) for key in sorted(state)]
@@ -177,14 +177,14 @@ def _items(value: object, state: Any) -> list[tuple[str | None, object]]:
 
 
 def _describe(
-    value: object, path: StatePath, ties: dict[object, str] | None, known: _DescribedItem | None
+    value: object, path: StatePath, ties: dict[object, str] | None, last: _DescribedItem | None
 ) -> tuple[_DescribedItem, list[torch.Tensor]]:
-    """The description of ``value`` (``known`` itself where that still holds), and its tensors."""
+    """Return the description of ``value`` (``last`` itself where it still holds), and its tensors."""
     words: list[object] = []
     met: list[torch.Tensor] = []
     has_structure = record_structure(value, words, met)
-    if has_structure and known is not None and known.structure == words:
-        return known, met
+    if has_structure and last is not None and last.structure == words:
+        return last, met
     blobs = Blobs()
     try:
         text = canonical_json(encode(value, path, blobs, ties))
@@ -194,7 +194,7 @@ def _describe(
     entries = tuple(_entry(name, tensor) for name, tensor in blobs.tensors.items())
     if not has_structure:
         return _DescribedItem(None, text, entries, tuple(range(len(tensors))), len(tensors)), tensors
-    # Tensors of the same memory are the same, whichever of them is taken.
+    # Tensors of the same memory are interchangeable.
     place = {memory_key(tensor): at for at, tensor in enumerate(met)}
     places = tuple(place[memory_key(tensor)] for tensor in tensors)
     return _DescribedItem(words, text, entries, places, len(met)), met
@@ -208,13 +208,14 @@ def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
 
 
 def check_serialisable(objects: Mapping[str, object]) -> None:
-    """Raises StateError naming what keeps ``objects`` from being captured, e.g. ``scheduler.fn[0]``."""
+    """Raise StateError with the path of a value that cannot be captured, e.g. ``scheduler.fn[0]``."""
     capture(objects, 0)
 
 
 def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = at_once) -> int:
-    """Loads the snapshot in ``file`` (exactly its bytes) into ``objects``; returns its step. Heavy work that
-    runs no code of the objects goes through ``run``, which may use another thread.
+    """Load the snapshot in ``file`` (exactly its bytes) into ``objects``; return its step.
+
+    Heavy work that runs no code of the objects goes through ``run``, which may use another thread.
 
     Names, shapes, dtypes and structure are checked first. Raises StateError that names the first
     difference, or the object that refused its state; nothing is changed then.
@@ -265,12 +266,13 @@ def verify(objects: Mapping[str, object], step: int, digest: str, run: WorkRunne
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous host tensor's memory as flat bytes; valid as long as the tensor."""
+    """Return a contiguous host tensor's memory as flat bytes; valid as long as the tensor."""
     return bytes_of(tensor).numpy().data
 
 
 def _states(objects: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
-    """Name, object and its state, in the order of the file. Raises StateError for what has none."""
+    """Yield name, object and state, in the order of the file. Raises StateError for an object without
+    state."""
     for name in sorted(objects):
         if not isinstance(name, str) or not name:
             raise StateError(
@@ -287,7 +289,7 @@ def _states(objects: Mapping[str, object]) -> Iterator[tuple[str, object, object
 
 
 def _shardings(objects: Mapping[str, object]) -> Shardings:
-    """How the sharded tensors in ``objects`` are placed."""
+    """Return how the sharded tensors in ``objects`` are placed."""
     blobs = Blobs()
     for name, _, state in _states(objects):
         encode(state, StatePath.root(name), blobs)
@@ -295,7 +297,7 @@ def _shardings(objects: Mapping[str, object]) -> Shardings:
 
 
 def parse_description(metadata: str) -> tuple[int, dict[str, Any]]:
-    """The step and the tree of values in a file's metadata. Raises StateError for what is none of a state."""
+    """Return the step and the tree of values in a file's metadata. Raises StateError for other metadata."""
     description = parse_json(metadata)
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise StateError(
@@ -308,17 +310,17 @@ def parse_description(metadata: str) -> tuple[int, dict[str, Any]]:
     return step, tree
 
 
-def _require_names(found: set[str], objects: Mapping[str, object]) -> None:
-    missing, unknown = sorted(set(objects) - found), sorted(found - set(objects))
+def _require_names(stored: set[str], objects: Mapping[str, object]) -> None:
+    missing, unknown = sorted(set(objects) - stored), sorted(stored - set(objects))
     if missing or unknown:
         raise StateError(
-            f"The snapshot holds {', '.join(sorted(found)) or 'nothing'} and here the shared state is"
+            f"The snapshot holds {', '.join(sorted(stored)) or 'nothing'} and here the shared state is"
             f" {', '.join(sorted(objects)) or 'nothing'}; attach the same objects on every replica."
         )
 
 
 def tensors_of(file: memoryview, spans: Iterable[TensorSpan]) -> dict[str, torch.Tensor]:
-    """All tensors of ``file`` by name, each as ``tensor_at`` gives it."""
+    """Return all tensors of ``file`` by name, each as ``tensor_at`` gives it."""
     address = np.frombuffer(file, np.uint8).ctypes.data
     tensors = {}
     for span in spans:
@@ -334,7 +336,8 @@ def tensors_of(file: memoryview, spans: Iterable[TensorSpan]) -> dict[str, torch
 
 
 def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
-    """The tensor at ``span``, in the file's own memory where that is writable and aligned, else a copy."""
+    """Return the tensor at ``span``, in the file's own memory where that is writable and aligned, else a
+    copy."""
     dtype = TORCH_DTYPE[span.dtype]
     if span.begin == span.end:
         return torch.empty(span.shape, dtype=dtype)
@@ -345,7 +348,7 @@ def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
 
 
 def _host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes on the host, not all of a device's at once."""
+    """Yield the tensor's bytes on the host, not all of a device's at once."""
     if tensor.device.type == "cpu":
         yield host_bytes(tensor)
         return

@@ -23,7 +23,7 @@ SOCKET_NAME = "ckpt.sock"
 LOCAL_ASK_S = 5.0
 LOCK_NAME = "ckpt.lock"
 LOG_NAME = "ckpt-server.log"
-# The trainer's side of /debug: where it answers, and what its stacks are written to when it cannot.
+# The trainer's side of /debug: its socket, and the file for its stacks when it cannot answer.
 DEBUG_SOCKET_NAME = "trainer.sock"
 STACKS_NAME = "trainer.stacks"
 # No library that we know uses it; the kernel does nothing else with it.
@@ -43,11 +43,11 @@ class LineBuffer:
         self._searched = 0
 
     def feed(self, data: bytes) -> None:
-        """Add what was received."""
+        """Add received bytes."""
         self._data += data
 
     def next_line(self) -> bytes | None:
-        """The next whole line without its end, or None. ProtocolError when it is over the limit."""
+        """Return the next whole line without its end, or None. ProtocolError when it is over the limit."""
         end = self._data.find(b"\n", self._searched)
         self._searched = len(self._data) if end < 0 else 0
         if (len(self._data) if end < 0 else end) > self.limit_bytes:
@@ -60,7 +60,7 @@ class LineBuffer:
 
 
 def encode_line(body: Mapping[str, object]) -> bytes:
-    """One JSON object as a line. ProtocolError for what JSON cannot say, or not within the limit."""
+    """Encode a JSON object as a line. Raises ProtocolError for values that JSON lacks or a long line."""
     try:
         line = json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -71,7 +71,7 @@ def encode_line(body: Mapping[str, object]) -> bytes:
 
 
 def decode_line(line: bytes) -> dict[str, Any]:
-    """The JSON object in ``line``. Raises ProtocolError for anything else."""
+    """Return the JSON object in ``line``. Raises ProtocolError for anything else."""
     try:
         body = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -92,5 +92,5 @@ def socket_path(run_dir: Path, name: str = SOCKET_NAME) -> Iterator[str]:
 
 
 def local_socket_name(place: str) -> str:
-    """The abstract unix socket for readers on this host; ``place`` is the server's host:port."""
+    """Return the abstract unix socket for readers on this host; ``place`` is the server's host:port."""
     return f"\0fabric-ckpt-{xxhash.xxh3_128_hexdigest(place.encode())}"

@@ -8,8 +8,8 @@ fifth to a half, where zstd alone finds little. A body is a sequence of frames, 
     little endian), then the piece as it is where both lengths are equal, else the zstd frame of its grouped
     bytes
 
-Both sides hold one piece at a time. The reader believes no length beyond PIECE_BYTES, and no zstd frame that
-unpacks to another length than was said, before any memory is taken for it. Digests are of what is unpacked.
+Both sides hold one piece at a time. Before the reader takes memory it refuses a length beyond PIECE_BYTES,
+and a zstd frame that announces another length than the header. Digests are of the decompressed bytes.
 """
 
 import re
@@ -30,7 +30,7 @@ _MAX_CODINGS = 50
 
 
 def choose(accept_encoding: str | None) -> str:
-    """The coding for a request with this Accept-Encoding: one that it names, never one by ``*``."""
+    """Return the coding for a request with this Accept-Encoding: a named one, never one by ``*``."""
     best, chosen = 0.0, IDENTITY
     for entry in (accept_encoding or "").split(",")[:_MAX_CODINGS]:
         match = _CODING.fullmatch(entry)
@@ -56,7 +56,7 @@ class Compressor:
         self._stream = compressor.compressobj() if coding == ZSTD else None
 
     def pack(self, piece: memoryview) -> bytes:
-        """The bytes to send for ``piece``, which has at most PIECE_BYTES; may be empty."""
+        """Return the bytes to send for ``piece``, which has at most PIECE_BYTES; may be empty."""
         if self._stream is not None:
             return bytes(self._stream.compress(piece))
         width = self._width if len(piece) % self._width == 0 else 1
@@ -66,7 +66,7 @@ class Compressor:
         return _FRAME.pack(width, len(piece), len(compressed)) + compressed
 
     def end(self) -> bytes:
-        """The last bytes to send."""
+        """Return the last bytes to send."""
         return bytes(self._stream.flush()) if self._stream is not None else b""
 
 
@@ -77,10 +77,9 @@ def _grouped(piece: memoryview, width: int) -> bytes | memoryview:
 
 
 def decompress(read: Callable[[memoryview], None], into: memoryview) -> int:
-    """Fill ``into`` from frames; ``read`` fills what it is given from the body or raises.
+    """Fill ``into`` from frames; ``read`` fills a buffer from the body or raises.
 
-    Returns how many bytes were read. Raises ProtocolError for frames that are not what they should be; what
-    is in ``into`` is undefined then.
+    Return the number of bytes read. Raises ProtocolError for malformed frames; ``into`` is undefined then.
     """
     import numpy as np
 
@@ -105,7 +104,7 @@ def decompress(read: Callable[[memoryview], None], into: memoryview) -> int:
 
 
 def _decompressed(compressed: memoryview, nbytes: int) -> bytes:
-    """Exactly ``nbytes``. Raises ProtocolError; looks at what the frame announces before it is obeyed."""
+    """Return exactly ``nbytes``; check the announced length first. Raises ProtocolError."""
     import zstandard
 
     try:

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DurableJob:
-    """Where to write. ``url`` is the storage that all jobs share, ``keep`` how many complete checkpoints are
-    kept, ``patience_s`` how long rank 0 waits for the other ranks' parts. ``required``: the job's folder must
-    hold a checkpoint before this one."""
+    """The job of one writer. ``url``: the storage that all jobs share. ``keep``: complete checkpoints to
+    keep.
+
+    ``patience_s``: how long rank 0 waits for the other ranks' parts. ``required``: the job's folder must hold
+    an earlier checkpoint.
+    """
 
     url: str
     job: str
@@ -20,8 +23,8 @@ class DurableJob:
 
 @dataclass(frozen=True, slots=True)
 class DurableJobResult:
-    """``complete`` is False for a rank other than 0, whose part alone is written; ``folder`` is a URL.
-    ``warnings``: what could not be tidied up."""
+    """``complete``: False for a rank other than 0, which writes its part alone. ``folder``: a URL.
+    ``warnings``: problems at deleting old attempts."""
 
     folder: str
     nbytes: int

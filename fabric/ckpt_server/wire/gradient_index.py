@@ -1,9 +1,9 @@
 """An index in shared memory of the published gradients; publishing by it wakes no process.
 
-Every step publishes a gradient, and mostly no reader wants it. So the trainer writes an entry, and the server
-reads it when a reader asks for gradients. The trainer writes an entry after the slot's bytes. The entry has a
-number (time in ns; 0: withdrawn) and a digest, so that a half-written one counts for nothing. It outlives the
-trainer, as the bytes do.
+Every step publishes a gradient, and mostly no reader wants it. So the trainer writes an entry after the
+slot's bytes, and the server reads the entry when a reader asks for gradients. The entry has a number (time
+in ns; 0: withdrawn) and a digest, so that a half-written one counts for nothing. It outlives the trainer, as
+the bytes do.
 
 Before the trainer writes to the slot again, it takes the entry back and then loads the number of readers. The
 server stores the number of readers and then loads the entry. Each stores first and loads second, with an
@@ -76,7 +76,7 @@ class GradientIndex:
 
 
 def read_entry(view: memoryview, slot: int) -> tuple[int, bytes]:
-    """The number and the text of a slot's entry; 0 without one."""
+    """Return the number and the text of a slot's entry; 0 without one."""
     at = slot * _BYTES
     if len(view) < at + _BYTES:  # its memory is still being allocated, or has been let go
         return 0, b""
@@ -89,7 +89,7 @@ def read_entry(view: memoryview, slot: int) -> tuple[int, bytes]:
 
 
 def entry_number(view: memoryview, slot: int) -> int:
-    """The number alone; a new entry has a new one."""
+    """Return the number of a slot's entry; a new entry has a new number."""
     at = slot * _BYTES
     return int(_WORD.unpack_from(view, at)[0]) if len(view) >= at + _BYTES else 0
 

@@ -1,7 +1,6 @@
-"""Which bytes a request wants: Range, If-Range, If-Match and If-None-Match by RFC 9110, for one strong ETag.
+"""Range, If-Range, If-Match and If-None-Match by RFC 9110, for one strong ETag.
 
-One range per request is served; a set of ranges is refused with a sentence rather than answered in
-parts that no reader of ours understands. Pure functions of header texts.
+A request may want one range; a set of ranges is refused with a sentence. Pure functions of header texts.
 """
 
 import re
@@ -20,11 +19,11 @@ class Unsatisfiable(FabricError):
 
 
 class PreconditionFailed(FabricError):
-    """If-Match names other content than what is held."""
+    """If-Match names other content than this server holds."""
 
 
 def etag(digest: str) -> str:
-    """The strong entity tag of content with this digest."""
+    """Return the strong entity tag of content with this digest."""
     return f'"{digest}"'
 
 
@@ -37,7 +36,7 @@ def check_if_match(header: str | None, tag: str) -> None:
 
 
 def is_unchanged(header: str | None, tag: str) -> bool:
-    """Whether If-None-Match (``header``) says that the reader has what is held: then the answer is 304."""
+    """Whether If-None-Match (``header``) says that the reader has this content: then the answer is 304."""
     if header is None:
         return False
     listed = (entry.strip().removeprefix("W/") for entry in header.split(","))
@@ -45,10 +44,10 @@ def is_unchanged(header: str | None, tag: str) -> bool:
 
 
 def wanted_range(header: str | None, if_range: str | None, tag: str, nbytes: int) -> tuple[int, int] | None:
-    """(begin, end) of the bytes that a GET wants, or None for all of them.
+    """Return (begin, end) of the bytes that a GET wants, or None for all of them.
 
-    A unit other than bytes, and a range whose If-Range is no longer true, are ignored, as the RFC
-    says. Raises ProtocolError for what is not one range, Unsatisfiable where it has no byte.
+    A unit other than bytes, and a range whose If-Range is no longer true, are ignored, as the RFC says.
+    Raises ProtocolError for several or malformed ranges, Unsatisfiable for a range without a byte.
     """
     if header is None or (if_range is not None and if_range.strip() != tag):
         return None

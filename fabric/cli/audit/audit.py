@@ -55,7 +55,7 @@ class Evidence:
         return dict(sorted(newest.items()))
 
     def order(self) -> DataOrder | None:
-        """The data order, from the first start line; None where there is none."""
+        """Return the data order, from the first start line; None where there is none."""
         for journal in self.run.journals.values():
             for line in lines_of(journal.lines, "start"):
                 return DataOrder(line.fields["data"])
@@ -81,7 +81,7 @@ def gather(run: RecordedRun) -> Evidence:
 
 
 def audit(evidence: Evidence) -> list[str]:
-    """Every broken promise as a sentence; empty when the run kept them all."""
+    """Return every broken promise as a sentence; empty when the run kept them all."""
     broken: list[str] = []
     for journal in evidence.run.journals.values():
         broken.extend(journal.broken)
@@ -215,7 +215,7 @@ def _rosters(evidence: Evidence) -> list[str]:
 
 
 def _samples_of(evidence: Evidence, replica: str, commit: JournalLine) -> dict[int, list[int]]:
-    """The samples that ``replica`` wrote down for the step of ``commit``, by micro-batch.
+    """Return the samples that ``replica`` wrote down for the step of ``commit``, by micro-batch.
 
     All attempts of the step count: what a contribution kept from an aborted round it listed there.
     """
@@ -357,7 +357,7 @@ def _ends(evidence: Evidence) -> list[str]:
 
 
 def absent(evidence: Evidence) -> list[str]:
-    """Replicas none of whose processes ever held the final state."""
+    """Return replicas none of whose processes ever held the final state."""
     end = max(evidence.lineage(), default=-1) + 1
     return sorted(
         replica

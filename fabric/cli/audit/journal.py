@@ -153,19 +153,19 @@ class JournalLine:
     fields: Mapping[str, Any]
 
     def integer(self, name: str) -> int:
-        """The integer field ``name``; -1 where an optional one is missing."""
+        """Return the integer field ``name``; -1 where an optional one is missing."""
         return int(self.fields.get(name, -1))
 
     def number_of(self, name: str) -> float:
-        """The numeric field ``name``."""
+        """Return the numeric field ``name``."""
         return float(self.fields[name])
 
     def text(self, name: str) -> str:
-        """The text field ``name``; empty where an optional one is missing."""
+        """Return the text field ``name``; empty where an optional one is missing."""
         return str(self.fields.get(name, ""))
 
     def flag(self, name: str) -> bool:
-        """The boolean field ``name``."""
+        """Return the boolean field ``name``."""
         return bool(self.fields[name])
 
     @property
@@ -183,7 +183,7 @@ class ReplicaJournal:
     broken: tuple[str, ...] = ()
 
     def incarnations(self) -> tuple[tuple[JournalLine, ...], ...]:
-        """The lines cut at every ``start``; lines before the first one form a group of their own."""
+        """Return the lines cut at every ``start``; lines before the first one form a group of their own."""
         groups: list[list[JournalLine]] = []
         for line in self.lines:
             if line.event == "start" or not groups:
@@ -250,7 +250,8 @@ def parse_journal(replica: str, content: bytes) -> ReplicaJournal:
 
 
 def read_supervisor(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """The supervisor's own events, oldest first. Raises ConfigError where a line is not one of ours."""
+    """Return the supervisor's own events, oldest first. Raises ConfigError where a line is not one of
+    ours."""
     events: list[Mapping[str, Any]] = []
     for number, raw in enumerate(_read_bounded(path).splitlines(), start=1):
         entry = _decode(raw)
@@ -312,5 +313,5 @@ def _unreadable(replica: str, number: int) -> str:
 
 
 def lines_of(lines: Sequence[JournalLine], *events: str) -> list[JournalLine]:
-    """The lines among ``lines`` whose event is one of ``events``."""
+    """Return the lines among ``lines`` whose event is one of ``events``."""
     return [line for line in lines if line.event in events]

@@ -45,7 +45,7 @@ _AFTER_END = frozenset(("stop", "plane"))
 
 
 def walk(lines: Sequence[JournalLine]) -> list[str]:
-    """The broken rules of one incarnation, one sentence each; ``lines`` begin with its ``start``."""
+    """Return the broken rules of one incarnation, one sentence each; ``lines`` begin with its ``start``."""
     broken: list[str] = []
     if lines[0].event != "start":
         broken.append(f"{lines[0].place} does not begin with a start line.")

@@ -32,14 +32,14 @@ class DataOrder:
         self._passes: dict[int, NDArray[np.int64]] = {}
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
-        """The dataset indices of micro-batch ``micro_batch`` of step ``step``, in order."""
+        """Return the dataset indices of micro-batch ``micro_batch`` of step ``step``, in order."""
         if "shards" in self.data:
             return self._sharded(step, micro_batch)
         first = step * self.global_batch_size + micro_batch * self.micro_batch_size
         return [self._at(first + offset) for offset in range(self.micro_batch_size)]
 
     def step_samples(self, step: int) -> list[int]:
-        """The dataset indices of the whole global batch of step ``step``, in order."""
+        """Return the dataset indices of the whole global batch of step ``step``, in order."""
         return [i for number in range(self.micro_batches) for i in self.samples(step, number)]
 
     def _sharded(self, step: int, micro_batch: int) -> list[int]:

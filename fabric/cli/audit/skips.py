@@ -31,7 +31,8 @@ class SkippedSamples:
                 self._poison |= {(step, i) for i in line.fields["micro_batches"]}
 
     def unexplained(self, commit: JournalLine, missing: Iterable[int]) -> list[str]:
-        """A sentence for every micro-batch of ``missing`` that ``commit`` had no reason to leave out."""
+        """Return a sentence for every micro-batch of ``missing`` that ``commit`` had no reason to leave
+        out."""
         step, recorded = commit.integer("step"), set(commit.fields.get("skipped", ()))
         broken = []
         for micro_batch in sorted(missing):
@@ -59,7 +60,7 @@ class SkippedSamples:
 
 
 def _part_of(micro_batch: int, total: int, parts: int) -> int:
-    """The part that a micro-batch lies in, of ``parts`` as even as can be, the larger ones first."""
+    """Return the part that a micro-batch lies in, of ``parts`` as even as can be, the larger ones first."""
     size, larger = divmod(total, parts)
     if micro_batch < larger * (size + 1):
         return micro_batch // (size + 1)

@@ -64,7 +64,7 @@ class RunSummary:
     join_list: tuple[ReplicaJoin, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON object, with the counts of failures and joins beside their lists."""
+        """Return the JSON object, with the counts of failures and joins beside their lists."""
         document = asdict(self)
         lists = {name: list(document.pop(name)) for name in ("failure_list", "join_list")}
         document["failures"] = len(self.failure_list)
@@ -93,24 +93,24 @@ def summarise(evidence: Evidence) -> RunSummary:
 
 
 def mean_loss(commit: JournalLine) -> float:
-    """The mean loss of a committed step: per token where tokens were counted, else per micro-batch."""
+    """Return the mean loss of a committed step: per token where tokens were counted, else per micro-batch."""
     return loss_per_unit(commit.fields)
 
 
 def loss_per_unit(commit: Mapping[str, Any]) -> float:
-    """``mean_loss`` of the fields of a commit line."""
+    """Return ``mean_loss`` of the fields of a commit line."""
     metrics: Mapping[str, float] = commit["metrics"]
     parts = sum(len(ids) for ids in commit["contributions"].values())
     return metrics.get("loss", 0.0) / (metrics.get("tokens") or parts or 1)
 
 
 def losses(evidence: Evidence) -> dict[int, float]:
-    """The mean loss of every committed step, by step."""
+    """Return the mean loss of every committed step, by step."""
     return {step: mean_loss(commit) for step, commit in evidence.lineage().items()}
 
 
 def step_gaps(evidence: Evidence) -> Iterator[tuple[JournalLine, float]]:
-    """Every live commit that follows a live commit of the same process, with the seconds between."""
+    """Yield every live commit that follows a live commit of the same process, with the seconds between."""
     for lines in _lives(evidence):
         for before, after in pairwise(lines_of(lines, "commit", "join")):
             if all(line.event == "commit" and not line.flag("replay") for line in (before, after)):
@@ -118,7 +118,7 @@ def step_gaps(evidence: Evidence) -> Iterator[tuple[JournalLine, float]]:
 
 
 def failures(evidence: Evidence) -> list[ReplicaDeath]:
-    """The processes that ended without having finished, in order of time."""
+    """Return the processes that ended without having finished, in order of time."""
     deaths: list[ReplicaDeath] = []
     for lines in _lives(evidence):
         if finished(lines):
@@ -130,7 +130,7 @@ def failures(evidence: Evidence) -> list[ReplicaDeath]:
 
 
 def joins(evidence: Evidence) -> list[ReplicaJoin]:
-    """The processes that entered the running job, in order of time.
+    """Return the processes that entered the running job, in order of time.
 
     One has joined with the first step that it commits in a round of its own, not by replay.
     """
@@ -202,7 +202,7 @@ def _describe(evidence: Evidence, replica: str, t: float, step: int) -> ReplicaD
 
 
 def _steps_lost(evidence: Evidence) -> int:
-    """Steps that were committed and then undone by a younger generation, or that are missing."""
+    """Return steps that were committed and then undone by a younger generation, or that are missing."""
     lost = 0
     generations = sorted({generation for generation, _ in evidence.commits})
     for older, younger in pairwise(generations):

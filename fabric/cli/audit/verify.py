@@ -48,7 +48,7 @@ def verify(directory: Path) -> Verdict:
 
 
 def compare_losses(first: Path, second: Path) -> float:
-    """The largest absolute difference of the mean loss at any step of two runs.
+    """Return the largest absolute difference of the mean loss at any step of two runs.
 
     Raises ConfigError where one of them holds no run, or they have not committed the same steps.
     """

@@ -60,7 +60,7 @@ class ChartFrame:
 
 
 def colour(index: int) -> str:
-    """The CSS colour of the replica with this index."""
+    """Return the CSS colour of the replica with this index."""
     return f"var(--c{index % COLOURS})"
 
 

@@ -87,7 +87,7 @@ def _run(options: DemoOptions, console: Console) -> NoReturn:
 
 
 def _kill_step(replicas: int, steps: int, kill_at: int | None, *, no_failure: bool) -> int | None:
-    """The step at which to kill, None for no kill. Raises ConfigError for arguments that cannot be."""
+    """Return the step at which to kill, None for no kill. Raises ConfigError for arguments that cannot be."""
     if not 1 <= replicas <= MAX_REPLICAS:
         raise ConfigError(f"--replicas must be between 1 and {MAX_REPLICAS}, not {replicas}.")
     if not 1 <= steps <= MAX_STEPS:

@@ -17,7 +17,7 @@ CORPUS_BYTES = 4 << 20
 
 
 def read_corpus(limit: int = CORPUS_BYTES) -> bytes:
-    """The first ``limit`` bytes of the sorted top-level modules of the standard library.
+    """Return the first ``limit`` bytes of the sorted top-level modules of the standard library.
 
     Raises ConfigError where the interpreter comes without its sources.
     """

@@ -20,7 +20,7 @@ class JournalFollower:
         self.counts: list[int] = []
 
     def poll(self) -> list[dict[str, Any]]:
-        """The entries of the lines that were completed since the last call."""
+        """Return the entries of the lines that were completed since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)

@@ -50,7 +50,7 @@ class Processes:
             )
 
     def exit_code(self, name: str) -> int | None:
-        """The exit code of process ``name``, None while it runs."""
+        """Return the exit code of process ``name``, None while it runs."""
         return self._children[name].poll()
 
     def kill(self, pid: int) -> bool:
@@ -87,7 +87,7 @@ class Processes:
             self._guard = None
 
     def living(self) -> list[int]:
-        """The pids of all processes that carry the mark, zombies excepted."""
+        """Return the pids of all processes that carry the mark, zombies excepted."""
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
         return [pid for pid in pids if self._is_ours(pid)]
 
@@ -128,8 +128,8 @@ class Processes:
 
 
 def guard(mark: str) -> "subprocess.Popen[bytes]":
-    """A process that ends all that carry ``mark`` once its standard input ends: when it is closed, or when
-    this process has ended, however that came."""
+    """Return a process that ends all that carry ``mark`` once its standard input ends: when it is closed, or
+    when this process has ended, however that came."""
     return subprocess.Popen(
         [sys.executable, "-m", "fabric.cli.demo.processes", mark],
         stdin=subprocess.PIPE,

@@ -27,7 +27,7 @@ def write_report(directory: Path, verdict: Verdict) -> None:
 
 
 def merged_events(evidence: Evidence) -> list[Mapping[str, object]]:
-    """All journal lines and supervisor events, ordered by wall time."""
+    """Return all journal lines and supervisor events, ordered by wall time."""
     entries: list[Mapping[str, object]] = [
         dict(line.fields) for journal in evidence.run.journals.values() for line in journal.lines
     ]
@@ -36,7 +36,7 @@ def merged_events(evidence: Evidence) -> list[Mapping[str, object]]:
 
 
 def render(verdict: Verdict) -> str:
-    """The page as text."""
+    """Return the page as text."""
     evidence, summary = verdict.evidence, verdict.summary
     zero, seconds = _extent(evidence)
     marks = [ChartMark(f.t - zero, "kill", f"{f.replica} dies") for f in summary.failure_list]
@@ -133,7 +133,7 @@ def _step_times(evidence: Evidence, zero: float) -> dict[str, list[LossPoint]]:
 
 
 def _spans(journal: ReplicaJournal, zero: float) -> list[RosterSpan]:
-    """The replica's epoch over time, from each epoch line of its journal to the next."""
+    """Return the replica's epoch over time, from each epoch line of its journal to the next."""
     spans: list[RosterSpan] = []
     for lines in journal.incarnations():
         start, epoch = lines[0].t, None

@@ -231,7 +231,7 @@ class _Supervisor:
             yield f"{curl} -o latest.safetensors {checkpoint}/v1/snapshots/latest/data"
 
     def _checkpoint_url(self, job: str) -> str:
-        """The URL of a checkpoint server, as the lighthouse tells it; empty where it does not."""
+        """Return the URL of a checkpoint server, as the lighthouse tells it; empty where it does not."""
         token = (self._options.out / "token").read_text().strip()
         request = urllib.request.Request(  # noqa: S310  (the URL is our own lighthouse's)
             job, headers={"Authorization": f"Bearer {token}"}
@@ -256,7 +256,7 @@ def last_words(log: Path) -> str:
 
 
 def _find_checkpoint(document: Any) -> str:
-    """The first URL under a key that names a checkpoint server."""
+    """Return the first URL under a key that names a checkpoint server."""
     if isinstance(document, dict):
         for key, value in document.items():
             if isinstance(value, str) and value.startswith("http") and key.startswith(("ckpt", "check")):

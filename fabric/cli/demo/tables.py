@@ -17,7 +17,7 @@ class TextTable:
 
 
 def overview_rows(summary: RunSummary) -> TextTable:
-    """The run as a whole, one fact per row."""
+    """Return the run as a whole, one fact per row."""
     rows: list[tuple[str, ...]] = [
         ("steps", str(summary.steps)),
         ("failures", str(len(summary.failure_list))),

@@ -26,7 +26,7 @@ LEARNING_RATE = 1e-3
 
 
 def schedule(step: int, steps: int) -> float:
-    """The factor of the learning rate: a tenth of the run warms up, then a cosine down to a tenth."""
+    """Return the factor of the learning rate: a tenth of the run warms up, then a cosine down to a tenth."""
     warmup = max(1, steps // 10)
     if step < warmup:
         return (step + 1) / warmup

@@ -28,7 +28,7 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.
 
 
 def token_of(token_file: Path | None) -> str:
-    """The token in the file, empty without one."""
+    """Return the token in the file, empty without one."""
     return "" if token_file is None else read_token(token_file)
 
 
@@ -114,7 +114,7 @@ def differences(a: ReadableState, b: ReadableState) -> list[dict[str, Any]]:
 def _compare(
     a: ReadableState, left_span: TensorSpan, b: ReadableState, right_span: TensorSpan
 ) -> dict[str, Any] | None:
-    """How two tensors of one shape differ, None where they are bitwise equal."""
+    """Return how two tensors of one shape differ, None where they are bitwise equal."""
     size = _PIECE_ELEMENTS * ELEMENT_BYTES[left_span.dtype]
     different, largest, unlike = 0, 0.0, 0
     for offset in range(0, left_span.end - left_span.begin, size):

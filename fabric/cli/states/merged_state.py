@@ -42,7 +42,7 @@ class _RankPart:
     again: bool
 
     def rows(self, begin: int, count: int) -> "np.ndarray[Any, Any]":
-        """``count`` of its rows from its own ``begin`` on, as bytes by element."""
+        """Return ``count`` of its rows from its own ``begin`` on, as bytes by element."""
         sizes = (count, *self.box.sizes[1:], ELEMENT_BYTES[self.span.dtype])
         row = math.prod(sizes[1:])
         data = self.state.read(self.span.begin + begin * row, self.span.begin + (begin + count) * row)
@@ -79,7 +79,7 @@ class MergedState:
         return replica_digest([part.digest for part in self._states])
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Bytes of one tensor, counted in the whole file. Raises StateError or Unreachable."""
+        """Return bytes of one tensor, counted in the whole file. Raises StateError or Unreachable."""
         span = self._spans[bisect(self._begins, begin) - 1]
         shape, item = span.shape or (1,), ELEMENT_BYTES[span.dtype]
         row = item * math.prod(shape[1:])
@@ -124,7 +124,7 @@ class MergedState:
         return descriptions[0]
 
     def _find(self, tensor: str) -> tuple[str, tuple[int, ...], list[_RankPart]]:
-        """The dtype and shape of the whole tensor, and who holds what of it."""
+        """Return the dtype and shape of the whole tensor, and who holds what of it."""
         held: list[_RankPart] = []
         wholes = set()
         for state in self._states:

@@ -124,7 +124,7 @@ def _make_room(descriptor: int, here: int, nbytes: int) -> None:
 
 
 def _fetch(state: BlockState, first: int, count: int) -> Iterator[memoryview]:
-    """Some blocks, verified; what fails is tried again from there on."""
+    """Yield some blocks, verified; what fails is tried again from there on."""
     left, tries = count, 0
     while left:
         try:
@@ -138,7 +138,7 @@ def _fetch(state: BlockState, first: int, count: int) -> Iterator[memoryview]:
 
 
 def _runs(missing: list[int]) -> list[tuple[int, int]]:
-    """(first, count) of neighbouring blocks."""
+    """Return (first, count) of neighbouring blocks."""
     runs: list[tuple[int, int]] = []
     for index in missing:
         first, count = runs[-1] if runs else (0, 0)

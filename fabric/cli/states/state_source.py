@@ -65,7 +65,7 @@ class ReadableState(Protocol):
         """32 hex digits of the whole state."""
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Bytes of the file. Raises StateError or Unreachable."""
+        """Return bytes of the file. Raises StateError or Unreachable."""
 
 
 @contextmanager
@@ -79,8 +79,8 @@ def open_state(name: str, token: str) -> Iterator[ReadableState]:
 
 
 def open_manifested(name: str, token: str, stack: ExitStack) -> "BlockState | MergedState":
-    """A state that comes with a manifest: a checkpoint server's, or a durable one, which ``stack`` closes. Of
-    a state of several ranks the whole, where ``name`` names all of them. Raises FabricError."""
+    """Return a state that comes with a manifest: a checkpoint server's, or a durable one, which ``stack``
+    closes. Of a state of several ranks the whole, where ``name`` names all of them. Raises FabricError."""
     parts: list[BlockState]
     if name.startswith(("http://", "https://")):
         parts = [stack.enter_context(closing(RemoteState(url, token))) for url in name.split(",")]
@@ -154,15 +154,15 @@ class BlockState:
         return str(self.manifest["digest"])
 
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:
-        """Some blocks in order, each verified. Raises StateError or Unreachable."""
+        """Return some blocks in order, each verified. Raises StateError or Unreachable."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Let go of it."""
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Bytes of the file. The blocks that hold them are kept for the next call: neighbours are asked for
-        one after the other, and are often small."""
+        """Return bytes of the file. The blocks that hold them are kept for the next call: neighbours are
+        asked for one after the other, and are often small."""
         if begin >= end:
             return memoryview(b"")
         size = self.manifest["block_bytes"]
@@ -208,7 +208,6 @@ class DurableState(BlockState):
         return super().digest
 
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:
-        """See BlockState."""
         for index in range(first, first + count):
             begin, end = self._place(index)
             data = memoryview(bytearray(end - begin))
@@ -220,7 +219,7 @@ class DurableState(BlockState):
 
 
 def _durable(url: str) -> DurableCheckpoint:
-    """The checkpoint in this folder, or the newest complete one in the folder of a job."""
+    """Return the checkpoint in this folder, or the newest complete one in the folder of a job."""
     storage = Storage(url)
     job = storage.url.rpartition("/")[2]
     listing = list_checkpoints(storage, job)
@@ -232,7 +231,7 @@ def _durable(url: str) -> DurableCheckpoint:
 
 
 def _step(metadata: str) -> int:
-    """The step in the file's own metadata, -1 where it names none."""
+    """Return the step in the file's own metadata, -1 where it names none."""
     described = parse_json(metadata)
     step = described.get("step") if isinstance(described, dict) else None
     return step if isinstance(step, int) else -1

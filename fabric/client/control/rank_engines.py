@@ -61,7 +61,6 @@ class RankEngine(Engine):
                 self._loop.call_soon_threadsafe(self._feed, event, number)
 
     def close(self) -> None:
-        """As Engine.close."""
         self._closing = True
         super().close()
 

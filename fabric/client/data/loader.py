@@ -103,7 +103,7 @@ class SamplePlan:
         return [begin + i for i in indices]
 
     def shard(self, number: int) -> tuple[int, int]:
-        """The indices [begin, end) of shard ``number``."""
+        """Return the indices [begin, end) of shard ``number``."""
         return (
             number * self.dataset_size // self.shards,
             (number + 1) * self.dataset_size // self.shards,
@@ -168,11 +168,11 @@ class LoaderOptions:
 
 
 def parse_options(given: dict[str, Any]) -> LoaderOptions:
-    """The arguments of ``session.loader`` besides the sizes. Raises ConfigError for what it does not know."""
-    known = [f.name for f in fields(LoaderOptions)]
-    unknown = sorted(set(given) - set(known))
+    """Check the arguments of ``session.loader`` besides the sizes. Raises ConfigError for an unknown one."""
+    options = [f.name for f in fields(LoaderOptions)]
+    unknown = sorted(set(given) - set(options))
     if unknown:
-        raise ConfigError(f"session.loader knows no {unknown[0]}: known are {', '.join(known)}")
+        raise ConfigError(f"session.loader knows no {unknown[0]}: its options are {', '.join(options)}")
     return LoaderOptions(**given)
 
 
@@ -187,7 +187,8 @@ def describe_sharing(sharing: Sharing) -> dict[str, Any]:
 
 
 def data_slot_of(replica: str, replicas: int, given: int | None) -> int:
-    """The data slot that was given, or the number at the end of the replica's id. Raises ConfigError."""
+    """Return the data slot that was given, or the number at the end of the replica's id. Raises
+    ConfigError."""
     number = re.search(r"(\d+)$", replica)
     data_slot = given if given is not None else int(number[1]) if number else -1
     if not 0 <= data_slot < replicas:

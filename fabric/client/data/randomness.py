@@ -11,7 +11,7 @@ import xxhash
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
-    """A 63-bit seed: xxh3_64 of the three numbers."""
+    """Return a 63-bit seed: xxh3_64 of the three numbers."""
     return xxhash.xxh3_64_intdigest(f"{seed} {step} {micro_batch}".encode()) >> 1
 
 

@@ -66,7 +66,7 @@ class StepSampler(torch.utils.data.Sampler[int]):
         self._yielded = self._exchanged = 0
 
     def __len__(self) -> int:
-        """The number of indices of one pass on this data slot."""
+        """Return the number of indices of one pass on this data slot."""
         return self.steps_per_pass * self.per_step
 
     def __iter__(self) -> Iterator[int]:

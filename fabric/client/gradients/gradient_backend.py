@@ -56,18 +56,15 @@ class HostBackend:
 
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
-        """See ``GradientBackend``."""
         yield slot
 
     def run(self, work: Callable[[], object]) -> None:
-        """See ``GradientBackend``."""
         work()
 
     def copy_to_slot(self, slot: torch.Tensor, begin: int, end: int) -> None:
         """See ``GradientBackend``."""
 
     def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
-        """See ``GradientBackend``."""
         gradients.scatter(slot, weight)
 
 
@@ -84,12 +81,10 @@ class DeviceBackend:
         self._copied_to = 0
 
     def mark_ready(self) -> None:
-        """See ``GradientBackend``."""
         self._ready = self._device.compute().record()
 
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
-        """See ``GradientBackend``."""
         self._copied_to = 0
         try:
             with self._device.on(self._stream):
@@ -106,7 +101,6 @@ class DeviceBackend:
         self._stream.run(work)
 
     def copy_to_slot(self, slot: torch.Tensor, begin: int, end: int) -> None:
-        """See ``GradientBackend``."""
         target, source = slot[begin:end], self._flat[begin:end]
         self._stream.run(lambda: target.copy_(source, non_blocking=True))
         self._stream.record().wait()

@@ -180,7 +180,8 @@ class GradientSlots:
         return not slot.used or (slot.labelled and self.handle.withdraw_via_shm(slot.index))
 
     def _following(self, slot: GradientSlot) -> GradientSlot | None:
-        """The slot of the next round, where it can and needs to be withdrawn when ``slot`` is published."""
+        """Return the slot of the next round, where it can and needs to be withdrawn when ``slot`` is
+        published."""
         following = self._slots[self._oldest()]
         ahead = slot.used == self._uses and self._prepared is None and self._is_full()
         return following if ahead and following.shared and following is not slot else None
@@ -205,12 +206,12 @@ class GradientSlots:
         return slot.buffer
 
     def _of(self, held: PreparedRound) -> GradientSlot | None:
-        """The slot that its round was reduced into."""
+        """Return the slot that its round was reduced into."""
         slot = self._newest(held.step)
         return slot if slot is not None and slot.epoch == held.epoch else None
 
     def _newest(self, step: int) -> GradientSlot | None:
-        """The slot that was last used for ``step``."""
+        """Return the slot that was last used for ``step``."""
         return max((s for s in tuple(self._slots) if s.step == step), key=lambda s: s.used, default=None)
 
     def reset(self) -> None:
@@ -229,7 +230,7 @@ class GradientSlots:
 
 
 def _meta(held: PreparedRound) -> dict[str, Any]:
-    """What a reader learns of a gradient beside its description."""
+    """Return the metadata of a gradient that its readers get beside its description."""
     return {
         "contributions": {name: list(ids) for name, ids in held.contributions},
         "metrics": dict(held.metrics),

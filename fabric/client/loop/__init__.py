@@ -1,1 +1,1 @@
-"""What the user's training loop holds: the session, its steps, how it starts, catches up and ends."""
+"""The user's training loop: the session, its steps, its start, catch-up and end."""

@@ -1,6 +1,6 @@
 """Runs the steps of torch's own optimizers at low priority while a replica replays.
 
-What belongs to the user stays in the main thread: hooks, closures, schedulers, optimizers of other classes.
+User code stays in the main thread: hooks, closures, schedulers, optimizers of other classes.
 """
 
 import functools
@@ -22,7 +22,7 @@ class LowPrioritySteps:
         self._wrapped = [(x, _wrap(x)) for x in optimizers if _is_plain(x)]
 
     def close(self) -> None:
-        """Steps run in the thread that calls them again."""
+        """Run later steps in the thread that calls them."""
         for optimizer, wrapper in self._wrapped:
             wrapper.open = False  # for code that has wrapped or kept it meanwhile
             if optimizer.__dict__.get("step") is wrapper.method:
@@ -33,10 +33,10 @@ class LowPrioritySteps:
 
 @dataclass(slots=True)
 class _Wrapper:
-    """What stands in an optimizer's ``step``, and what stood there ``before`` (in its own attributes)."""
+    """The replacement of one optimizer's ``step``."""
 
     method: Callable[..., Any]
-    before: dict[str, Any]
+    before: dict[str, Any]  # the optimizer's own attribute ``step``, where it had one
     open: bool = True
 
 
@@ -57,7 +57,7 @@ def _wrap(optimizer: torch.optim.Optimizer) -> _Wrapper:
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its steps are torch's own code, on the CPU, wrapped by nobody but torch's schedulers."""
+    """Whether its steps are torch's own code, on the CPU, wrapped by torch's schedulers at most."""
     kind, own = type(optimizer), optimizer.__dict__.get("step")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return (

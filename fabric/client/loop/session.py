@@ -173,7 +173,7 @@ class Session:
         return self._sampler
 
     def steps(self, data: Loader, until: int) -> Iterator[Step]:
-        """Steps from wherever the job is up to committed step ``until``; see Step."""
+        """Yield steps from wherever the job is up to committed step ``until``; see Step."""
         self._progress.until = until
         if not self._engine.is_running:
             self._loader = data
@@ -201,7 +201,7 @@ class Session:
             self._parts.points.hit("optimizer", step.number)
 
     def run_step(self, step: Step) -> Iterator[Any]:
-        """The micro-batches of ``step``, own ones first, then inherited ones (for Step alone)."""
+        """Yield the micro-batches of ``step``, own ones first, then inherited ones (for Step alone)."""
         assert self._loader is not None
         order, crash_marker = self._first_order, self._parts.crash_marker
         following = order.micro_batches if isinstance(order, io.Compute) else ()

@@ -42,11 +42,9 @@ class SoloStep:
         self.metrics, self.done = self._session.take_metrics(), True
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        """As Step.backward."""
         (loss * self.add_weight(weight)).backward()  # type: ignore[no-untyped-call]
 
     def add_weight(self, weight: float | None = None) -> float:
-        """As Step.add_weight."""
         share = float(self._samples if weight is None else weight)
         self._weight += share
         return share
@@ -78,7 +76,6 @@ class SoloSession:
         self._metrics: dict[str, float] = {}
 
     def digest(self) -> str:
-        """As Session.digest."""
         return capture(self._objects, self.committed_step).digest()
 
     def loader(
@@ -107,7 +104,6 @@ class SoloSession:
         return self._sampler
 
     def steps(self, data: Loader, until: int) -> Iterator[SoloStep]:
-        """As Session.steps."""
         while self.committed_step < until:
             step = SoloStep(self, self.committed_step, data)
             yield step
@@ -145,7 +141,6 @@ class SoloSession:
         return True
 
     def metrics(self, **values: float) -> None:
-        """As Session.metrics."""
         for name, value in values.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
 

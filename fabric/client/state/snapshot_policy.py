@@ -45,7 +45,6 @@ class OverheadBudget:
             )
 
     def is_due(self, step: int, now: float) -> bool:
-        """See ``SnapshotPolicy``."""
         step_s, self._asked = max(0.0, now - self._asked), now
         if step < 1:
             return False
@@ -54,7 +53,6 @@ class OverheadBudget:
         return paid or age_s + step_s + self._cost_s >= self.max_age_s
 
     def taken(self, step: int, now: float, cost_s: float) -> None:
-        """See ``SnapshotPolicy``."""
         if step >= 1:
             self._at, self._cost_s = now, cost_s
 
@@ -74,11 +72,9 @@ class EverySteps:
             raise ConfigError(f"EverySteps({self.n!r}): give a number of steps from 1")
 
     def is_due(self, step: int, now: float) -> bool:
-        """See ``SnapshotPolicy``."""
         return step % self.n == 0 and step != self._last
 
     def taken(self, step: int, now: float, cost_s: float) -> None:
-        """See ``SnapshotPolicy``."""
         self._last = step
 
 

@@ -7,28 +7,24 @@ when a snapshot is due (``snapshot_policy``); requests of joining members come o
 import contextlib
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.format.manifest import of_rank
 from fabric.ckpt_server.state.snapshot import Copier, build_manifest
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.mutation_guard import UNNAMED, MutationGuard
 from fabric.client.state.snapshot_policy import SnapshotPolicy
+from fabric.client.state.snapshot_slots import SnapshotSlots
 from fabric.client.state.state_digest import Digests, PendingSnapshot
 from fabric.errors import FabricError, ServerLost, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.messages.member_events import Snapshotted
 from fabric.protocol.messages.rank_messages import NameSnapshot, SnapshotNamed
 
-_SLOTS = 2
 _PAUSE_S = 1.0  # after one that failed
-_SMALL_BYTES = 64 << 20  # so much memory is there within a moment
-_SLACK_BYTES = 64 << 10  # numbers in a header get longer: a slot would have to grow for them
 _NUMBERS = re.compile(r"[\d.,]+")
 _log = logging.getLogger(__name__)
 
@@ -53,25 +49,19 @@ class Snapshots:
         rank: int | None = None,
     ) -> None:
         self.durable: DurableCheckpoints | None = None  # set where snapshots may become durable checkpoints
-        self._handle = handle
+        self.slots = SnapshotSlots(handle, copier)
         self._describer = describer
         self._copier = copier
         self._policy = policy
         self._again_at: float | None = None  # after one that failed, whatever the policy says
         self._last_failure = ""
         self.job, self.replica = who
-        # Keep what the server still holds as long as possible: overwrite the newest snapshot last.
-        self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
         self._taking: PendingSnapshot | None = None  # the last one that was begun
         self._sized, self._nbytes = False, 0  # whether the optimizer's part is in the size of the state
-        self._preparing = self._lacks = False  # memory is being allocated; the allocation failed
         self._digests = Digests(describer, copier)
         self._on_device = on_device
         self._recover = recover
         self._rank = rank
-        # Parts that wait for those of the other ranks, by (generation, step): the slot and the manifest.
-        self._unnamed: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
-        self._slots_lock = threading.Lock()
 
     def is_due(self, step: int, submit: Callable[[Callable[[], None]], None]) -> bool:
         """Whether the policy wants one at this boundary, and need not wait for memory."""
@@ -81,24 +71,8 @@ class Snapshots:
             wanted = now >= self._again_at
         if step > 0 and not self._sized:
             self._sized, self._nbytes = True, self._describer.capture(step).nbytes
-            self._has_room(submit)
-        return wanted and not self._is_copying and self._has_room(submit)
-
-    def _has_room(self, submit: Callable[[Callable[[], None]], None]) -> bool:
-        """Whether memory for the next snapshot is there.
-
-        A large state's memory is allocated in the background, because a copy that waits for it delays the
-        trainer. Where the allocation fails, the copy reports why.
-        """
-        if self._nbytes <= _SMALL_BYTES or self._lacks:
-            return True
-        if not self._preparing and not self._holds(self._next_slot, self._nbytes):
-            self._preparing = True
-            submit(lambda: self._prepare(self._nbytes))
-        return not self._preparing
-
-    def _holds(self, slot: int, nbytes: int) -> bool:
-        return self._handle.holds("snapshot", slot, nbytes)
+            self.slots.has_room(self._nbytes, submit)
+        return wanted and not self._is_copying and self.slots.has_room(self._nbytes, submit)
 
     def start(
         self,
@@ -145,31 +119,17 @@ class Snapshots:
         """Start the copy; return its slot, or why it could not start."""
         slot = -1
         try:
-            slot = self._take_slot()
-            memory = self._memory(slot, view.nbytes)
+            slot = self.slots.take()
+            memory = self.slots.memory(slot, view.nbytes)
             taking.begin(lambda: self._copier.start(view, memory))
         except FabricError as error:
-            if slot >= 0:  # it holds nothing now: the next one goes there, and the other slot stays
-                self._next_slot = slot
+            if slot >= 0:
+                self.slots.give_back(slot)
             return error
         else:
             return slot
         finally:
             taking.begun.set()
-
-    def _memory(self, slot: int, nbytes: int) -> memoryview:
-        wanted = nbytes if self._holds(slot, nbytes) else nbytes + _SLACK_BYTES
-        return self._handle.allocate("snapshot", slot, wanted)
-
-    def _prepare(self, nbytes: int) -> None:
-        """On the snapshot worker: allocate the memory of both slots before a copy needs it."""
-        slots, lacks = (self._next_slot, 1 - self._next_slot), True
-        self._preparing = not all(self._holds(slot, nbytes) for slot in slots)
-        with contextlib.suppress(FabricError):  # reported when a copy needs it
-            for slot in slots:
-                self._copier.prepare(self._memory(slot, nbytes))
-            lacks = False
-        self._preparing, self._lacks = False, lacks
 
     def _failed(self, step: int, error: FabricError) -> None:
         """Log a failure, once as long as it lasts, and set the time of the next try."""
@@ -180,30 +140,13 @@ class Snapshots:
             self._last_failure = gist
             _log.warning("fabric: %s: no snapshot of step %d: %s", self.replica, step, error)
 
-    def _take_slot(self) -> int:
-        """Return the slot to overwrite: the older one, unless that one has readers and the other has none."""
-        with self._slots_lock:
-            for slot in (self._next_slot, 1 - self._next_slot):
-                if self._handle.begin("snapshot", slot, unless_read=True):
-                    break
-            else:
-                slot = self._next_slot
-                self._handle.begin("snapshot", slot)
-            self._next_slot = (slot + 1) % _SLOTS
-            self._unnamed = {key: held for key, held in self._unnamed.items() if held[0] != slot}
-            return slot
-
     def name(self, order: NameSnapshot, post: Callable[[SnapshotNamed], None]) -> None:
         """Serve this rank's part under the digests of all ranks, unless its slot was overwritten since."""
-        done = False
-        with self._slots_lock:
-            slot, manifest = self._unnamed.pop((order.generation, order.step), (-1, {}))
-            if slot >= 0 and order.digests and self._rank is not None:
-                try:
-                    self._handle.publish_snapshot(slot, of_rank(manifest, self._rank, order.digests))
-                    done = True
-                except FabricError:
-                    self._recover()
+        done, rank = False, self._rank or 0
+        try:
+            done = self.slots.publish_part(order.generation, order.step, rank, order.digests)
+        except FabricError:
+            self._recover()
         if done and order.durable:
             self._persist(order.step, order.generation)
         post(SnapshotNamed(order.step, order.generation, done))
@@ -212,7 +155,7 @@ class Snapshots:
         if self.durable is not None:
             # A server that is lost took the snapshot with it: the next one is written by its successor.
             with contextlib.suppress(FabricError):
-                self.durable.persist(self._handle, step, generation)
+                self.durable.persist(self.slots.handle, step, generation)
 
     def _take(
         self,
@@ -248,9 +191,9 @@ class Snapshots:
                 created=taking.created,
             )
             if self._rank is None:
-                self._handle.publish_snapshot(slot, manifest)
+                self.slots.publish(slot, manifest)
             else:
-                self._unnamed[generation, step] = (slot, manifest)
+                self.slots.keep_unnamed(generation, step, slot, manifest)
             digest = digests.digest
             self._again_at, self._last_failure = None, ""
         except FabricError as error:
@@ -261,7 +204,7 @@ class Snapshots:
             taking.ended.set()
         post(Snapshotted(step, digest, generation))
         if digest and step > 0:  # before the first step the optimizer has not made its part
-            self._prepare(view.nbytes)
+            self.slots.prepare(view.nbytes)
 
     def wait_copied(self) -> None:
         """Return when the state may change; on a device, when the compute stream has been told to wait.
@@ -292,26 +235,10 @@ class Snapshots:
         """Return the digest that ``begin_digest`` began: see ``Digests.take``."""
         return self._digests.take(step)
 
-    def held(self, state: SnapshotRef) -> int:
-        """Return the slot in which the server held this state when this trainer attached, or -1."""
-        slots = zip(self._handle.snapshots, self._handle.slots, strict=True)
-        return next((slot for ref, slot in slots if ref == state), -1)
-
-    def look(self, slot: int, nbytes: int) -> memoryview:
-        """Return the bytes of a slot; the next snapshot goes to the other one. Raises FabricError."""
-        with self._slots_lock:
-            self._next_slot = (slot + 1) % _SLOTS
-        return self._handle.allocate("snapshot", slot, nbytes)
-
     def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
         """Serve the fetched state in ``slot``, which is loaded now."""
         with contextlib.suppress(FabricError):  # refused where the server serves that slot already
-            self._handle.publish_snapshot(slot, manifest)
-
-    @property
-    def url(self) -> str:
-        """The URL of this trainer's own server."""
-        return self._handle.url
+            self.slots.publish(slot, manifest)
 
     def target(self, nbytes: int, beside: SnapshotRef | None = None) -> tuple[int, memoryview]:
         """Return a slot, and its memory, for a state that is fetched. Raises FabricError.
@@ -330,11 +257,6 @@ class Snapshots:
         # A copy under way has a slot that nothing was published from yet, and must not lose it.
         if self._taking is not None:
             self._taking.copied.wait()
-        kept = self.held(beside) if beside is not None else -1
-        if kept < 0:
-            slot = self._take_slot()
-        else:
-            with self._slots_lock:
-                slot = self._next_slot = 1 - kept
-                self._handle.begin("snapshot", slot)
-        return slot, self._memory(slot, nbytes)[:nbytes]
+        kept = self.slots.held(beside) if beside is not None else -1
+        slot = self.slots.take() if kept < 0 else self.slots.take_other(kept)
+        return slot, self.slots.memory(slot, nbytes)[:nbytes]

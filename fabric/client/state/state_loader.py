@@ -97,14 +97,14 @@ class StateLoader:
     def _from_own_memory(self, order: io.FetchState, fetcher: StateFetcher) -> FetchedState | None:
         """Return the state that this host's own checkpoint server has kept, verified, if it fits."""
         state = order.state
-        slot, began = self._snapshots.held(state), time.monotonic()
+        slot, began = self._snapshots.slots.held(state), time.monotonic()
         if slot < 0:
             return None
         try:
-            manifest = fetcher.fetch_manifest(self._snapshots.url, state.step, state.generation)
+            manifest = fetcher.fetch_manifest(self._snapshots.slots.handle.url, state.step, state.generation)
             if len(manifest.get("ranks", ("",))) != self._size:
                 return None
-            file = self._snapshots.look(slot, manifest["nbytes"])
+            file = self._snapshots.slots.look(slot, manifest["nbytes"])
             if state_digest(manifest) != state.digest or file_digest(file) != manifest["digest"]:
                 return None
             if self._size > 1 and not self._layout.fits(read_preamble(file, len(file))):

@@ -97,5 +97,4 @@ class NcclCommunicator:
         return wait
 
     def abort(self) -> None:
-        """See ``Communicator``."""
         self._group.abort()

@@ -31,11 +31,9 @@ class CudaEvent:
         self.watcher = watcher
 
     def done(self) -> bool:
-        """See ``DeviceEvent``."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """See ``DeviceEvent``."""
         self.event.synchronize()
 
 
@@ -47,17 +45,14 @@ class CudaStream:
         self._watcher = watcher
 
     def run(self, work: Callable[[], object]) -> None:
-        """See ``DeviceStream``."""
         with _cuda.stream(self.stream):
             work()
 
     def wait(self, event: DeviceEvent) -> None:
-        """See ``DeviceStream``."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
     def record(self) -> CudaEvent:
-        """See ``DeviceStream``."""
         event = _cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
         self.stream.record_event(event)
         return CudaEvent(event, self._watcher)
@@ -75,15 +70,12 @@ class CudaDevice:
         self._lock = threading.Lock()
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """See ``Device``."""
         return tensor.device == self.device
 
     def stream(self) -> CudaStream:
-        """See ``Device``."""
         return CudaStream(_cuda.Stream(self.device), self._watcher())
 
     def compute(self) -> CudaStream:
-        """See ``Device``."""
         return CudaStream(_cuda.current_stream(self.device), self._compute)
 
     @contextlib.contextmanager
@@ -99,16 +91,13 @@ class CudaDevice:
         event.watcher.watch(event, callback)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """See ``Device``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """See ``Device``."""
         # torch rounds page-locked memory up to a power of two: ask for such sizes.
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def keep_registered(self, memory: Sequence[torch.Tensor]) -> None:
-        """See ``Device``."""
         wanted = {t.data_ptr(): t for t in memory if t.numel()}
         with self._lock, _cuda.device(self.device):
             for address, old in list(self._registered.items()):
@@ -159,7 +148,6 @@ class CudaDevice:
         return tensor
 
     def close(self) -> None:
-        """See ``Device``."""
         for watcher in self._watchers:
             watcher.close()
         self.keep_registered([])

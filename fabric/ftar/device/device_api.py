@@ -64,10 +64,10 @@ class Device(Protocol):
         """Whether ``tensor`` is in this device's memory."""
 
     def stream(self) -> DeviceStream:
-        """A new side stream."""
+        """Return a new side stream."""
 
     def compute(self) -> DeviceStream:
-        """The stream that the calling thread's own torch operations are on."""
+        """Return the stream that the calling thread's own torch operations are on."""
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[None]:
         """Within it, the calling thread's own torch operations are on ``stream``."""
@@ -76,10 +76,10 @@ class Device(Protocol):
         """Call ``callback`` from some thread once ``event`` is done, or failed."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """``nbytes`` of device memory, uint8."""
+        """Return ``nbytes`` of device memory, uint8."""
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """``nbytes`` of host memory, uint8, that copies to and from the device do not block on."""
+        """Return ``nbytes`` of host memory, uint8, that copies to and from the device do not block on."""
 
     def keep_registered(self, memory: Sequence[torch.Tensor]) -> None:
         """Register exactly these host tensors for copies that do not block; unregister all others.

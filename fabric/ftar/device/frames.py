@@ -71,7 +71,7 @@ def digest(payload: Bytes) -> int:
 
 
 def with_digest(chunk: ChunkFrame, payload: Bytes) -> ChunkFrame:
-    """``chunk`` with the digest of its bytes."""
+    """Return ``chunk`` with the digest of its bytes."""
     return replace(chunk, digested=True, digest=digest(payload))
 
 
@@ -86,7 +86,8 @@ def pack(chunk: ChunkFrame) -> bytes:
 
 
 def unpack(data: Bytes) -> ChunkFrame:
-    """The chunk's frame in ``data`` (CHUNK_BYTES); raises ProtocolError if it is none, or was altered."""
+    """Return the chunk's frame in ``data`` (CHUNK_BYTES); raises ProtocolError if it is none, or was
+    altered."""
     (
         magic,
         gather,
@@ -125,7 +126,7 @@ def offer(handle: SharedMemoryHandle | None) -> bytes:
 
 
 def offer_size(head: Bytes) -> int:
-    """How many bytes follow the OFFER_HEAD_BYTES in ``head``; raises ProtocolError."""
+    """Return how many bytes follow the OFFER_HEAD_BYTES in ``head``; raises ProtocolError."""
     magic, size = _OFFER.unpack_from(head)
     if magic != _OFFER_MAGIC or size > MAX_OFFER_BYTES:
         raise ProtocolError(
@@ -135,7 +136,7 @@ def offer_size(head: Bytes) -> int:
 
 
 def read_offer(body: Bytes) -> SharedMemoryHandle | None:
-    """The handle in an offer's body; raises ProtocolError."""
+    """Return the handle in an offer's body; raises ProtocolError."""
     if not body:
         return None
     try:

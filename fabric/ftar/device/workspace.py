@@ -92,7 +92,7 @@ class ReductionTask:
         return self.source.dtype if piece.gather or piece.hop == 0 else self.wide
 
     def size(self, piece: DevicePiece) -> int:
-        """Bytes of ``piece`` on the wire."""
+        """Return bytes of ``piece`` on the wire."""
         return (piece.stop - piece.start) * self.dtype(piece).itemsize
 
     def accumulate(self, piece: DevicePiece, received: torch.Tensor, total: torch.Tensor) -> None:

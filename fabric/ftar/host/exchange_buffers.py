@@ -62,11 +62,11 @@ class Operands:
     borrowed: dict[tuple[int, bool], list[SegmentRef]] = field(default_factory=dict)
 
     def item_bytes(self, piece: RingPiece) -> int:
-        """Bytes of one element of ``piece`` on its way."""
+        """Return bytes of one element of ``piece`` on its way."""
         return 4 if self.is_wide(piece) else self.source.element_size()
 
     def nbytes(self, piece: RingPiece) -> int:
-        """Bytes of ``piece`` on its way."""
+        """Return bytes of ``piece`` on its way."""
         return (piece.stop - piece.start) * self.item_bytes(piece)
 
     def outgoing(self, piece: RingPiece) -> torch.Tensor:
@@ -163,7 +163,7 @@ def make_operands(
 
 
 def raw(memory: torch.Tensor) -> memoryview:
-    """The bytes of a 1-D contiguous CPU tensor."""
+    """Return the bytes of a 1-D contiguous CPU tensor."""
     data: memoryview = memory.view(torch.uint8).numpy().data
     return data
 

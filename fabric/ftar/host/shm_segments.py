@@ -71,7 +71,7 @@ class OwnSegments:
         self._count = 0
 
     def allocate(self, nbytes: int) -> SharedSegment:
-        """A new segment of at least ``nbytes`` zeros, every page of it present.
+        """Return a new segment of at least ``nbytes`` zeros, every page of it present.
 
         Raises ConfigError where the host has not that much shared memory.
         """

@@ -1,10 +1,10 @@
 """Admits connections a few at a time: after a fail-over thousands come back at once.
 
-To admit a connection costs a dozen times what a heartbeat costs. So connections wait in a queue, and every
-turn of the loop admits a few; heartbeats and answers travel between the turns. A long turn admits more.
+Admitting a connection costs as much as a dozen heartbeats. So connections wait in a queue, and every turn of
+the loop admits a few. Heartbeats and answers travel between the turns. A long turn admits more.
 A connection that would wait longer than its patience is refused at once, with the time after which to come
 back. That time grows with the number of refusals, which spreads the returns.
-While connections wait, the cores hear so: a member that has not come back may stand in this queue.
+The cores hear that connections wait: a member that has not come back may stand in this queue.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ from aiohttp import web
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage
 
-# Close codes of our own; 1008 is the standard's "policy violation" for what cannot be understood.
+# Our own close codes; 1008 is the standard's "policy violation", for a message that cannot be understood.
 NOT_THE_LEADER = 4001
 REPLACED = 4002
 REFUSED = 4003
@@ -30,12 +30,12 @@ _CLOSE_WITHIN_S = 2.0
 _MAX_CLOSE_REASON = 123
 
 
-# So many messages are kept as frames: those of one change of the epoch.
+# The number of messages kept as frames: those of one epoch change.
 _FRAMES = 16
 _TEXT, _BINARY = 0x81, 0x82
-# Frames from this size on are paced: so many bytes per turn of the loop, so many of them a second (the roster
-# of a first start, told to 10,000, is 1.8 GB: at once it would fill the kernel's buffers and the network, and
-# beats wait for seconds), and so many pieces of work per turn, each of which takes some 20 microseconds.
+# Frames from this size on are paced by bytes per turn of the loop, bytes per second, and pieces of work per
+# turn (some 20 microseconds each). A first roster for 10,000 members is 1.8 GB: sent at once, it would fill
+# the kernel's buffers and the network, and delay heartbeats for seconds.
 _LARGE_BYTES = 16 * 1024
 _PER_TURN_BYTES = 2 << 20
 _PER_S_BYTES = 256 << 20
@@ -51,7 +51,7 @@ class FrameCache:
         self._made: dict[tuple[int, bool], tuple[LeaderMessage, bytes]] = {}
 
     def of(self, message: LeaderMessage, accepts_compression: bool) -> bytes:
-        """The frame of this message; a long one is compressed where the receiver ``accepts_compression``."""
+        """Return the frame of this message, compressed if long and the receiver ``accepts_compression``."""
         if type(message) is HeartbeatAck:
             return _frame(_TEXT, wire.encode(message))  # only one member gets it
         # The message is kept with its frame, so that nothing else can have its id.
@@ -68,12 +68,12 @@ class FrameCache:
 
 
 def text_frame(text: str) -> bytes:
-    """A frame of text that is encoded already."""
+    """Return the frame of an encoded text."""
     return _frame(_TEXT, text.encode())
 
 
 def _frame(kind: int, data: bytes) -> bytes:
-    """A server's frame: in one piece and not masked."""
+    """Build a server's frame: in one piece and not masked."""
     size = len(data)
     if size < 126:
         return bytes((kind, size)) + data
@@ -127,7 +127,7 @@ class MemberConnection:
             await self._closing
 
     def forget(self) -> None:
-        """The socket is closed: nothing is left to cut."""
+        """Note that the socket is closed, so that there is nothing left to cut."""
         self.is_ending = True
         if self._cut is not None:
             self._cut.cancel()
@@ -153,7 +153,7 @@ class WorkQueue:
         self._has_turn = False
 
     def add(self, work: Callable[[], object], size: int = 0) -> None:
-        """``size``: how many bytes it writes."""
+        """Queue ``work``, which writes ``size`` bytes."""
         self._waiting.append((work, size))
         if not self._has_turn:
             self._take_turn(0.0)

@@ -1,23 +1,25 @@
-"""The usual frames of a session, taken as they are read: whole, short, masked text.
+"""A fast path for the usual frames of a session: short masked text in one piece.
 
-The library gives every message through a queue to a task that it wakes for each, which costs as much as
-the message itself, and there are thousands a second. So this stands before the library on the connection.
-From the first frame on that is not usual (in pieces, long, a ping, a close, malformed) everything is the
-library's, whose task reads it as ever; what came before has been taken by then, so the order stays.
+The library wakes a task for every message, which costs as much as the message itself, thousands of times a
+second. So this module reads the connection before the library does. The first unusual frame (in pieces, long,
+a ping, a close, malformed) and all later ones go to the library. All earlier frames have been handled by
+then, so the order stays.
 """
 
 import asyncio
 from collections.abc import Callable
 
-# The first byte of a whole text; the second is the size, of which these two say that it follows.
+# The first byte of a text in one piece. The second byte is its size; these two say that the size follows.
 _WHOLE_TEXT = 0x81
 _MASKED = 0x80
 _TWO_BYTES, _EIGHT_BYTES = _MASKED + 126, _MASKED + 127
 
 
 class FastFrames(asyncio.Protocol):
-    """The protocol of a connection from its upgrade on; ``library`` is the one that it had. ``on_text`` is
-    given every usual text, until it says False: then the library reads on."""
+    """The protocol of a connection after its upgrade; ``library`` is the former one.
+
+    ``on_text`` gets every usual text. Once it returns False, the library reads on.
+    """
 
     def __init__(self, library: asyncio.Protocol, on_text: Callable[[str], bool]) -> None:
         self._library = library
@@ -64,7 +66,7 @@ class FastFrames(asyncio.Protocol):
 
 
 def _unmasked(mask: bytes, body: bytes) -> str | None:
-    """The text, or None for bytes that are not UTF-8."""
+    """Return the text, or None for bytes that are not UTF-8."""
     size = len(body)
     masks = int.from_bytes((mask * (size // 4 + 1))[:size], "little")
     try:

@@ -15,13 +15,14 @@ from fabric.protocol.messages import wire
 from fabric.runtime.config import parse_replicas
 
 MAX_STATUS_BYTES = 64 * 1024
-# A report may list every micro-batch of a step. A session names all ranks, a beat what each micro-batch took.
+# A report may list every micro-batch of a step. A session names all ranks. A heartbeat lists the seconds of
+# each micro-batch.
 MAX_MESSAGE_BYTES = 64 * 1024
 _MORE_BYTES = {m.OpenSession: 256 * 1024, m.Heartbeat: 256 * 1024, m.Report: wire.MAX_BYTES}
 # Their reasons may be long, a user's exception for instance, and are cut at once.
 _MORE_BYTES |= dict.fromkeys((m.Aborted, m.LoopFailed, m.CannotContinue, m.RequestState), 1 << 20)
 MAX_ADDRESS = 300
-# Names of peers in one message, where it is no report.
+# Names of peers in one message other than a report.
 MAX_NAMES = 256
 # Of members that one process cannot reach. A member names fewer.
 MAX_UNREACHABLE = 64
@@ -31,7 +32,7 @@ MAX_SECRET = 64
 _MAX_BUDGET_S = 366 * 86400.0
 MAX_DIGEST = 200
 MAX_SENTENCE = 300
-# Names and values of what the data order depends on.
+# Names and values of the settings that the data order depends on.
 MAX_SETTINGS = 1024
 MAX_DESCRIPTION = 64 * 1024
 # Of one replica.
@@ -63,15 +64,17 @@ def check_name(what: str, name: str) -> str:
 
 
 def parse_policy(text: str, start_wait_s: float) -> Policy:
-    """The policy that ``?replicas=`` asks for: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
-    takes 8. Empty is "1". The lighthouse bounds it by its own setting. Raises ConfigError."""
+    """Return the policy that ``?replicas=`` asks for. Raises ConfigError.
+
+    "3" starts with 3 and goes on with 1; "2:8" needs 2 and takes 8; empty is "1".
+    """
     least, start = parse_replicas(text or "1")
     most = start if ":" in text else max(MOST_REPLICAS, start)
     return Policy(min_replicas=least, max_replicas=most, start_replicas=start, start_wait_s=start_wait_s)
 
 
 def decode_session(data: str) -> m.OpenSession:
-    """The first message of a session. Raises ProtocolError."""
+    """Decode the first message of a session. Raises ProtocolError."""
     message = wire.decode(_short(data, m.OpenSession))
     if not isinstance(message, m.OpenSession):
         raise ProtocolError(f"a session begins with a Session, not with a {type(message).__name__}")
@@ -79,7 +82,7 @@ def decode_session(data: str) -> m.OpenSession:
 
 
 def decode_member(data: str) -> m.MemberMessage:
-    """A later message of a session, its sentences cut. Raises ProtocolError."""
+    """Decode a later message of a session, with its sentences cut. Raises ProtocolError."""
     message = wire.decode(data)
     if len(data) > MAX_MESSAGE_BYTES:
         _short(data, type(message))
@@ -106,7 +109,7 @@ def decode_member(data: str) -> m.MemberMessage:
 
 
 def decode_status(data: str) -> m.TrainerStatus:
-    """One beat of a checkpoint server. Raises ProtocolError."""
+    """Decode a trainer status of a checkpoint server. Raises ProtocolError."""
     message = wire.decode(data)
     if not isinstance(message, m.TrainerStatus):
         raise ProtocolError(f"a checkpoint server sends a TrainerStatus, not a {type(message).__name__}")
@@ -134,7 +137,7 @@ def decode_status(data: str) -> m.TrainerStatus:
 
 
 def _checked_beat(beat: m.Heartbeat) -> m.Heartbeat:
-    """The usual one, of which there are very many, is neither checked for long nor copied."""
+    """Check a heartbeat; the usual one takes a short way and is not copied."""
     if beat.waiting_for or beat.digest:
         _check_names("waiting_for", beat.waiting_for, MAX_NAMES)
         _check_length("digest", beat.digest, MAX_DIGEST)
@@ -208,7 +211,7 @@ def _check_snapshots(message: m.OpenSession | m.TrainerStatus) -> None:
 
 
 def _short(data: str, kind: type) -> str:
-    """``data`` itself. Raises ProtocolError where that is long for a message of its kind."""
+    """Return ``data``. Raises ProtocolError where it is too long for a message of this kind."""
     most = _MORE_BYTES.get(kind, MAX_MESSAGE_BYTES)
     if len(data) > most:
         raise ProtocolError(
@@ -218,7 +221,7 @@ def _short(data: str, kind: type) -> str:
 
 
 def _check_ckpt(url: str) -> None:
-    """An address that the lighthouse may ask by itself: nothing but a scheme, a host and a port."""
+    """Check an address that the lighthouse may call: a scheme, a host and a port, nothing else."""
     if url and not (len(url) <= MAX_ADDRESS and _CKPT.fullmatch(url)):
         raise ProtocolError(f"ckpt is {url[:80]!r}: it must be http://host:port or https://host:port")
 

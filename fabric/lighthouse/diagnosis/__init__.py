@@ -1,1 +1,1 @@
-"""Words for people: what a job waits for, and what kept it waiting when something failed."""
+"""Sentences for people: why a job waits, and why a rank failed or did not answer."""

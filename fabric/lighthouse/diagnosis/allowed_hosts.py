@@ -27,7 +27,7 @@ class AllowedHosts:
 
     @classmethod
     def parse(cls, text: str) -> "AllowedHosts":
-        """Of networks and addresses that are separated by commas. Raises ConfigError."""
+        """Parse networks and addresses, separated by commas. Raises ConfigError."""
         try:
             return cls(tuple(ipaddress.ip_network(part.strip()) for part in text.split(",") if part.strip()))
         except ValueError as error:
@@ -66,7 +66,7 @@ class ConfinedResolver(AbstractResolver):
         return may
 
     async def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: there is nothing open."""
         await self._names.close()
 
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MOST_AT_ONCE = 4
 # Within this time the other members of an aborted round report, too.
 _COMPANIONS_S = 0.1
-# Members have waited so long, or half of their limit, for another one: a stall to diagnose.
+# A wait of this length, or of half the member's limit, is a stall to diagnose.
 STALLED_S = 10.0
 _LOOK_S = 0.5
 
@@ -44,7 +44,7 @@ class FailureSnapshot:
     epoch: EpochView
 
     def case(self, waited_for: str = "") -> Symptoms:
-        """The symptoms by now. Of thousands of members only those count that a symptom names."""
+        """Return the symptoms at this moment, with only the members that a symptom names."""
         condemned, aborted = dict(self.epoch.pending_evictions), dict(self.epoch.aborted)
         if waited_for and waited_for not in condemned:
             condemned[waited_for] = "the others wait for it"
@@ -68,7 +68,7 @@ class FailureSnapshot:
         return status.trainer if status.connected else "silent"
 
     def places(self, names: tuple[str, ...], addresses: PeerAddresses) -> list[ProbeTarget]:
-        """Every rank of these replicas, up to the limit of probes."""
+        """Return every rank of these replicas, up to the limit of probes."""
         targets = []
         for name in names:
             member = self.record.member(name)
@@ -83,9 +83,11 @@ class FailureSnapshot:
 
 
 class DiagnosisTask:
-    """One job's. ``observe`` after every event of its core; ``keep`` is called with a record that has got
-    its diagnosis, ``tell`` with an event (kind, about, why, cause). ``access`` says at the moment of asking
-    what is shown to checkpoint servers, given whether their member showed the lighthouse's own token."""
+    """Diagnoses the failures of one job: call ``observe`` after every event of its core.
+
+    ``keep`` gets a record with its diagnosis, ``tell`` an event (kind, about, why, incident id). ``access``
+    returns the credentials for a checkpoint server, given whether its member showed the lighthouse's token.
+    """
 
     def __init__(
         self,
@@ -106,7 +108,8 @@ class DiagnosisTask:
         self._looked = 0.0
 
     def observe(self, view: LeaderView, changed: list[RecoveryRecord], now: float) -> None:
-        """``changed``: records that are new or have changed. ``now``: the core's clock, seconds."""
+        """Begin the diagnoses that are due. ``changed``: new and changed records. ``now``: the core's
+        clock."""
         record = view.record
         if record is None or record.complete:
             return  # members that end their links have finished; there is nothing to diagnose
@@ -172,6 +175,6 @@ class DiagnosisTask:
             await asyncio.sleep(_COMPANIONS_S)
         case = scene.case(waited_for)
         seen = await rank_probe.ask(scene.places(case.concerned(), self._peer_addresses), self._access)
-        # Aborts, evictions and ends of processes that came meanwhile count, too.
+        # Later aborts, evictions and ends of processes count too.
         diagnosis = diagnose(scene.case(waited_for), seen)
         return replace(diagnosis, t=time.time(), seconds=time.monotonic() - begun)

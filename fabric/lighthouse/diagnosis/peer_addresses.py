@@ -1,11 +1,11 @@
-"""Where the sessions and statuses of a job come from: the kernel's word, not the members'.
+"""The addresses that the sessions and trainer statuses of a job come from, as the kernel reports them.
 
-A member names the address of its checkpoint server itself. The lighthouse asks there when something has
-failed, and shows the job's token. So it asks only at an address from which that member, or its checkpoint
-server, has connected. Otherwise a member could have the lighthouse ask anybody in its network.
+A member names the address of its checkpoint server. After a failure the lighthouse calls it, with the job's
+token. So the lighthouse calls only an address from which that member or its checkpoint server has connected.
+Otherwise a member could make the lighthouse call any host in its network.
 
-A process also says a secret of its own, so that nobody else who has the job's token can take over its
-session."""
+A process also sends a secret, so that another owner of the job's token cannot take over its session.
+"""
 
 from dataclasses import dataclass, field
 
@@ -24,13 +24,15 @@ class _Source:
 
 @dataclass(slots=True)
 class PeerAddresses:
-    """By replica and rank. A session speaks for every rank of its replica, a status for one."""
+    """Addresses by replica and rank. A session speaks for every rank of its replica, a status for one."""
 
     _sources: dict[tuple[str, int], _Source] = field(default_factory=dict)
 
     def stranger(self, session: OpenSession) -> str:
-        """Why this is not the process that it says it is; empty where it may be. Its incarnation is no
-        secret: the job's status shows it."""
+        """Return why this is not the process that it claims to be, or an empty string.
+
+        The incarnation alone proves nothing, because the job's status shows it.
+        """
         source = self._sources.get((session.replica, 0))
         if source is None or not source.secret or source.incarnation != session.incarnation:
             return ""
@@ -42,17 +44,17 @@ class PeerAddresses:
         )
 
     def session(self, session: OpenSession, address: str, *, is_trusted: bool) -> None:
-        """A session was opened; ``is_trusted``: it showed the lighthouse's own token."""
+        """Note that a session was opened; ``is_trusted``: it showed the lighthouse's own token."""
         source = self._sources.setdefault((session.replica, 0), _Source())
         source.session, source.is_trusted = address, is_trusted
         source.incarnation, source.secret = session.incarnation, session.secret
 
     def status(self, replica: str, rank: int, address: str) -> None:
-        """A checkpoint server has spoken for a rank."""
+        """Note the address of a rank's checkpoint server."""
         self._sources.setdefault((replica, rank), _Source()).status = address
 
     def of(self, replica: str, rank: int) -> frozenset[str]:
-        """From where the rank's processes have connected."""
+        """Return the addresses from which the rank's processes have connected."""
         first, own = self._sources.get((replica, 0)), self._sources.get((replica, rank))
         return frozenset(filter(None, (first.session if first else "", own.status if own else "")))
 

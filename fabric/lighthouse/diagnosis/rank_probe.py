@@ -1,8 +1,8 @@
 """Probes ranks: asks their checkpoint servers what the trainers are doing.
 
-An answer is another process's word: its size is bounded, and every field is checked. A probe says when a rank
-does not answer in time. It is asked only where it has connected from, see
-``peer_addresses``, or in a network that the lighthouse was given (``ProbeAccess.hosts``).
+An answer is untrusted: its size is bounded, and every field is checked. A probe says when a rank does not
+answer in time. A server is called only at an address from which it has connected (``peer_addresses``), or in
+a network that the lighthouse was given (``ProbeAccess.hosts``).
 """
 
 import asyncio
@@ -45,14 +45,13 @@ NOT_WHERE_IT_CAME_FROM = (
 
 @dataclass(frozen=True, slots=True)
 class ProbeTarget:
-    """One rank, and the base URL of its checkpoint server by its own word; ``hosts``: from where its
-    processes have connected; ``is_trusted``: whether it showed the lighthouse's own token."""
+    """One rank to probe."""
 
     replica: str
     rank: int
-    url: str
-    hosts: frozenset[str] = frozenset()
-    is_trusted: bool = False
+    url: str  # the base URL of its checkpoint server, as the member names it
+    hosts: frozenset[str] = frozenset()  # from which its processes have connected
+    is_trusted: bool = False  # it showed the lighthouse's own token
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,11 @@ class ProbeAccess:
 async def ask(
     places: Sequence[ProbeTarget], access_to: Callable[[bool], ProbeAccess], ask_s: float = ASK_S
 ) -> list[RankProbe]:
-    """Every rank as it is now; at most MAX_RANKS of them, in ``ask_s`` seconds. ``access_to`` is called now
-    with whether a member showed the lighthouse's own token, for tokens come and go."""
+    """Probe up to MAX_RANKS ranks within ``ask_s`` seconds.
+
+    ``access_to`` gets whether a member showed the lighthouse's own token. It is called now, because tokens
+    change.
+    """
     return list(
         await asyncio.gather(
             *(_rank(place, access_to(place.is_trusted), ask_s) for place in places[:MAX_RANKS])
@@ -114,10 +116,10 @@ async def _rank(where: ProbeTarget, access: ProbeAccess, ask_s: float) -> RankPr
 async def _get(
     client: aiohttp.ClientSession, url: str, where: ProbeTarget, hosts: AllowedHosts, ask_s: float
 ) -> Mapping[str, Any]:
-    """The JSON object that is there; under ``error`` why there is none."""
+    """Return the JSON object at ``url``, or ``{"error": why}``."""
     try:
         host = URL(url).host or ""
-        # The library asks no resolver about what is an address already.
+        # The library does not resolve an address.
         if is_address(host) and not hosts.allow(host, where.hosts):
             raise HostNotAllowed(host)
         async with asyncio.timeout(ask_s), client.get(url, allow_redirects=False) as answer:
@@ -139,7 +141,7 @@ async def _get(
 
 
 def _parse(data: bytes) -> Any:
-    """The part of an answer that is kept: so many values, so deeply nested."""
+    """Parse an answer, bounded in its values and its depth."""
     return _kept(json.loads(data), [_MAX_VALUES], _MAX_DEPTH)
 
 
@@ -155,7 +157,7 @@ def _kept(value: Any, left: list[int], depth: int) -> Any:
 
 
 def _main_thread(stacks: Mapping[str, Any]) -> tuple[str, tuple[str, ...], str]:
-    """How the stacks were had, the main thread's, and what the kernel says it sleeps in."""
+    """Return how the stacks were read, the main thread's stack, and the kernel function it sleeps in."""
     threads, kernel = stacks.get("threads"), stacks.get("kernel")
     first = _mapping(kernel[0]) if isinstance(kernel, list) and kernel else {}
     sleeps = " ".join(str(first.get(name, "")) for name in ("state", "wchan") if first.get(name))
@@ -164,7 +166,7 @@ def _main_thread(stacks: Mapping[str, Any]) -> tuple[str, tuple[str, ...], str]:
     for thread in threads if isinstance(threads, list) else ():
         frames = _mapping(thread).get("stack")
         if isinstance(frames, list):
-            # By word of the interpreter the main thread comes first, in what a signal wrote it comes last.
+            # The interpreter lists the main thread first; a dump by signal lists it last.
             if how == "interpreter" and main_frames:
                 break
             main_frames = tuple(str(frame) for frame in frames[:_MAX_FRAMES])

@@ -61,7 +61,7 @@ class CheckpointServers:
 
 
 def silence(liveness: LivenessView, member: Member, now: float) -> str:
-    """The sentence that a checkpoint server of this member is silent while its trainer speaks, or empty."""
+    """Say that a checkpoint server of this member is silent while its trainer speaks, or return empty."""
     peer = liveness.peers.get(member.replica)
     if peer is None or not peer.connected or peer.incarnation != member.incarnation:
         return ""

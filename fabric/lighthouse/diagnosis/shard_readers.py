@@ -18,7 +18,7 @@ _NAMED = 4  # so many shards are named in a sentence, the rest counted
 
 
 def shard_readers(record: Record | None) -> dict[str, Any] | None:
-    """The state of SPARe's layout in this epoch as JSON values; None where every replica can read all data.
+    """Return SPARe's layout in this epoch as JSON values; None where every replica can read all data.
 
     ``redundancy``: how many data slots read each shard. ``depth``: how many parts the busiest member
     computes. ``last_reader``: the replica by shard number, where one member is left that reads the shard.
@@ -47,7 +47,7 @@ def shard_readers(record: Record | None) -> dict[str, Any] | None:
 
 
 def _member_view(member: Member, sharing: Sharing, present: Iterable[int]) -> dict[str, Any]:
-    """What ``member`` reads, and what it computes while the members on ``present`` data slots are there."""
+    """Return the shards that ``member`` reads, and those it computes beside the ``present`` data slots."""
     slot, owner = member.data_slot, list(range(sharing.data_slots))
     if sharing.policy == "constant":
         seated = frozenset(x for x in present if 0 <= x < sharing.data_slots)

@@ -1,4 +1,4 @@
-"""Sentences on what a job waits for: with the reason, and until when, as a time of day (UTC)."""
+"""Sentences on what a job waits for, why, and until when as a time of day (UTC)."""
 
 import math
 import time
@@ -14,17 +14,17 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages.network import Heartbeat, HeartbeatAck, LeaderMessage
 from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_data
 
-_NAMED = 8  # that many replicas are named in a sentence, the rest counted
-# Others are waited for in every step; what lasts longer is worth a sentence.
+_NAMED = 8  # replicas named in a sentence; the rest is counted
+# Members wait for each other in every step; a longer wait is worth a sentence.
 _WORTH_S = 1.0
-# Nothing was committed for so long: then every wait is worth a sentence.
+# After this time without a commit every wait is worth a sentence.
 _LONG_S = 3.0
-# So often members are told anew what their job waits for: to find it out one looks at everybody.
+# The period of this sentence for members. To find it the leader looks at every member.
 _LOOK_S = 1.0
 
 
 def policy_kept(asked: Policy, kept: Policy) -> str:
-    """How this replica's policy differs from the one that the first session set."""
+    """Say how this replica's policy differs from the one that the first session set."""
     there, here = asdict(kept), asdict(asked)
     return "it asked for " + ", ".join(
         f"{name} {here[name]:g}, the job has {there[name]:g}" for name in here if here[name] != there[name]
@@ -32,14 +32,16 @@ def policy_kept(asked: Policy, kept: Policy) -> str:
 
 
 def numbers(asked: io.Operator) -> str:
-    """The limits in an operator's order to scale, as the end of a sentence."""
+    """Return the limits of an operator's order to scale, as the end of a sentence."""
     limits = (("min", asked.min_replicas), ("max", asked.max_replicas))
     return "".join(f", {name} {value}" for name, value in limits if value is not None)
 
 
 def others(replica: str, sessions: Collection[str], record: Record | None, allowed: int) -> int:
-    """How many replicas take part beside this one, or 0 where there is room in any case: thousands of
-    sessions open within seconds, most of them of members."""
+    """Count the other replicas of the job; 0, without counting, for a member of a roster within the limit.
+
+    Thousands of sessions open within seconds, and most are of members.
+    """
     members = len(record.roster) if record is not None else 0
     if len(sessions) + members < allowed:
         return 0
@@ -49,8 +51,10 @@ def others(replica: str, sessions: Collection[str], record: Record | None, allow
 
 
 def no_room(job: str, replica: str, others: int, needed: int, allowed: int) -> str:
-    """Why ``replica`` gets no session, empty where it may: beside ``others`` it is one too many, or it would
-    wait for ``needed`` replicas for ever where the lighthouse allows ``allowed``."""
+    """Return why ``replica`` gets no session, or an empty string.
+
+    Either the ``others`` fill the ``allowed`` places, or it needs more replicas than are ``allowed``.
+    """
     if others >= allowed:
         return (
             f"{replica} is not taken: job {job} has {counted(others, 'replica')}, as many as this lighthouse "
@@ -65,7 +69,7 @@ def no_room(job: str, replica: str, others: int, needed: int, allowed: int) -> s
 
 
 def time_of_day(due: float, now: float) -> str:
-    """When the core's clock shows ``due``, as people say it; ``now`` is what it shows now."""
+    """Return the time of day at which the core's clock, now at ``now``, shows ``due``."""
     return datetime.fromtimestamp(time.time() + due - now, UTC).strftime("%H:%M:%S UTC")
 
 
@@ -88,7 +92,7 @@ def waiting_for(view: LeaderView, now: float) -> str:
 
 
 class WaitSentence:
-    """The sentence on what a job waits for, as members get it with each HeartbeatAck."""
+    """The sentence on what a job waits for; members get it with each HeartbeatAck."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -132,7 +136,7 @@ def _waiting_to_start(view: LeaderView, now: float) -> str:
 
 
 def _waiting_in_epoch(view: LeaderView, record: Record, now: float) -> str:
-    """The first outstanding condition, in the order in which one depends on the other."""
+    """Describe the first outstanding condition; later ones depend on earlier ones."""
     for look in (
         _waiting_to_evict,
         _waiting_to_form_again,
@@ -228,7 +232,7 @@ def _waiting_for_data(_: LeaderView, record: Record, _now: float) -> str:
 
 
 def _waiting_to_end(view: LeaderView, record: Record, now: float) -> str:
-    """Finished members wait for the others."""
+    """Describe the members for whose end finished members wait."""
     late = [x.replica for x in record.roster if x.replica not in view.finished and not x.leaving]
     if not view.finished or not late:
         return ""
@@ -236,7 +240,7 @@ def _waiting_to_end(view: LeaderView, record: Record, now: float) -> str:
 
 
 def _beats(view: LeaderView, record: Record) -> dict[str, Heartbeat]:
-    """The newest heartbeats of this epoch, by member."""
+    """Return the newest heartbeats of this epoch, by member."""
     beats = {}
     for member in record.roster:
         peer = view.peers.get(member.replica)
@@ -246,7 +250,7 @@ def _beats(view: LeaderView, record: Record) -> dict[str, Heartbeat]:
 
 
 def _waiting_to_link(view: LeaderView, record: Record, now: float) -> str:
-    """Members whose links of this epoch have not come up for long; they contribute nothing before."""
+    """Describe members whose links of this epoch are not up after long; they cannot contribute yet."""
     since = max(view.epoch.since, view.epoch.decided_at)
     if now - since < _WORTH_S:
         return ""
@@ -257,7 +261,7 @@ def _waiting_to_link(view: LeaderView, record: Record, now: float) -> str:
 
 
 def _waiting_in_exchange(view: LeaderView, record: Record, now: float) -> str:
-    """Every member is in the exchange of one step and waits for bytes."""
+    """Describe an exchange in which every member waits for bytes."""
     beats = _beats(view, record)
     if now - view.last_step_at < _LONG_S or len(beats) < len(record.roster):
         return ""
@@ -269,7 +273,7 @@ def _waiting_in_exchange(view: LeaderView, record: Record, now: float) -> str:
 
 
 def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
-    """Members wait long in the exchange for one that has not come."""
+    """Describe a long wait in the exchange for a member that has not come."""
     awaited = []
     for name, (step, since) in view.awaited_in_step.items():
         peer = view.peers.get(name)
@@ -286,7 +290,7 @@ def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
     # User code explains more than a link does.
     absent = [x for x in awaited if not _is_back(view.peers[x[1]], x[2])]
     if not absent:
-        return _waiting_for_words(view, awaited, now)
+        return _waiting_for_bytes(view, awaited, now)
     awaited = absent
     since, name, step = min(awaited)
     peer = view.peers[name]
@@ -304,10 +308,10 @@ def _is_back(peer: Peer, step: int) -> bool:
     return peer.beat is not None and peer.beat.step == step and peer.beat.waits and not peer.beat.busy
 
 
-def _waiting_for_words(view: LeaderView, found: list[tuple[float, str, int]], now: float) -> str:
-    """The awaited members have come, and wait too: their bytes have not arrived."""
-    since, _, step = min(found)
-    missed = {name for _, name, _ in found}
+def _waiting_for_bytes(view: LeaderView, stalls: list[tuple[float, str, int]], now: float) -> str:
+    """Describe awaited members that have come and wait too: their bytes have not arrived."""
+    since, _, step = min(stalls)
+    missed = {name for _, name, _ in stalls}
     links = [
         f"{name} to {by}"
         for by, peer in sorted(view.peers.items())
@@ -322,8 +326,10 @@ def _waiting_for_words(view: LeaderView, found: list[tuple[float, str, int]], no
 
 
 def _heard(view: LeaderView, names: list[str], since: float | None, now: float) -> str:
-    """When the one of them that has been silent for longest was heard, and until when it may take (waited for
-    since ``since``; None: without a bound of its own)."""
+    """Say when the longest silent of ``names`` was heard, and how long the others wait for it.
+
+    ``since``: when the wait began; None for a wait without a bound.
+    """
     peers = [peer for name in names if (peer := view.peers.get(name)) is not None]
     if not peers:
         return ""

@@ -1,8 +1,8 @@
 """One verdict on a failure, from the leader's symptoms and the probes of ranks. Pure.
 
-Each verdict asks a person for another act: continue or replace a stopped process, look at the code of a rank
-that did not come, mend a program whose ranks call different operations, look at a network. A failure that
-fits none of them is unknown, and the diagnosis shows all probes.
+Each verdict asks a person for another act. Continue or replace a stopped process. Look at the code of a rank
+that did not come. Mend a program whose ranks call different operations. Look at a network. Any other failure
+is unknown, and the diagnosis shows all probes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ class Symptoms:
     processes: Mapping[str, str]  # replica -> running, stopped, gone, silent or unknown
 
     def concerned(self) -> tuple[str, ...]:
-        """Replicas to probe: those to be evicted, else those that others waited for or complained of."""
+        """Replicas to probe: those to be evicted, else those that other members waited for or blamed."""
         if self.condemned:
             return tuple(sorted(self.condemned))
         names = [*self.stuck(), *(a.about for a in self.aborted.values())]
@@ -47,8 +47,10 @@ class Symptoms:
         return tuple(dict.fromkeys(name for name in names if name in self.names))
 
     def stuck(self) -> tuple[str, ...]:
-        """Replicas that others wait for in a stalled round, and that wait for no other one. A replica that
-        aborted was in the exchange: a round can stall only when every member is in it."""
+        """Replicas that other members wait for in a stalled round, and that wait for none.
+
+        A replica that aborted was in the exchange: a round stalls only when every member is in it.
+        """
         if not any(a.stalled for a in self.aborted.values()):
             return ()
         waiting = {name: a.waiting_for for name, a in self.aborted.items()}
@@ -57,21 +59,18 @@ class Symptoms:
 
 @dataclass(frozen=True, slots=True)
 class RankProbe:
-    """One rank as its checkpoint server showed it. ``process``: the kernel's word of it; ``says``: its own
-    (None: it did not answer); ``main``: the main thread's stack, innermost first, found out by ``how``;
-    ``kernel``: what its main thread sleeps in; ``flight``: torch's recorded collectives; ``problem``: why
-    something is missing."""
+    """One rank as its checkpoint server showed it."""
 
     replica: str
     rank: int = 0
-    process: str = "unknown"
+    process: str = "unknown"  # the state of the process, as the kernel reports it
     pid: int = 0
-    says: Mapping[str, Any] | None = None
-    how: str = ""
-    main: Sequence[str] = ()
-    kernel: str = ""
-    flight: Sequence[Mapping[str, Any]] = ()
-    problem: str = ""
+    says: Mapping[str, Any] | None = None  # the process's own answer; None: it did not answer
+    how: str = ""  # how the stack was read
+    main: Sequence[str] = ()  # the main thread's stack, innermost first
+    kernel: str = ""  # the kernel function that the main thread sleeps in
+    flight: Sequence[Mapping[str, Any]] = ()  # torch's recorded collectives
+    problem: str = ""  # why something is missing
 
     @property
     def name(self) -> str:
@@ -79,14 +78,14 @@ class RankProbe:
 
     @property
     def has_come(self) -> bool:
-        """Whether, by its own word, it has contributed its part to the round, or has no round."""
+        """Whether it says that it has contributed to the round, or that it has no round."""
         if self.says is None:
             return False
         round_ = self.says.get("round")
         return not isinstance(round_, Mapping) or round_.get("contributed") is True
 
     def to_json(self) -> dict[str, Any]:
-        """The bounded form for the recovery record."""
+        """Return the bounded form for the recovery record."""
         says = self.says or {}
         last = self.flight[-1] if self.flight else None
         return {
@@ -129,7 +128,7 @@ class Diagnosis:
 
 
 def diagnose(case: Symptoms, seen: Sequence[RankProbe]) -> Diagnosis:
-    """The first verdict that symptoms and probes support; the most certain rules come first."""
+    """Return the first verdict that symptoms and probes support; the most certain rules come first."""
     for rule in (
         _stopped,
         _mismatched,
@@ -189,7 +188,7 @@ def _gone(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
 
 
 def _cut_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """Members say which others they cannot reach, while those processes run."""
+    """Judge: members cannot reach others whose processes run."""
     pairs = {
         (min(name, other), max(name, other))
         for name, a in case.aborted.items()
@@ -204,7 +203,7 @@ def _cut_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
 
 
 def _behind_in_collectives(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """A rank that has not come to a collective in which another rank of its replica waits."""
+    """Judge: a rank has not come to a collective in which another rank of its replica waits."""
     for first, second in [*_pairs(seen), *((b, a) for a, b in _pairs(seen))]:
         there = {_key(entry) for entry in second.flight}
         missing = [e for e in first.flight if not _is_done(e) and _key(e) not in there]
@@ -215,7 +214,7 @@ def _behind_in_collectives(case: Symptoms, seen: Sequence[RankProbe]) -> Finding
 
 
 def _slow_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """Every process concerned runs and is in the exchange, and bytes did not come."""
+    """Judge: every process concerned runs and is in the exchange, and bytes did not come."""
     if case.condemned:
         return None
     complaints = {name: a for name, a in case.aborted.items() if a.about and a.about in case.names}
@@ -234,7 +233,7 @@ def _slow_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
 
 
 def _did_not_come(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """A process runs, and the others wait for it; its main thread says why."""
+    """Judge: a process runs and the others wait for it; its main thread shows why."""
     absent = [
         probe
         for probe in seen
@@ -265,7 +264,7 @@ def _at(probe: RankProbe) -> str:
 
 
 def _pairs(seen: Sequence[RankProbe]) -> Iterable[tuple[RankProbe, RankProbe]]:
-    """Ranks of one replica that have recorded collectives, each with the next."""
+    """Pair the ranks of one replica that have recorded collectives, each with the next."""
     by_replica: dict[str, list[RankProbe]] = {}
     for probe in seen:
         by_replica.setdefault(probe.replica, []).append(probe)

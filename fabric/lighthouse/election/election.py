@@ -1,20 +1,19 @@
-"""Election of the leader: a queue of keys in the store, one per candidate, each under that candidate's own
-lease.
+"""Election of the leader: a queue of keys in the store, one per candidate, each under the candidate's lease.
 
-The key with the lowest create revision leads; the others stand in line and renew their leases meanwhile, so
-that when a leader's key goes the next one leads at once: no election, no write, one message from the store.
+The candidate with the lowest create revision leads. The others wait in line and renew their leases. When the
+leader's key goes, the next candidate leads at once: no election, no write, one message from the store.
 
-The lease is only a hint, so two things make a leader safe. It counts the end of its lease on its own
-clock, from before each renewal was sent and with a margin, and stops by itself. And every write that it
-makes is guarded by the revision at which its key was created (``Term.guard``), so that a leader that was
-stopped, or whose clock lies, can change nothing once its key is gone; and before that nobody else leads.
+The lease is only a hint, so two rules make a leader safe. It stops when its lease may have ended: it counts
+the time on its own clock, from before each renewal, with a margin. And the create revision of its key guards
+every write (``Term.guard``). So a leader that was stopped, or whose clock is wrong, can change nothing once
+its key is gone, and no other candidate leads before that.
 
-A lease outlives its key where somebody deletes the key, or empties the store by hand. So a leader watches its
-own key too. Every candidate reads the store's id when it enters the line: an emptied store has another one.
+A lease outlives its key where a person deletes the key or empties the store. So a leader watches its own key
+too. Every candidate reads the store's id when it enters the line: an emptied store has another id.
 
 Thousands of sessions that come back at once keep the loop busy for seconds, just when losing the lead would
-cost most. So the lease is renewed from a thread of its own, over a handle on the store of its own. A loop
-that does not turn any more must not lead for ever: the thread renews only while it has turned lately.
+cost most. So a thread with its own handle on the store renews the lease. A loop that is stuck must not lead
+for ever: the thread renews only while the loop turns.
 """
 
 import asyncio
@@ -47,7 +46,7 @@ _MAX_VALUE_BYTES = 4096
 
 
 def boot_time() -> float:
-    """Seconds since boot; unlike the monotonic clock it goes on while the machine is suspended."""
+    """Return seconds since boot; unlike the monotonic clock it counts while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -60,22 +59,22 @@ class Candidate:
 
 
 class Term:
-    """One time of leading. ``revision`` is that of the election key's creation: it fences every write.
-    ``ends``, the lease's end, and ``turned``, when the loop last turned, are what the two threads share."""
+    """One term as the leader. Two threads share ``ends`` and ``turned``."""
 
     def __init__(
         self, store_id: str, guard: Compare, clock: Clock, resign: Callable[["Term", str], None]
     ) -> None:
         self.store_id = store_id
         self.guard = guard
-        self.ends = 0.0
-        self.turned = clock()
+        self.ends = 0.0  # when the lease ends
+        self.turned = clock()  # when the loop last turned
         self.is_over = False
         self._clock = clock
         self._resign = resign
 
     @property
     def revision(self) -> int:
+        """The create revision of the election key, which fences every write."""
         return self.guard.create_revision or 0
 
     @property
@@ -87,31 +86,35 @@ class Term:
         return not self.is_over and self._clock() < self.ends
 
     def holds(self) -> bool:
-        """Ask this before every act as a leader: a term whose lease may have ended is over from now on.
-        A loop that was stuck reads what members said meanwhile before its timers tell it that."""
+        """Whether this process still leads; ask before every act. A term whose lease may have ended is over.
+
+        A loop that was stuck reads messages of members before its timers run.
+        """
         if not self.in_force():
             self.resign("its lease may have ended")
         return not self.is_over
 
     def resign(self, reason: str) -> None:
-        """Stop leading now; the lease is given back. Once is enough."""
+        """Stop leading now and give the lease back. Further calls change nothing."""
         self._resign(self, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class ElectionHooks:
-    """Called at once and in order. ``elected``: this process leads; ``lost``: it does no longer, and why;
-    ``followed``: another process leads; ``written``: how an attempt to become the leader came out."""
+    """Called at once and in order."""
 
-    elected: Callable[[Term], None]
-    lost: Callable[[str], None]
-    followed: Callable[[Candidate], None]
-    written: Callable[[str], None]
+    elected: Callable[[Term], None]  # this process leads
+    lost: Callable[[str], None]  # this process no longer leads, and why
+    followed: Callable[[Candidate], None]  # another process leads
+    written: Callable[[str], None]  # the outcome of an attempt to become the leader
 
 
 class Election:
-    """Stands for election until cancelled. ``leader`` is whom the store named last. ``lease_store``: another
-    handle on the store, for the thread that renews; without one (a store in memory) the loop does."""
+    """Stands for election until cancelled. ``leader`` is the candidate that the store named last.
+
+    ``lease_store``: another handle on the store, for the thread that renews the lease. Without it (a store in
+    memory) the loop renews.
+    """
 
     def __init__(
         self,
@@ -161,10 +164,10 @@ class Election:
 
     @property
     def other(self) -> Candidate | None:
-        """The leader, when it is another process that can be reached at an address of its own.
+        """The leader, if it is another process at another address.
 
-        A process that was killed and started again at the same address finds its own URL in the store
-        until the old lease ends: sending anybody there would be a circle.
+        A process that was killed and started again at the same address finds its own URL in the store until
+        the old lease ends. A redirect there would be a circle.
         """
         leader = self.leader
         return leader if leader and leader.id != self.me.id and leader.url != self.me.url else None
@@ -188,7 +191,7 @@ class Election:
                     await self._store.revoke(lease.id)
 
     async def _enter(self, lease: Lease, store_id: str) -> Term | None:
-        """Create a key of its own, last in the line. An unknown outcome is looked up; None: not there."""
+        """Create this candidate's key, last in the line. Look up an unknown outcome; None: not there."""
         key = f"{self.prefix}{lease.id:x}"
         value = json.dumps({"id": self.me.id, "url": self.me.url}).encode()
         try:
@@ -254,8 +257,10 @@ class Election:
                 raise StoreUnavailable("the store ended the watch of the election: it is being closed")
 
     async def _await_loss(self, term: Term, turn: "asyncio.Task[None]", pause_s: float) -> str:
-        """From the turn on: return a sentence once the key of this term is not there any more. A store that
-        does not answer is asked again; how long a leader may do without one is for its lease to say."""
+        """Return a sentence once the key of this term is gone.
+
+        A store that does not answer is asked again. The lease bounds how long a leader does without it.
+        """
         await asyncio.wait({turn})
         gone = (
             f"its key {term.key} is gone from the store: the lease has ended there, or somebody has deleted "
@@ -298,7 +303,7 @@ class Election:
         self._hooks.elected(term)
 
     async def _renew_aside(self, term: Term, lease: Lease, sent: float, store: Store) -> str:
-        """In the thread: nothing of the loop's may be touched here but ``term``."""
+        """Renew in the thread, which may touch nothing of the loop's but ``term``."""
         try:
             return await self._renew(term, lease, sent, store)
         finally:
@@ -338,7 +343,7 @@ class Election:
             if why and why != logged:
                 log.warning("election: %s", why)
             logged = why
-            # After a failure the store is asked more often, for the time is running.
+            # After a failure ask the store more often, because the lease runs out.
             renew = sent + lease.ttl_s / (20 if why else 3)
         return "its term is over"
 
@@ -361,7 +366,7 @@ class Election:
         self._hooks.lost(reason)
 
     async def _reconnect(self, error: StoreError) -> None:
-        """Where the store may be another one now (wiped, or replaced)."""
+        """Connect again, because the store may have been wiped or replaced."""
         if isinstance(error, StoreUnavailable | StoreIndefinite | LeaseGone):
             return
         with suppress(StoreError):
@@ -379,7 +384,7 @@ def _margin(ttl_s: float) -> float:
 
 
 def _candidate(value: bytes) -> Candidate | None:
-    """The candidate that the key's value names, or None for a value that no lighthouse wrote."""
+    """Return the candidate that the key's value names, or None for a value that no lighthouse wrote."""
     if len(value) > _MAX_VALUE_BYTES:
         return None
     try:

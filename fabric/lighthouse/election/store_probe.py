@@ -1,7 +1,7 @@
-"""Whether the store takes writes: one that is full answers every read, and refuses all that an epoch needs.
+"""Whether the store takes writes: a full store answers every read and refuses every write.
 
-It is asked for a write whose guard can never hold. A store that takes writes says that the guard failed, and
-changes nothing. A full one refuses, for it looks at its room first.
+The probe is a write whose guard can never hold. A store that takes writes says that the guard failed, and
+changes nothing. A full store refuses, because it looks at its room first.
 """
 
 import asyncio
@@ -13,14 +13,13 @@ from fabric.store import Compare, Put, Store
 
 log = logging.getLogger(__name__)
 
-# A key that nobody has has revision 0, and no store gets as far as this one.
+# A missing key has revision 0, and no store reaches this revision.
 _NEVER = (1 << 62) - 1
 
 
 @dataclass(slots=True)
 class WriteProbe:
-    """``refusal``: the store's own sentence when it refused last; empty while it takes writes, or where
-    nobody knows because it cannot be reached."""
+    """``refusal``: the store's sentence when it refused last; empty while it takes writes or is away."""
 
     store: Store
     key: str

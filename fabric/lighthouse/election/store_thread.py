@@ -1,8 +1,8 @@
 """Writes to the store from a thread of their own.
 
-A write takes eight turns of an event loop: to connect, to send, to hear the answer and hand it on. The
-lighthouse's loop does in one turn whatever has come since the last, with 10,000 sessions some 50 ms, so an
-epoch was in the store long before anybody could be told of it. From here it takes one turn.
+A write takes eight turns of an event loop: connect, send, hear the answer, hand it on. With 10,000 sessions a
+turn of the lighthouse's loop takes some 50 ms. So an epoch was in the store long before its members heard of
+it. From this thread a write costs one turn of that loop.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ Commit = Callable[[Sequence[Compare], Sequence[Operation]], Awaitable[int | None
 
 
 class StoreThread:
-    """``store``: a handle that nobody else uses; it is connected with the first write."""
+    """``store``: this thread's own handle, connected with the first write."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -26,7 +26,6 @@ class StoreThread:
         self._is_connected = False
 
     async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
-        """As ``Store.commit``."""
         return await asyncio.wrap_future(self._side.start(self._commit(compares, operations)))
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a job's time went, in seconds of the job: training, degraded, recovering or stalled.
+"""The goodput ledger: a job's seconds spent training, degraded, recovering or stalled.
 
 - *training*: steps are committed by as many members as the job starts with;
 - *degraded*: steps are committed by fewer;
@@ -6,11 +6,10 @@
 - *stalled*: no step for longer than ten times the usual (at least 10 s; ten minutes while no usual is known),
   whatever the reason, an evaluation included.
 
-Every second of a job that has begun and is neither complete nor failed is in exactly one of them. The time
-since the newest step is counted when the next one comes, or when it turns out to be a stall, so sums only
-grow. Steps are as the lighthouse hears of them. A new leader goes on from what was stored last, and counts
-the time between when it has heard a member: as what it was then if steps were committed meanwhile, about as
-often as is usual, else as stalled.
+Every second of a job that has begun and is neither complete nor failed has exactly one state. The time since
+the newest step is counted when the next step comes, or when it is a stall, so sums only grow. A step counts
+when the lighthouse hears of it. A new leader goes on from the stored sums. When it has heard a member it
+counts the time between: in the stored state if steps were committed about as often as usual, else as stalled.
 """
 
 from collections import deque
@@ -44,7 +43,7 @@ class JobSample:
 
 @dataclass(slots=True)
 class GoodputLedger:
-    """``observe`` now and then, with monotonic seconds; ``seconds`` by state is what has been counted."""
+    """Call ``observe`` now and then; ``seconds`` are the sums by state. Times are monotonic seconds."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
     state: str = ""  # empty while nothing is counted
@@ -56,7 +55,7 @@ class GoodputLedger:
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def observe(self, look: JobSample, now: float) -> None:
-        """Count what is certain by now."""
+        """Count the time whose state is certain."""
         if not look.is_on:
             if self.state:
                 self._count(self.state, now)
@@ -67,7 +66,7 @@ class GoodputLedger:
             self._counted = self._stepped = self._begun = now
         if look.generation != self._generation:  # a cold start goes on from an earlier step
             self._generation, self._step = look.generation, -1
-        # The first step that is heard of at all is none that was made meanwhile.
+        # The first step heard may have been committed long ago.
         stepped = look.step > self._step >= 0
         if look.is_recovering:
             # The time before the failure keeps its state: the step under way is not lost.
@@ -113,7 +112,7 @@ class GoodputLedger:
         self._counted = now
 
     def to_json(self) -> dict[str, Any]:
-        """For people."""
+        """Return the sums for people."""
         goodput = self.goodput
         return {
             "state": self.state,
@@ -122,7 +121,7 @@ class GoodputLedger:
         }
 
     def saved(self, wall: float) -> dict[str, Any]:
-        """For the store; ``wall`` is Unix time."""
+        """Return the form for the store; ``wall`` is Unix time."""
         usual_s = median(self._usual) if len(self._usual) >= _KNOWN else 0.0
         return {
             "t": wall,
@@ -134,7 +133,7 @@ class GoodputLedger:
         }
 
     def restore(self, body: Any, now: float, wall: float) -> None:
-        """Go on from what an earlier leader stored. Raises ProtocolError for what none wrote."""
+        """Go on from the sums that an earlier leader stored. Raises ProtocolError for any other value."""
         try:
             seconds = {name: float(body["seconds"][name]) for name in STATES}
             state, step, t = str(body["state"]), int(body["step"]), float(body["t"])

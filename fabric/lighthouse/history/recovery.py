@@ -26,41 +26,34 @@ _LOOK_S = 0.05
 
 @dataclass(slots=True)
 class ReplicaReturn:
-    """A lost replica on its way back: its new process's session (or that the lost one goes on and knows that
-    it is outside), its state, its first round. 0.0: not yet."""
+    """The times of a lost replica on its way back; 0.0: not yet."""
 
-    started: float = 0.0
+    started: float = 0.0  # a new process opened its session, or the lost one knows that it is outside
     has_state: float = 0.0
-    joined: float = 0.0
+    joined: float = 0.0  # its first round
 
 
 @dataclass(slots=True)
 class RecoveryRecord:
-    """``id`` is that of the event that began it. ``kind``: death, abort or cold start. ``lost``: the replicas
-    that it cost, ``incarnations`` which process of each. ``step``: the newest one known then, or the one that
-    the others went on from where that was news. Times are 0.0 until they come. ``steps_lost`` and
-    ``micro_batches_lost`` count committed work that only dead memory held. ``incident_id``: the id that
-    events,
-    replicas and checkpoint servers give to it. ``diagnosis``: why, as `diagnosis.verdict` judged
-    from what the ranks concerned showed; None until then, and where nobody could be asked. ``unnamed``: of
-    those that an earlier leader counted and did not name, how many were lost, and how many had joined."""
+    """One recovery. Times are Unix seconds, 0.0 until they come."""
 
-    id: int
-    kind: str
+    id: int  # of the event that began it
+    kind: str  # death, abort or cold start
     why: str
-    step: int
+    step: int  # the newest known at the failure, or the one that the others went on from
     detected: float
     generation: int = 0
     epoch: int = 0
     lost: dict[str, ReplicaReturn] = field(default_factory=dict)
-    incarnations: dict[str, int] = field(default_factory=dict)
+    incarnations: dict[str, int] = field(default_factory=dict)  # of the lost replicas
     epoch_committed: float = 0.0
     links_up: float = 0.0
     step_committed: float = 0.0
-    steps_lost: int = 0
+    steps_lost: int = 0  # committed steps that only dead memory held
     micro_batches_lost: int = 0
     incident_id: str = ""
-    diagnosis: dict[str, Any] | None = None
+    diagnosis: dict[str, Any] | None = None  # by `diagnosis.verdict`; None where no rank could be probed
+    # How many replicas an earlier leader counted without names as lost, and as joined.
     unnamed: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -68,7 +61,7 @@ class RecoveryRecord:
         return not self.step_committed or any(not back.joined for back in self.lost.values())
 
     def to_json(self) -> dict[str, Any]:
-        """For the store and for people: at most NAMED of the lost by name."""
+        """Return the form for the store and for people, with at most NAMED of the lost by name."""
         names, others = list(self.lost)[:NAMED], list(self.lost.values())[NAMED:]
         body = {name: getattr(self, name) for name in _FIELDS}
         body["lost"] = {name: asdict(self.lost[name]) for name in names}
@@ -82,8 +75,7 @@ _FIELDS = tuple(f.name for f in fields(RecoveryRecord))
 
 
 def from_json(body: Any) -> RecoveryRecord:
-    """The inverse of ``to_json``; fields of a later release are left out. Raises ProtocolError for what no
-    lighthouse wrote."""
+    """Invert ``to_json``, without the fields of a later release. Raises ProtocolError for another value."""
     try:
         lost = {
             str(name): ReplicaReturn(**{k: float(v) for k, v in back.items()})
@@ -125,7 +117,7 @@ class Recoveries:
         self._pending = [recovery for recovery in self.kept if recovery.is_open]
 
     def begin(self, record: Record | None) -> None:
-        """A term begins with this record, which answers no failure."""
+        """Begin a term with this record, which answers no failure."""
         self._record = record
 
     def observe(self, view: LeaderView, event: int, now: float) -> list[RecoveryRecord]:
@@ -153,7 +145,7 @@ class Recoveries:
         return list(changed.values())
 
     def _unanswered(self) -> RecoveryRecord | None:
-        """The newest one, while no epoch has answered it."""
+        """Return the newest recovery, while no epoch has answered it."""
         newest = self.kept[-1] if self.kept else None
         return newest if newest is not None and not newest.epoch_committed else None
 
@@ -207,7 +199,7 @@ class Recoveries:
         return recovery
 
     def _supersede(self, replica: str, recovery: RecoveryRecord) -> None:
-        """A replica is lost again: older records no longer wait for it."""
+        """Let older records no longer wait for a replica that is lost again."""
         for older in self.kept:
             if older is not recovery and replica in older.lost and not older.lost[replica].joined:
                 del older.lost[replica]
@@ -244,7 +236,7 @@ def _fill(recovery: RecoveryRecord, view: LeaderView, now: float, top: Callable[
 
 
 def _note_resume(recovery: RecoveryRecord, view: LeaderView) -> bool:
-    """The step that the others go on from: a leader that has just begun knew none when the failure came."""
+    """Note the step that the others go on from: a new leader knew none at the failure."""
     decision = view.epoch.decision
     if recovery.step_committed or decision is None or decision.step <= recovery.step:
         return False
@@ -253,7 +245,8 @@ def _note_resume(recovery: RecoveryRecord, view: LeaderView) -> bool:
 
 
 def _has_stepped(recovery: RecoveryRecord, view: LeaderView, record: Record, top: Callable[[], int]) -> bool:
-    """Whether a step was committed since: before the decision, what a member tells of is an older one."""
+    """Whether a step was committed after the failure. Before the resume decision, reported steps are
+    older."""
     is_decided = not record.is_forced or view.epoch.decision is not None
     return record.complete or (is_decided and top() > recovery.step)
 

@@ -50,15 +50,15 @@ _MAX_LOGIN_BYTES = 8192
 
 
 def add_routes(app: web.Application, tokens: Tokens) -> None:
-    """``/``, its script and style, and ``/login``."""
+    """Add ``/``, its script and style, and ``/login``."""
     for name, kind in _KINDS.items():
         app.router.add_get("/" if name == "index.html" else f"/{name}", _file(name, kind))
     app.router.add_post(LOGIN, _login(tokens))
 
 
 def scope_of_cookie(request: web.Request, tokens: Tokens) -> Scope | bool:
-    """The scope that the request's cookie opens. False without a valid cookie of ours, or where the request
-    does not come from our own page."""
+    """Return the scope that the request's cookie opens; False without a valid cookie or from a foreign
+    page."""
     expires, _, rest = request.cookies.get(COOKIE, "").partition(".")
     proof, _, job = rest.partition(".")
     # One that lasts longer than any that is made now was made while a clock was wrong.
@@ -77,7 +77,7 @@ def _is_proof(given: str, expires: str, job: str, token: str) -> bool:
 
 
 def _proof(expires: str, job: str, token: str) -> str:
-    """Ends with the token: a cookie of a token that was replaced opens nothing."""
+    """Return the cookie's proof, which is void when the token is replaced."""
     return hmac.new(token.encode(), f"page {expires} {job}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -94,7 +94,7 @@ def _login(tokens: Tokens) -> Handler:
     tries = LoginTries()
 
     async def answer(request: web.Request) -> web.Response:
-        """``{"token": ...}`` for a cookie."""
+        """Exchange ``{"token": ...}`` for a cookie."""
         response = web.json_response({"ok": True})
         if tokens.is_open:
             return response
@@ -135,9 +135,9 @@ def _login(tokens: Tokens) -> Handler:
 async def stream(
     request: web.Request, job: Job, looks: StatusCache, leads: Callable[[], bool]
 ) -> web.StreamResponse:
-    """Server-sent events about one job: ``job`` (its view, with ages that
-    go on), ``events`` and ``recoveries`` as
-    they come. ``leads`` says whether this lighthouse still does; the stream ends when not."""
+    """Send server-sent events about one job: ``job`` (its view), ``events`` and ``recoveries``.
+
+    The stream ends when ``leads`` says that this lighthouse no longer leads."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     await response.prepare(request)
     async for kind, body in _news(job, looks, leads):

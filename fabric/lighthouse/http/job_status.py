@@ -14,7 +14,7 @@ from fabric.protocol.leader.view import LeaderView
 
 
 def job_line(job: Job) -> dict[str, Any]:
-    """One job in the list of all."""
+    """Describe one job in the list of all."""
     record = job.view.record
     return {
         "job": job.name,
@@ -31,7 +31,7 @@ def job_line(job: Job) -> dict[str, Any]:
 
 
 def job_view(job: Job) -> dict[str, Any]:
-    """Everything the leader knows about a job. Ages and durations are in seconds."""
+    """Describe all that the leader knows about a job. Ages and durations are in seconds."""
     view, now = job.view, job.now
     record = view.record
     peers = view.peers
@@ -59,7 +59,7 @@ def job_view(job: Job) -> dict[str, Any]:
 
 
 def _servers(view: LeaderView) -> list[tuple[str, int, LastStatus]]:
-    """Every checkpoint server that has spoken, by replica and rank; of a complete job those that still do."""
+    """Return the checkpoint servers heard, by replica and rank; of a complete job only connected ones."""
     servers = [
         (name, rank, status)
         for rank in view.liveness.status_ranks

@@ -35,7 +35,7 @@ class LoginTries:
             )
 
     def failed(self, address: str) -> None:
-        """A wrong token came from there."""
+        """Count a wrong token from ``address``."""
         self._failures.setdefault(address, deque(maxlen=MOST_FAILURES)).append(self._clock())
         self._failures.move_to_end(address)
         if len(self._failures) > _MOST_ADDRESSES:

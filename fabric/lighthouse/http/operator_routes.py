@@ -32,7 +32,7 @@ def add_commands(app: web.Application, jobs: Callable[[], Jobs]) -> None:
 
 
 def find_job(jobs: Jobs, request: web.Request) -> Job | web.Response:
-    """The job of the path, or the answer that there is none."""
+    """Return the job of the path, or the answer that there is none."""
     name = request.match_info["job"]
     job = jobs.find(name)
     return (
@@ -102,7 +102,7 @@ def _check(job: Job, asked: io.Operator) -> None:
 
 
 def _note(job: Job, action: str) -> str:
-    """A consequence that the operator may not expect, in a sentence, or empty."""
+    """Say a consequence that the operator may not expect, or return empty."""
     view, record = job.view, job.view.record
     if action == "retry":
         return "It begins again when its replicas are started."
@@ -130,7 +130,7 @@ def _check_scale(job: Job, asked: io.Operator) -> None:
 
 
 async def _body(request: web.Request, example: str) -> dict[str, Any]:
-    """The JSON object of a command. Raises ProtocolError."""
+    """Read the JSON object of a command. Raises ProtocolError."""
     try:
         body = json.loads(await read_body(request))
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """The lighthouse's HTTP: JSON for people with `curl`, two WebSockets for members, metrics.
 
-Only the leader knows anything, so a follower sends everybody there with 307; while nobody leads the
-answer is 503 with the time to come back. ``/healthz`` and ``/metrics`` are every instance's own.
+Only the leader knows the jobs, so a follower redirects to it with 307. While no lighthouse leads the answer
+is 503 with the time to come back. Every instance has its own ``/healthz`` and ``/metrics``.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ _MAX_ID = 2**62
 
 @dataclass(slots=True)
 class StoreProbe:
-    """Whether the store answers, asked at most once a second however many requests come. A request waits at
-    most
-    ``patience_s``, for kubelets wait one second; the last answer counts until then."""
+    """Whether the store answers, asked at most once a second.
+
+    A request waits at most ``patience_s``, because kubelets wait one second; then the last answer counts."""
 
     store: Store
     key: str
@@ -97,8 +97,10 @@ class LighthouseParts:
 
 
 def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str] = ()) -> web.Application:
-    """The application, with everything but OPEN_PATHS behind ``tokens`` (None: open). ``names``: the hosts
-    that it is known by besides loopback."""
+    """Make the application, with all but OPEN_PATHS behind ``tokens`` (None: open).
+
+    ``names``: its host names besides loopback.
+    """
     tokens = tokens or Tokens(None)
     app = web.Application(
         middlewares=[
@@ -163,17 +165,17 @@ class LighthouseRoutes:
         self._looks = StatusCache()
 
     async def alive(self, request: web.Request) -> web.Response:
-        """200 while the process answers, whatever the store does: a restart would not mend the store."""
+        """Answer 200 while the process runs: a restart would not mend the store."""
         return web.json_response({"ok": True})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200 where it can do its work, else 503."""
+        """Answer 200 where this instance can do its work, else 503."""
         health = await self._health()
         return web.json_response(health, status=200 if health["ok"] else 503)
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 while the process answers; ``ok`` says whether it can do its work: answer for the jobs, or
-        send people to who does."""
+        """Answer 200; ``ok`` says whether this instance can answer for the jobs, or redirect to the
+        leader."""
         return web.json_response(await self._health())
 
     async def _health(self) -> dict[str, object]:
@@ -191,11 +193,11 @@ class LighthouseRoutes:
         }
 
     async def scrape(self, request: web.Request) -> web.Response:
-        """Prometheus' text format."""
+        """Answer in Prometheus' text format."""
         return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def list_jobs(self, request: web.Request) -> web.Response:
-        """One line per job; those whose record cannot be read say so."""
+        """List the jobs, one line each; a line says where its record cannot be read."""
         jobs = self._parts.jobs
         lines = [job_line(job) for name, job in sorted(jobs.by_name.items()) if is_in_scope(request, name)]
         broken = [
@@ -206,7 +208,7 @@ class LighthouseRoutes:
         return web.json_response(lines + broken)
 
     async def show_job(self, request: web.Request) -> web.Response:
-        """Everything about one job, and who says so."""
+        """Show all about one job, and which lighthouse answers."""
         job = self._job(request)
         if isinstance(job, web.Response):
             return job
@@ -221,7 +223,7 @@ class LighthouseRoutes:
         return web.json_response(body)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """The job's events after an id: a JSON list, or with ``follow=1`` JSON lines as they come."""
+        """List the job's events after an id: JSON, or with ``follow=1`` JSON lines as they come."""
         job = self._job(request)
         if isinstance(job, web.Response):
             return job
@@ -237,7 +239,7 @@ class LighthouseRoutes:
         return response
 
     async def recoveries(self, request: web.Request) -> web.Response:
-        """The recovery records, one JSON object per line, oldest first."""
+        """List the recovery records, one JSON object per line, oldest first."""
         job = self._job(request)
         if isinstance(job, web.Response):
             return job
@@ -245,27 +247,27 @@ class LighthouseRoutes:
         return web.Response(text=text, content_type="application/x-ndjson")
 
     async def hosts(self, request: web.Request) -> web.Response:
-        """The hosts on which replicas failed in the last days, the most suspect first."""
+        """List the hosts on which replicas failed in the last days, the most suspect first."""
         job = self._job(request)
         return job if isinstance(job, web.Response) else web.json_response(job.view.hosts_that_failed())
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events for the page: see ``dashboard.stream``."""
+        """Stream server-sent events for the page: see ``dashboard.stream``."""
         job = self._job(request)
         if isinstance(job, web.Response):
             return job
         return await dashboard.stream(request, job, self._looks, lambda: self._parts.leads)
 
     async def session(self, request: web.Request) -> web.StreamResponse:
-        """A trainer's WebSocket."""
+        """Serve a trainer's WebSocket."""
         return await self._come_again() or await websockets.session(request, self._parts.jobs)
 
     async def trainer_status(self, request: web.Request) -> web.StreamResponse:
-        """A checkpoint server's WebSocket."""
+        """Serve a checkpoint server's WebSocket."""
         return await self._come_again() or await websockets.trainer_status(request, self._parts.jobs)
 
     async def _come_again(self) -> web.Response | None:
-        """None when it is this one's turn to be let in."""
+        """Wait for this connection's turn; return a refusal, or None when it is admitted."""
         seconds = await self._parts.admissions.admit()
         if not seconds:
             return None

@@ -1,12 +1,12 @@
 """Access to jobs: the lighthouse's own token opens all of them, a job's token opens that job.
 
-A job's token lies in a file that is named like the job, in one folder. The folder is looked at again when a
-request comes, at most once a second: a job is let in, or shut out, without a restart. Files without the
-name of a job are ignored, so a mounted Kubernetes secret works as it is.
+A job's token lies in a file with the job's name, in one folder. A request rereads the folder, at most once a
+second: a job is let in or shut out without a restart. Files with other names are ignored, so a mounted
+Kubernetes secret works as it is.
 
-A folder or file that cannot be read for the moment (too few descriptors, a storage that hangs) shuts nobody
-out: the tokens stay as they were, and a token that is not among them is answered with 503 instead of 401.
-The folder is read in a thread of its own, so that one which hangs stops nothing."""
+While a folder or file cannot be read (too few descriptors, a storage that hangs) the tokens stay as they
+were. A token that is not among them is answered with 503 instead of 401. A thread reads the folder, so that a
+storage that hangs stops nothing."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ from fabric.runtime.http.token_file import LOOK_S, TokenFile, is_same, read_toke
 
 log = logging.getLogger(__name__)
 
-# Requests wait so long for a look at the folder; then they are answered from what was read before.
+# Requests wait so long for a look at the folder; then the tokens read before count.
 HANG_S = 1.0
 Scope = frozenset[str] | None
 
@@ -40,10 +40,10 @@ class _TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class _FolderScan:
-    """The folder as one look found it; ``blind`` says what could not be seen, empty where all was."""
+    """The folder at one moment."""
 
-    known: dict[str, _TokenEntry]
-    blind: str = ""
+    entries: dict[str, _TokenEntry]
+    blind: str = ""  # what could not be read
 
 
 class Tokens:
@@ -58,15 +58,15 @@ class Tokens:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody has to show anything."""
+        """Whether requests need no token."""
         return self._own.is_open and self._folder is None
 
     def scope(self, given: str) -> Scope:
-        """The scope of this token. Raises Unauthorized for an unknown token, and StoreUnavailable where the
-        tokens cannot be read now."""
+        """Return the scope of this token. Raises Unauthorized for an unknown token, and StoreUnavailable
+        where the tokens cannot be read now."""
         if self._own.accepts(given):
             return None
-        entries = self._look.known
+        entries = self._look.entries
         jobs = frozenset(name for name, x in entries.items() if any([is_same(given, t) for t in x.tokens]))  # noqa: C419
         if jobs:
             return jobs
@@ -77,16 +77,18 @@ class Tokens:
         raise Unauthorized("the token does not match this job's: use the token file that the job was given")
 
     def keys(self, job: str) -> tuple[str, ...]:
-        """The tokens of ``job``, of the lighthouse where it is empty; the first is the one to show."""
+        """Return the tokens of ``job`` (empty: of the lighthouse); the first is the one to show."""
         if not job:
             return self._own.accepted()
-        entry = self._look.known.get(job)
+        entry = self._look.entries.get(job)
         return entry.tokens if entry is not None else ()
 
     def shown_to_servers(self, job: str, *, is_trusted: bool) -> str | None:
-        """The token for the checkpoint servers of ``job``: the job's own. The lighthouse's opens every job,
-        so it is shown only where no job has its own, or to members that showed it themselves
-        (``is_trusted``)."""
+        """Return the token for the checkpoint servers of ``job``: the job's own.
+
+        The lighthouse's token opens every job. So it is shown only where jobs have no tokens, or to members
+        that showed it themselves (``is_trusted``).
+        """
         if keys := self.keys(job):
             return keys[0]
         return (self._own.shown() or None) if self._folder is None or is_trusted else None
@@ -99,14 +101,14 @@ class Tokens:
         if self._looking is None:
             if time.monotonic() - self._looked < LOOK_S:
                 return
-            self._looking = _in_thread(_look_at, self._folder, self._look.known)
+            self._looking = _in_thread(_look_at, self._folder, self._look.entries)
             self._looking.add_done_callback(self._take)
         elif self._look.blind == _HANGS:
             return
         await asyncio.wait({self._looking}, timeout=HANG_S)
-        await asyncio.sleep(0)  # what is done is taken in the next turn
+        await asyncio.sleep(0)  # a finished look is taken in the next turn
         if self._looking is not None:
-            self._see(_FolderScan(self._look.known, _HANGS))
+            self._see(_FolderScan(self._look.entries, _HANGS))
 
     def _take(self, looking: "asyncio.Future[_FolderScan]") -> None:
         self._looking, self._looked = None, time.monotonic()
@@ -124,7 +126,7 @@ _HANGS = f"does not answer within {HANG_S:g} s"
 def _in_thread(
     work: Callable[[Path, dict[str, _TokenEntry]], _FolderScan], folder: Path, entries: dict[str, _TokenEntry]
 ) -> "asyncio.Future[_FolderScan]":
-    """In a thread that nothing waits for at the end, also where it hangs."""
+    """Run ``work`` in a thread that the process's end does not wait for."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[_FolderScan] = loop.create_future()
 
@@ -134,7 +136,7 @@ def _in_thread(
 
     def run() -> None:
         look = work(folder, entries)
-        with suppress(RuntimeError):  # the loop has ended meanwhile
+        with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(tell, look)
 
     try:
@@ -183,8 +185,11 @@ def _read(file: Path, stamp: tuple[int, int, int]) -> _TokenEntry:
 def token_required(
     tokens: Tokens, open_paths: frozenset[str], cookie: Callable[[web.Request, Tokens], Scope | bool]
 ) -> Middleware:
-    """A middleware that lets a request through when its token, or its ``cookie`` (False: none that counts),
-    opens the job of its path; where no job is named, the handler asks ``is_in_scope``."""
+    """Make a middleware that admits a request whose token or ``cookie`` opens the job of its path.
+
+    ``cookie`` returns False for a cookie that does not count. Without a job in the path the handler asks
+    ``is_in_scope``.
+    """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

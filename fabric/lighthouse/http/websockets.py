@@ -114,7 +114,7 @@ class JobLookup:
         return self.job
 
     def leave(self, on_end: Callable[[Job], None]) -> None:
-        """The connection is closed."""
+        """Note that the connection is closed."""
         if self.job is not None:
             on_end(self.job)
             self._jobs.release(self.job)
@@ -161,7 +161,7 @@ async def _accept(
 def _guarded(
     place: JobLookup, connection: MemberConnection, on_text: Callable[[str], bool]
 ) -> Callable[[str], bool]:
-    """``on_text``, where what it raises ends the connection with a sentence; False then."""
+    """Wrap ``on_text``: its errors end the connection with a sentence, and it returns False then."""
 
     def take(text: str) -> bool:
         try:
@@ -190,7 +190,7 @@ async def _serve(
     on_end: Callable[[Job], None],
 ) -> None:
     """Give every text to ``take`` until it says False or the socket ends."""
-    # A task of its own: what awaits a message is woken for each, through all that stands around the request.
+    # A separate task: every message would wake the request's task with all that awaits it.
     reading = asyncio.get_running_loop().create_task(_read(place, socket, connection, take))
     try:
         await reading
@@ -204,7 +204,7 @@ async def _serve(
 async def _read(
     place: JobLookup, socket: web.WebSocketResponse, connection: MemberConnection, take: Callable[[str], bool]
 ) -> None:
-    """Take what the library reads; of a session it reads from the first unusual frame on."""
+    """Take the messages that the library reads: in a session the first unusual frame and all later ones."""
     wait_s: float | None = FIRST_MESSAGE_S
     while True:
         try:

@@ -9,7 +9,7 @@ _STATUSES_PER_S = 2000
 
 
 def notice_of(record: Record) -> str:
-    """The message as text."""
+    """Return the message as text."""
     every_s = min(len(record.roster) / _STATUSES_PER_S, 1.0)
     return wire.encode(
         m.EpochNotice(record.fence, record.incident_id, record.reason, every_s, record.complete)

@@ -1,8 +1,8 @@
 """One job while this lighthouse leads: the shell around its leader core.
 
-The core decides, this shell performs. A message goes to its connection at once; a write or a read of the
+The core decides, this shell performs. A message goes to its connection at once. A write or a read of the
 record becomes a task whose outcome returns to the core as an event. A defect in the core closes the sessions
-of this job and touches no other job: the shell makes a new core from the record.
+of this job alone: the shell makes a new core from the record.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ class Job:
         return self._retention.is_over(record.ended, seconds, unix_s, self.now)
 
     async def delete(self) -> bool:
-        """Remove what the store has of it. Raises StoreError."""
+        """Remove all keys of the job from the store. Raises StoreError."""
         return await self._stored.delete()
 
     @property
@@ -149,7 +149,7 @@ class Job:
         )
 
     def look_at_ledger(self) -> GoodputLedger:
-        """Where the job's time went, up to now."""
+        """Return the goodput ledger, up to now."""
         self.servers.look(self.view, self.now, self.note)
         return self.history.sample(self.view, self.now, keep=self.is_running)
 
@@ -170,7 +170,7 @@ class Job:
         self._changed.set()
         self.connections.close(code, reason)
 
-    # --- what members say ------------------------------------------------------------------------------
+    # --- members -----------------------------------------------------------------------------------------
 
     def open(self, connection: MemberConnection, session: m.OpenSession, policy: Policy) -> bool:
         """Begin (or say again) a session; False when the core refused it, and it is being closed."""
@@ -198,7 +198,7 @@ class Job:
         return True
 
     def _refusal(self, session: m.OpenSession, policy: Policy) -> str:
-        """Why this lighthouse refuses the session before the core hears it, or empty."""
+        """Return why this lighthouse refuses the session before the core hears it, or an empty string."""
         record, allowed = self.view.record, self.max_replicas
         needed = policy.min_replicas if record is None else 0
         count = others(session.replica, self.connections.sessions, record, allowed)
@@ -206,7 +206,7 @@ class Job:
         return reason or self.peer_addresses.stranger(session)
 
     def _agreed_policy(self, replica: str, policy: Policy) -> Policy | None:
-        """The policy of the first session, within what this lighthouse allows; None for later sessions."""
+        """Return the policy of the first session within this lighthouse's limits; None for later sessions."""
         allowed, is_first = self.max_replicas, not self.connections.sessions
         start, most = min(policy.start_replicas, allowed), min(policy.max_replicas, allowed)
         if start < policy.start_replicas and is_first:
@@ -220,7 +220,7 @@ class Job:
         return None
 
     def overloaded(self, seconds: float) -> None:
-        """So many connect to this lighthouse that some have to wait, for so many seconds yet."""
+        """Tell the core that some connections to this lighthouse must wait, for so many seconds yet."""
         self._feed(io.AcceptQueueFull(seconds))
 
     def hear(self, connection: MemberConnection, message: m.MemberMessage) -> None:
@@ -240,12 +240,12 @@ class Job:
         return len(self.connections.sessions) >= MANY
 
     def session_closed(self, connection: MemberConnection) -> None:
-        """The socket has ended, for whatever reason."""
+        """Note the end of a session's socket."""
         if self.connections.is_current(connection):
             del self.connections.sessions[connection.replica]
             self._feed(io.SessionClosed(connection.replica, connection.incarnation))
 
-    # --- what checkpoint servers say -------------------------------------------------------------------
+    # --- checkpoint servers ------------------------------------------------------------------------------
 
     def trainer_status(self, connection: MemberConnection, status: m.TrainerStatus) -> None:
         """Take one status; of many that say the same the core hears some."""
@@ -256,11 +256,11 @@ class Job:
             self._feed(io.TrainerStatusSeen(status))
 
     def server_closed(self, connection: MemberConnection) -> None:
-        """The connection of a checkpoint server has ended; it may have another one already."""
+        """Note the end of a checkpoint server's connection; it may have another one already."""
         for status in self.connections.server_closed(connection):
             self._feed(io.TrainerStatusClosed(status.replica, status.ckpt, status.rank))
 
-    # --- what operators say ----------------------------------------------------------------------------
+    # --- operators ---------------------------------------------------------------------------------------
 
     def operate(self, asked: io.Operator) -> None:
         """Take an operator's order, and record it with who and why."""

@@ -41,7 +41,7 @@ class JobConnections:
 
     @contextmanager
     def opening(self, connection: MemberConnection) -> Iterator[None]:
-        """Meanwhile this connection also gets what the core sends to its process."""
+        """While this context is open, the connection also gets the core's messages for its process."""
         self._opening = connection
         try:
             yield
@@ -49,7 +49,7 @@ class JobConnections:
             self._opening = None
 
     def opened(self, connection: MemberConnection) -> None:
-        """The core has taken this session; it replaces an older one of the same replica."""
+        """Note that the core has taken this session; it replaces an older one of the same replica."""
         older = self.sessions.get(connection.replica)
         self.sessions[connection.replica] = connection
         if older is not None and older is not connection:
@@ -112,8 +112,7 @@ class JobConnections:
     # --- the end ---------------------------------------------------------------------------------------
 
     def close(self, code: int, reason: str) -> None:
-        """Close every connection: of thousands a few per turn, so that a lease can be given back
-        meanwhile."""
+        """Close every connection, a few per turn, so that the lease can be given back between them."""
         connections = [*self.sessions.values(), *self.servers]
         self.sessions.clear()
         self.servers.clear()

@@ -1,8 +1,9 @@
 """A job's recent transitions, one line each, for people and for tools that follow along.
 
 The newest ``CAPACITY`` are kept. An id is the time in microseconds, raised where needed so that it only
-grows: a reader that goes on at another lighthouse after a fail-over can say what it has seen already. It
-counts from the time of day when the log was begun, by what has gone by since: no leap of the clock is in it.
+grows. So a reader that goes on at another lighthouse after a fail-over can say what it has seen. An id
+counts from the time of day at which the log began, on the monotonic clock, so that no clock change shows in
+it.
 """
 
 import asyncio
@@ -20,17 +21,15 @@ _MAX_WHY = 2000
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """``t`` is Unix time in seconds, ``about`` a replica or empty, ``why`` a sentence, ``incident_id`` the
-    id of
-    what it belongs to, which replicas and checkpoint servers log too (empty: to nothing)."""
+    """One event of a job."""
 
     id: int
-    t: float
+    t: float  # Unix seconds
     kind: str
     epoch: int
-    about: str
-    why: str
-    incident_id: str = ""
+    about: str  # a replica, or empty
+    why: str  # a sentence
+    incident_id: str = ""  # of its incident, if any; replicas and checkpoint servers log it too
 
 
 class EventLog:
@@ -63,13 +62,13 @@ class EventLog:
         return self._last
 
     def after(self, last: int) -> list[JobEvent]:
-        """The kept events with a greater id, oldest first."""
+        """Return the kept events with a greater id, oldest first."""
         newer = list(takewhile(lambda event: event.id > last, reversed(self._kept)))
         newer.reverse()
         return newer
 
     async def follow(self, last: int) -> AsyncGenerator[list[JobEvent], None]:
-        """Batches of events after ``last``, waiting for more each time. Ends with ``end_followers``."""
+        """Yield batches of events after ``last``, and wait for more. Ends with ``end_followers``."""
         begun = self._round
         while True:
             changed = self._changed
@@ -83,7 +82,7 @@ class EventLog:
                 await changed.wait()
 
     def end_followers(self) -> None:
-        """Followers get the remaining events, and then the end."""
+        """Give followers the remaining events, and then the end."""
         self._round += 1
         self._wake()
 

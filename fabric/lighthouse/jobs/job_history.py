@@ -84,7 +84,7 @@ class JobHistory:
             self._context.tasks.start(f"keep recoveries of {self._job}", self._keep_recoveries())
 
     async def _keep_recoveries(self) -> None:
-        """Store one record after the other; a record that changes meanwhile is written once more."""
+        """Store one record after the other; write a record again that has changed since."""
         while self._unkept:
             recovery = self._unkept.pop(next(iter(self._unkept)))
             try:

@@ -19,29 +19,31 @@ from fabric.store import Compare, Delete, Operation, Put, Store
 
 
 def records_prefix(namespace: str) -> str:
-    """Under this lie the records of all jobs."""
+    """Return the prefix of the records of all jobs."""
     return f"/fabric/{namespace}/jobs/"
 
 
 def record_key(namespace: str, job: str) -> str:
-    """Where the record of ``job`` lies."""
+    """Return the key of the record of ``job``."""
     return f"{records_prefix(namespace)}{job}/record"
 
 
 def job_of(namespace: str, key: str) -> str:
-    """The inverse of ``record_key``; empty for a key of another kind."""
+    """Invert ``record_key``; empty for a key of another kind."""
     name, _, kind = key.removeprefix(records_prefix(namespace)).partition("/")
     return name if kind == "record" else ""
 
 
 def recoveries_of(namespace: str, job: str) -> str:
-    """Under this lie the recovery records of ``job``, named by their ids; not among the jobs' own records, so
-    that a new leader need not read them before it can lead."""
+    """Return the prefix of the recovery records of ``job``, which are named by their ids.
+
+    It is not under the jobs' records, so that a new leader need not read them before it can lead.
+    """
     return f"/fabric/{namespace}/recoveries/{job}/"
 
 
 def ledger_of(namespace: str, job: str) -> str:
-    """Where the goodput ledger of ``job`` lies."""
+    """Return the key of the goodput ledger of ``job``."""
     return f"/fabric/{namespace}/ledgers/{job}"
 
 
@@ -114,8 +116,11 @@ class StoredRecord:
         await self._commit([self._term.guard], [Put(self._ledger, json.dumps(saved).encode())])
 
     async def read(self) -> Record | None:
-        """The record as it is now. Raises StoreError when it cannot be read, ProtocolError when it is
-        none of ours, and Deposed when this term's election key is gone."""
+        """Return the record as it is now.
+
+        Raises StoreError when it cannot be read, ProtocolError when it is not a record, and Deposed when this
+        term's election key is gone.
+        """
         holder = await self._store.get(self._term.key)
         if holder is None or holder.create_revision != self._term.revision:
             raise Deposed("another lighthouse has been elected")

@@ -78,7 +78,7 @@ class Jobs:
         self._recoveries: dict[str, Recoveries] = {}
 
     def begin(self, term: Term) -> None:
-        """This process leads: read every record and lead its job."""
+        """Begin to lead: read every record and lead its job."""
         self._context = TermContext(
             term,
             self._config,
@@ -92,7 +92,7 @@ class Jobs:
         self._tasks.start("forget old jobs", self._forget_old(self._context))
 
     def end(self, reason: str) -> None:
-        """This process leads no longer: nothing more is decided here."""
+        """Stop leading: decide nothing more here."""
         self._context = None
         self.loaded.clear()
         for job in self.by_name.values():
@@ -108,16 +108,16 @@ class Jobs:
         return self._context is not None and self._context.term.holds()
 
     def find(self, name: str) -> Job | None:
-        """The job of that name; raises ProtocolError for a bad name, Refused when its record in the
-        store cannot be read."""
+        """Return the job of that name, if any. Raises ProtocolError for a bad name, Refused when its record
+        cannot be read."""
         check_name("job", name)
         if name in self.unreadable:
             raise Refused(self.unreadable[name])
         return self.by_name.get(name)
 
     def find_or_make(self, name: str) -> Job:
-        """The job of that name, made where there was none. Raises as ``find`` does, and StoreUnavailable
-        when this lighthouse does not lead."""
+        """Return the job of that name, or a new one. Raises as ``find`` does, and StoreUnavailable when this
+        lighthouse does not lead."""
         job = self.find(name)
         if job is not None:
             return job
@@ -131,7 +131,7 @@ class Jobs:
         return self._make(self._context, name, None, 0)
 
     def release(self, job: Job) -> None:
-        """Forget a job of which nothing is stored and to which nobody speaks any more."""
+        """Forget a job without a record and without connections."""
         if job.is_idle and self.by_name.get(job.name) is job:
             job.close(codes.NOT_THE_LEADER, "nobody takes part in this job")
             del self.by_name[job.name]
@@ -139,7 +139,7 @@ class Jobs:
             self._recoveries.pop(job.name)
 
     def overloaded(self, seconds: float) -> None:
-        """So many connect that some have to wait, for so many seconds yet: whose, nobody knows before."""
+        """Tell every job that some connections must wait, for so many seconds yet; whose is unknown."""
         for job in self.by_name.values():
             job.overloaded(seconds)
 
@@ -154,7 +154,7 @@ class Jobs:
         return self._config.policy.start_wait_s
 
     def gauges(self) -> Iterator[JobGauges]:
-        """Every job, as it is now."""
+        """Return the gauges of every job."""
         return (job.gauges for job in self.by_name.values())
 
     async def _load(self, context: TermContext) -> None:
@@ -174,7 +174,7 @@ class Jobs:
         self.loaded.set()
 
     async def _list(self, context: TermContext) -> list[KeyValue]:
-        """All records, asking until the store answers or the term is over."""
+        """Return all records; ask until the store answers or the term is over."""
         while not context.term.is_over:
             try:
                 entries, _ = await self._store.list(records_prefix(self._namespace))
@@ -188,7 +188,7 @@ class Jobs:
     # --- jobs that are over ----------------------------------------------------------------------------
 
     async def _forget_old(self, context: TermContext) -> None:
-        """Delete what the store has of jobs that were complete ``retain_s`` ago and that nobody speaks to."""
+        """Delete the keys of jobs that were complete ``retain_s`` ago and have no connections."""
         retain_s = self._quotas.retain_s
         while not context.term.is_over:
             await asyncio.sleep(min(_LOOK_S, max(retain_s / 10, 0.05)))

@@ -53,7 +53,7 @@ class RecordTasks:
         self._context.tasks.start(f"read {self._shell.name}", self._read(asker))
 
     async def read_afresh(self) -> Record | None:
-        """The record for a new core, which nothing has asked yet; past failures do not count."""
+        """Return the record for a new core; past failures do not count."""
         self._failures = 0
         return await self._read_stubbornly(None)
 
@@ -81,7 +81,7 @@ class RecordTasks:
         self._shell.answer(asker, io.RecordRead(record))
 
     async def _read_stubbornly(self, asker: object) -> Record | None:
-        """The record. Ask the store until it answers or the asker no longer waits."""
+        """Return the record. Ask the store until it answers or the asker no longer waits."""
         while self._shell.is_asked_by(asker) and not self._context.term.is_over:
             if self._failures:
                 await asyncio.sleep(min(_RETRY_S[0] * 2 ** (self._failures - 1), _RETRY_S[1]))

@@ -1,10 +1,10 @@
-"""How long a complete job is kept, by clocks of which nobody knows that they are right.
+"""How long a complete job is kept, by clocks that may be wrong.
 
-The record says at which time of day the job ended, by the clock of the host whose lighthouse led then.
-Today's leader may be on another host, and either clock may be wrong, or be set right at any moment.
+The record says at which time of day the job ended, by the clock of the leader's host at that time. Today's
+leader may be on another host. Either clock may be wrong, or be set right at any moment.
 """
 
-# A clock that was wrong when its host started is set right within a day, or somebody is told.
+# A clock that was wrong when its host started is set right within a day, or an operator hears of it.
 WITNESSED_S = 86400.0
 
 
@@ -17,14 +17,15 @@ class Retention:
         self._over_at: float | None = None
 
     def is_in_use(self) -> None:
-        """The job is not complete, or somebody speaks to it."""
+        """Note that the job is not complete, or has connections."""
         self._over_at = None
 
     def is_over(self, ended: float, seconds: float, unix_s: float, now: float) -> bool:
-        """Whether it is ``seconds`` since ``ended`` (Unix seconds; 0: a record of an older version, which
-        does not say). That must be so by the time of day as it is now, and as it was when the term began with
-        what has gone by since: so no leap of it counts. And of a week at least a day must have gone by in
-        this term, without anybody who spoke to the job: a clock may start wrong."""
+        """Whether ``seconds`` have passed since ``ended`` (Unix seconds; 0: unknown).
+
+        Both clocks must say so: the time of day now, and that of the term's start plus the time since. So a
+        clock change does not count. Of a week at least a day without connections must lie in this term,
+        because a clock may start wrong."""
         if self._over_at is None:
             self._over_at = now
         since = ended or self._over_at + self._ahead_s

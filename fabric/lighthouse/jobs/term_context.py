@@ -30,5 +30,5 @@ class TermContext:
 
 
 def entropy() -> random.Random:
-    """Makes nonces, by which a writer knows its own record: two lighthouses must never draw the same."""
+    """Return a source of nonces, by which a writer knows its own record; no two lighthouses share one."""
     return random.Random(secrets.randbits(128))  # noqa: S311

@@ -1,6 +1,6 @@
 """Metrics for Prometheus: decisions and store writes as they happen, the rest at every scrape.
 
-Everything lives in a registry of its own, so that nothing of the process or of other libraries leaks in.
+The registry is our own, so that metrics of the process or of other libraries stay out.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -97,7 +97,7 @@ class LighthouseMetrics:
         self._evictions.labels(job).inc(count)
 
     def recovery(self, job: str, recovery: RecoveryRecord) -> None:
-        """Each phase is counted once, when it is first told."""
+        """Count each phase of a recovery once, when it is first known."""
         phases = {
             "epoch_committed": recovery.epoch_committed,
             "links_up": recovery.links_up,
@@ -122,7 +122,7 @@ class LighthouseMetrics:
         self._writes.labels("election", outcome).inc()
 
     def render(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

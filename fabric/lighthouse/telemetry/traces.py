@@ -1,8 +1,8 @@
-"""Each recovery as an OpenTelemetry trace: an optional extra, off unless asked for.
+"""Each recovery as an OpenTelemetry trace: an optional extra, off by default.
 
-A trace is made of a recovery record when nothing is missing in it any more, with the record's own times:
-what the lighthouse saw. It is sent by a thread of the SDK's; nothing waits for it, and a collector that is
-away costs the trace and nothing else. A record always makes the same trace id, whichever lighthouse sends it.
+A complete recovery record becomes a trace, with the record's times. A thread of the SDK sends it, and nothing
+waits for it: a collector that is away costs only the trace. The trace id follows from the record, whichever
+lighthouse sends it.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class Traces:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f'the collector "{url[:200]}" is no URL: give one such as http://host:4318')
         try:
-            # Here, for who does not ask for traces need not have them.
+            # Imported here, because a lighthouse without traces need not have the packages.
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -61,7 +61,7 @@ class Traces:
         return self._tracer.start_span(name, context=context, start_time=_ns(begin), attributes=values)
 
     def close(self) -> None:
-        """Send what is left; blocks for as long as the collector takes, a few seconds at most."""
+        """Send the remaining traces; blocks for a few seconds at most."""
         self._provider.shutdown()
 
 
@@ -86,7 +86,7 @@ class _Ids:
 
 
 def trace_id(job: str, recovery: int) -> int:
-    """The same for the same record, and for no other."""
+    """Return the trace id of this record, and of no other."""
     return _number(f"{job} {recovery}", 16)
 
 
@@ -110,7 +110,7 @@ def phases(recovery: RecoveryRecord) -> list[tuple[str, float, float]]:
 
 
 def attributes(job: str, recovery: RecoveryRecord) -> dict[str, Any]:
-    """Attributes of the trace; ``fabric.incident_id`` is in all logs."""
+    """Return the attributes of the trace; ``fabric.incident_id`` is in all logs too."""
     diagnosis = recovery.diagnosis or {}
     return {
         "fabric.job": job,

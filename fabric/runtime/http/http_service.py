@@ -111,7 +111,7 @@ def json_error(
     headers: Mapping[str, str] | None = None,
     details: Mapping[str, object] | None = None,
 ) -> web.Response:
-    """An error response ``{"error": sentence}``, with the keys of ``details`` beside it."""
+    """Return an error response ``{"error": sentence}``, with the keys of ``details`` beside it."""
     return web.json_response({"error": sentence, **(details or {})}, status=status, headers=headers)
 
 

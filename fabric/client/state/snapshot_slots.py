@@ -1,0 +1,117 @@
+"""The two slots of the checkpoint server's memory in which this replica's snapshots lie."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.format.manifest import of_rank
+from fabric.ckpt_server.state.snapshot import Copier
+from fabric.errors import FabricError
+from fabric.model import SnapshotRef
+
+_SLOTS = 2
+_SMALL_BYTES = 64 << 20  # so much memory is there within a moment
+_SLACK_BYTES = 64 << 10  # numbers in a header get longer: a slot would have to grow for them
+
+
+class SnapshotSlots:
+    """Chooses the slot of the next snapshot, and prepares its memory. Several threads may call it."""
+
+    def __init__(self, handle: ServerHandle, copier: Copier) -> None:
+        self.handle = handle
+        self._copier = copier
+        # Keep what the server still holds as long as possible: overwrite the newest snapshot last.
+        self._next = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
+        self._preparing = self._lacks = False  # memory is being allocated; the allocation failed
+        # Parts that wait for those of the other ranks, by (generation, step): the slot and the manifest.
+        self._unnamed: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+
+    def has_room(self, nbytes: int, submit: Callable[[Callable[[], None]], None]) -> bool:
+        """Whether memory for the next snapshot is there.
+
+        A large state's memory is allocated in the background, because a copy that waits for it delays the
+        trainer. Where the allocation fails, the copy reports why.
+        """
+        if nbytes <= _SMALL_BYTES or self._lacks:
+            return True
+        if not self._preparing and not self._holds(self._next, nbytes):
+            self._preparing = True
+            submit(lambda: self.prepare(nbytes))
+        return not self._preparing
+
+    def _holds(self, slot: int, nbytes: int) -> bool:
+        return self.handle.holds("snapshot", slot, nbytes)
+
+    def prepare(self, nbytes: int) -> None:
+        """On the snapshot worker: allocate the memory of both slots before a copy needs it."""
+        slots, lacks = (self._next, 1 - self._next), True
+        self._preparing = not all(self._holds(slot, nbytes) for slot in slots)
+        with contextlib.suppress(FabricError):  # reported when a copy needs it
+            for slot in slots:
+                self._copier.prepare(self.memory(slot, nbytes))
+            lacks = False
+        self._preparing, self._lacks = False, lacks
+
+    def memory(self, slot: int, nbytes: int) -> memoryview:
+        """Return the memory of a slot, of ``nbytes`` or a little more. Raises FabricError."""
+        wanted = nbytes if self._holds(slot, nbytes) else nbytes + _SLACK_BYTES
+        return self.handle.allocate("snapshot", slot, wanted)
+
+    def take(self) -> int:
+        """Return the slot to overwrite: the older one, unless that one has readers and the other has none."""
+        with self._lock:
+            for slot in (self._next, 1 - self._next):
+                if self.handle.begin("snapshot", slot, unless_read=True):
+                    break
+            else:
+                slot = self._next
+                self.handle.begin("snapshot", slot)
+            self._next = (slot + 1) % _SLOTS
+            self._unnamed = {key: part for key, part in self._unnamed.items() if part[0] != slot}
+            return slot
+
+    def take_other(self, kept: int) -> int:
+        """Return the slot beside ``kept``, to overwrite now and with the next snapshot."""
+        with self._lock:
+            self._next = 1 - kept
+            self.handle.begin("snapshot", self._next)
+            return self._next
+
+    def give_back(self, slot: int) -> None:
+        """Use ``slot``, which holds nothing now, for the next snapshot; the other slot stays."""
+        self._next = slot
+
+    def held(self, state: SnapshotRef) -> int:
+        """Return the slot in which the server held this state when this trainer attached, or -1."""
+        slots = zip(self.handle.snapshots, self.handle.slots, strict=True)
+        return next((slot for ref, slot in slots if ref == state), -1)
+
+    def look(self, slot: int, nbytes: int) -> memoryview:
+        """Return the bytes of a slot; the next snapshot goes to the other one. Raises FabricError."""
+        with self._lock:
+            self._next = (slot + 1) % _SLOTS
+        return self.handle.allocate("snapshot", slot, nbytes)
+
+    def publish(self, slot: int, manifest: Mapping[str, Any]) -> None:
+        """Have the server serve the snapshot in ``slot``. Raises FabricError."""
+        self.handle.publish_snapshot(slot, manifest)
+
+    def keep_unnamed(self, generation: int, step: int, slot: int, manifest: dict[str, Any]) -> None:
+        """Keep this rank's part until ``publish_part``, or until its slot is overwritten."""
+        with self._lock:
+            self._unnamed[generation, step] = (slot, manifest)
+
+    def publish_part(self, generation: int, step: int, rank: int, digests: Sequence[str]) -> bool:
+        """Serve this rank's part under the digests of all ranks. Raises FabricError.
+
+        Return False where the part was overwritten, or ``digests`` is empty; the part is dropped then.
+        """
+        with self._lock:
+            slot, manifest = self._unnamed.pop((generation, step), (-1, {}))
+            if slot < 0 or not digests:
+                return False
+            self.handle.publish_snapshot(slot, of_rank(manifest, rank, digests))
+            return True

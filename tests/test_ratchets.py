@@ -28,7 +28,7 @@ LIMITS = {
     "reads of a core's fields by a shell": 0,
     "banned phrases in docstrings and comments": 22,
     "banned phrases in pages": 10,
-    "lines of fabric/": 53_986,
+    "lines of fabric/": 53_994,
 }
 
 MAX_ATTRIBUTES = 20

@@ -36,16 +36,24 @@ class StageLayout:
         """Stage -> k times its slowest rank's speed; 0 where a rank is dead."""
         return tuple(len(group) * min(speeds[rank] for rank in group) for group in self.groups)
 
+    def stage_times(self, speeds: Sequence[float]) -> tuple[float, ...]:
+        """Stage -> the time of a micro-batch, l_s / v_s; inf where a rank is dead."""
+        stages = zip(self.layers, self.stage_speeds(speeds), strict=True)
+        return tuple(layers / speed if speed > 0 else math.inf for layers, speed in stages)
+
     def slowest_stage(self, speeds: Sequence[float]) -> float:
-        """The time of a micro-batch at the slowest stage: max(l_s / v_s); inf where a stage is dead."""
-        times = zip(self.layers, self.stage_speeds(speeds), strict=True)
-        return max(layers / speed if speed > 0 else math.inf for layers, speed in times)
+        """The time of a micro-batch at the slowest stage."""
+        return max(self.stage_times(speeds))
 
     def step_time(self, micro_batches: int, speeds: Sequence[float]) -> float:
-        """The time of a step: the pipeline fills once, then the slowest stage decides."""
+        """The time of a step: one micro-batch goes through all stages, the others follow the slowest stage.
+
+        For equal stages this is the makespan of 1F1B, for unequal ones an upper bound of it.
+        """
         if micro_batches == 0:
             return 0.0
-        return (micro_batches + self.stages - 1) * self.slowest_stage(speeds)
+        times = self.stage_times(speeds)
+        return math.fsum(times) + (micro_batches - 1) * max(times)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""The one error hierarchy: every message is one sentence that says what happened, to whom, and what
-to do about it."""
+"""The one error hierarchy. Every message is one sentence: what happened, to whom, and what to do."""
 
 
 class FabricError(Exception):
@@ -11,11 +10,11 @@ class ConfigError(FabricError):
 
 
 class ProtocolError(FabricError):
-    """Bytes or a message from outside that do not follow the protocol."""
+    """Bytes or a message from outside do not follow the protocol."""
 
 
 class Mismatch(ProtocolError):
-    """The other side takes part in another operation, or in one of another size: the programs differ."""
+    """The programs differ: the other side takes part in another operation, or in one of another size."""
 
 
 class IllegalTransition(FabricError):
@@ -39,18 +38,13 @@ class Unconnected(Unreachable):
 
 
 class RoundAborted(FabricError):
-    """An exchange ended without a result; the local gradient is untouched and the round is redone.
-
-    ``about`` names the peer that the exchange failed on; empty where no single peer is to blame.
-    ``waited_for`` names the peer whose bytes were due at the end; empty where none were.
-    ``mismatch`` says that the peer takes part in another exchange.
-    """
+    """An exchange ended without a result; the local gradient is untouched and the round is redone."""
 
     def __init__(self, message: str, about: str = "", waited_for: str = "", mismatch: bool = False) -> None:
         super().__init__(message)
-        self.about = about
-        self.waited_for = waited_for
-        self.mismatch = mismatch
+        self.about = about  # the peer that the exchange failed on; empty: no single peer is to blame
+        self.waited_for = waited_for  # the peer whose bytes were due at the end; empty: none were
+        self.mismatch = mismatch  # that peer takes part in another exchange
 
 
 class StoreError(FabricError):
@@ -70,7 +64,7 @@ class LeaseGone(StoreError):
 
 
 class Compacted(StoreError):
-    """A watch asks for a revision that the store no longer keeps: list the keys again."""
+    """A watch asks for a revision that the store no longer keeps; list the keys again."""
 
 
 class StateError(FabricError):
@@ -86,4 +80,4 @@ class Gone(StateError):
 
 
 class ServerLost(StateError):
-    """This worker's checkpoint server process does not answer any more: ``ensure`` starts another."""
+    """This worker's checkpoint server process no longer answers; ``ensure`` starts another."""

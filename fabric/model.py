@@ -1,4 +1,4 @@
-"""Value types that every part shares: who is in the job, which epoch is in force, and the fence."""
+"""Value types that every part shares: the members of a job, the epoch in force, and the fence."""
 
 import hashlib
 from collections.abc import KeysView
@@ -7,74 +7,62 @@ from functools import cached_property
 from operator import attrgetter
 
 # Version of every message and of the stored record. A reader accepts its own version and the one
-# before, and ignores fields it does not know; a writer only ever adds optional fields. Version 3 renamed
-# messages and fields, which no reader of version 1 could tell from missing ones: so there is no version 2.
+# before, and ignores fields it does not know. A writer only ever adds optional fields. Version 2 was skipped:
+# version 3 renamed messages and fields, which a reader of version 1 takes for missing ones.
 PROTOCOL_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Fence:
-    """The fencing token carried by every message: compare as (generation, epoch) within one store.
+    """The fencing token carried by every message: compare as (generation, epoch) within one store."""
 
-    ``store_id`` names the store's lifetime: a wiped store is another store, never a younger one.
-    """
-
-    store_id: str
+    store_id: str  # names the store's lifetime: a wiped store is another store, never a younger one
     generation: int
     epoch: int
 
 
 def incident_id_of(epoch: int) -> str:
-    """The name of whatever epoch ``epoch`` answers: a failure, a newcomer, a drain. Nobody hands it out:
-    a member that aborts and a lighthouse that notices a death name it alike, before there is an answer."""
+    """Name the failure, join or drain that epoch ``epoch`` answers.
+
+    A member that aborts and a lighthouse that notices a death give it the same name before the epoch exists.
+    """
     return f"e{epoch}"
 
 
 def counted(count: int, noun: str) -> str:
-    """For sentences: "1 step", "2 steps"."""
+    """Say "1 step" or "2 steps"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 @dataclass(frozen=True, slots=True)
 class RankAddress:
-    """Where one rank of a replica is reached: ``host:port`` of its links, base URL of its checkpoint server
-    (whose fragment names the rank: ``http://host:port#1``)."""
+    """Where one rank of a replica is reached."""
 
-    link: str
-    ckpt: str
+    link: str  # ``host:port``, where peers dial it
+    ckpt: str  # base URL of its checkpoint server; the fragment names the rank: ``http://host:port#1``
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One replica's entry in a roster.
-
-    ``link`` is ``host:port`` where peers dial it, ``ckpt`` the base URL of its checkpoint server; of a
-    replica of several ranks these are rank 0's, and ``ranks`` has those of the ranks from 1 on.
-    ``joining`` says that it has not yet taken part in a round; ``leaving`` that it is being drained.
-    ``shares`` is its relative part of the micro-batches, ``layout`` the hash of its parameters' names,
-    shapes and dtypes. ``since`` is the epoch that let this process in (its tenure; 0: not known).
-    ``data_slot`` is
-    its place in the division of the global batch, kept for it while it is away (-1: none given yet).
-    ``blocking_join``: it came in by the fallback: the others wait in their round until its state has arrived.
-    """
+    """One replica's entry in a roster."""
 
     replica: str
     incarnation: int
-    link: str
-    ckpt: str
-    joining: bool = False
-    leaving: bool = False
-    shares: int = 1
-    layout: str = ""
-    since: int = 0
-    data_slot: int = -1
-    blocking_join: bool = False
-    ranks: tuple[RankAddress, ...] = ()
-    rack: str = ""  # what fails together with others' hosts, as the replica names it; empty: not named
+    link: str  # ``host:port`` where peers dial it; rank 0's, if it has several ranks
+    ckpt: str  # base URL of its checkpoint server; rank 0's, if it has several ranks
+    joining: bool = False  # it has not yet taken part in a round
+    leaving: bool = False  # it is being drained
+    shares: int = 1  # its part of the micro-batches, relative to the others'
+    layout: str = ""  # hash of its parameters' names, shapes and dtypes
+    since: int = 0  # the epoch that let this process in (its tenure); 0: not known
+    data_slot: int = -1  # its place in the division of the batch, kept while it is away; -1: none given yet
+    blocking_join: bool = False  # the others wait in their round until its state has arrived
+    ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up
+    rack: str = ""  # names the hosts that fail together, as the replica says; empty: not named
 
     @property
     def addresses(self) -> tuple[RankAddress, ...]:
-        """Of every rank, in rank order."""
+        """The address of every rank, in rank order."""
         return (RankAddress(self.link, self.ckpt), *self.ranks)
 
 
@@ -83,31 +71,23 @@ _ENTRY = attrgetter(*(f.name for f in fields(Member)))
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How a job's global batch is shared out; equal in all sessions of the job.
+    """How a job's global batch is shared out; equal in all sessions of the job."""
 
-    ``policy``: "constant" (the members compute everything, whoever is away) or "shrink" (the part of a data
-    slot that nobody sits on is skipped). ``data_slots``: into how many parts the batch is divided where data
-    slots matter.
-    ``readers``: on how many data slots the data of a part can be read, by SPARe's layout; 0: on all.
-    ``on_poison``: "stop" the job at a micro-batch that killed two processes, or "skip" it. ``on_loss``:
-    what follows when no member can read a part: "wait" for one, "shrink" (the part is skipped) or "stop"
-    the job.
-    """
-
+    # "constant": the members present compute all of it; "shrink": skip the part of a data slot without member
     policy: str = "constant"
-    data_slots: int = 1
-    readers: int = 0
-    on_poison: str = "stop"
-    on_loss: str = "wait"
+    data_slots: int = 1  # into how many parts the batch is divided, where data slots matter
+    readers: int = 0  # on how many data slots a part's data can be read, by SPARe's layout; 0: on all
+    on_poison: str = "stop"  # at a micro-batch that killed two processes: "stop" the job, or "skip" it
+    on_loss: str = "wait"  # if no member can read a part: "wait" for one, "shrink" (skip it), "stop" the job
 
 
-# Everybody can compute everything, and does.
+# Every member can compute everything, and together they do.
 EVERYTHING = Sharing()
 
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """Micro-batches of ``step`` at each of which two processes died: nobody computes them again."""
+    """Micro-batches of ``step`` at each of which two processes died: no member computes them again."""
 
     step: int
     micro_batches: tuple[int, ...]
@@ -122,73 +102,62 @@ class Death:
     micro_batch: int
 
 
-# A source of state beside the addresses of checkpoint servers: durable storage, which every replica reaches
-# by its own settings.
+# Stands among the addresses of checkpoint servers for durable storage. Every replica reaches that by its own
+# settings.
 DURABLE = "durable:"
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Where a generation starts: the state that everybody must hold before its first round.
-
-    ``digest`` empty means "the initial state of the first roster member", which nobody has vouched for.
-    ``sources`` are base URLs of checkpoint servers that hold it; DURABLE among them: it lies in durable
-    storage."""
+    """Where a generation starts: the state that every member must hold before its first round."""
 
     generation: int
     step: int
-    digest: str = ""
-    sources: tuple[str, ...] = ()
+    digest: str = ""  # empty: the initial state of the first roster member, which no peer has confirmed
+    sources: tuple[str, ...] = ()  # base URLs of checkpoint servers that hold it, and perhaps DURABLE
 
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """A member of the epoch of ``fence``, for whose contribution its rounds wait, came to the end of its loop
-    at ``step``. That was the end of the job, whether a lighthouse has heard of it or not. ``incarnation``: of
-    its process, which no other job of this name has."""
+    """The end of a job, whether a lighthouse has heard of it or not: a member's loop ended at ``step``.
 
-    fence: Fence
+    The rounds of that member's epoch waited for its contribution.
+    """
+
+    fence: Fence  # of that epoch
     step: int
-    incarnation: int
+    incarnation: int  # of its process, which no other job of this name has
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorOverrides:
-    """What operators said of a job; it holds until they say otherwise, whoever leads.
+    """Operators' limits for a job. They hold until an operator changes them, under every leader."""
 
-    ``paused``: by whom and why nobody is admitted, empty: newcomers are. ``min_replicas``, ``max_replicas``:
-    in place of what the sessions ask for (0: as they ask), ``scaled``: by whom and why.
-    """
-
-    paused: str = ""
-    min_replicas: int = 0
-    max_replicas: int = 0
-    scaled: str = ""
+    paused: str = ""  # by whom and why newcomers are not admitted; empty: they are
+    min_replicas: int = 0  # in place of the sessions' own figure; 0: as they ask
+    max_replicas: int = 0  # likewise
+    scaled: str = ""  # by whom and why
 
 
 @dataclass(frozen=True, slots=True)
 class HostFailure:
-    """A member had to be evicted from ``epoch``, by nobody's wish: evidence against the replica and its host.
-
-    ``host`` is empty where the replica is spread over several. ``at``: Unix seconds. ``why`` is a sentence.
-    """
+    """A member failed and was evicted from ``epoch``: evidence against the replica and its host."""
 
     replica: str
-    host: str
+    host: str  # empty: the replica is spread over several
     epoch: int
-    at: float
-    why: str = ""
+    at: float  # Unix seconds
+    why: str = ""  # a sentence
 
 
 @dataclass(frozen=True, slots=True)
 class HostHistory:
-    """What is remembered of a host for days: how many ``times`` replicas on it failed, when last (``at``,
-    Unix seconds) and ``why``. ``score``: what its failures came to then, the older the less."""
+    """The failures of a host in the last days."""
 
     host: str
-    times: int
-    score: float
-    at: float
+    times: int  # how often replicas on it failed
+    score: float  # the weight of its failures at ``at``; older ones weigh less
+    at: float  # of the last failure, Unix seconds
     why: str = ""
 
 
@@ -196,44 +165,33 @@ class HostHistory:
 class Record:
     """The membership epoch: one key in the store, replaced by guarded compare-and-set only.
 
-    ``forced`` is the epoch of the newest forced record, so ``forced == epoch`` means that members must
-    report before they may run in it. ``cold`` is the epoch of the last cold start, ``base`` where that
-    one began. ``nonce`` lets a writer recognise its own write after an indefinite outcome. ``sharing`` is as
-    the sessions had it when the generation began. ``poison`` is what nobody computes any more; it changes in
-    forced records alone. ``failed``: why the job has stopped for a person to mend, or empty.
-    ``incident_id``: what
-    this epoch answers (``incident_id_of`` its number, or the loss of the replica that it lets in again);
-    empty
-    where the writer was of an older release. ``min_replicas``: how many members this epoch needs to step (0:
-    as each member's own setting says). ``overrides``, ``failures`` (the newest of the last while) and
-    ``hosts`` (those that failed in the last days) concern those to come; they may change within an epoch.
-    ``ended``: when the job was complete, in Unix seconds (0: not known).
-    ``autonomy_s``: the longest for which any member may commit without a lighthouse (0: none has
-    said it).
+    ``overrides``, ``failures`` and ``hosts`` concern replicas that are still to come. They may change within an
+    epoch.
     """
 
     store_id: str
     generation: int
-    cold: int
+    cold: int  # the epoch of the last cold start
     epoch: int
-    forced: int
-    nonce: str
+    forced: int  # the epoch of the newest forced record; equal to ``epoch``: members report before they run
+    nonce: str  # lets a writer recognise its own write after an indefinite outcome
     roster: tuple[Member, ...]
-    base: Base
+    base: Base  # of the last cold start
     reason: str = ""
     complete: bool = False
-    sharing: Sharing = EVERYTHING
-    poison: tuple[Poison, ...] = ()
-    failed: str = ""
+    sharing: Sharing = EVERYTHING  # as the sessions had it when the generation began
+    poison: tuple[Poison, ...] = ()  # changes in forced records alone
+    failed: str = ""  # why the job has stopped for a person to mend; empty: it has not
+    # Of its number, or of the loss of the replica that it lets in again; empty: a writer of an older release.
     incident_id: str = ""
-    min_replicas: int = 0
+    min_replicas: int = 0  # how many members this epoch needs to step; 0: as each member's own setting says
     overrides: OperatorOverrides = OperatorOverrides()
-    failures: tuple[HostFailure, ...] = ()
-    ended: float = 0.0
-    autonomy_s: float = 0.0
-    hosts: tuple[HostHistory, ...] = ()
+    failures: tuple[HostFailure, ...] = ()  # the newest of the last while
+    ended: float = 0.0  # when the job was complete, Unix seconds; 0: not known
+    autonomy_s: float = 0.0  # the longest that any member may commit without a lighthouse; 0: not known
+    hosts: tuple[HostHistory, ...] = ()  # those that failed in the last days
 
-    # Asked for with every message, so found once. They are no fields: not compared, stored or sent.
+    # Every message asks for these, so they are cached. They are not compared, stored or sent.
 
     @cached_property
     def fence(self) -> Fence:
@@ -249,8 +207,10 @@ class Record:
 
     @cached_property
     def roster_digest(self) -> str:
-        """Of every entry and their order, 32 hexadecimal digits: two records with the same one have the same
-        roster. Never stored: versions with other fields have other digests."""
+        """A hash of every entry and their order, in 32 hexadecimal digits.
+
+        It is never stored, because versions with other fields compute other digests.
+        """
         entries = "\n".join(repr(_ENTRY(member)) for member in self.roster)
         return hashlib.blake2b(entries.encode(), digest_size=16).hexdigest()
 
@@ -259,22 +219,21 @@ class Record:
         return {m.replica: m for m in reversed(self.roster)}
 
     def poisoned(self, step: int) -> frozenset[int]:
-        """The micro-batches of ``step`` that nobody computes."""
+        """The micro-batches of ``step`` that no member computes."""
         return frozenset(i for p in self.poison if p.step == step for i in p.micro_batches)
 
     def member(self, replica: str) -> Member | None:
-        """The roster entry of ``replica``, or None."""
         return self._members.get(replica)
 
     def strangers(self, replicas: KeysView[str]) -> set[str]:
-        """Those that are not in the roster, whatever process of them."""
-        known = self._members.keys()
-        return set() if replicas <= known else replicas - known
+        """Those of ``replicas`` that are not in the roster, under any incarnation."""
+        members = self._members.keys()
+        return set() if replicas <= members else replicas - members
 
     def missing(self, replicas: KeysView[str]) -> set[str]:
-        """The members that are not among these."""
-        known = self._members.keys()
-        return set() if known <= replicas else known - replicas
+        """The members that are not among ``replicas``."""
+        members = self._members.keys()
+        return set() if members <= replicas else members - replicas
 
     def lists(self, replica: str, incarnation: int) -> bool:
         """Whether exactly this process is in the roster."""
@@ -284,16 +243,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a job wants from the lighthouse.
+    """The numbers of replicas that a job asks for."""
 
-    ``start_replicas`` sessions are awaited before the first round, at most ``start_wait_s`` seconds, then
-    ``min_replicas`` are enough. ``min_replicas`` are needed to step at all, ``max_replicas`` may join.
-    """
-
-    min_replicas: int = 1
-    max_replicas: int = 1024
-    start_replicas: int = 1
-    start_wait_s: float = 120.0
+    min_replicas: int = 1  # needed to step at all
+    max_replicas: int = 1024  # may join
+    start_replicas: int = 1  # awaited before the first round
+    start_wait_s: float = 120.0  # so long; then ``min_replicas`` are enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,10 +262,10 @@ class SnapshotRef:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where one step's time went, in seconds; ``waiting_s`` by peer; ``work`` counts per micro-batch."""
+    """Where one step's time went, in seconds."""
 
     compute_s: float = 0.0
     exchange_s: float = 0.0
     optimizer_s: float = 0.0
-    waiting_s: dict[str, float] = field(default_factory=dict)
-    work: dict[int, float] = field(default_factory=dict)
+    waiting_s: dict[str, float] = field(default_factory=dict)  # by peer
+    work: dict[int, float] = field(default_factory=dict)  # counts, per micro-batch

@@ -324,7 +324,7 @@ class Ranks:
             event.step,
             replica_digest([x.gradient_digest for x in found]),
             next((x.nonfinite for x in found if x.nonfinite), ""),
-            next((x.mine for x in found if x.mine), ""),
+            next((x.nonfinite_input for x in found if x.nonfinite_input), ""),
         )
         self._record_event(whole, now)
 

@@ -187,7 +187,7 @@ def test_what_is_not_finite_at_one_rank_is_not_finite():
     replica = exchanging()
     replica.rank(0, io.Exchanged(1, 0, "g0"))
     replica.rank(1, io.Exchanged(1, 0, "g1", "w", "w"))
-    assert replica.core.member.view.round.nonfinite == replica.core.member.view.round.mine == "w"
+    assert replica.core.member.view.round.nonfinite == replica.core.member.view.round.nonfinite_input == "w"
 
 
 def test_a_loop_that_raises_at_one_rank_is_the_replicas():

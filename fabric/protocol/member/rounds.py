@@ -188,7 +188,7 @@ class Rounds:
         if self._is_round(event.epoch, event.step):
             assert self.round is not None
             self.round.gradient_digest = event.gradient_digest
-            self.round.nonfinite, self.round.mine = event.nonfinite, event.mine
+            self.round.nonfinite, self.round.nonfinite_input = event.nonfinite, event.nonfinite_input
 
     def on_ring_waits_for(self, event: io.RingWaitsFor) -> None:
         """Note whose bytes are due in the ring: an abort names that member."""
@@ -392,7 +392,7 @@ class Rounds:
             ready=round_.ready_record.epoch,
             gradient_digest=prepared.gradient_digest,
             state_digest=self._memory.state.digest,
-            nonfinite=round_.mine,
+            nonfinite=round_.nonfinite_input,
             entries=self._memory.state.entries if self._memory.state.digest else (),
         )
         round_.votes[self._context.replica] = vote

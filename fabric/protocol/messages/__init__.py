@@ -1,1 +1,1 @@
-"""What is said in the protocol: messages on the network, events and effects of the cores. Pure."""
+"""The words of the protocol: messages on the network, events and effects of the cores. Pure."""

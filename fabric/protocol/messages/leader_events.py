@@ -1,4 +1,4 @@
-"""What a leader core hears (events, past tense) and orders (effects, imperative), for one job."""
+"""Events (past tense) and effects (imperative) of a leader core, for one job."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,11 @@ from fabric.protocol.messages.network import LeaderMessage, MemberMessage, OpenS
 
 @dataclass(frozen=True, slots=True)
 class Elected:
-    """This lighthouse leads, and ``record`` is what the store holds for the job (None: nothing yet).
-    ``unix_s`` is the time of day, in Unix seconds: times that one leader writes are read by another."""
+    """This lighthouse leads."""
 
     store_id: str
-    record: Record | None
-    unix_s: float = 0.0
+    record: Record | None  # of the job in the store; None: there is none yet
+    unix_s: float = 0.0  # the time of day, for times that one leader writes and another reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class SessionOpened:
     """A member's session began with this message."""
 
     session: OpenSession
-    policy: Policy | None = None  # in force from now on; None: the policy of the sessions before it stays
+    policy: Policy | None = None  # in force from now on; None: the policy of earlier sessions stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class TrainerStatusSeen:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatusClosed:
-    """The connection ended over which the server at ``ckpt`` told of this replica (of this rank of it)."""
+    """The connection ended over which the checkpoint server at ``ckpt`` sent the status of this rank."""
 
     replica: str
     ckpt: str
@@ -62,36 +61,34 @@ class RecordWritten:
 
 @dataclass(frozen=True, slots=True)
 class RecordRead:
-    """What the store holds now, read after an indefinite write or a refused guard."""
+    """The store holds ``record`` now, read after an indefinite write or a refused guard."""
 
     record: Record | None
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """The write did not happen (``definite``), or nobody knows yet."""
+    """The write failed, or its outcome is unknown."""
 
     nonce: str
-    definite: bool
+    definite: bool  # it certainly did not happen
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """``action`` is drain or evict (about ``replica``), admit (about a replica or a host), pause, resume,
-    scale or retry (a job that has failed); recorded with who and why. ``min_replicas``, ``max_replicas``:
-    what scale sets (None: as it is, 0: as the sessions ask)."""
+    """An operator's command."""
 
-    action: str
-    replica: str
+    action: str  # drain, evict, admit, pause, resume, scale or retry (a job that has failed)
+    replica: str  # the subject of drain, evict and admit; admit takes a host too
     who: str
     why: str
-    min_replicas: int | None = None
-    max_replicas: int | None = None
+    min_replicas: int | None = None  # set by scale; None: as it is, 0: as the sessions ask
+    max_replicas: int | None = None  # likewise
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptQueueFull:
-    """So many connect at once that some are made to wait, for so many seconds yet."""
+    """So many members connect at once that some wait, for ``seconds`` more."""
 
     seconds: float
 
@@ -136,26 +133,25 @@ class WriteRecord:
 
 @dataclass(frozen=True, slots=True)
 class ReadRecord:
-    """Read the record again; ends in RecordRead."""
+    """Read the record again; RecordRead follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """Somebody else wrote: stop leading."""
+    """Stop leading, because another leader has written."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """A transition worth a line for people: ``kind``, who it is about, why in a sentence, and the id of what
-    it belongs to (empty: to nothing that changes the roster)."""
+    """Tell people of a transition."""
 
     kind: str
     epoch: int
-    about: str = ""
-    why: str = ""
-    incident_id: str = ""
+    about: str = ""  # a replica
+    why: str = ""  # a sentence
+    incident_id: str = ""  # empty: nothing that changes the roster
 
 
 Effect = SendMember | WriteRecord | ReadRecord | StepDown | RecordEvent

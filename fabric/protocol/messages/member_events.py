@@ -1,7 +1,7 @@
-"""What a member core hears (events, past tense) and orders (effects, imperative).
+"""Events (past tense) and effects (imperative) of a member core.
 
-The shell performs effects in order. Sends are ordered per peer; operations (link up, exchange, fetch,
-snapshot, install) end in exactly one event each, success or failure.
+The shell performs effects in order. Sends are ordered per peer. Each operation (link up, exchange, fetch,
+snapshot, install) ends in exactly one event, success or failure.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,13 @@ from fabric.protocol.messages.prepared_round import PreparedRound as PreparedRou
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The state at ``step`` is complete and the main thread waits. ``digest`` is empty when not taken;
-    ``later``: it is being taken, and told when TellDigest asks for it. ``entries``: small ones of that state,
-    see ``parted``."""
+    """The state at ``step`` is complete and the main thread waits."""
 
     step: int
-    digest: str = ""
+    digest: str = ""  # empty: not taken
     times: StepTimes | None = None
-    later: bool = False
-    entries: tuple[tuple[str, str], ...] = ()
+    later: bool = False  # the digest is being taken; TellDigest asks for it
+    entries: tuple[tuple[str, str], ...] = ()  # small ones of that state, compared with the other members'
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,40 +35,38 @@ class Digested:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """The last backward of what is being computed has begun: the kept gradient becomes final part by part
-    from now on. What is being computed adds ``weight`` to it. Computed follows."""
+    """The last backward of the share has begun: the kept gradient becomes final part by part.
+
+    Computed follows.
+    """
 
     step: int
-    weight: float
+    weight: float  # of the micro-batches that are being computed
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The gradients of these micro-batches are added to the kept gradient; the main thread waits.
-
-    ``redo`` says why what was streamed of them is not what they are now, if so.
-    """
+    """The gradients of these micro-batches are added to the kept gradient; the main thread waits."""
 
     step: int
     micro_batches: tuple[int, ...]
     weight: float
     metrics: tuple[tuple[str, float], ...] = ()
-    redo: str = ""
+    redo: str = ""  # why the bytes that were streamed are not these gradients; empty: they are
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The fetched state was loaded and has this digest; the main thread waits, or with ``last`` it is at
-    the end of its loop, as after Closing."""
+    """The fetched state was loaded and has this digest; the main thread waits."""
 
     step: int
     digest: str
-    last: bool = False
+    last: bool = False  # the main thread is at the end of its loop, as after Closing
 
 
 @dataclass(frozen=True, slots=True)
 class InstallFailed:
-    """The fetched state does not fit; nothing was changed."""
+    """The fetched state does not fit. Nothing was changed."""
 
     why: str
 
@@ -84,9 +80,9 @@ class LoopRaised:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """The user's code is away for ``reason``, at most so many seconds; an empty reason: not any more."""
+    """The user's code announced that it takes long."""
 
-    reason: str
+    reason: str  # empty: it is over
     at_most_s: float
 
 
@@ -107,59 +103,52 @@ class Linked:
 
 @dataclass(frozen=True, slots=True)
 class LinkFailed:
-    """Links of ``epoch`` could not be made. ``unreachable``: those to whose hosts no connection came about;
-    others may only be slow to answer."""
+    """Links of ``epoch`` could not be made."""
 
     epoch: int
     about: str
     why: str
-    unreachable: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()  # no connection to their hosts came about; others may only be slow
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The control link to this process ended. ``silent``: nothing got through any more, though nobody had
-    closed it."""
+    """The control link to this process ended."""
 
     replica: str
     incarnation: int
     why: str
-    silent: bool = False
+    silent: bool = False  # nothing got through any more, though neither side had closed it
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Of those that were to be probed these could not be reached."""
+    """The members of the last Probe that could not be reached."""
 
     unreachable: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """Round (epoch, step) is fully reduced in my memory and no I/O touches it any more.
-
-    ``nonfinite`` names the first tensor of the sum that holds an infinity or a NaN, ``mine`` the first of
-    what I put in; both stay empty where nobody asked for the check.
-    """
+    """Round (epoch, step) is fully reduced in my memory and no I/O touches it any more."""
 
     epoch: int
     step: int
     gradient_digest: str
-    nonfinite: str = ""
-    mine: str = ""
+    nonfinite: str = ""  # the first tensor of the sum with an infinity or a NaN; empty without the check
+    nonfinite_input: str = ""  # likewise, the first tensor of my contribution
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeFailed:
-    """The exchange of round (epoch, step) ended without a result. ``waited_for``: whose bytes were due then,
-    whoever ended it. ``mismatch``: the peer that it is about takes part in something else."""
+    """The exchange of round (epoch, step) ended without a result."""
 
     epoch: int
     step: int
     about: str
     why: str
-    waited_for: str = ""
-    mismatch: bool = False
+    waited_for: str = ""  # the member whose bytes were due then
+    mismatch: bool = False  # the peer ``about`` takes part in another exchange
 
 
 # --- events: messages -------------------------------------------------------------------------------
@@ -200,12 +189,11 @@ class StateFetched:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """No source delivered the state. ``unusable``: what the sources hold is damaged or cannot be read, and
-    asking them again is of no use. ``misfit``: it is the state of another model, wherever it is read."""
+    """No source delivered the state."""
 
     why: str
-    unusable: bool = False
-    misfit: bool = False
+    unusable: bool = False  # the state is damaged or cannot be read at the sources: another try is useless
+    misfit: bool = False  # it is the state of another model
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,31 +206,27 @@ class GradientFetched:
 
 @dataclass(frozen=True, slots=True)
 class GradientGone:
-    """Nobody holds the gradient of ``step`` (any more); ``gone`` False: not published within the wait."""
+    """No source delivered the published gradient of ``step``."""
 
     step: int
-    gone: bool
+    gone: bool  # no server holds it any more; False: it was not published within the wait
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshotted:
-    """The checkpoint server holds the state at ``step``; digest empty when it could not be taken.
-
-    ``generation`` is the one it was taken in; negative: the current one.
-    """
+    """The checkpoint server holds the state at ``step``, or cannot."""
 
     step: int
-    digest: str
-    generation: int = -1
+    digest: str  # empty: it could not be taken
+    generation: int = -1  # in which it was taken; negative: the current one
 
 
 @dataclass(frozen=True, slots=True)
 class RingWaitsFor:
-    """The data plane waits for bytes of this member now (empty: for nobody's). It starts nothing: an abort
-    that follows names that member."""
+    """The data plane waits for bytes of this member. An abort that follows names the member."""
 
-    replica: str
+    replica: str  # empty: it waits for no member
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,34 +283,33 @@ class SendLeader:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """Make what is missing of the links of ``record``; ends in Linked or LinkFailed."""
+    """Make the missing links of ``record``; ends in Linked or LinkFailed."""
 
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Find out which of these members can be reached from here, and leave no link behind; ends in Probed."""
+    """Find out which of these members can be reached, and leave no link behind; ends in Probed."""
 
     members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """``record`` is in force for me: links of older epochs may go."""
+    """Put ``record`` in force here: links of older epochs may go."""
 
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class StartExchange:
-    """Reduce round (epoch, step): the kept gradient, or zeros when ``weight`` is zero. ``streaming``: it is
-    still being added to, and each part goes out when it is final."""
+    """Reduce round (epoch, step): the kept gradient, or zeros when ``weight`` is zero."""
 
     fence: Fence
     step: int
     weight: float
-    streaming: bool = False
+    streaming: bool = False  # the gradient still grows; each part goes out when it is final
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,22 +338,17 @@ class DropGradient:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Step ``step`` is committed: let the user's update code run on its averaged gradient; ends in Ready.
-
-    ``prepared`` is the reduced round in my memory, or None for a published gradient that was fetched.
-    ``digest`` asks for the digest of the state after the update. ``contributed`` is false where I contributed
-    nothing.
-    """
+    """Let the user's update code apply the averaged gradient of committed step ``step``; ends in Ready."""
 
     step: int
-    prepared: PreparedRound | None
-    contributed: bool
-    digest: bool
+    prepared: PreparedRound | None  # in my memory; None: a published gradient was fetched
+    contributed: bool  # whether I contributed to it
+    digest: bool  # take the digest of the state after the update
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Serve this committed round's reduced gradient to whoever catches up."""
+    """Serve this committed round's reduced gradient to replicas that catch up."""
 
     generation: int
     prepared: PreparedRound
@@ -386,40 +364,35 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class TellDigest:
-    """The digest that Ready left for later is needed now; ends in Digested."""
+    """Tell the digest that Ready left for later; ends in Digested."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Snapshot the state at ``step``, which is the current one; ends in Snapshotted.
-
-    ``generation``: to take it in; negative: the current one.
-    """
+    """Snapshot the current state, which is that at ``step``; ends in Snapshotted."""
 
     step: int
-    generation: int = -1
+    generation: int = -1  # in which to take it; negative: the current one
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The job is complete: the main thread may close. ``alone``: no lighthouse has said so, and why this is
-    the end all the same, in a sentence. ``ended``: what a lighthouse is to hear when there is one again."""
+    """Let the main thread close, because the job is complete."""
 
     step: int
-    alone: str = ""
-    ended: JobEnd | None = None
+    alone: str = ""  # why this is the end although no lighthouse has said so; empty: one has
+    ended: JobEnd | None = None  # for a lighthouse to hear later
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """This process must end with ``code`` (75: restart me, 1: do not). ``poison``: the micro-batches that
-    are the reason, where they are."""
+    """End this process."""
 
-    code: int
+    code: int  # 75: restart me, 1: do not
     reason: str
-    poison: tuple[Poison, ...] = ()
+    poison: tuple[Poison, ...] = ()  # the micro-batches that are the reason, if any are
 
 
 # --- effects: transfer ----------------------------------------------------------------------------------
@@ -427,12 +400,11 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """Fetch a snapshot; ends in StateFetched or FetchFailed. ``urls`` serve it; in a replica of several ranks
-    they serve this rank's part, and ``lanes`` are all ranks', for a state in another layout."""
+    """Fetch a snapshot; ends in StateFetched or FetchFailed."""
 
     state: SnapshotRef
-    urls: tuple[str, ...]
-    lanes: tuple[str, ...] = ()
+    urls: tuple[str, ...]  # of servers that hold it, or this rank's part of it
+    lanes: tuple[str, ...] = ()  # of all ranks' servers, for a state in another layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,14 +418,14 @@ class FetchGradient:
 
 @dataclass(frozen=True, slots=True)
 class CancelFetch:
-    """The fetch under way is no longer wanted; it may still end in its event."""
+    """Stop the fetch that is under way; it may still end in its event."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetainGradients:
-    """Keep published gradients from now on (or no longer) beyond the last two: somebody catches up."""
+    """Keep more published gradients than the last two from now on, because a replica catches up."""
 
-    on: bool
+    on: bool  # False: no longer
 
 
 # --- effects: telling people ------------------------------------------------------------------------------
@@ -461,7 +433,7 @@ class RetainGradients:
 
 @dataclass(frozen=True, slots=True)
 class WriteJournal:
-    """Something worth a line in the journal: ``kind`` names it."""
+    """Write a line into the journal."""
 
     kind: str
     epoch: int

@@ -1,6 +1,6 @@
-"""Every message of the protocol. Frozen values; who sends what to whom is in the section heads.
+"""Every message of the protocol. Each section head names sender and receiver.
 
-All carry the fence of the epoch they speak about; a receiver drops what is older than it promised.
+A message carries the fence of its epoch. A receiver drops messages of epochs older than it promised.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from fabric.model import (
     StepTimes,
 )
 
-# In the phase of a beat: links of the epoch are still to be made.
+# In the phase of a heartbeat: links of the epoch are still to be made.
 LINKING = ", linking"
 
 # --- member to member ---------------------------------------------------------------------------
@@ -27,43 +27,39 @@ LINKING = ", linking"
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What I put into round (epoch, step): sent to every member before my first chunk of it.
-
-    ``weight`` is the sum of the micro-batches' weights; zero listens. ``metrics`` are summed over
-    members at the commit. ``layout`` fails the round with a clear error where it differs.
-    """
+    """My part in round (epoch, step), sent to every member before the first chunk of it."""
 
     fence: Fence
     step: int
-    weight: float
+    weight: float  # the sum of the micro-batches' weights; zero: I only listen
     micro_batches: tuple[int, ...]
-    layout: str = ""
-    metrics: tuple[tuple[str, float], ...] = ()
+    layout: str = ""  # a member with another layout fails the round with a clear error
+    metrics: tuple[tuple[str, float], ...] = ()  # summed over the members at the commit
 
 
 @dataclass(frozen=True, slots=True)
 class CommitVote:
-    """I hold round (epoch, step), and can commit it from now on."""
+    """I have prepared round (epoch, step), and can commit it from now on."""
 
     fence: Fence
     step: int
     ready: int  # the epoch I am ready for, at least that of the round
     gradient_digest: str
     state_digest: str = ""  # of the shared state at ``step``; empty: not computed
-    nonfinite: str = ""  # a tensor of what I put in that is not finite, where that was asked for
-    entries: tuple[tuple[str, str], ...] = ()  # small entries of that state, said with its digest
+    nonfinite: str = ""  # a tensor of my contribution that is not finite; empty without the check
+    entries: tuple[tuple[str, str], ...] = ()  # small entries of that state, sent with its digest
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """My loop ended at ``step``, and I contribute to no round from there on; I stay linked until the job is
-    over. Said to the leader, and by who has taken part in rounds to all members.
+    """My loop ended at ``step``: I contribute to no later round, and stay linked until the job is over.
 
-    ``why``: my loop did not end by itself; others had finished there, in a sentence."""
+    It goes to the leader. A member that has taken part in rounds also sends it to all members.
+    """
 
     fence: Fence
     step: int
-    why: str = ""
+    why: str = ""  # not empty: others had finished at ``step``, and so my loop was stopped
 
 
 PeerMessage = Contribution | CommitVote | Finished
@@ -73,32 +69,27 @@ PeerMessage = Contribution | CommitVote | Finished
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A committed record. Announced to everybody with a session, never before it is committed.
-
-    ``changes``: this leader understands ``RequestRoster`` and reports that say whom their round lacked.
-    """
+    """A committed record, announced to every replica with a session after its commit."""
 
     record: Record
-    changes: bool = False
+    changes: bool = False  # this leader understands ``RequestRoster`` and ``Report.round_lacked``
 
 
 @dataclass(frozen=True, slots=True)
 class RosterDelta:
-    """The same for who holds the roster with digest ``before``: ``record`` has an empty one, ``joined`` are
-    the entries that are new or differ, ``left`` the names that are gone, ``order`` all names where it is not
-    the old order with the new ones at the end. ``after`` is the digest of the roster that results."""
+    """A committed record for a replica that holds the roster with digest ``before``."""
 
-    record: Record
+    record: Record  # with an empty roster
     before: str
-    after: str
-    joined: tuple[Member, ...] = ()
-    left: tuple[str, ...] = ()
-    order: tuple[str, ...] = ()
+    after: str  # the digest of the roster that results
+    joined: tuple[Member, ...] = ()  # the entries that are new or differ
+    left: tuple[str, ...] = ()  # the names that are gone
+    order: tuple[str, ...] = ()  # all names; empty: the old order, and new ones at the end
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One member's row of a Resume table: drop the kept gradient or not, then compute these."""
+    """One member's row of a Resume table: drop the kept gradient if told so, then compute these."""
 
     replica: str
     micro_batches: tuple[int, ...]
@@ -107,16 +98,12 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The decision of forced epoch ``fence.epoch``: go on at ``step`` with this table, of which a member is
-    told its own row; without one there is nothing to add.
-
-    Who is one step behind and holds a gradient of digest ``commit_digest`` commits it first.
-    """
+    """The decision of forced epoch ``fence.epoch``: go on at ``step`` with this table."""
 
     fence: Fence
     step: int
-    table: tuple[Assignment, ...]
-    commit_digest: str = ""
+    table: tuple[Assignment, ...]  # a member gets its own row only; without a row it adds nothing
+    commit_digest: str = ""  # a member one step behind with a gradient of this digest commits it first
     reason: str = ""
 
 
@@ -139,20 +126,17 @@ class StopServing:
 
 @dataclass(frozen=True, slots=True)
 class StateSources:
-    """Where a joiner finds the state at ``step``: base URLs of checkpoint servers, one digest.
-
-    ``again``: nobody asked, but what it is doing now leads nowhere: start again from this one.
-    """
+    """Where a joining replica finds a state."""
 
     fence: Fence
     state: SnapshotRef
-    urls: tuple[str, ...]
-    again: bool = False
+    urls: tuple[str, ...]  # of checkpoint servers
+    again: bool = False  # the replica did not ask, but its replay leads nowhere: start again from this state
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """The job is finished at ``step``: close, exit 0."""
+    """The job is complete at ``step``: close, exit 0."""
 
     fence: Fence
     step: int
@@ -160,21 +144,19 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The session is refused: ``reason`` is for a person. ``retry``: it stays, but is not let in for now.
-    ``poison``: the micro-batches that are the reason, where they are."""
+    """The leader refuses the session."""
 
-    reason: str
-    retry: bool = False
-    poison: tuple[Poison, ...] = ()
+    reason: str  # for a person
+    retry: bool = False  # the session stays, but its replica is not admitted for now
+    poison: tuple[Poison, ...] = ()  # the micro-batches that are the reason, if any are
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
-    """Answer to the beat with the same number: contact dates from when that beat was sent. ``waiting_for``:
-    what the job waits for, in a sentence for people; empty while it steps."""
+    """Answer to the heartbeat with the same number; contact dates from when that heartbeat was sent."""
 
     number: int
-    waiting_for: str = ""
+    waiting_for: str = ""  # what the job waits for, in a sentence for people; empty while it steps
 
 
 LeaderMessage = (
@@ -194,42 +176,42 @@ LeaderMessage = (
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """First message of every session: who I am, what state I hold, where I am reached."""
+    """First message of every session: identity, state and addresses of the replica."""
 
     replica: str
     incarnation: int
     generation: int  # 0: nothing but my initial state
     step: int
     digest: str
-    epoch: int  # the newest one I know
+    epoch: int  # the newest epoch I know
     link: str  # rank 0's address for other members
     ckpt: str  # base URL of rank 0's checkpoint server
     micro_batches: int  # how many make a step
     layout: str = ""
-    data: str = ""  # everything that the data order depends on: "name value name value ..."
+    data: str = ""  # the settings that the data order depends on: "name value name value ..."
     shares: int = 1
     snapshots: tuple[SnapshotRef, ...] = ()
     predecessors_gone: bool = False  # for leaders of an older version, which ask for no names
     finished: bool = False  # the user's loop has ended at this step
     sharing: Sharing = EVERYTHING
-    data_slot: int = -1  # the one that this replica's data are for; -1: any will do
+    data_slot: int = -1  # the data slot that this replica's data are for; -1: any will do
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up, where the replica has several
     replay: bool = True  # it catches up by published gradients; else the others wait for its state
     exchange_s: float = 60.0  # its time budget for an exchange
     user_code_s: float = 1800.0  # its time budget for user code
-    spare: bool = False  # it takes part only where a member is missing
+    spare: bool = False  # it contributes only while a member is missing
     # The parameters in order, for people: "name dtype[shape]"; empty: very many.
     tensors: tuple[str, ...] = ()
     roster: str = ""  # digest of the newest roster I hold; empty: an older version, without RosterDelta
     plane: str = ""  # how gradients are exchanged (host, device, nccl); empty: not said
     durable: tuple[SnapshotRef, ...] = ()  # complete durable checkpoints that it could load, oldest first
-    # Earlier incarnations on this host that the kernel says have ended, newest first.
+    # Earlier incarnations on this host that have ended, as the kernel says, newest first.
     predecessors: tuple[int, ...] = ()
-    secret: str = ""  # known to this process and the lighthouse alone: no other process speaks for it
+    secret: str = ""  # known to this process and the lighthouse alone: no other process can speak for it
     autonomy_s: float = 0.0  # how long it may commit without a lighthouse's answer; 0: an older version
     # The job's end, which an earlier process here saw while no lighthouse could be told.
     ended: JobEnd | None = None
-    rack: str = ""  # where its host stands, see ``Member.rack``
+    rack: str = ""  # as in ``Member.rack``
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,22 +229,22 @@ class Heartbeat:
     times: StepTimes | None = None
     busy_s: float = 0.0  # its bound
     empty: int = -1  # the newest step that was committed with total weight 0
-    unreachable: tuple[str, ...] = ()  # members that I cannot reach, said from outside the roster
+    unreachable: tuple[str, ...] = ()  # members that I cannot reach; sent from outside the roster
 
     @property
     def is_linking(self) -> bool:
-        """Whether links of its epoch are still to be made, without which it contributes nothing."""
+        """Whether links of its epoch are still to be made; it contributes nothing without them."""
         return LINKING in self.phase
 
     @property
     def waits(self) -> bool:
-        """Whether the main thread has come back from the user's code, and waits."""
+        """Whether the main thread has come back from the user's code and waits."""
         return self.phase.endswith(", waiting")
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """I entered round ``step`` of this epoch; said at the first one, and again when a leader asks."""
+    """I entered round ``step`` of this epoch. It is sent at the first round, and again when a leader asks."""
 
     fence: Fence
     step: int = -1
@@ -278,7 +260,7 @@ class Aborted:
     about: str = ""  # the peer it failed on
     waiting_for: tuple[str, ...] = ()  # the members I waited for at that moment
     stalled: bool = False  # the time budget was over
-    mismatch: bool = False  # that peer takes part in something else: other parameters, other sizes
+    mismatch: bool = False  # that peer takes part in another exchange: other parameters, other sizes
     unreachable: tuple[str, ...] = ()  # members to which nothing gets through
 
 
@@ -293,33 +275,33 @@ class Report:
     round_epoch: int  # of the newest round I entered; 0: none
     round_step: int
     round_roster: tuple[str, ...]
-    prepared: bool  # whether I hold that round
+    prepared: bool  # whether I have prepared that round
     gradient_digest: str
     have: tuple[int, ...]  # the micro-batches of ``step`` in my kept gradient
     committed_digest: str = ""  # of the gradient that led to ``step``; empty: there was none
-    # Where not None, the members of this epoch that the round lacked: stands for ``round_roster``.
+    # The members of this epoch that the round lacked, in place of ``round_roster``; None: see there.
     round_lacked: tuple[str, ...] | None = None
-    disputed: bool = False  # a vote named another result, and no majority mine: nobody can have committed it
-    outvoted: bool = False  # most members of a round of mine named another state at ``step`` than mine
-    unconfirmed: bool = False  # since I was let in, no later state of mine has agreed with another member's
+    # A vote named another result, and no majority has mine: no member can have committed the round.
+    disputed: bool = False
+    outvoted: bool = False  # in a round of mine most members named another state at ``step``
+    unconfirmed: bool = False  # since my admission no later state of mine has agreed with another member's
     parted: str = ""  # where the members' states differed in that round, for people
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRoster:
-    """I do not hold the roster that your change of this epoch starts from: tell me the whole."""
+    """I do not hold the roster that the RosterDelta of this epoch starts from: send all of it."""
 
     fence: Fence
 
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """I am outside and cannot go on by replay: have somebody snapshot for me. ``lost``: what I hold, if
-    anything, is of no use any more."""
+    """I am outside the roster and cannot go on by replay: let a member snapshot for me."""
 
     fence: Fence
     why: str
-    lost: bool = False
+    lost: bool = False  # the state that I hold, if any, is of no use any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +316,7 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMissed:
-    """I was past ``step`` when Serve came, or could not snapshot."""
+    """I was past ``step`` when TakeSnapshotFor came, or could not snapshot."""
 
     fence: Fence
     joiner: str
@@ -343,17 +325,16 @@ class SnapshotMissed:
 
 @dataclass(frozen=True, slots=True)
 class CannotContinue:
-    """I am in the roster but cannot go on in it: evict me, I will join again. ``unusable``: the base of the
-    generation cannot be loaded from what holds it."""
+    """I am in the roster but cannot go on: evict me, and I join again."""
 
     fence: Fence
     why: str
-    unusable: bool = False
+    unusable: bool = False  # no source of the generation's base has it in a form that can be loaded
 
 
 @dataclass(frozen=True, slots=True)
 class LoopFailed:
-    """The user's loop raised at ``step``: the same would happen to whoever took over, so the job fails."""
+    """The user's loop raised at ``step``. Any other member would raise there too, so the job fails."""
 
     fence: Fence
     step: int
@@ -380,7 +361,7 @@ MemberMessage = (
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatus:
-    """The second source of liveness: what the kernel says of the trainer, and what memory holds."""
+    """The second source of liveness: the trainer's state by the kernel, and the snapshots in memory."""
 
     replica: str
     incarnation: int
@@ -391,12 +372,11 @@ class TrainerStatus:
     # Micro-batches that its processes died at, repeated until the job is past them.
     deaths: tuple[Death, ...] = ()
     rank: int = 0  # whose checkpoint server this is, in a replica of several ranks
-    # For each of ``snapshots``, how many seconds ago it was its trainer's state.
-    ages_s: tuple[float, ...] = ()
-    durable: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that was written from here
+    ages_s: tuple[float, ...] = ()  # for each of ``snapshots``, how long ago it was its trainer's state
+    durable: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that this server wrote
     durable_error: str = ""  # why the last one was not written, in a sentence
     parts: tuple[int, ...] = ()  # for each of ``snapshots``, of how many ranks it is; empty: an older version
-    ended: JobEnd | None = None  # the job's end, which the trainer saw while no lighthouse could be told
+    ended: JobEnd | None = None  # the job's end, which the trainer saw without a lighthouse
 
 
 # --- leader to checkpoint server ------------------------------------------------------------------
@@ -404,15 +384,13 @@ class TrainerStatus:
 
 @dataclass(frozen=True, slots=True)
 class EpochNotice:
-    """The epoch in force and what it answers, for the server's log and state: nothing is decided by it.
-    ``every_s``: how often an unchanged status is wanted, where that is less often than the server's own.
-    ``complete``: the job is, and that is on record."""
+    """The epoch in force, for the server's log and state. The server decides nothing by it."""
 
     fence: Fence
     incident_id: str = ""
     why: str = ""
-    every_s: float = 0.0
-    complete: bool = False
+    every_s: float = 0.0  # seconds between unchanged statuses, if more than the server's own setting
+    complete: bool = False  # the job is complete, and that is on record
 
 
 Message = PeerMessage | LeaderMessage | MemberMessage | TrainerStatus | EpochNotice

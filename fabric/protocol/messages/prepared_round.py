@@ -1,20 +1,16 @@
-"""What a member holds between the end of a round's reduction and its commit."""
+"""The reduced gradient that a member holds from the end of a round's reduction to its commit."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRound:
-    """A fully reduced round: what its commit will apply and say.
-
-    ``contributions`` are the micro-batches by member in roster order, ``metrics`` their sums.
-    ``nonfinite`` names a tensor of it that is not finite: such a step is committed without an update.
-    """
+    """A fully reduced round, as its commit applies and tells it."""
 
     epoch: int
     step: int
     gradient_digest: str
     weight: float
-    contributions: tuple[tuple[str, tuple[int, ...]], ...]
-    metrics: tuple[tuple[str, float], ...] = ()
-    nonfinite: str = ""
+    contributions: tuple[tuple[str, tuple[int, ...]], ...]  # micro-batches by member, in roster order
+    metrics: tuple[tuple[str, float], ...] = ()  # sums over the members
+    nonfinite: str = ""  # a tensor of it that is not finite: such a step is committed without an update

@@ -1,8 +1,7 @@
-"""What the ranks of one replica say to each other: orders from rank 0, and outcomes of them. Pure.
+"""Messages between the ranks of one replica: commands from rank 0, and their outcomes. Pure.
 
-An order is an effect of the member core that this rank must perform; an outcome is the event in which it
-ended. Both travel as JSON under the strict rules of ``wire``. ``number`` ties an outcome to its order, for a
-fetch that was cancelled may still end; ``generation`` is the replica's when the order was given.
+A command is an effect of the member core that the rank must perform. An outcome is the event in which it
+ended. Both travel as JSON under the strict rules of ``wire``.
 """
 
 import hashlib
@@ -19,14 +18,15 @@ from fabric.protocol.messages.wire import MAX_BYTES, decode_as
 
 @dataclass(frozen=True, slots=True)
 class NameSnapshot:
-    """All ranks hold their part of the snapshot of ``step``: serve mine under the digests of all of them, in
-    rank order; ends in SnapshotNamed. Without digests somebody's part is missing: forget mine. ``durable``:
-    it becomes a durable checkpoint too."""
+    """Serve this rank's part of the snapshot of ``step``, of which each rank holds its own.
+
+    Ends in SnapshotNamed.
+    """
 
     step: int
     generation: int
-    digests: tuple[str, ...]
-    durable: bool = False
+    digests: tuple[str, ...]  # of all ranks, in rank order; empty: a part is missing, so forget this one
+    durable: bool = False  # it becomes a durable checkpoint too
 
 
 RankEffect = (
@@ -53,20 +53,19 @@ RankEffect = (
 
 @dataclass(frozen=True, slots=True)
 class SnapshotNamed:
-    """My part is served under the digests of all ranks; ``done`` False: it could not be."""
+    """This rank's part is served under the digests of all ranks, or cannot be."""
 
     step: int
     generation: int
-    done: bool
+    done: bool  # it is served
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDue:
-    """Rank 0 alone says it, with the state at ``step``: time for a snapshot of all ranks, and ``durable``:
-    for a durable checkpoint."""
+    """Time for a snapshot of the state at ``step`` by all ranks. Only rank 0 says so."""
 
     step: int
-    durable: bool = False
+    durable: bool = False  # time for a durable checkpoint too
 
 
 RankEvent = (
@@ -94,43 +93,37 @@ RankEvent = (
 
 @dataclass(frozen=True, slots=True)
 class RankCommand:
-    """``number`` counts the orders of a replica's life."""
-
-    number: int
-    generation: int
+    number: int  # counts the commands of a replica's life
+    generation: int  # the replica's when the command was given
     effect: RankEffect
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """``number`` is the order's, or 0 where the event tells by itself what it answers."""
-
     event: RankEvent
-    number: int = 0
+    number: int = 0  # the command's, as a cancelled fetch may still end; 0: the event says what it answers
 
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (*get_args(RankEffect), *get_args(RankEvent))}
 
 
-def encode_command(order: RankCommand) -> bytes:
-    """The bytes of one order."""
-    return _dump({"number": order.number, "generation": order.generation}, order.effect)
+def encode_command(command: RankCommand) -> bytes:
+    return _dump({"number": command.number, "generation": command.generation}, command.effect)
 
 
 def encode_outcome(outcome: RankOutcome) -> bytes:
-    """The bytes of one outcome."""
     return _dump({"number": outcome.number}, outcome.event)
 
 
 def decode_command(data: bytes) -> RankCommand:
-    """The order in ``data``; raises ProtocolError for anything that is not exactly one."""
+    """Decode a command; raise ProtocolError for bytes that are not exactly one."""
     body = _load(data)
     value = _value(body, get_args(RankEffect))
     return RankCommand(_count(body, "number"), _count(body, "generation"), value)
 
 
 def decode_outcome(data: bytes) -> RankOutcome:
-    """The outcome in ``data``; raises ProtocolError for anything that is not exactly one."""
+    """Decode an outcome; raise ProtocolError for bytes that are not exactly one."""
     body = _load(data)
     return RankOutcome(_value(body, get_args(RankEvent)), _count(body, "number"))
 
@@ -169,12 +162,14 @@ def _value(body: dict[str, Any], kinds: tuple[type, ...]) -> Any:
     return decode_as(kind, body.get("value"), kind.__name__)
 
 
-# --- one name for what all ranks hold together -------------------------------------------------------
+# --- the ranks as one replica ------------------------------------------------------------------------
 
 
 def replica_digest(digests: Sequence[str]) -> str:
-    """The digest (32 hex) of what the ranks hold together, from each rank's own in rank order. A replica of
-    one rank is named by that rank's own digest; empty where any is."""
+    """Combine the ranks' digests, in rank order, into the replica's (32 hex); empty if any is empty.
+
+    The digest of a replica of one rank is that rank's own.
+    """
     if not all(digests):
         return ""
     if len(digests) == 1:
@@ -185,13 +180,16 @@ def replica_digest(digests: Sequence[str]) -> str:
 Metrics = tuple[tuple[str, float], ...]
 
 
-def replica_share(groups: Sequence[int], said: Sequence[tuple[float, Metrics]]) -> tuple[float, Metrics]:
-    """The replica's weight and metrics from each rank's, in rank order; ``groups`` tells whose samples are
-    the same. Inside a replica gradients are means over the groups, so its weight is the mean of theirs;
-    metrics are sums. What any rank of a group says counts once. Raises ProtocolError where they disagree."""
+def replica_share(groups: Sequence[int], shares: Sequence[tuple[float, Metrics]]) -> tuple[float, Metrics]:
+    """Combine the ranks' weights and metrics, in rank order, into the replica's.
+
+    Ranks of one of the ``groups`` compute the same samples, so a group counts once. Gradients are means over
+    the groups, so the weight is the mean of theirs. Metrics are sums. Raise ProtocolError where the ranks of
+    a group disagree.
+    """
     weights: dict[int, float] = {}
     metrics: dict[str, dict[int, float]] = {}
-    for group, (weight, values) in zip(groups, said, strict=True):
+    for group, (weight, values) in zip(groups, shares, strict=True):
         if weight > 0 and weights.setdefault(group, weight) != weight:
             raise ProtocolError(
                 f"ranks that compute the same samples gave them the weights {weights[group]:g} and "
@@ -207,34 +205,34 @@ def replica_share(groups: Sequence[int], said: Sequence[tuple[float, Metrics]]) 
 
 
 def rank_of_url(url: str) -> int:
-    """Whose checkpoint server this is: the rank in the fragment, 0 without one; -1 for what is none."""
-    _, mark, fragment = url.partition("#")
-    if not mark:
+    """The rank in the fragment of a checkpoint server's URL; 0 without a fragment, -1 for a bad one."""
+    _, separator, fragment = url.partition("#")
+    if not separator:
         return 0
     return int(fragment) if fragment.isascii() and fragment.isdecimal() and len(fragment) < 10 else -1
 
 
 def by_rank(urls: Sequence[str]) -> dict[int, tuple[str, ...]]:
-    """The checkpoint servers among ``urls`` by whose they are, ready to be dialled."""
+    """Group checkpoint-server URLs by rank, with the rank fragment removed."""
     ranks = sorted({rank_of_url(u) for u in urls if u != DURABLE} - {-1})
     return {rank: urls_of_rank([u for u in urls if u != DURABLE], rank) for rank in ranks}
 
 
 def urls_of_rank(urls: Sequence[str], rank: int) -> tuple[str, ...]:
-    """Those of ``urls`` that serve ``rank``, ready to be dialled; durable storage serves all of them."""
-    mine = (u for u in urls if u == DURABLE or rank_of_url(u) == rank)
-    return tuple(dict.fromkeys(u.partition("#")[0] for u in mine))
+    """The ``urls`` that serve ``rank``, without the rank fragment. Durable storage serves every rank."""
+    serving = (u for u in urls if u == DURABLE or rank_of_url(u) == rank)
+    return tuple(dict.fromkeys(u.partition("#")[0] for u in serving))
 
 
 def seen_by_rank(record: Record, rank: int) -> Record:
-    """``record`` with the addresses that ``rank`` dials: those of the same rank of the other replicas."""
+    """Put the addresses that ``rank`` dials into ``record``: those of the same rank of every replica."""
     return replace(record, roster=tuple(_seen(x, rank) for x in record.roster))
 
 
 def _seen(member: Member, rank: int) -> Member:
     addresses = member.addresses
     if rank >= len(addresses):
-        # Refused by the leader long before; named here rather than an index error.
+        # The leader refuses such a session before; a clear error beats an index error all the same.
         raise ProtocolError(
             f"{member.replica} has {len(addresses)} ranks and no rank {rank}: start every replica with the "
             "same number of ranks"

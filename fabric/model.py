@@ -5,6 +5,7 @@ from collections.abc import KeysView
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
+from typing import NamedTuple
 
 # Version of every message and of the stored record. A reader accepts its own version and the one
 # before, and ignores fields it does not know. A writer only ever adds optional fields. Version 2 was skipped:
@@ -34,6 +35,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+class Process(NamedTuple):
+    """One process start of a replica."""
+
+    replica: str
+    incarnation: int
+
+
 @dataclass(frozen=True, slots=True)
 class RankAddress:
     """Where one rank of a replica is reached."""
@@ -59,6 +67,10 @@ class Member:
     blocking_join: bool = False  # the others wait in their round until its state has arrived
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up
     rack: str = ""  # names the hosts that fail together, as the replica says; empty: not named
+
+    @property
+    def process(self) -> Process:
+        return Process(self.replica, self.incarnation)
 
     @property
     def addresses(self) -> tuple[RankAddress, ...]:

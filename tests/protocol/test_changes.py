@@ -190,4 +190,4 @@ def test_a_reason_counts_the_members_it_does_not_name():
     names = " ".join(f"r{i}" for i in range(MANY))
     record = record_of(names, epoch=2)
     reports = {n: report_of(record, 5, (1, 5, names), "g") for n in record.names}
-    assert decide(record, reports, MANY).reason == f"all of {MANY} members hold step 5"
+    assert decide(record, reports, MANY).reason == f"all of {MANY} members have prepared step 5"

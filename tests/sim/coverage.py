@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 REASONS = {
     "is redone": "path: a round is redone",
-    "hold step": "path: committed by Resume",
+    "have prepared step": "path: committed by Resume",
     "first start": "path: first start",
     "cold start from": "path: cold start",
     "ring rebuilt": "path: ring rebuilt",

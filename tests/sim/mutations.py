@@ -44,13 +44,13 @@ def resume_past_when_anybody_holds(patch: Patch) -> None:
 
     def holders(record: Record, reports: Mapping[str, m.Report], step: int) -> dict[str, m.Report]:
         found = witnesses(record, reports, step)
-        return {n: x for n, x in found.items() if deciding._holds(x, record, step)} or found
+        return {n: x for n, x in found.items() if deciding._prepared(x, record, step)} or found
 
     patch.setattr(deciding, "_witnesses", holders)
 
 
 def redo_although_everybody_holds(patch: Patch) -> None:
-    patch.setattr(deciding, "_holds", lambda report, record, step: False)
+    patch.setattr(deciding, "_prepared", lambda report, record, step: False)
 
 
 def drop_the_hold_on_abort(patch: Patch) -> None:

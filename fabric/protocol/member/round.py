@@ -34,7 +34,8 @@ class Round:
     def prepared(self) -> PreparedRound | None:
         """The prepared round, or None before the reduction is done and all contributions are here."""
         names = self.record.names
-        if not self.gradient_digest or any(n not in self.contributions for n in names):
+        complete = len(self.contributions) >= len(names) and all(n in self.contributions for n in names)
+        if not self.gradient_digest or not complete:
             return None
         parts = [self.contributions[n] for n in names]
         return PreparedRound(
@@ -75,7 +76,7 @@ class Round:
         return ""
 
     def parted(self) -> str:
-        """Say where the states under this round differ, by the votes here; empty where their digests agree."""
+        """Say where the states under this round differ, by these votes; empty where the digests agree."""
         entries = {name: vote.entries for name, vote in self.votes.items() if vote.state_digest}
         digests = {self.votes[name].state_digest for name in entries}
         return differences(entries) if len(digests) > 1 else ""
@@ -90,7 +91,7 @@ class Round:
         return agree < len(digests) and 2 * agree <= len(self.record.roster)
 
     def is_outvoted(self, digest: str) -> bool:
-        """Whether more than half of the roster voted for one state other than ``digest``, unless that is empty."""
+        """Whether most of the roster voted for one state other than ``digest`` (empty: no)."""
         others = Counter(b.state_digest for b in self.votes.values() if b.state_digest not in ("", digest))
         return bool(digest and others) and 2 * max(others.values()) > len(self.record.roster)
 

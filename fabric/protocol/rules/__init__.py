@@ -1,1 +1,1 @@
-"""Decisions as functions of plain values: assignment, forced epochs, poison, who waits for whom. Pure."""
+"""Decisions as functions of plain values: assignment, forced epochs, poison, wait-for graph. Pure."""

@@ -1,8 +1,8 @@
-"""The time budget: from one setting, ``exchange_s``, every deadline inside the exchange follows.
+"""The time budget: every deadline inside the exchange follows from one setting, ``exchange_s``.
 
-What user code takes is bounded apart, by ``user_code_s`` or by what ``session.busy`` announced: nobody can
-know how long an evaluation lasts. Rounds that went well tighten the bound of the next ones, never below
-FLOOR_S: a trainer may be kept from its links for seconds by C code that holds the GIL, or by a busy host.
+User code has a bound of its own, ``user_code_s`` or the time that ``session.busy`` announced. Good rounds
+tighten the bound of the next ones, never below FLOOR_S: C code that holds the GIL, or a busy host, may keep a
+trainer from its links for seconds.
 """
 
 import math
@@ -10,33 +10,33 @@ from collections import deque
 from dataclasses import dataclass, field
 
 FLOOR_S = 5.0
-# The bound is so many times what the slowest one in a hundred rounds took.
+# The bound is so many times the duration of the slowest one in a hundred rounds.
 MARGIN = 20.0
-# Rounds that must have gone well before anything is learned of them, and those that are remembered.
+# The bound adapts from so many good rounds on, and remembers the last REMEMBERED.
 ENOUGH = 20
 REMEMBERED = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Seconds. ``exchange_s``: from when everybody is in a round to its commit, at most."""
+    """The longest times, in seconds."""
 
-    exchange_s: float = 60.0
+    exchange_s: float = 60.0  # from when every member is in a round to its commit
     user_code_s: float = 1800.0
 
     @property
     def link_s(self) -> float:
-        """For the links of a new epoch, all of them."""
+        """The time for all links of a new epoch."""
         return min(5.0, self.exchange_s / 4)
 
     @property
     def entry_s(self) -> float:
-        """For members that are late for a round: the leader says who is; this is for when there is none."""
+        """The time for members that are late for a round, while no leader judges them."""
         return 2 * self.user_code_s + self.exchange_s
 
 
 def problem(exchange_s: float, user_code_s: float, autonomy_s: float) -> str:
-    """Why these cannot be a budget, for a person; empty when they can."""
+    """Say why these cannot be a budget, for a person; empty when they can."""
     if exchange_s <= 0:
         return f"exchange_s is {exchange_s:g}: give the seconds that a round may take once everybody is in it"
     if user_code_s < exchange_s:
@@ -54,9 +54,9 @@ def problem(exchange_s: float, user_code_s: float, autonomy_s: float) -> str:
 
 @dataclass(slots=True)
 class AdaptiveTimeout:
-    """The bound of the next round, from those before. ``cap_s`` holds until enough is known, and always."""
+    """The bound of the next round, from the durations of earlier ones."""
 
-    cap_s: float
+    cap_s: float  # the bound until enough rounds have gone well, and its upper limit always
     _took: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _patience: float = 1.0
 
@@ -66,12 +66,12 @@ class AdaptiveTimeout:
         self._patience = 1.0
 
     def stalled(self) -> None:
-        """A round was given up: the next is given twice the time, lest a slow network never gets through."""
+        """A round was given up: give the next one twice the time, or a slow network never gets through."""
         self._patience *= 2
 
     @property
     def bound_s(self) -> float:
-        """How long the next round may take once everybody is in it."""
+        """How long the next round may take once every member is in it."""
         if len(self._took) < ENOUGH:
             return self.cap_s
         ordered = sorted(self._took)

@@ -1,14 +1,13 @@
-"""Who computes which micro-batches: one pure function of (step's micro-batches, roster, shares).
+"""The division of a step's micro-batches: a pure function of (micro-batches, roster, shares).
 
-The global batch of a step is a fixed list of micro-batches; a roster only changes who computes them.
+The global batch of a step is a fixed list of micro-batches. A roster only changes which member computes each.
 
-Policy ``constant``: all of them, by whoever is there. Ranges are contiguous in roster order, so the
-assignment is stable while the roster is, and sizes follow the shares by the largest remainder method (ties
-go to the earlier member).
+Policy ``constant``: the members of the roster compute all of them. Ranges are contiguous in roster order, so
+the assignment is stable while the roster is. Sizes follow the shares by the largest remainder method (ties go
+to the earlier member).
 
 Policy ``shrink``: the list is cut into one part per *data slot*, and a member computes the part of its data
-slot. A part on whose data slot nobody sits is skipped. With equal shares a part never changes, whoever comes
-or goes.
+slot. A part whose data slot has no member is skipped. With equal shares a part is the same in every roster.
 
 Data that only some replicas can read (``Sharing.readers`` above 0) lie by data slots too, in SPARe's layout
 (`rules.spare`). The member on data slot p computes part p. While it is away another host of the part does,
@@ -30,7 +29,7 @@ _MOST = 1 << 53  # above every number of a data slot
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step's global batch: how many micro-batches, and how they are shared out."""
+    """A step's global batch: the number of micro-batches, and how they are shared out."""
 
     micro_batches: int
     sharing: Sharing = EVERYTHING
@@ -42,12 +41,11 @@ def apportion(total: int, shares: Sequence[int]) -> list[int]:
     Hamilton's largest remainder method in integer arithmetic, so that every replica computes the same.
     Shares must not be negative; when all are zero the split is even.
     """
-    whole = sum(shares)
-    if whole <= 0:
+    if sum(shares) <= 0:
         shares = [1] * len(shares)
-        whole = len(shares)
-    parts = [total * share // whole for share in shares]
-    remainders = [(-(total * share % whole), i) for i, share in enumerate(shares)]
+    divisor = sum(shares)
+    parts = [total * share // divisor for share in shares]
+    remainders = [(-(total * share % divisor), i) for i, share in enumerate(shares)]
     for _, index in sorted(remainders)[: total - sum(parts)]:
         parts[index] += 1
     return parts
@@ -56,7 +54,7 @@ def apportion(total: int, shares: Sequence[int]) -> list[int]:
 def assign(micro_batches: Iterable[int], members: Sequence[Member]) -> dict[str, tuple[int, ...]]:
     """Give every micro-batch to exactly one of ``members``, by their shares, in roster order.
 
-    Raises ValueError without members.
+    Raise ValueError without members.
     """
     if not members:
         raise ValueError("nobody is left to compute the micro-batches")
@@ -74,15 +72,15 @@ def spread(
 ) -> dict[str, tuple[int, ...]]:
     """Give the orphaned ``micro_batches`` to ``members``, least relative load first.
 
-    ``load`` is how many each one already has in its kept gradient. Every id goes to exactly one member;
-    ties go to the earlier in roster order. A share of zero counts as the smallest positive one here:
-    somebody must compute what the dead left.
+    ``load`` is how many each member already has in its kept gradient. Every id goes to exactly one member;
+    ties go to the earlier in roster order. A share of zero counts as 1 here, because some member must compute
+    the orphans.
     """
     if not members:
         raise ValueError("nobody is left to compute the micro-batches")
     given: dict[str, list[int]] = {m.replica: [] for m in members}
-    # What each would have with one more, relative to its share, and its place in the roster. Small integers'
-    # quotients: floats compare as the fractions would.
+    # Each member's load with one micro-batch more, relative to its share, and its place in the roster.
+    # Quotients of small integers compare as floats just as the fractions would.
     queue = [((load.get(m.replica, 0) + 1) / max(m.shares, 1), place) for place, m in enumerate(members)]
     heapq.heapify(queue)
     for micro_batch in sorted(micro_batches):
@@ -107,7 +105,7 @@ def cut(total: int, shares: Sequence[int]) -> list[range]:
 
 
 def data_slot_shares(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
-    """The share of every data slot: its member's, or the members' mean where nobody of ``roster`` sits.
+    """The share of every data slot: its member's, or the members' mean if it has none in ``roster``.
 
     Where data lie by data slots all parts are equal: they cannot move.
     """
@@ -125,8 +123,7 @@ def readers_of(part: int, sharing: Sharing) -> tuple[int, ...]:
 
 
 def lost_parts(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
-    """The parts that no member of ``roster`` can read, where others than their own data slot may compute
-    them."""
+    """The parts that no member of ``roster`` can read, under a policy by which others may compute them."""
     if not sharing.readers or sharing.policy != "constant":
         return []
     present = frozenset(m.data_slot for m in roster if 0 <= m.data_slot < sharing.data_slots)
@@ -142,10 +139,10 @@ def waits_for_data(sharing: Sharing, roster: Sequence[Member]) -> bool:
 def share_out(
     work: Work, roster: Sequence[Member], able: Sequence[Member], skip: Iterable[int] = ()
 ) -> dict[str, tuple[int, ...]]:
-    """A whole step's assignment: every micro-batch to at most one of the ``able`` of ``roster``.
+    """Assign a whole step: every micro-batch goes to at most one of the ``able`` of ``roster``.
 
-    What is in ``skip`` goes to nobody; under ``constant`` without ``readers`` everything else goes to
-    exactly one. Raises ValueError when nobody is able.
+    Leave out the micro-batches in ``skip``. Under ``constant`` without ``readers`` every other one goes to
+    exactly one member. Raise ValueError without ``able`` members.
     """
     skipped = frozenset(skip)
     wanted = [i for i in range(work.micro_batches) if i not in skipped]
@@ -163,9 +160,11 @@ def hand_round(
     missing: Iterable[int],
     load: Mapping[str, int],
 ) -> dict[str, tuple[int, ...]]:
-    """A redone step's further work: who of the ``able`` computes what of ``missing``, by ``load`` (how
-    many each one has already). Under ``shrink`` that is what is missing of a member's own part. A part that
-    can only be read by a member that is not able yet goes to it: the others wait until it has caught up."""
+    """Assign the ``missing`` micro-batches of a redone step to the ``able``, by ``load`` (how many each has).
+
+    Under ``shrink`` a member gets those of its own part. A part that only a member can read that is not able
+    yet goes to that member: the others wait until it has caught up.
+    """
     sharing = work.sharing
     if sharing.policy == "constant" and not sharing.readers:
         return spread(missing, able, load)
@@ -194,11 +193,11 @@ def _by_data_slot(
 def seated(
     roster: Sequence[Member], remembered: Mapping[str, int], sharing: Sharing = EVERYTHING
 ) -> tuple[Member, ...]:
-    """``roster`` with a data slot for everybody: the one it asks for, else the one it had, else a free one.
+    """Give each member a data slot: that which it asks for, else that which it had, else a free one.
 
     No two members share a data slot: of two that ask for one, the earlier in roster order gets it. The free
-    one is the lowest, or in a job whose replicas name their racks the one that `rules.placement` chooses. In
-    such a job a data slot that has no shard does not last: its member gets the next one that is free.
+    data slot is the lowest. If replicas name their racks, `rules.placement` chooses it. There a data slot
+    without a shard does not last: its member gets the next one that is free.
     """
     by_rack = sharing.readers > 0 and any(m.rack for m in roster)
     end = sharing.data_slots if by_rack else _MOST

@@ -1,5 +1,7 @@
-"""What all members of a job must have in common, seen before they join: a difference that is met later ends
-in rounds that can never be exchanged."""
+"""The settings that all members of a job must have in common, compared before they join.
+
+A difference that is met later ends in rounds that can never be exchanged.
+"""
 
 from itertools import zip_longest
 
@@ -11,19 +13,18 @@ _LABELS = {"data_slots": "seats (FABRIC_REPLICAS)", "on_nan": "FABRIC_ON_NAN"}
 _PLANES = {"host": "in host memory", "device": "on a GPU", "nccl": "through NCCL"}
 
 
-def incompatibility(mine: OpenSession, theirs: OpenSession) -> str:
-    """Why these two cannot be members of one job, in a sentence that says what to do; empty when they can."""
-    me, other = mine.replica, theirs.replica
-    what = _model(mine, theirs) or _data(mine, theirs)
+def incompatibility(a: OpenSession, b: OpenSession) -> str:
+    """Say why these two cannot be members of one job, and what to do; empty when they can."""
+    what = _model(a, b) or _data(a, b)
     if what:
         return (
-            f"{me} has other {what[0]} than {other}{what[1]}: start every replica with the same model, data "
-            "set, batch sizes, number of steps and FABRIC_ settings"
+            f"{a.replica} has other {what[0]} than {b.replica}{what[1]}: start every replica with the same "
+            "model, data set, batch sizes, number of steps and FABRIC_ settings"
         )
-    if mine.plane and theirs.plane and mine.plane != theirs.plane:
+    if a.plane and b.plane and a.plane != b.plane:
         return (
-            f"{me} exchanges gradients {_place(mine)} and {other} {_place(theirs)}: have the parameters of "
-            "every replica on the same kind of device, with the same FABRIC_DATA_PLANE"
+            f"{a.replica} exchanges gradients {_place(a)} and {b.replica} {_place(b)}: have the parameters "
+            "of every replica on the same kind of device, with the same FABRIC_DATA_PLANE"
         )
     return ""
 
@@ -33,7 +34,7 @@ def _place(session: OpenSession) -> str:
 
 
 def _model(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
-    """What of the model differs, and how."""
+    """The part of the model that differs, and how."""
     if len(a.ranks) != len(b.ranks):
         return f"ranks ({1 + len(a.ranks)} and not {1 + len(b.ranks)})", ""
     if a.layout != b.layout:
@@ -42,16 +43,16 @@ def _model(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
 
 
 def _data(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
-    """What of the data differs, and the settings that do."""
-    mine, theirs = _settings(a), _settings(b)
-    if mine == theirs:
+    """The data settings that differ, and how."""
+    ours, theirs = _settings(a), _settings(b)
+    if ours == theirs:
         return None
-    said = []
-    for name in {**mine, **theirs}:
-        here, there = mine.get(name, "not given"), theirs.get(name, "not given")
+    clauses = []
+    for name in {**ours, **theirs}:
+        here, there = ours.get(name, "not given"), theirs.get(name, "not given")
         if here != there:
-            said.append(f"{_LABELS.get(name, name)} is {here} here and {there} there")
-    return "data settings", f" ({', '.join(said)})"
+            clauses.append(f"{_LABELS.get(name, name)} is {here} here and {there} there")
+    return "data settings", f" ({', '.join(clauses)})"
 
 
 def _settings(session: OpenSession) -> dict[str, str]:
@@ -67,11 +68,11 @@ def _settings(session: OpenSession) -> dict[str, str]:
     }
 
 
-def _tensor(mine: tuple[str, ...], theirs: tuple[str, ...]) -> str:
-    """The first parameter that differs, for people; empty when nobody described them, or all are alike."""
-    if not mine or not theirs:
+def _tensor(ours: tuple[str, ...], theirs: tuple[str, ...]) -> str:
+    """The first parameter that differs, for people; empty where either side has no descriptions."""
+    if not ours or not theirs:
         return ""
-    for number, (one, other) in enumerate(zip_longest(mine, theirs, fillvalue="missing")):
-        if one != other:
-            return f" (parameter {number} is {one} here, and {other} there)"
+    for number, (here, there) in enumerate(zip_longest(ours, theirs, fillvalue="missing")):
+        if here != there:
+            return f" (parameter {number} is {here} here, and {there} there)"
     return ""

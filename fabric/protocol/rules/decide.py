@@ -1,13 +1,13 @@
-"""What a forced epoch goes on with: a pure function of its members' reports.
+"""The decision of a forced epoch: a pure function of its members' reports. Rule 5 of the leader.
 
-Given the record of a forced epoch and the frozen report of every member, answer at which step T they
-resume and what each must still compute. Every leader that sees the same reports decides the same.
+Given the record of a forced epoch and the frozen report of every member, decide the step T at which they
+resume, and each member's work. Every leader that sees the same reports decides the same.
 
-Why T = C + 1 needs *all* reporters of the newest round to hold: holding is a promise (who loses it exits),
-so if one member of that round reports without holding, nobody can have left its commit barrier, dead or
-alive, and the round is redone. If all of them hold, somebody may have committed, and committing is allowed.
-Not so where one of them was told of another result before the round ended: then nobody can have committed it,
-those who said so may be gone, and what is left may be the wrong one.
+The members commit the newest round only if *all* its reporters have prepared it. A prepared round is a
+promise. So if one of them has not prepared it, no member has committed it, dead or alive, and it is redone.
+If all have, some member may have committed it, and committing is allowed. A disputed round is an exception:
+no member can have committed it. The members with the other result may be gone, and the remaining result may
+be wrong.
 """
 
 from collections import Counter
@@ -24,17 +24,16 @@ _NAMED = 16
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Reports of the same step carry different digests: these members are the minority. ``state``: their
-    state is wrong, not only what they were about to commit."""
+    """Reports of the same step carry different digests: these members are the minority."""
 
     replicas: tuple[str, ...]
     reason: str
-    state: bool = False
+    state: bool = False  # their state is wrong, not only the gradient that they prepared
 
 
 @dataclass(frozen=True, slots=True)
 class Undecidable:
-    """Two members disagree and no third can tell who is right: the job stops rather than guess."""
+    """Two members disagree and no third has the result of either: the job stops rather than guess."""
 
     reason: str
 
@@ -43,25 +42,25 @@ Decision = Resume | Evict | Undecidable
 
 
 def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) -> Decision:
-    """The decision of forced epoch ``record.epoch`` from the reports of all its members.
+    """Decide forced epoch ``record.epoch`` from the reports of all its members.
 
-    ``micro_batches`` is how many make a step. Raises KeyError when a member's report is missing.
+    ``micro_batches`` make a step. Raise KeyError when a member's report is missing.
     """
     work = Work(micro_batches, record.sharing)
     if record.cold == record.epoch:
         return _cold(record, work)
     by_name = {m.replica: reports[m.replica] for m in record.roster}
-    # A newcomer that never held a state of this generation says nothing about it.
+    # The report of a newcomer that never held a state of this generation does not count.
     valid = {r: x for r, x in by_name.items() if x.state_generation == record.generation}
     if not valid:
-        # Nobody began this generation yet, so nobody can have committed in it.
+        # No member has begun this generation yet, so none can have committed in it.
         return _cold(record, work)
     split = _outvoted(record, valid) or _digest_split(record, valid)
     if split is not None:
         return split
     newest = max(_newest_step(x, record) for x in valid.values())
     witnesses = _witnesses(record, valid, newest)
-    if witnesses and all(_holds(w, record, newest) for w in witnesses.values()):
+    if witnesses and all(_prepared(w, record, newest) for w in witnesses.values()):
         digests = {name: w.gradient_digest for name, w in witnesses.items()}
         split = _minority(record, valid, digests, f"the reduced gradient of step {newest}")
         if split is not None or not any(w.disputed for w in witnesses.values()):
@@ -84,14 +83,14 @@ def _counts(report: Report, record: Record) -> bool:
     return report.round_epoch >= max(record.cold, 1)
 
 
-def _holds(report: Report, record: Record, step: int) -> bool:
+def _prepared(report: Report, record: Record, step: int) -> bool:
     return report.prepared and _counts(report, record) and report.round_step == step
 
 
 def _witnesses(record: Record, reports: Mapping[str, Report], step: int) -> dict[str, Report]:
-    """The reporters that belong to the roster of the newest epoch that had a round at ``step``.
+    """The reporters in the roster of the newest epoch that had a round at ``step``.
 
-    A report that stands for an older round than that one does not hold it, whatever else it holds.
+    A report about an older round counts as not prepared.
     """
     entered = [x for x in reports.values() if _counts(x, record) and x.round_step == step]
     if not entered:
@@ -106,27 +105,29 @@ def _witnesses(record: Record, reports: Mapping[str, Report], step: int) -> dict
 
 
 def _in_round(report: Report, record: Record) -> frozenset[str]:
-    """Which members of this epoch were in the round that the report stands for."""
+    """The members of this epoch that were in the report's round."""
     if report.round_lacked is None:
         return frozenset(report.round_roster)
     return frozenset(record.names) - frozenset(report.round_lacked)
 
 
 def _commit(record: Record, witnesses: Mapping[str, Report], step: int, work: Work) -> Resume:
-    """Everybody of the newest round holds it: they commit it and go on with the next step."""
+    """Commit the newest round, which all its members have prepared, and go on with the next step."""
     able = [m for m in record.roster if m.replica in witnesses]
     shares = share_out(work, record.roster, able, record.poisoned(step + 1))
     table = tuple(Assignment(m.replica, shares.get(m.replica, ())) for m in record.roster)
     digest = next(iter(witnesses.values())).gradient_digest
     names = sorted(witnesses)
     who = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} members"
-    reason = f"all of {who} hold step {step}"
+    reason = f"all of {who} have prepared step {step}"
     return Resume(record.fence, step + 1, table, digest, reason)
 
 
 def _redo(record: Record, reports: Mapping[str, Report], step: int, work: Work) -> Resume:
-    """Redo round ``step``: what nobody at that step has goes to those who can compute it, as the policy
-    has it; a micro-batch that killed two goes to nobody."""
+    """Redo round ``step``: members that can compute get the micro-batches that no member at that step has.
+
+    Poison goes to no member.
+    """
     digest = next((x.committed_digest for x in reports.values() if x.step == step), "")
     load: dict[str, int] = {}
     dropped: set[str] = set()
@@ -135,14 +136,14 @@ def _redo(record: Record, reports: Mapping[str, Report], step: int, work: Work) 
         report = reports.get(member.replica)
         if report is None or not _able(report, record, step, digest):
             continue
-        mine = set(report.have) if report.step == step else set()
-        if mine & taken:
+        kept = set(report.have) if report.step == step else set()
+        if kept & taken:
             # Two members computed the same micro-batch (a table that one of them missed): the later in
             # roster order starts afresh.
             dropped.add(member.replica)
-            mine = set()
-        taken |= mine
-        load[member.replica] = len(mine)
+            kept = set()
+        taken |= kept
+        load[member.replica] = len(kept)
     able = [m for m in record.roster if m.replica in load]
     missing = set(range(work.micro_batches)) - taken - record.poisoned(step)
     extra = hand_round(work, record.roster, able, missing, load) if able else {}
@@ -156,12 +157,12 @@ def _redo(record: Record, reports: Mapping[str, Report], step: int, work: Work) 
 
 def _able(report: Report, record: Record, step: int, digest: str) -> bool:
     """Whether this member computes in the redone round: it is at ``step``, or gets there at once."""
-    behind = report.step == step - 1 and _holds(report, record, step - 1)
+    behind = report.step == step - 1 and _prepared(report, record, step - 1)
     return report.step == step or (behind and bool(digest) and report.gradient_digest == digest)
 
 
 def _outvoted(record: Record, reports: Mapping[str, Report]) -> Evict | None:
-    """Whose state most members of a round have called wrong, whether these are still there or not."""
+    """Evict the members whose state most members of a round have called wrong, also if those are gone now."""
     names = tuple(x.replica for x in record.roster if x.replica in reports and reports[x.replica].outvoted)
     if not names:
         return None
@@ -186,9 +187,12 @@ def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Unde
 def _minority(
     record: Record, reports: Mapping[str, Report], digests: Mapping[str, str], what: str
 ) -> Evict | Undecidable | None:
-    """Who disagrees with the majority. A tie of more than two goes against the shorter tenure; where that
-    is equal too, nobody can tell who is right. Of two the one goes that came last, unless it has agreed with
-    another member since: then what parted them came later, and may be either's."""
+    """Evict the members that disagree with the majority.
+
+    A tie of more than two goes against the shorter tenure. If the tenures are equal too, no member can tell
+    which side is right. Of two members the newer one goes, unless it has agreed with another member since:
+    then the fault came later, and may be on either side.
+    """
     counts = Counter(digests.values())
     if len(counts) <= 1:
         return None
@@ -212,7 +216,7 @@ def _minority(
 
 
 def _newest_of_two(record: Record, digests: Mapping[str, str]) -> str:
-    """Which of two members was let in after the other; empty where there are more, or both came at once."""
+    """The one of two members that was admitted later; empty for more members, or equal tenures."""
     entered = sorted((x.since, x.replica) for x in record.roster if x.replica in digests)
     return entered[1][1] if len(entered) == 2 and entered[0][0] < entered[1][0] else ""
 
@@ -228,6 +232,6 @@ def _disagrees(names: tuple[str, ...], what: str) -> str:
 
 
 def _tenure(record: Record, digests: Mapping[str, str], digest: str) -> tuple[int, ...]:
-    """When those with this digest were let in, the latest first: the lower, the longer they are here."""
+    """The epochs that admitted the members with this digest, the latest first; lower means longer tenure."""
     entered = {member.replica: member.since for member in record.roster}
-    return tuple(sorted((entered[name] for name, found in digests.items() if found == digest), reverse=True))
+    return tuple(sorted((entered[name] for name, other in digests.items() if other == digest), reverse=True))

@@ -1,14 +1,14 @@
-"""Where the states of members part. Small entries travel with the digests, to be compared where they differ.
+"""Where the states of members differ. Small entries of a state travel with its digest.
 
-A learning rate or a counter that differs is nearly always a mistake in the script, and names itself. Where no
-small entry differs, a tensor does.
+If a learning rate or a counter differs, the script is nearly always wrong there. If no small entry differs, a
+tensor does.
 """
 
 from collections.abc import Mapping
 
 Entries = tuple[tuple[str, str], ...]
 
-# So much is said of a state, and so many differences are named.
+# So much of a state travels, and so many differences are named.
 MAX_ENTRIES = 64
 MAX_PATH = 100
 MAX_VALUE = 32
@@ -16,21 +16,20 @@ _NAMED = 3
 
 
 def bounded(entries: Entries) -> Entries:
-    """What may travel of ``entries``, (path, value) each."""
+    """Cut ``entries``, (path, value) each, to the size that may travel."""
     return tuple((_clean(path, MAX_PATH), _clean(value, MAX_VALUE)) for path, value in entries[:MAX_ENTRIES])
 
 
-def differences(said: Mapping[str, Entries]) -> str:
-    """The first entries that differ, with every value and whose it is; empty where fewer than two members
-    have said anything."""
-    known = {name: dict(bounded(entries)) for name, entries in sorted(said.items()) if entries}
-    if len(known) < 2:
+def differences(entries: Mapping[str, Entries]) -> str:
+    """Name the first entries that differ, with every value; empty for fewer than two members."""
+    states = {name: dict(bounded(pairs)) for name, pairs in sorted(entries.items()) if pairs}
+    if len(states) < 2:
         return ""
     parted = []
-    for path in dict.fromkeys(path for entries in known.values() for path in entries):
+    for path in dict.fromkeys(path for state in states.values() for path in state):
         by_value: dict[str, list[str]] = {}
-        for name, entries in known.items():
-            by_value.setdefault(entries.get(path, "nothing"), []).append(name)
+        for name, state in states.items():
+            by_value.setdefault(state.get(path, "nothing"), []).append(name)
         if len(by_value) > 1:
             values = ", ".join(f"{value} on {_names(names)}" for value, names in by_value.items())
             parted.append(f"{path}: {values}")

@@ -1,41 +1,43 @@
-"""Which members can go on together: the link graph, from what each says it cannot reach. Pure.
+"""The largest set of members that all reach each other, from each member's word. Pure. "Links that are cut".
 
 The barrier needs a link between every two members, so no ring order helps where one is missing. The leader
-keeps the largest set whose members all reach each other, and leaves the others out in one epoch. They come
-back when their links have held for a while, so that a link that flaps costs one change and not many.
+keeps that set and leaves the others out in one epoch. They come back when their links have been whole for a
+while, so a link that flaps costs one change and not many.
 """
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# So many members with a missing link are looked at exhaustively; among more the set may be smaller than the
+from fabric.model import Process
+
+# Up to so many members with a missing link are searched exhaustively; of more the set may be smaller than the
 # largest.
 EXACT = 16
-# Seconds that the links of a member that was left out must hold before it comes back, doubled every time.
+# Seconds that the links of a member that was left out must be whole before it comes back, doubled every time.
 CALM_S = 5.0
 CALM_LIMIT_S = 12.0
-# Whoever had no trouble for so many seconds is treated like one that never had any.
+# A process without trouble for so many seconds counts as one that never had any.
 FORGET_S = 600.0
 
 Pair = tuple[str, str]
 
 
-def missing_links(said: Mapping[str, Iterable[str]], names: Collection[str]) -> set[Pair]:
-    """The links that somebody cannot use, both ends in ``names``. A link needs both directions, so the word
-    of one end is enough."""
-    there = frozenset(names)
-    pairs = ((by, about) for by, others in said.items() for about in others)
-    return {(min(p), max(p)) for p in pairs if p[0] != p[1] and there.issuperset(p)}
+def missing_links(unreachable: Mapping[str, Iterable[str]], names: Collection[str]) -> set[Pair]:
+    """The links between ``names`` that either end cannot use, as a link needs both directions."""
+    members = frozenset(names)
+    pairs = ((by, about) for by, others in unreachable.items() for about in others)
+    return {(min(p), max(p)) for p in pairs if p[0] != p[1] and members.issuperset(p)}
 
 
 def reachable_set(
     seniority: Sequence[str], missing: Collection[Pair], newcomers: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The set that goes on: no link of it is missing, and it has the most members that are no newcomers, then
-    the most members, then the most senior ones. ``seniority`` names all members, the most senior first.
+    """The set that goes on: no link of it is missing.
 
-    With more than ``EXACT`` ends of missing links the answer is a set that nobody can be added to.
+    Of such sets it has the most veterans (members that are not ``newcomers``), then the most members, then
+    the most senior ones. ``seniority`` names all members, the most senior first. With more than ``EXACT``
+    ends of missing links it is a set to which no member can be added.
     """
     neighbours: dict[int, set[int]] = {}
     place = {name: i for i, name in enumerate(seniority)}
@@ -49,18 +51,18 @@ def reachable_set(
 
 
 def _worth(kept: Collection[int], new: Collection[int]) -> tuple[int, int, tuple[int, ...]]:
-    """What is compared: veterans, members, and the places of the most senior ones."""
+    """The rank of a set: veterans, members, and the places of the most senior ones."""
     return sum(i not in new for i in kept), len(kept), tuple(-i for i in sorted(kept))
 
 
 def _best(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int]:
-    """Of every way to leave somebody out, the best."""
+    """Try every way to leave members out, and take the best."""
 
     def search(left: frozenset[int]) -> frozenset[int]:
-        torn = [i for i in left if neighbours[i] & left]
-        if not torn:
+        cut = [i for i in left if neighbours[i] & left]
+        if not cut:
             return left
-        chosen = max(torn, key=lambda i: (len(neighbours[i] & left), -i))
+        chosen = max(cut, key=lambda i: (len(neighbours[i] & left), -i))
         without = search(left - {chosen})
         with_it = search(left - neighbours[chosen])
         return max(without, with_it, key=lambda kept: _worth(kept, new))
@@ -69,7 +71,7 @@ def _best(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int]:
 
 
 def _greedy(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int]:
-    """Leave out whoever misses the most links until none is missing; then take back whom that allows."""
+    """Leave out the member that misses the most links until none is missing; then take back all that fit."""
     left = {i: len(others) for i, others in neighbours.items()}
     heap = [(-(i in new), -count, -i) for i, count in left.items()]
     heapq.heapify(heap)
@@ -77,7 +79,7 @@ def _greedy(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int
         _, count, place = heapq.heappop(heap)
         i = -place
         if i not in left or left[i] != -count or not left[i]:
-            continue  # it is out, or an older word of it
+            continue  # it is out, or this entry is an old one
         del left[i]
         for other in neighbours[i] & left.keys():
             left[other] -= 1
@@ -91,42 +93,42 @@ def _greedy(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int
 
 @dataclass(slots=True)
 class _Trouble:
-    """How often a process was left out for its links, and when one of them was last missing."""
-
-    times: int = 0
-    at: float = 0.0
+    times: int = 0  # how often the process was left out for its links
+    at: float = 0.0  # when one of them was last missing
 
 
 @dataclass(slots=True)
 class Healing:
-    """Remembers whose links were cut, by process (replica, incarnation)."""
+    """Remembers the processes whose links were cut."""
 
-    _troubles: dict[tuple[str, int], _Trouble] = field(default_factory=dict)
+    _troubles: dict[Process, _Trouble] = field(default_factory=dict)
 
-    def left_out(self, process: tuple[str, int], now: float) -> None:
-        """It was left out, for a link was missing."""
+    def left_out(self, process: Process, now: float) -> None:
+        """The process was left out, because a link was missing."""
         trouble = self._troubles.setdefault(process, _Trouble())
         trouble.times = 1 if now - trouble.at > FORGET_S else trouble.times + 1
         trouble.at = now
 
-    def missed(self, process: tuple[str, int], now: float) -> None:
-        """It says, from outside, that it does not reach all members. That counts for whoever was left out: of
-        others a member may have just died."""
+    def missed(self, process: Process, now: float) -> None:
+        """The process says, from outside, that it does not reach all members.
+
+        That counts only for a process that was left out: for another one a member may have just died.
+        """
         if process in self._troubles:
             self._troubles[process].at = now
 
-    def calm_s(self, process: tuple[str, int]) -> float:
-        """For how long its links must hold before it comes back; 0 where they were always whole."""
+    def calm_s(self, process: Process) -> float:
+        """How long its links must be whole before it comes back; 0 if they always were."""
         trouble = self._troubles.get(process)
         if trouble is None:
             return 0.0
         return float(min(CALM_S * 2 ** max(0, trouble.times - 1), CALM_LIMIT_S))
 
-    def is_calm(self, process: tuple[str, int], now: float) -> bool:
-        """Whether they have held for that long."""
+    def is_calm(self, process: Process, now: float) -> bool:
+        """Whether its links have been whole for that long."""
         trouble = self._troubles.get(process)
         return trouble is None or now - trouble.at >= self.calm_s(process)
 
     def forget(self, replica: str) -> None:
-        """Somebody says that it is mended."""
-        self._troubles = {key: x for key, x in self._troubles.items() if key[0] != replica}
+        """An operator says that the links of ``replica`` are mended."""
+        self._troubles = {process: x for process, x in self._troubles.items() if process.replica != replica}

@@ -1,4 +1,4 @@
-"""Which data slot each replica gets, by its rack: the loss of one rack then leaves every shard a reader.
+"""The choice of data slots by rack, so that the loss of one rack leaves every shard a reader.
 
 SPARe's layout (`rules.spare`) says on which data slots each shard (type) is read. Where replicas name their
 racks, the leader chooses data slots so that, in this order of importance,
@@ -8,7 +8,7 @@ racks, the leader chooses data slots so that, in this order of importance,
 3. as few as possible have two readers in one rack.
 
 The search exchanges two data slots at a time while that helps, from several beginnings. The tests compare it
-with all arrangements of small jobs; in large ones its effort is bounded. The result depends on the arguments
+with all arrangements of small jobs. In large jobs its effort is bounded. The result depends on the arguments
 alone.
 """
 
@@ -17,21 +17,21 @@ from math import gcd
 
 from fabric.protocol.rules.spare import hosts_of, stack_of
 
-# What one shard adds to the cost, by how it is read. Pairs of readers in one rack only guide the search.
+# The cost of one shard, by its readers. Pairs of readers in one rack only guide the search.
 _NO_READER, _ONE_RACK, _SHARED_RACK, _PAIR = 1 << 90, 1 << 60, 1 << 30, 1
-# How many readers one search looks at, all beginnings together: less than a second.
+# How many readers one search looks at from all beginnings: less than a second.
 _EFFORT = 30_000
 _BEGINNINGS = 48
 
-# The rack of a replica on a data slot, "" where it names none, or None where nobody sits.
+# The rack of the replica on a data slot: "" if it names none, None if the slot is free.
 _Label = str | None
 
 
 def place(racks: Mapping[int, str], newcomers: Sequence[str], data_slots: int, readers: int) -> list[int]:
-    """The data slot of each newcomer, of which ``newcomers`` has the rack ("" where it names none).
+    """Choose the data slot of each newcomer, of which ``newcomers`` has the rack ("" if it names none).
 
-    ``racks``: the racks of those that sit already, by data slot. ``data_slots`` and ``readers`` as in
-    ``Sharing``. A newcomer that finds no free data slot gets the next number above all.
+    ``racks`` are those of the other replicas, by data slot. ``data_slots`` and ``readers`` are as in
+    ``Sharing``. A newcomer without a free data slot gets the next number above all.
     """
     free = [slot for slot in range(data_slots) if slot not in racks]
     coming = newcomers[: len(free)]
@@ -48,7 +48,7 @@ def place(racks: Mapping[int, str], newcomers: Sequence[str], data_slots: int, r
 def _search(
     racks: Mapping[int, str], free: Sequence[int], labels: list[_Label], data_slots: int, readers: int
 ) -> list[_Label]:
-    """``labels`` in the best order for the ``free`` data slots that was found."""
+    """Find the best order of ``labels`` for the ``free`` data slots."""
     best, least, left = labels, -1, _EFFORT // readers
     strides = [n for n in range(1, len(labels) + 1) if gcd(n, len(labels)) == 1]
     # A stride of about the number of racks puts neighbours into different ones: from there it is not far.
@@ -66,7 +66,7 @@ def _search(
 
 
 class _Arrangement:
-    """The label of every data slot, and what every shard costs with them."""
+    """The label of every data slot, and the cost of every shard with them."""
 
     def __init__(self, labels: dict[int, _Label], data_slots: int, readers: int) -> None:
         self.labels = labels
@@ -76,7 +76,6 @@ class _Arrangement:
 
     @property
     def cost(self) -> int:
-        """Of all shards."""
         return sum(self._costs)
 
     def _cost_of(self, shard: int) -> int:
@@ -91,30 +90,29 @@ class _Arrangement:
         return cost
 
     def improve(self, free: Sequence[int], left: int) -> int:
-        """Exchange the labels of two of the ``free`` data slots while that lowers the cost: how many of
-        ``left`` exchanges remain."""
+        """Exchange labels of ``free`` data slots while that lowers the cost; return the tries left."""
         better = True
         while better and left > 0:
             better = False
-            for one in free:
-                if not any(self._costs[shard] for shard in self._stacks[one]):
+            for slot in free:
+                if not any(self._costs[shard] for shard in self._stacks[slot]):
                     continue
                 for other in free:
-                    if self.labels[one] == self.labels[other]:
+                    if self.labels[slot] == self.labels[other]:
                         continue
                     left -= 1
-                    better = self._exchange(one, other) or better
+                    better = self._exchange(slot, other) or better
                 if left <= 0:
                     break
         return left
 
-    def _exchange(self, one: int, other: int) -> bool:
-        """Exchange the labels of two data slots where that lowers the cost."""
+    def _exchange(self, slot: int, other: int) -> bool:
+        """Exchange the labels of two data slots if that lowers the cost."""
         labels, costs = self.labels, self._costs
-        labels[one], labels[other] = labels[other], labels[one]
-        after = {shard: self._cost_of(shard) for shard in (*self._stacks[one], *self._stacks[other])}
+        labels[slot], labels[other] = labels[other], labels[slot]
+        after = {shard: self._cost_of(shard) for shard in (*self._stacks[slot], *self._stacks[other])}
         if sum(after.values()) >= sum(costs[shard] for shard in after):
-            labels[one], labels[other] = labels[other], labels[one]
+            labels[slot], labels[other] = labels[other], labels[slot]
             return False
         for shard, cost in after.items():
             costs[shard] = cost

@@ -1,40 +1,40 @@
-"""Which micro-batches kill whoever computes them, from what checkpoint servers saw. Pure.
+"""Micro-batches that kill the processes that compute them, from the word of checkpoint servers. Pure.
 
-A trainer notes in its server's memory which micro-batch its main thread is at; the server survives it, and
-its status names the micro-batch that the process died at. One death proves nothing: machines die. Two
-processes that died at the same micro-batch of the same step are taken as proof.
+A trainer notes in its server's memory which micro-batch its main thread is at. The server survives the
+trainer, and its status names that micro-batch. One death proves nothing, because machines die. Two deaths at
+the same micro-batch of the same step are taken as proof.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 
-from fabric.model import Death, Poison
+from fabric.model import Death, Poison, Process
 
-# So many deaths at one micro-batch, and nobody is given it again.
+# After so many deaths at one micro-batch, no member gets it again.
 ENOUGH = 2
 # More micro-batches than these are not a bad sample, but a bad program: the job stops.
 MOST = 64
 
-# (step, micro-batch) -> the processes that died at it, as (replica, incarnation).
-Deaths = Mapping[tuple[int, int], frozenset[tuple[str, int]]]
+# (step, micro-batch) -> the processes that died at it.
+Deaths = Mapping[tuple[int, int], frozenset[Process]]
 
 
 def proven(
-    statuses: Iterable[tuple[str, Iterable[Death]]], excused: Collection[tuple[str, Death]] = ()
+    reports: Iterable[tuple[str, Iterable[Death]]], excused: Collection[tuple[str, Death]] = ()
 ) -> Deaths:
-    """The micro-batches at which enough processes died; ``statuses`` are (replica, what its server saw)."""
-    found: dict[tuple[int, int], set[tuple[str, int]]] = {}
-    for replica, deaths in statuses:
+    """The micro-batches at which enough processes died; ``reports`` has the deaths at each replica."""
+    victims: dict[tuple[int, int], set[Process]] = {}
+    for replica, deaths in reports:
         for death in deaths:
             if (replica, death) not in excused:
-                who = found.setdefault((death.step, death.micro_batch), set())
-                who.add((replica, death.incarnation))
-    return {place: frozenset(who) for place, who in sorted(found.items()) if len(who) >= ENOUGH}
+                processes = victims.setdefault((death.step, death.micro_batch), set())
+                processes.add(Process(replica, death.incarnation))
+    return {at: frozenset(dead) for at, dead in sorted(victims.items()) if len(dead) >= ENOUGH}
 
 
-def merged(known: Iterable[Poison], deaths: Deaths) -> tuple[Poison, ...]:
-    """``known`` and the micro-batches of ``deaths``, by step."""
+def merged(poisons: Iterable[Poison], deaths: Deaths) -> tuple[Poison, ...]:
+    """``poisons`` and the micro-batches of ``deaths``, by step."""
     by_step: dict[int, set[int]] = {}
-    for poison in known:
+    for poison in poisons:
         by_step.setdefault(poison.step, set()).update(poison.micro_batches)
     for step, micro_batch in deaths:
         by_step.setdefault(step, set()).add(micro_batch)
@@ -42,17 +42,17 @@ def merged(known: Iterable[Poison], deaths: Deaths) -> tuple[Poison, ...]:
 
 
 def size(poison: Iterable[Poison]) -> int:
-    """How many micro-batches."""
+    """The number of micro-batches."""
     return sum(len(p.micro_batches) for p in poison)
 
 
 def sentence(deaths: Deaths) -> str:
-    """What happened and what to do, for a person."""
+    """Tell a person what happened and what to do."""
     places = [
-        f"micro-batch {micro_batch} of step {step} ({', '.join(sorted({name for name, _ in who}))})"
-        for (step, micro_batch), who in deaths.items()
+        f"micro-batch {micro_batch} of step {step} ({', '.join(sorted({x.replica for x in dead}))})"
+        for (step, micro_batch), dead in deaths.items()
     ]
     return (
-        f"{ENOUGH} processes died while they computed {'; '.join(places)}: nobody else is given it. Look at "
+        f"{ENOUGH} processes died while they computed {'; '.join(places)}: no other member gets it; look at "
         'its samples and at the ends of those processes, or let it be skipped with on_poison="skip"'
     )

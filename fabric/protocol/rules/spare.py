@@ -80,14 +80,13 @@ def golomb_offsets(groups: int, redundancy: int) -> tuple[int, ...]:
 
 
 def consecutive_offsets(groups: int, redundancy: int) -> tuple[int, ...]:
-    """Offsets 0 to r - 1: what is left where ``groups`` are too few for a Golomb ruler."""
+    """Offsets 0 to r - 1, for ``groups`` too few for a Golomb ruler."""
     _check(groups, redundancy)
     return tuple(range(redundancy))
 
 
 def best_offsets(groups: int, redundancy: int) -> tuple[int, ...]:
-    """The Golomb offsets where they fit, else offsets whose differences are distinct around the ring, else
-    consecutive ones.
+    """The Golomb offsets if they fit, else offsets with distinct differences, else consecutive ones.
 
     The second case covers perfect difference sets such as 7 groups with (0, 1, 3).
     """
@@ -103,8 +102,10 @@ def best_offsets(groups: int, redundancy: int) -> tuple[int, ...]:
 
 
 def has_distinct_differences(groups: int, offsets: Sequence[int]) -> bool:
-    """Whether no difference of two ``offsets`` repeats around a ring of ``groups``: two types then share at
-    most one host."""
+    """Whether no difference of two ``offsets`` repeats around a ring of ``groups``.
+
+    Two types then share at most one host.
+    """
     differences = [(b - a) % groups for a in offsets for b in offsets if a != b]
     return len(set(differences)) == len(differences)
 
@@ -138,15 +139,11 @@ def _check(groups: int, redundancy: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What the survivors compute after a failure, before they retry the exchange.
+    """The work of the survivors after a failure, before they retry the exchange."""
 
-    ``compute``: per group the types to compute now, in ascending order. ``depth``: the stack depth from the
-    next step on. ``deeper``: whether it rose, so that every survivor computes one more slot per level.
-    """
-
-    compute: dict[int, tuple[int, ...]]
-    depth: int
-    deeper: bool
+    compute: dict[int, tuple[int, ...]]  # per group the types to compute now, in ascending order
+    depth: int  # the stack depth from the next step on
+    deeper: bool  # the depth rose, so every survivor computes one more slot per level
 
     @property
     def slots(self) -> int:
@@ -185,7 +182,7 @@ class StackedShards:
         return tuple(self._stacks[group][: self.depth])
 
     def fail(self, groups: Iterable[int]) -> Patch | None:
-        """Take ``groups`` out: what the survivors compute now, or None at a wipe-out.
+        """Take ``groups`` out; return the work of the survivors, or None at a wipe-out.
 
         After a wipe-out nothing has changed: the caller restarts the job, or waits for a host to come back.
         """
@@ -212,8 +209,7 @@ class StackedShards:
     # --- planning ------------------------------------------------------------------------------------
 
     def _plan(self, orphans: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """Give every orphan an owner, deepen the stacks only where needed, and reorder: what to compute
-        now."""
+        """Give every orphan an owner, deepen the stacks if needed, and return what to compute now."""
         computed = {group: set(self._stacks[group][: self.depth]) for group in self.alive}
         homeless = []
         for type_ in orphans:
@@ -229,9 +225,9 @@ class StackedShards:
         return self._reorder(computed, before)
 
     def _reorder(self, computed: dict[int, set[int]], depth_before: int) -> dict[int, tuple[int, ...]]:
-        """Put what a group owns into its first ``depth`` slots, and say what each must compute now.
+        """Put the types that a group owns into its first ``depth`` slots; return what each must compute now.
 
-        The other slots are filled with what the group has computed already, then with the next of its stack.
+        Fill the other slots with types that the group has computed already, then with the next of its stack.
         """
         patch: dict[int, tuple[int, ...]] = {}
         for group, done in computed.items():
@@ -251,11 +247,10 @@ class StackedShards:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """Which group computes each type with some groups absent. ``owner``: per type, -1 where no host is there.
-    ``depth``: the most types that one group computes."""
+    """The group that computes each type while some groups are absent."""
 
-    owner: tuple[int, ...]
-    depth: int
+    owner: tuple[int, ...]  # per type; -1 where no host is present
+    depth: int  # the most types that one group computes
 
 
 @lru_cache(maxsize=256)
@@ -347,9 +342,6 @@ class _PathSearch:
     type, and returns the cost of the host that gives it up. Cheapest paths, one type after the other, keep
     the whole assignment at minimum cost (successive shortest paths). Where all paths so far were ``cheap``
     (cost 1), a path of cost 1 cannot be beaten, and the search ends there.
-
-    ``goal``: the group with a free slot at the end of the path, -1 where there is no path. ``cost``: the
-    path's.
     """
 
     def __init__(
@@ -363,10 +355,11 @@ class _PathSearch:
         self._hosts, self._owned, self._computed = hosts, owned, computed
         self._depth, self._cheap = depth, cheap
         self._cost: dict[int, int] = {}  # to reach a group with one type too many
-        # Per group reached: the type that it takes, and who gives it up (-1: the type had no owner).
+        # Per group reached: the type that it takes, and the group that gives it up (-1: no owner).
         self._via: dict[int, tuple[int, int]] = {}
         self._queue: deque[int] = deque()
-        self.goal, self.cost = -1, _FAR
+        self.goal = -1  # the group with a free slot at the end of the path; -1: there is no path
+        self.cost = _FAR  # of the path
 
     def run(self, type_: int) -> None:
         """Search for an owner of ``type_``, which has none."""

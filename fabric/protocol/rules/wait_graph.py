@@ -1,29 +1,28 @@
-"""Who holds the others up: the wait-for graph of a round that stalled, a ring order that avoids bad links,
-and members whose user code keeps everybody waiting. Pure functions and one small memory."""
+"""The wait-for graph of a stalled round, ring orders that avoid bad links, and waits for user code. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Places that are tried for one end of a bad link: a roster of thousands has room enough among them.
+# Places tried for one end of a bad link; these are enough in a roster of thousands.
 _PLACES = 64
 
 
 def root_waiters(waiting: Mapping[str, Sequence[str]], names: Sequence[str]) -> tuple[str, ...]:
-    """Those for whom somebody waits, directly or through others, and who wait for nobody themselves.
+    """The members that others wait for, and that wait for no other themselves.
 
-    ``waiting``: whom each member that spoke was waiting for; who did not speak waits for nobody. Members that
-    wait for each other in a circle excuse each other: then a link between two of them is to blame.
+    ``waiting`` names, for each member that spoke, the members that it waits for. Members that wait for each
+    other in a circle excuse each other: a link between two of them is to blame.
     """
     awaited = {other for others in waiting.values() for other in others}
     return tuple(n for n in names if n in awaited and not waiting.get(n))
 
 
 def ring_order(names: Sequence[str], bad: Mapping[tuple[str, str], int]) -> tuple[str, ...]:
-    """An order of the ring in which nobody sends over a bad link, where there is one.
+    """Find an order of the ring without bad links, if there is one.
 
-    ``bad`` counts complaints by (sender, receiver). Three members in a ring are all neighbours: there the
-    direction can be turned, no more. Deterministic; the order stays as it is where nothing is bad.
+    ``bad`` counts complaints by (sender, receiver). Three members in a ring are all neighbours, so only the
+    direction can change. The result is deterministic, and is ``names`` where no link is bad.
     """
     best = tuple(names)
     cost = _cost(best, bad)
@@ -67,27 +66,26 @@ def _cost(names: Sequence[str], bad: Mapping[tuple[str, str], int]) -> int:
 
 @dataclass(slots=True)
 class StragglerTracker:
-    """Since when, and in which step, the others wait for a member that has not come to the exchange."""
+    """How long the others have waited for members that have not come to the exchange."""
 
-    since: dict[str, tuple[int, float]] = field(default_factory=dict)
+    since: dict[str, tuple[int, float]] = field(default_factory=dict)  # in which step, and since when
 
     def waited_s(self, name: str, step: int, now: float) -> float:
-        """Somebody waits for ``name`` in ``step``: for how long that has been so."""
-        known = self.since.get(name)
-        if known is None or known[0] != step:
-            known = self.since[name] = (step, now)
-        return now - known[1]
+        """Note that a member waits for ``name`` in ``step``; return since how many seconds."""
+        if self.since.get(name, (-1, now))[0] != step:
+            self.since[name] = (step, now)
+        return now - self.since[name][1]
 
     def came(self, name: str) -> None:
-        """Nobody waits for it any more."""
+        """Note that no member waits for ``name`` any more."""
         self.since.pop(name, None)
 
 
 @dataclass(slots=True)
 class RingRebuilds:
-    """Tries to form again without a committed step between them: who was blamed, and which ring links."""
+    """Tries to form the same epoch again without a committed step between them."""
 
     tries: int = 0
-    blame: Counter[str] = field(default_factory=Counter)
-    links: Counter[tuple[str, str]] = field(default_factory=Counter)
-    stuck: Counter[str] = field(default_factory=Counter)
+    blame: Counter[str] = field(default_factory=Counter)  # by member
+    links: Counter[tuple[str, str]] = field(default_factory=Counter)  # complaints, by ring link
+    stuck: Counter[str] = field(default_factory=Counter)  # stalls without an excuse, by member

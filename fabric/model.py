@@ -177,8 +177,7 @@ class HostHistory:
 class Record:
     """The membership epoch: one key in the store, replaced by guarded compare-and-set only.
 
-    ``overrides``, ``failures`` and ``hosts`` concern replicas that are still to come. They may change within an
-    epoch.
+    ``overrides``, ``failures`` and ``hosts`` concern replicas still to come. They may change within an epoch.
     """
 
     store_id: str

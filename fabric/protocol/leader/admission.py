@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fabric.model import Record, counted
+from fabric.model import Process, Record, counted
 from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer, as_member
@@ -37,10 +37,10 @@ class Admission:
     evidence: FailureEvidence
     orders: OperatorOrders
     endings: Endings
-    readmission_backoff: dict[tuple[str, int], Backoff] = field(default_factory=dict)
+    readmission_backoff: dict[Process, Backoff] = field(default_factory=dict)
     healing: Healing = field(default_factory=Healing)
-    # (replica, incarnation) -> the step that it stood at. The others would only wait for it again.
-    evicted_in_user_code: dict[tuple[str, int], int] = field(default_factory=dict)
+    # The step at which the process stood. The others would only wait for it again.
+    evicted_in_user_code: dict[Process, int] = field(default_factory=dict)
     waiting_outside: dict[str, str] = field(default_factory=dict)  # newcomer -> why, as it was told
 
     def kept_out(self, peer: Peer) -> str:
@@ -82,7 +82,7 @@ class Admission:
         if missing:
             names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
             return f"it cannot reach {names}: it is let in when it reaches every member"
-        process = peer.session.replica, peer.incarnation
+        process = peer.process
         if self.state.is_parked(record) or self.healing.is_calm(process, self.state.now):
             return ""
         return (
@@ -121,7 +121,7 @@ class Admission:
 
     def _is_backing_off(self, peer: Peer) -> bool:
         """Whether it was evicted a moment ago, or is still in the user code that it was evicted for."""
-        process = peer.session.replica, peer.incarnation
+        process = peer.process
         return (
             self.state.now < self.readmission_backoff.get(process, Backoff()).until
             or process in self.evicted_in_user_code
@@ -129,7 +129,7 @@ class Admission:
 
     def note_return(self, peer: Peer, beat: m.Heartbeat) -> None:
         """A beat from outside: the process has come back from its user code, or its links are still cut."""
-        process = peer.session.replica, peer.incarnation
+        process = peer.process
         if self.state.record is not None and beat.unreachable and self.out_of_reach(self.state.record, peer):
             self.healing.missed(process, self.state.now)
         if beat.waits or beat.step > self.evicted_in_user_code.get(process, beat.step):
@@ -142,7 +142,7 @@ class Admission:
             if record.lists(member.replica, member.incarnation) or member.leaving:
                 continue
             self.outbox.loss_incidents[member.replica] = record.incident_id
-            key = (member.replica, member.incarnation)
+            key = member.process
             if member.replica in self.state.epoch.cut_off:
                 self.healing.left_out(key, self.state.now)
                 continue
@@ -154,7 +154,7 @@ class Admission:
 
     def readmit(self, about: str) -> None:
         """An operator wants this replica back at once."""
-        for key in [k for k in self.readmission_backoff if k[0] == about]:
+        for key in [k for k in self.readmission_backoff if k.replica == about]:
             del self.readmission_backoff[key]
         self.healing.forget(about)
 

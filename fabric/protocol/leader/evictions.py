@@ -114,7 +114,7 @@ class Evictions:
             if waited_s >= self.state.patience_s(late) and self.state.is_spared_by(other):
                 busy = late.beat.busy if late.beat is not None else ""
                 doing = f"busy with {busy}" if busy else "in user code"
-                self.admission.evicted_in_user_code[late.session.replica, late.incarnation] = late.step
+                self.admission.evicted_in_user_code[late.process] = late.step
                 self.schedule(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
 
     def evict_slow_joiners(self, record: Record) -> None:

@@ -1,7 +1,7 @@
-"""Who is alive, from two sources: the trainer's session, and the status of its checkpoint server.
+"""The liveness of processes, from two sources: trainers' sessions, and checkpoint servers' statuses.
 
-The kernel's word (gone, stopped) counts at once; silence counts only when both sources are silent, for
-trainers may hold the GIL for long. A verdict is a sentence that says what was seen, or empty: alive.
+The kernel's word (gone, stopped) counts at once. Silence counts only when both sources are silent, because
+trainers may hold the GIL for long. A verdict is a sentence with the evidence, or empty: alive.
 """
 
 import math
@@ -9,52 +9,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fabric.model import Death, Member, SnapshotRef, StepTimes
+from fabric.model import Death, Member, Process, SnapshotRef, StepTimes
 from fabric.protocol.messages.network import Heartbeat, OpenSession, TrainerStatus
 from fabric.protocol.messages.rank_messages import rank_of_url
 
-Process = TypeVar("Process", Member, OpenSession)
+Named = TypeVar("Named", Member, OpenSession)
 
 # Why a process has certainly ended.
 GONE = "its process is gone"
 FOUND_GONE = "a newer process of it has registered and found this one gone"
 
-# Seconds. A greeting takes some five turns of the lighthouse's loop, and a member waits 2.7 s for it: where
-# turns are longer than this nobody may get in.
+# Seconds. A member waits 2.7 s for a greeting, which takes some five turns of the lighthouse's loop. With
+# longer turns than this, members may not get in.
 BEHIND_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class LivenessConfig:
-    """Seconds. ``stopped_s``: how long a stopped trainer is waited for. ``reconnect_s``: how long a
-    session may be away while the status says that the trainer runs. ``silence_s``: both sources silent.
-    ``grace_s``: after an election, after the last return of a member, and after the last that was made to
-    wait, by the door or by a leader that cannot keep up, nobody is dead for silence or absence.
-    ``overload_s``: being made to wait counts so long at most."""
+    """Times in seconds."""
 
-    stopped_s: float = 0.15
-    reconnect_s: float = 3.0
-    silence_s: float = 2.0
-    lost_s: float = 0.05
+    stopped_s: float = 0.15  # how long the job waits for a stopped trainer
+    reconnect_s: float = 3.0  # how long a session may be away while the status says that the trainer runs
+    silence_s: float = 2.0  # how long both sources may be silent
+    lost_s: float = 0.05  # how long a session may be away without such a status
+    # So long after an election, a member's return, or a wait in an overload, no member is dead for silence.
     grace_s: float = 3.0
-    overload_s: float = 300.0
+    overload_s: float = 300.0  # such waits count so long after the election at most
 
 
 @dataclass(slots=True)
 class Peer:
-    """One process's newest session and what it said; ``times`` are those of the last step that it told of."""
+    """One process's newest session, and its messages there."""
 
     session: OpenSession
     connected: bool
     seen: float
     opened: float = 0.0
     beat: Heartbeat | None = None
-    times: StepTimes | None = None
+    times: StepTimes | None = None  # of the last step that had any
     closed: float = 0.0
 
     @property
     def incarnation(self) -> int:
         return self.session.incarnation
+
+    @property
+    def process(self) -> Process:
+        return Process(self.session.replica, self.session.incarnation)
 
     @property
     def step(self) -> int:
@@ -66,75 +67,69 @@ class Peer:
 
     @property
     def newest_epoch(self) -> int:
-        """Of which it has heard."""
         return max(self.session.epoch, self.beat.epoch if self.beat is not None else 0)
 
 
 @dataclass(slots=True)
 class LastStatus:
-    """One checkpoint server: what it last said of the trainer, and since when. ``taken``: when the
-    state of each of ``snapshots`` was its trainer's; ``parts``: of how many ranks it is. ``closed``: when its
-    connection ended."""
+    """The last status from one checkpoint server."""
 
     incarnation: int
     trainer: str
-    since: float
+    since: float  # when the server first said so of this process
     seen: float
     connected: bool = True
     ckpt: str = ""
     snapshots: tuple[SnapshotRef, ...] = ()
     deaths: tuple[Death, ...] = ()
-    taken: tuple[float, ...] = ()
+    taken: tuple[float, ...] = ()  # for each of ``snapshots``, when it was the trainer's state
     durable: tuple[SnapshotRef, ...] = ()
     durable_error: str = ""
-    parts: tuple[int, ...] = ()
-    closed: float = 0.0
+    parts: tuple[int, ...] = ()  # for each of ``snapshots``, of how many ranks it is
+    closed: float = 0.0  # when the connection ended
 
     def says(self, status: TrainerStatus) -> bool:
-        """Whether this status tells the same of the same process."""
+        """Whether ``status`` says the same of the same process."""
         return (self.incarnation, self.trainer) == (status.incarnation, status.trainer)
 
 
 @dataclass(slots=True)
 class Liveness:
-    """Both sources; ``verdict`` and ``confirmed`` are pure functions of them and the time.
-    ``late_s``: how much longer than usual silence is tolerated now, see ``tick_was_late``.
+    """Both sources. A verdict is a pure function of them and the time.
 
     A replica may have several processes at a time: the scheduler starts it elsewhere while the old one is
-    only out of sight. ``peers`` and ``statuses`` hold the process and the server that count for each replica.
-    ``former`` holds earlier processes that the record names, ``elsewhere`` the other servers of a replica,
-    and ``ended`` why it is certain that a process has ended.
+    only out of sight.
     """
 
     config: LivenessConfig
     elected: float
-    peers: dict[str, Peer] = field(default_factory=dict)
-    statuses: dict[str, LastStatus] = field(default_factory=dict)
-    late_s: float = 0.0
+    peers: dict[str, Peer] = field(default_factory=dict)  # the process that counts, by replica
+    statuses: dict[str, LastStatus] = field(default_factory=dict)  # of the server that counts, by replica
+    late_s: float = 0.0  # how much longer than usual silence is tolerated now, see ``tick_was_late``
     returned: float = -math.inf  # when a member was last heard for the first time after the election
-    overloaded_until: float = -math.inf  # until when those who want to come back may be made to wait
-    began: float = -math.inf  # when the generation did: of those in it silence counts from then on
+    overloaded_until: float = -math.inf  # until then members that want to come back may have to wait
+    began: float = -math.inf  # when the generation began: its members' silence counts from then on
     _late_before_s: float = 0.0
-    # Of replicas of several ranks: rank (from 1) -> replica -> what that rank's checkpoint server says.
+    # Of replicas of several ranks: rank (from 1) -> replica -> the status of that rank's checkpoint server.
     rank_statuses: dict[int, dict[str, LastStatus]] = field(default_factory=dict)
-    former: dict[tuple[str, int], Peer] = field(default_factory=dict)
-    elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)
-    proven_ends: dict[tuple[str, int], str] = field(default_factory=dict)
+    former: dict[Process, Peer] = field(default_factory=dict)  # earlier processes that the record names
+    elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)  # its other servers
+    proven_ends: dict[Process, str] = field(default_factory=dict)  # why a process has certainly ended
 
     def opened(self, session: OpenSession, now: float, is_named: bool) -> None:
-        """Take a session. Its predecessor's last contact is kept where the record names that process."""
-        known = self.peers.get(session.replica)
-        if known is not None and known.incarnation != session.incarnation and is_named:
-            if known.connected:
-                known.connected, known.closed = False, now
-            self.former[session.replica, known.incarnation] = known
+        """Take a session. Keep its predecessor's last contact if the record names that process."""
+        former = self.peers.get(session.replica)
+        if former is not None and former.incarnation != session.incarnation and is_named:
+            if former.connected:
+                former.connected, former.closed = False, now
+            self.former[former.process] = former
         self.peers[session.replica] = Peer(session, True, now, opened=now)
 
     def keep(self, roster: Sequence[Member]) -> None:
-        """Forget of processes that have ended, or were replaced, all that this roster does not name."""
+        """Forget processes that ended or were replaced, unless this roster names them."""
         if not (self.former or self.proven_ends or self.elsewhere):
             return
-        named = {(x.replica, x.incarnation) for x in roster}
+        named = {x.process for x in roster}
         self.former = {key: peer for key, peer in self.former.items() if key in named}
         self.proven_ends = {key: why for key, why in self.proven_ends.items() if key in named}
         for replica, servers in list(self.elsewhere.items()):
@@ -148,45 +143,45 @@ class Liveness:
                 del self.elsewhere[replica]
 
     def came_back(self, now: float, first: bool = True, one_of_many: bool = False) -> None:
-        """A member has a session again, the ``first`` time since the election or not. Thousands take longer
-        than ``grace_s`` to come back, one after the other, and some more than once, for they wait for their
-        turn in the kernel's queue only so long: the credit lasts until nobody has come for so long."""
+        """Note that a member has a session again, for the ``first`` time since the election or not.
+
+        Thousands of members take longer than ``grace_s`` to come back, and some come more than once. So the
+        grace period lasts until no member has come for so long.
+        """
         if now < self.grace_until:
             self.returned = now if first else self.returned
             if one_of_many:
                 self.note_overload(now)
 
     def note_overload(self, until: float) -> None:
-        """So many want to come back at once that some are made to wait until then: who is not here, or was
-        here and is away again, may be among them."""
+        """Note that some members must wait until then. An absent member may be among them."""
         self.overloaded_until = max(self.overloaded_until, until)
 
     @property
     def overload_grace_until(self) -> float:
-        """Until then no absence is a death: each one made to wait has had its turn, and time to use it."""
+        """Until then no absence is a death: each member that had to wait has its turn first."""
         return min(self.overloaded_until, self.elected + self.config.overload_s) + self.config.grace_s
 
     @property
     def grace_until(self) -> float:
-        """Until then nobody is dead for silence, or for not having come back."""
+        """Until then no member is dead for silence or absence."""
         return max(max(self.elected, self.returned) + self.config.grace_s, self.overload_grace_until)
 
     def tick_was_late(self, by_s: float, now: float) -> None:
-        """The leader was called so much later than it asked: what it was told meanwhile may still lie before
-        it, unread, so that silence is believed so much later. Two turns, for a message takes as many. And
-        while members come back it may be for this that they do not get in: absence counts when the leader has
-        kept up for as long as it takes to try again."""
+        """Note that the leader was called so much later than it asked.
+
+        Messages may lie unread for two turns, so silence counts so much later. While members come back, the
+        delay may keep them out. So absence counts when the leader has kept up for as long as a new try takes.
+        """
         self.late_s, self._late_before_s = by_s + self._late_before_s, by_s
         if by_s >= BEHIND_S and now - by_s < self.grace_until:
             self.note_overload(now + self.config.reconnect_s)
 
     def statuses_of(self, rank: int) -> dict[str, LastStatus]:
-        """By replica, of the checkpoint servers of this rank."""
         return self.rank_statuses.setdefault(rank, {}) if rank else self.statuses
 
     def hear(self, status: TrainerStatus, member: Member | None, now: float) -> LastStatus | None:
-        """Take a status of a replica that the roster has as ``member``. Returns what was known of this server
-        before."""
+        """Take a status of a replica that the roster has as ``member``; return this server's last one."""
         statuses, key = self.statuses_of(status.rank), status.replica
         current, aside = statuses.get(key), self.elsewhere.get(key, {})
         at = (status.ckpt, status.rank)
@@ -194,22 +189,24 @@ class Liveness:
         if is_current and current is not None and status.incarnation < current.incarnation:
             return current  # from before its newer trainer
         same_trainer = current is not None and current.incarnation == status.incarnation
-        known = current if is_current or (same_trainer and at not in aside) else aside.get(at)
-        state = _state_of(status, known, now)
+        before = current if is_current or (same_trainer and at not in aside) else aside.get(at)
+        after = _last_status(status, before, now)
         if current is not None and not is_current and not self._counts(status, current, member):
-            self.elsewhere.setdefault(key, {})[at] = state
-            return known
+            self.elsewhere.setdefault(key, {})[at] = after
+            return before
         if current is not None and not is_current:
             self.elsewhere.setdefault(key, {})[current.ckpt, status.rank] = current
         if at in aside:
             del aside[at]
-        statuses[key] = state
-        return known
+        statuses[key] = after
+        return before
 
     def _counts(self, status: TrainerStatus, current: LastStatus, member: Member | None) -> bool:
-        """Whether this status is believed of its replica rather than that of ``current``, another server. A
-        process that was let in (a session of it was taken, or the roster has it) is not silenced by one that
-        was not: that may be a second one of the same id, which is refused. Else the newer one counts."""
+        """Whether this status counts for its replica, and not that of ``current``, another server.
+
+        A process with a session or in the roster counts before one without, which may be a second process of
+        the same id. Otherwise the newer process counts.
+        """
         peer = self.peers.get(status.replica)
         let_in = {x.incarnation for x in (peer, member) if x is not None}
         if (status.incarnation in let_in) != (current.incarnation in let_in):
@@ -219,8 +216,10 @@ class Liveness:
     def status_closed(
         self, replica: str, ckpt: str, rank: int, member: Member | None, now: float
     ) -> LastStatus | None:
-        """The connection of this server has ended; returns the server where it is the one that counts. Of the
-        others those are kept whose process the roster has as ``member``."""
+        """Note that the connection of this server has ended; return its last status if that one counts.
+
+        Of the other servers keep those whose process the roster has as ``member``.
+        """
         current, aside = self.statuses_of(rank).get(replica), self.elsewhere.get(replica, {})
         if current is not None and current.ckpt == ckpt:
             if current.connected:
@@ -234,15 +233,15 @@ class Liveness:
         return None
 
     def held(self) -> dict[SnapshotRef, set[str]]:
-        """Every snapshot that a checkpoint server which is heard holds, and where: URLs of all ranks."""
-        found: dict[SnapshotRef, set[str]] = {}
+        """Every snapshot in a connected checkpoint server, with the URLs of those servers, of all ranks."""
+        urls: dict[SnapshotRef, set[str]] = {}
         for status in self._holders():
             for ref in status.snapshots:
-                found.setdefault(ref, set()).add(status.ckpt)
-        return found
+                urls.setdefault(ref, set()).add(status.ckpt)
+        return urls
 
     def age_s(self, state: SnapshotRef, now: float) -> float | None:
-        """How long ago that state was the trainers', by who says the most; None where nobody says."""
+        """How long ago that state was the trainers', at most; None if no server says it."""
         taken = [
             when
             for status in self._holders()
@@ -252,28 +251,27 @@ class Liveness:
         return now - min(taken) if taken else None
 
     def _holders(self) -> list[LastStatus]:
-        """Checkpoint servers that are heard and say where they are, of all ranks."""
+        """The last statuses of connected checkpoint servers with a URL, of all ranks."""
         return [status for status in self._servers() if status.connected and status.ckpt]
 
     def _servers(self) -> list[LastStatus]:
-        """Every checkpoint server that has been heard, of all ranks."""
+        """The last status of every checkpoint server, of all ranks."""
         counting = [s for table in (self.statuses, *self.rank_statuses.values()) for s in table.values()]
         return counting + [s for aside in self.elsewhere.values() for s in aside.values()]
 
     def heard_servers(self) -> set[str]:
-        """The URLs of all checkpoint servers that are heard now."""
+        """The URLs of all connected checkpoint servers."""
         return {status.ckpt for status in self._servers() if status.connected}
 
     def servers_to_hear(self, roster: Sequence[Member], now: float) -> dict[str, float]:
-        """Checkpoint servers that the roster or a session names and that are not heard, by URL: until when
-        each is waited for. It may hold the newest state, and connect again in a moment."""
+        """Until when to wait for each unconnected checkpoint server, which may have the newest state, by URL."""
         heard = self.heard_servers()
         closed = {status.ckpt: status.closed for status in self._servers() if not status.connected}
         named = [(member, self.elected) for member in roster]
         named += [
             (as_member(p.session), max(self.elected, p.opened)) for p in self.peers.values() if p.connected
         ]
-        found: dict[str, float] = {}
+        waits: dict[str, float] = {}
         for member, since in named:
             for rank, address in enumerate(member.addresses):
                 status = self._status(member, rank)
@@ -282,17 +280,19 @@ class Liveness:
                 until = max(since, closed.get(address.ckpt, since)) + self.config.grace_s
                 until = max(until, self.overload_grace_until)
                 if now < until:
-                    found[address.ckpt] = max(until, found.get(address.ckpt, until))
-        return found
+                    waits[address.ckpt] = max(until, waits.get(address.ckpt, until))
+        return waits
 
     def durable(self) -> set[SnapshotRef]:
-        """Every durable checkpoint that anybody has found or written. Whoever wrote it may be gone by now."""
-        found = {ref for peer in self.peers.values() for ref in peer.session.durable}
-        return found | {ref for status in self._servers() for ref in status.durable}
+        """Every durable checkpoint that a process has found or written. Its writer may be gone by now."""
+        read = {ref for peer in self.peers.values() for ref in peer.session.durable}
+        return read | {ref for status in self._servers() for ref in status.durable}
 
     def whole(self, ranks: int) -> dict[SnapshotRef, set[str]]:
-        """Those of ``held`` of which every lane has a living holder, whichever replicas those are in.
-        ``ranks``: how many lanes a state has where nobody says it."""
+        """Those of ``held`` of which every lane has a living holder, in any replica.
+
+        A state has ``ranks`` lanes unless a server says otherwise.
+        """
         parts = {
             ref: count
             for status in self._holders()
@@ -305,16 +305,15 @@ class Liveness:
         return max(self.whole(ranks), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None)
 
     def ckpts(self, member: Member) -> list[str]:
-        """Where the checkpoint server of each rank is, by its own word where it has spoken."""
-        found = []
+        """The URL of each rank's checkpoint server, by its status if there is one, else by the roster."""
+        urls = []
         for rank, address in enumerate(member.addresses):
             status = self._status(member, rank)
-            found.append(status.ckpt if status is not None and status.ckpt else address.ckpt)
-        return found
+            urls.append(status.ckpt if status is not None and status.ckpt else address.ckpt)
+        return urls
 
     def rank_trouble(self, member: Member, now: float) -> str:
-        """Why a rank other than 0 holds its replica up or has ended it, or empty. It is no proof that rank 0,
-        which decides, has ended too."""
+        """Why a rank other than 0 stops its replica, or empty. It does not prove that rank 0 has ended."""
         for rank in range(1, len(member.addresses)):
             status = self._status(member, rank)
             if status is None or not status.connected:
@@ -329,9 +328,9 @@ class Liveness:
         """Why this member counts as dead, or empty."""
         if not self.suspects((member,), now):
             return ""
-        said = self.kernel_evidence(member, now)
-        if said:
-            return said
+        evidence = self.kernel_evidence(member, now)
+        if evidence:
+            return evidence
         config, status, credit = self.config, self._status(member), now < self.grace_until
         heard = self._status_heard(status, now) or (credit and status is None)
         peer = self._peer(member)
@@ -348,7 +347,7 @@ class Liveness:
         return ""
 
     def kernel_evidence(self, member: Member, now: float) -> str:
-        """What its host's kernel says against it, which counts at once, or empty. Silence is no such word."""
+        """The word of its host's kernel against it, which counts at once, or empty."""
         confirmed = self.proven_dead(member)
         if confirmed:
             return confirmed
@@ -358,14 +357,15 @@ class Liveness:
             return f"its trainer has been stopped for {now - status.since:.2f} s"
         return self.rank_trouble(member, now)
 
-    def suspects(self, roster: Sequence[Process], now: float) -> list[Process]:
-        """Those that have to be looked at more closely, found without looking at everything: of nearly
-        everybody nearly always the session is there and was heard, or need not be back yet, and its
-        checkpoint server says nothing else. One loop without calls, for there are thousands several times a
-        second."""
+    def suspects(self, roster: Sequence[Named], now: float) -> list[Named]:
+        """The members of ``roster`` that need a closer look.
+
+        Nearly all members need none, and there are thousands several times a second: hence one loop without
+        calls.
+        """
         peers, statuses, since = self.peers, self.statuses, now - self.config.silence_s
         credit = now < self.grace_until
-        found = []
+        doubtful = []
         for member in roster:
             peer = peers.get(member.replica)
             if not member.ranks and (
@@ -376,8 +376,8 @@ class Liveness:
                 status = statuses.get(member.replica)
                 if status is None or status.trainer == "running":
                     continue
-            found.append(member)
-        return found
+            doubtful.append(member)
+        return doubtful
 
     def suspicion(self, session: OpenSession, now: float) -> str:
         """Why the process of this session would be evicted at once if it were in a roster, or empty."""
@@ -390,16 +390,16 @@ class Liveness:
             return GONE
         if newest is not None and newest.incarnation > member.incarnation and vouches(newest.session, member):
             return FOUND_GONE
-        return self.proven_ends.get((member.replica, member.incarnation), "")
+        return self.proven_ends.get(member.process, "")
 
     def note_end(self, member: Member) -> None:
-        """Remember of this process, which the record names, that it has ended, where that is certain now."""
+        """Remember that this process, which the record names, has ended, if that is certain now."""
         why = self.proven_dead(member)
         if why:
-            self.proven_ends[member.replica, member.incarnation] = why
+            self.proven_ends[member.process] = why
 
     def out_of_contact(self, member: Member, now: float, limit_s: float) -> bool:
-        """Whether nothing was heard of this process for ``limit_s`` (from the election on)."""
+        """Whether this process was not heard of for ``limit_s``, from the election on."""
         return now - self.last_contact(member, now) >= limit_s
 
     def last_contact(self, member: Member, now: float) -> float:
@@ -413,12 +413,12 @@ class Liveness:
         return max(heard)
 
     def heard_at(self, member: Member) -> float:
-        """When its trainer or its checkpoint server last said anything; -inf where neither has."""
+        """When its trainer or its checkpoint server last sent a message; -inf if neither has."""
         peer, status = self._peer(member), self._status(member)
         return max((x.seen for x in (peer, status) if x is not None), default=-math.inf)
 
     def next_check(self, roster: tuple[Member, ...], now: float) -> float | None:
-        """When a verdict may change by time alone: soon while anybody is in doubt, else in a while."""
+        """When a verdict may change by time alone: soon while a member is in doubt, else in a while."""
         for member in self.suspects(roster, now):
             peer, status = self._peer(member), self._status(member)
             stopped = status is not None and status.trainer == "stopped"
@@ -432,7 +432,7 @@ class Liveness:
         return min(soon, self.grace_until) if now < self.grace_until else soon
 
     def says_running(self, member: Member, now: float) -> bool:
-        """Whether the checkpoint server of this very process is heard, and says that it runs."""
+        """Whether the checkpoint server of exactly this process is heard, and says that it runs."""
         status = self._status(member)
         return status is not None and self._status_heard(status, now) and status.trainer == "running"
 
@@ -440,10 +440,10 @@ class Liveness:
         peer = self.peers.get(member.replica)
         if peer is not None and peer.incarnation == member.incarnation:
             return peer
-        return self.former.get((member.replica, member.incarnation))
+        return self.former.get(member.process)
 
     def _status(self, member: Member, rank: int = 0) -> LastStatus | None:
-        """What the checkpoint server of this very process says."""
+        """The last status of exactly this process."""
         current = self.statuses_of(rank).get(member.replica)
         if current is not None and current.incarnation == member.incarnation:
             return current
@@ -457,30 +457,29 @@ class Liveness:
         return status is not None and status.connected and now - status.seen < self.config.silence_s
 
 
-def _state_of(status: TrainerStatus, known: LastStatus | None, now: float) -> LastStatus:
-    """The status as it is kept, where the server was ``known`` before."""
+def _last_status(status: TrainerStatus, before: LastStatus | None, now: float) -> LastStatus:
     return LastStatus(
         incarnation=status.incarnation,
         trainer=status.trainer,
-        since=known.since if known is not None and known.says(status) else now,
+        since=before.since if before is not None and before.says(status) else now,
         seen=now,
         ckpt=status.ckpt,
         snapshots=status.snapshots,
         deaths=status.deaths,
         taken=tuple(now - age_s for age_s in status.ages_s) if status.ages_s else (),
-        durable=status.durable or (known.durable if known is not None else ()),
+        durable=status.durable or (before.durable if before is not None else ()),
         durable_error=status.durable_error,
         parts=status.parts,
     )
 
 
 def vouches(session: OpenSession, member: Member) -> bool:
-    """Whether this process has seen on its own host that that one, of the same replica, has ended."""
+    """Whether this process has seen on its own host that ``member``'s process has ended."""
     return member.incarnation in session.predecessors
 
 
 def lanes(urls: set[str]) -> int:
-    """How many ranks these servers have between them, counted from rank 0 without a gap."""
+    """How many ranks these servers have together, counted from rank 0 without a gap."""
     ranks = {rank_of_url(url) for url in urls}
     return next(n for n in range(len(ranks) + 1) if n not in ranks)
 

@@ -33,7 +33,7 @@ class RingRebuilder:
         helps nobody who waits in the one before it. A leaving member's abort holds the others up too. A
         process that no such epoch listed was in no such round, whatever it says."""
         name = peer.session.replica
-        if not self.state.in_force(peer) and (name, peer.incarnation) not in self.state.epoch.departed:
+        if not self.state.in_force(peer) and peer.process not in self.state.epoch.departed:
             return
         if message.waiting_for or message.stalled:
             # It was in the round that ends: if the others wait for it in the next one, that counts from then.

@@ -302,13 +302,11 @@ class LeaderView:
 
     def readmission_backoff(self, peer: Peer) -> Backoff:
         """How often this process was evicted, and until when it waits."""
-        return self._core.admission.readmission_backoff.get(
-            (peer.session.replica, peer.incarnation), Backoff()
-        )
+        return self._core.admission.readmission_backoff.get(peer.process, Backoff())
 
     def was_evicted_in_user_code(self, peer: Peer) -> bool:
         """Whether the others waited too long for this process, which has not come back from its user code."""
-        return (peer.session.replica, peer.incarnation) in self._core.admission.evicted_in_user_code
+        return peer.process in self._core.admission.evicted_in_user_code
 
     # --- operators and hosts ---------------------------------------------------------------------------
 

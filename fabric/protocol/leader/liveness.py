@@ -264,7 +264,7 @@ class Liveness:
         return {status.ckpt for status in self._servers() if status.connected}
 
     def servers_to_hear(self, roster: Sequence[Member], now: float) -> dict[str, float]:
-        """Until when to wait for each unconnected checkpoint server, which may have the newest state, by URL."""
+        """Until when to wait for each unconnected checkpoint server that may have the newest state."""
         heard = self.heard_servers()
         closed = {status.ckpt: status.closed for status in self._servers() if not status.connected}
         named = [(member, self.elected) for member in roster]

@@ -35,7 +35,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-class Process(NamedTuple):
+class ReplicaProcess(NamedTuple):
     """One process start of a replica."""
 
     replica: str
@@ -69,8 +69,8 @@ class Member:
     rack: str = ""  # names the hosts that fail together, as the replica says; empty: not named
 
     @property
-    def process(self) -> Process:
-        return Process(self.replica, self.incarnation)
+    def process(self) -> ReplicaProcess:
+        return ReplicaProcess(self.replica, self.incarnation)
 
     @property
     def addresses(self) -> tuple[RankAddress, ...]:

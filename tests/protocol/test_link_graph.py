@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.model import Process
+from fabric.model import ReplicaProcess
 from fabric.protocol.rules import link_graph
 from fabric.protocol.rules.link_graph import (
     CALM_LIMIT_S,
@@ -82,7 +82,7 @@ def test_a_link_is_missing_when_either_end_says_so():
 
 
 def test_links_must_hold_longer_every_time():
-    healing, process = Healing(), Process("a", 1)
+    healing, process = Healing(), ReplicaProcess("a", 1)
     assert healing.is_calm(process, 0.0) and healing.calm_s(process) == 0
     healing.left_out(process, 100.0)
     assert not healing.is_calm(process, 100.0 + CALM_S - 0.1) and healing.is_calm(process, 100.0 + CALM_S)
@@ -91,11 +91,11 @@ def test_links_must_hold_longer_every_time():
     for _ in range(9):
         healing.left_out(process, 200.0)
     assert healing.calm_s(process) == CALM_LIMIT_S
-    assert healing.is_calm(Process("a", 2), 200.0), "another process may have better links"
+    assert healing.is_calm(ReplicaProcess("a", 2), 200.0), "another process may have better links"
 
 
 def test_old_trouble_is_forgotten():
-    healing, process = Healing(), Process("a", 1)
+    healing, process = Healing(), ReplicaProcess("a", 1)
     for at in (0.0, 1.0, 2.0 + FORGET_S):
         healing.left_out(process, at)
     assert healing.calm_s(process) == CALM_S

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fabric.model import Process, Record, counted
+from fabric.model import Record, ReplicaProcess, counted
 from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer, as_member
@@ -37,10 +37,10 @@ class Admission:
     evidence: FailureEvidence
     orders: OperatorOrders
     endings: Endings
-    readmission_backoff: dict[Process, Backoff] = field(default_factory=dict)
+    readmission_backoff: dict[ReplicaProcess, Backoff] = field(default_factory=dict)
     healing: Healing = field(default_factory=Healing)
     # The step at which the process stood. The others would only wait for it again.
-    evicted_in_user_code: dict[Process, int] = field(default_factory=dict)
+    evicted_in_user_code: dict[ReplicaProcess, int] = field(default_factory=dict)
     waiting_outside: dict[str, str] = field(default_factory=dict)  # newcomer -> why, as it was told
 
     def kept_out(self, peer: Peer) -> str:

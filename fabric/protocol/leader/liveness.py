@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fabric.model import Death, Member, Process, SnapshotRef, StepTimes
+from fabric.model import Death, Member, ReplicaProcess, SnapshotRef, StepTimes
 from fabric.protocol.messages.network import Heartbeat, OpenSession, TrainerStatus
 from fabric.protocol.messages.rank_messages import rank_of_url
 
@@ -54,8 +54,8 @@ class Peer:
         return self.session.incarnation
 
     @property
-    def process(self) -> Process:
-        return Process(self.session.replica, self.session.incarnation)
+    def process(self) -> ReplicaProcess:
+        return ReplicaProcess(self.session.replica, self.session.incarnation)
 
     @property
     def step(self) -> int:
@@ -112,9 +112,11 @@ class Liveness:
     _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> the status of that rank's checkpoint server.
     rank_statuses: dict[int, dict[str, LastStatus]] = field(default_factory=dict)
-    former: dict[Process, Peer] = field(default_factory=dict)  # earlier processes that the record names
+    former: dict[ReplicaProcess, Peer] = field(
+        default_factory=dict
+    )  # earlier processes that the record names
     elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)  # its other servers
-    proven_ends: dict[Process, str] = field(default_factory=dict)  # why a process has certainly ended
+    proven_ends: dict[ReplicaProcess, str] = field(default_factory=dict)  # why a process has certainly ended
 
     def opened(self, session: OpenSession, now: float, is_named: bool) -> None:
         """Take a session. Keep its predecessor's last contact if the record names that process."""

@@ -2,7 +2,16 @@
 
 from dataclasses import dataclass, field, replace
 
-from fabric.model import Death, Fence, Member, OperatorOverrides, Policy, Process, Record, incident_id_of
+from fabric.model import (
+    Death,
+    Fence,
+    Member,
+    OperatorOverrides,
+    Policy,
+    Record,
+    ReplicaProcess,
+    incident_id_of,
+)
 from fabric.protocol.leader.liveness import Liveness, LivenessConfig, Peer
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -58,7 +67,7 @@ class EpochState:
     )  # their state is of no use: they said so, or it is wrong
     evictions_since: float = 0.0
     # Processes that an epoch since the last forced one listed, and that the record does not.
-    departed: frozenset[Process] = frozenset()
+    departed: frozenset[ReplicaProcess] = frozenset()
     ended_at: float | None = None  # when all had finished but newcomers that take part in no round
 
 
@@ -217,7 +226,7 @@ class JobState:
             return []
         return [x.replica for x in record.roster if x.blocking_join and x.replica not in self.epoch.running]
 
-    def departed(self, record: Record) -> frozenset[Process]:
+    def departed(self, record: Record) -> frozenset[ReplicaProcess]:
         """Those that a planned epoch left out may still stand in a round of an epoch before it."""
         if record.is_forced or self.record is None:
             return frozenset()

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fabric.model import Process
+from fabric.model import ReplicaProcess
 
 # Up to so many members with a missing link are searched exhaustively; of more the set may be smaller than the
 # largest.
@@ -101,15 +101,15 @@ class _Trouble:
 class Healing:
     """Remembers the processes whose links were cut."""
 
-    _troubles: dict[Process, _Trouble] = field(default_factory=dict)
+    _troubles: dict[ReplicaProcess, _Trouble] = field(default_factory=dict)
 
-    def left_out(self, process: Process, now: float) -> None:
+    def left_out(self, process: ReplicaProcess, now: float) -> None:
         """The process was left out, because a link was missing."""
         trouble = self._troubles.setdefault(process, _Trouble())
         trouble.times = 1 if now - trouble.at > FORGET_S else trouble.times + 1
         trouble.at = now
 
-    def missed(self, process: Process, now: float) -> None:
+    def missed(self, process: ReplicaProcess, now: float) -> None:
         """The process says, from outside, that it does not reach all members.
 
         That counts only for a process that was left out: for another one a member may have just died.
@@ -117,14 +117,14 @@ class Healing:
         if process in self._troubles:
             self._troubles[process].at = now
 
-    def calm_s(self, process: Process) -> float:
+    def calm_s(self, process: ReplicaProcess) -> float:
         """How long its links must be whole before it comes back; 0 if they always were."""
         trouble = self._troubles.get(process)
         if trouble is None:
             return 0.0
         return float(min(CALM_S * 2 ** max(0, trouble.times - 1), CALM_LIMIT_S))
 
-    def is_calm(self, process: Process, now: float) -> bool:
+    def is_calm(self, process: ReplicaProcess, now: float) -> bool:
         """Whether its links have been whole for that long."""
         trouble = self._troubles.get(process)
         return trouble is None or now - trouble.at >= self.calm_s(process)

@@ -7,7 +7,7 @@ the same micro-batch of the same step are taken as proof.
 
 from collections.abc import Collection, Iterable, Mapping
 
-from fabric.model import Death, Poison, Process
+from fabric.model import Death, Poison, ReplicaProcess
 
 # After so many deaths at one micro-batch, no member gets it again.
 ENOUGH = 2
@@ -15,19 +15,19 @@ ENOUGH = 2
 MOST = 64
 
 # (step, micro-batch) -> the processes that died at it.
-Deaths = Mapping[tuple[int, int], frozenset[Process]]
+Deaths = Mapping[tuple[int, int], frozenset[ReplicaProcess]]
 
 
 def proven(
     reports: Iterable[tuple[str, Iterable[Death]]], excused: Collection[tuple[str, Death]] = ()
 ) -> Deaths:
     """The micro-batches at which enough processes died; ``reports`` has the deaths at each replica."""
-    victims: dict[tuple[int, int], set[Process]] = {}
+    victims: dict[tuple[int, int], set[ReplicaProcess]] = {}
     for replica, deaths in reports:
         for death in deaths:
             if (replica, death) not in excused:
                 processes = victims.setdefault((death.step, death.micro_batch), set())
-                processes.add(Process(replica, death.incarnation))
+                processes.add(ReplicaProcess(replica, death.incarnation))
     return {at: frozenset(dead) for at, dead in sorted(victims.items()) if len(dead) >= ENOUGH}
 
 

@@ -112,9 +112,7 @@ class Liveness:
     _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> the status of that rank's checkpoint server.
     rank_statuses: dict[int, dict[str, LastStatus]] = field(default_factory=dict)
-    former: dict[ReplicaProcess, Peer] = field(
-        default_factory=dict
-    )  # earlier processes that the record names
+    former: dict[ReplicaProcess, Peer] = field(default_factory=dict)  # that the record names
     elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)  # its other servers
     proven_ends: dict[ReplicaProcess, str] = field(default_factory=dict)  # why a process has certainly ended
 

@@ -22,13 +22,13 @@ LIMITS = {
     "class names in more than one file": 0,
     "most attributes of one class": 20,
     "classes with more than 20 attributes": 0,
-    "parameters that are tuples of unlike things": 4,
-    "sentences that begin with a headless who or what": 75,
-    "locals with a vague name": 66,
+    "parameters that are tuples of unlike things": 0,
+    "sentences that begin with a headless who or what": 31,
+    "locals with a vague name": 20,
     "reads of a core's fields by a shell": 0,
-    "banned phrases in docstrings and comments": 22,
+    "banned phrases in docstrings and comments": 3,
     "banned phrases in pages": 10,
-    "lines of fabric/": 53_994,
+    "lines of fabric/": 53_890,
 }
 
 MAX_ATTRIBUTES = 20

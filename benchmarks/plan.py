@@ -12,7 +12,7 @@ import time
 from common import begin, finish, interleave, table, verdict
 
 from fabric.plan.engine import simulate
-from fabric.plan.policies import Spare
+from fabric.plan.policies import SPARePolicy
 from fabric.plan.published import SPARE_RUNS
 from fabric.protocol.rules.spare import StackedShards, golomb_offsets, ring_layout
 
@@ -22,7 +22,7 @@ STEPS = 10_000
 def simulated(number: int) -> None:
     run = SPARE_RUNS[number]
     redundancy, every, *_ = run.spare
-    simulate(run.job(every, STEPS), Spare(golomb_offsets(run.groups, redundancy)), run.failures)
+    simulate(run.job(every, STEPS), SPARePolicy(golomb_offsets(run.groups, redundancy)), run.failures)
 
 
 def slowest_reordering(groups: int = 1000, redundancy: int = 9, seed: int = 0) -> float:

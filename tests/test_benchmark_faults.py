@@ -71,7 +71,7 @@ def no_warm_up(monkeypatch):
     monkeypatch.setattr(faults_record, "WARM_STEPS", 0)
 
 
-def test_a_stall_is_what_no_work_explains():
+def test_a_stall_is_the_time_that_no_work_explains():
     found = record(MadeUp())
     (fault,) = found.faults
     for stall in fault.stalls:
@@ -85,7 +85,7 @@ def test_a_stall_is_what_no_work_explains():
 
 
 @pytest.mark.parametrize(("before", "repeated"), [(0.1, 0.1), (2.0, 0.3)])
-def test_only_what_was_exchanged_twice_is_repeated(before, repeated):
+def test_only_exchanges_made_twice_are_repeated(before, repeated):
     # The exchange was under way for so long when the fault came; what was waiting was none.
     (fault,) = record(MadeUp(begun_before=before)).faults
     assert all(s.repeated == pytest.approx(repeated) for s in fault.stalls)

@@ -49,7 +49,7 @@ def test_quantiles_are_observed_values():
     assert common.quantile([3.0], 0.99) == 3.0
 
 
-def test_a_miss_is_said(capsys):
+def test_a_missed_snapshot_is_reported(capsys):
     assert common.verdict("ratio", 0.9, at_most=1.0)
     assert not common.verdict("ratio", 1.1, at_most=1.0)
     assert not common.verdict("speed", 0.9, at_least=1.0)
@@ -125,7 +125,7 @@ def ends_with(number: int, program: str, skip: int) -> list[str]:
     return words
 
 
-def test_a_benchmark_that_is_told_to_end_leaves_nothing_behind():
+def test_a_benchmark_that_gets_sigterm_leaves_nothing_behind():
     folder, *_ = ends_with(signal.SIGTERM, FLEET, skip=1)
     assert not Path(folder).exists()
 

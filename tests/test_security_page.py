@@ -36,7 +36,7 @@ def test_every_test_that_is_named_exists(file, test):
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.splitlines()[0])
-def test_every_section_has_promises_with_a_test_each_and_says_what_is_not_promised(section):
+def test_every_section_has_promises_with_a_test_each_and_lists_what_it_does_not_promise(section):
     table = rows(section)
     assert table, "a section has a table of promises"
     for row in table:

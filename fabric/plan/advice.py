@@ -17,7 +17,7 @@ from fabric.plan.cluster import Cluster
 from fabric.plan.engine import FailurePolicy, SimulatedJob, TimeLedger, simulate
 from fabric.plan.failures import FailSlow, FailureModel
 from fabric.plan.parallel import process_pool
-from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, Spare
+from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, SPARePolicy
 from fabric.protocol.rules.spare import best_offsets, has_distinct_differences
 
 # Student's t for a 95 % interval, by degrees of freedom 1 to 10; more are near the normal's 1.96.
@@ -121,7 +121,7 @@ def _redundant(cluster: Cluster) -> list[PolicyOption]:
         else ", consecutive hosts: too few groups for a Golomb ruler"
     )
     up_s = max(1.0, masked_failures(groups, optimum.redundancy)) * cluster.mtbf_s
-    spare = _checkpointed("SPARe", cluster, up_s, partial(Spare, offsets), optimum.overhead)
+    spare = _checkpointed("SPARe", cluster, up_s, partial(SPARePolicy, offsets), optimum.overhead)
     candidates = [r for r in (2, 3, 4) if r <= groups // 2]
     replicated = min(candidates, key=lambda r: _replication_cost(cluster, r))
     up_s = masked_failures_replication(groups, replicated) * cluster.mtbf_s

@@ -80,7 +80,7 @@ class Replication:
 
 
 @dataclass(slots=True)
-class Spare:
+class SPARePolicy:
     """SPARe: stacked shards with adaptive reordering, by the functions that trainers use
     (`fabric.protocol.rules.spare`).
 

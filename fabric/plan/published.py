@@ -17,7 +17,7 @@ from fabric.plan.engine import FailurePolicy, SimulatedJob, TimeLedger, simulate
 from fabric.plan.failures import FailureModel, Fixed, Poisson, Repair, WeibullRenewal
 from fabric.plan.figures import AIM, FT_HSDP, SPARE, TORCHPASS, Figure
 from fabric.plan.parallel import process_pool
-from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, Spare
+from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, SPARePolicy
 from fabric.protocol.rules.spare import StackedShards, golomb_offsets, ring_layout
 
 ASSUMPTIONS = (
@@ -164,7 +164,9 @@ def spare_figures(pool: _Pool, groups: Sequence[int] = SIZES) -> Iterator[Figure
     started = []
     for run in (run for run in SPARE_RUNS if run.groups in groups):
         spare = _Case(
-            run.job(run.spare[1]), partial(Spare, golomb_offsets(run.groups, run.spare[0])), run.failures
+            run.job(run.spare[1]),
+            partial(SPARePolicy, golomb_offsets(run.groups, run.spare[0])),
+            run.failures,
         )
         copied = _Case(run.job(run.replication[1]), partial(Replication, run.replication[0]), run.failures)
         started.append((run, pool.start(spare), pool.start(copied)))
@@ -187,7 +189,9 @@ def low_redundancy_figure(pool: _Pool) -> Iterator[Figure]:
     run = SPARE_RUNS[0]
     up_s = closed_forms.masked_failures(200, 2) * 300.0
     every = max(1, round((closed_forms.optimal_interval(60.0, up_s, 3600.0) - 60) / 130))
-    spare = pool.start(_Case(run.job(every, 2000), partial(Spare, golomb_offsets(200, 2)), run.failures))
+    spare = pool.start(
+        _Case(run.job(every, 2000), partial(SPARePolicy, golomb_offsets(200, 2)), run.failures)
+    )
     copied = pool.start(_Case(run.job(6, 2000), partial(Replication, 3), run.failures))
     ratio = spare()[0] / copied()[0]
     yield Figure(

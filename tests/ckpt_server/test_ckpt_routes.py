@@ -127,7 +127,7 @@ def test_ranges_without_a_byte_are_416(url):
         assert "begin below" in answer.error
 
 
-def test_a_unit_that_nobody_knows_is_ignored(url):
+def test_an_unknown_unit_is_ignored(url):
     assert fetch(url, DATA, Range="lines=1-2").status == 200
 
 
@@ -180,7 +180,7 @@ def test_the_listing(url):
     assert abs(time.time() - 1.5e9 - listed[2]["age_s"]) < 3600
 
 
-def test_the_manifest_is_what_was_published_and_where_the_bytes_are(url):
+def test_the_manifest_is_the_published_one_with_the_url_of_the_bytes(url):
     manifest = fetch(url, f"/v1/snapshots/{STEP}/manifest").json
     wanted = manifest_of(FILE, STEP)
     assert {k: manifest[k] for k in wanted} == wanted
@@ -192,7 +192,7 @@ def test_the_manifest_is_what_was_published_and_where_the_bytes_are(url):
     }
 
 
-def test_gradients_carry_what_is_needed_to_apply_them(url):
+def test_gradients_carry_all_that_is_needed_to_apply_them(url):
     answer = fetch(url, f"/v1/gradients/{STEP}?generation=1&wait_s=0")
     assert (answer.status, answer.body) == (200, b"0123456789")
     headers = answer.headers

@@ -130,7 +130,7 @@ def test_no_such_blocks(url):
         ("zstd;level=3", IDENTITY),
     ],
 )
-def test_what_a_reader_takes(header, chosen):
+def test_the_accepted_encodings_of_a_reader(header, chosen):
     assert choose(header) == chosen
 
 

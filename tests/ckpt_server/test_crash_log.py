@@ -26,7 +26,7 @@ async def watched():
     memory.close()
 
 
-async def test_a_death_at_a_micro_batch_is_told_again_and_again(watched):
+async def test_a_death_at_a_micro_batch_is_in_every_status(watched):
     deaths, _, note = watched
     note(encode_marker(12, 0))
     assert deaths.seen("running") == ()
@@ -43,7 +43,7 @@ def test_a_note_whose_memory_is_still_being_allocated_is_none():
     assert deaths.seen("gone") == (), "let go"
 
 
-async def test_who_died_at_none_leaves_nothing(watched):
+async def test_a_trainer_that_died_outside_of_a_micro_batch_leaves_no_note(watched):
     deaths, _, note = watched
     note(encode_marker(12, 3))
     note(0)
@@ -63,7 +63,7 @@ async def test_a_successor_takes_the_note_away_and_outlives_the_evidence(watched
     assert deaths.seen("running") == (), "the job is past that step"
 
 
-async def test_both_deaths_of_one_replica_are_told(watched):
+async def test_both_deaths_of_one_replica_are_reported(watched):
     deaths, trainer, note = watched
     for incarnation in (7, 8):
         trainer.incarnation = incarnation

@@ -203,7 +203,7 @@ NONSENSE = [
 ]
 
 
-def test_whatever_answers_on_the_socket_the_kernel_is_asked_at_last(attach, run_dir):
+def test_the_kernels_view_is_included_whatever_answers_on_the_socket(attach, run_dir):
     handle = attach()
 
     def answer(listener: socket.socket) -> None:

@@ -402,7 +402,7 @@ class TestRetention:
         assert attempts_to_delete([old], [], new, keep=1) == [old]
         assert attempts_to_delete([new], [], old, keep=1) == [old]
 
-    def test_what_was_never_finished_goes_and_what_others_may_be_writing_stays(self):
+    def test_unfinished_attempts_go_and_those_under_way_elsewhere_stay(self):
         mine = Attempt(2, 10, "r0", 5)
         own = Attempt(2, 12, "r0", 4)
         older, same, later = (Attempt(2, step, "r1", 1) for step in (9, 10, 11))

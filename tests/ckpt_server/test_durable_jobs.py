@@ -105,7 +105,7 @@ def test_a_trainer_that_needs_the_memory_gets_it_and_the_checkpoint_is_given_up(
     hold(handle, 0, 6)
 
 
-def test_a_trainer_whose_checkpoints_must_be_there_is_told_where_none_is(attach, tmp_path):
+def test_a_trainer_that_requires_checkpoints_hears_where_there_are_none(attach, tmp_path):
     url, handle = str(tmp_path / "durable"), attach()
     hold(handle, 0, 5)
     persist(handle, url, 5, required=True)

@@ -119,7 +119,7 @@ def test_retention_deletes_nothing_through_a_link(state, tmp_path):
     assert first.is_symlink() and (archived / MARKER).is_file()
 
 
-def test_a_full_disk_is_told_and_leaves_the_one_before_and_nothing_else(state, tmp_path):
+def test_a_full_disk_is_reported_and_leaves_only_the_earlier_checkpoint(state, tmp_path):
     """The limit on the size of a file is met as a full disk is: in the middle of a write."""
     file, manifest = state
     url = str(tmp_path)
@@ -145,7 +145,7 @@ def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=os.path.ismount(folder), capture_output=True)
 
 
-def test_wherever_the_disk_is_full_those_before_are_whole_and_the_next_one_is_written(state, tmp_path):
+def test_after_a_full_disk_earlier_checkpoints_are_whole_and_the_next_is_written(state, tmp_path):
     """With more room every time, from none to enough; what fails leaves nothing behind."""
     file, manifest = state
     page, order = os.sysconf("SC_PAGESIZE"), DurableJob("", "job", "r0", 9, keep=9)
@@ -172,7 +172,7 @@ def test_wherever_the_disk_is_full_those_before_are_whole_and_the_next_one_is_wr
 
 
 @pytest.mark.parametrize("point", ["data", "shards", "marker"])
-def test_a_place_that_vanishes_in_mid_write_gets_no_marker_anywhere(state, tmp_path, point):
+def test_storage_that_vanishes_in_mid_write_gets_no_marker_anywhere(state, tmp_path, point):
     """The file system is unmounted while the writer stands at ``point``; the disk below stays empty."""
     file, manifest = state
     with mounted(tmp_path / "disk", 4 << 20) as disk:
@@ -192,7 +192,7 @@ def test_a_place_that_vanishes_in_mid_write_gets_no_marker_anywhere(state, tmp_p
         assert list(disk.iterdir()) == [], "nothing was written below the mount point"
 
 
-def test_a_required_place_that_is_gone_between_two_checkpoints_gets_nothing(state, tmp_path):
+def test_required_storage_that_vanishes_between_two_checkpoints_gets_nothing(state, tmp_path):
     """What is unmounted leaves an empty folder: the next one must not go, complete, to the disk below."""
     file, manifest = state
     order = DurableJob(str(tmp_path / "disk"), "job", "r0", 9, required=True)
@@ -293,7 +293,7 @@ class TestCommands:
         assert isinstance(result.exception, StateError)
         assert f"{folders[0] / name} does not match the digest in manifest.json" in str(result.exception)
 
-    def test_what_is_no_checkpoint_is_refused(self, written):
+    def test_a_folder_that_is_not_a_checkpoint_is_refused(self, written):
         root, folders, _ = written
         (folders[1] / MARKER).unlink()
         for name in (root, folders[1], Path("/nonexistent/dir/")):

@@ -220,7 +220,7 @@ def test_striped_over_all_sources_and_verified(origins) -> None:
     assert sum(len(origin.connections) for origin in three) <= 3 * 2  # kept alive
 
 
-def test_connections_are_kept_for_the_next_fetch_and_dialled_anew_where_closed(origins) -> None:
+def test_connections_are_kept_for_the_next_fetch_and_dialled_again_where_closed(origins) -> None:
     two = origins(2)
     fetch, urls = fetcher(), [origin.url for origin in two]
     fetch.fetch_state(urls, ref(two[0]), Memory())

@@ -74,7 +74,9 @@ def publish(handle: ServerHandle, state: dict[str, object], step: int, slot: int
 
 
 @pytest.mark.parametrize("same_host", [False, True])
-def test_a_newcomer_takes_the_state_from_three_servers_one_of_which_dies(servers, same_host: bool) -> None:
+def test_a_joining_replica_takes_the_state_from_three_servers_one_of_which_dies(
+    servers, same_host: bool
+) -> None:
     three = servers(3)
     veteran, joiner = objects(1, 1200), objects(2, 1200)  # 17 MB: several blocks
     train(veteran, 2)
@@ -106,7 +108,7 @@ def test_a_newcomer_takes_the_state_from_three_servers_one_of_which_dies(servers
     assert capture(veteran, 3).digest() == capture(joiner, 3).digest()
 
 
-def test_into_the_newcomers_own_slot_which_it_then_serves(servers) -> None:
+def test_the_state_goes_into_the_joining_replicas_own_slot_which_it_then_serves(servers) -> None:
     one, two = servers(2)
     veteran = objects(1, 64)
     train(veteran, 1)
@@ -119,7 +121,7 @@ def test_into_the_newcomers_own_slot_which_it_then_serves(servers) -> None:
     assert again["blocks"] == done.manifest["blocks"]
 
 
-def test_what_is_not_held_is_gone_and_a_wrong_token_is_said(servers) -> None:
+def test_a_missing_state_is_gone_and_a_wrong_token_is_reported(servers) -> None:
     (one,) = servers(1)
     state = publish(one, objects(1, 16), 3)
     with pytest.raises(Gone, match="409"):

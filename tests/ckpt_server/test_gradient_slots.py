@@ -70,7 +70,7 @@ def test_a_late_publication_does_not_label_the_round_of_another_epoch(attach, pl
     assert (row["generation"], row["step"], row["digest"]) == (2, 5, f"{6:032x}")
 
 
-def test_what_is_reserved_late_has_a_number_of_its_own(attach, plane):
+def test_a_late_reservation_has_a_number_of_its_own(attach, plane):
     slots = GradientSlots(attach(), NBYTES, "layout", plane)
     run(slots, 0, 3)
     slots.reset()
@@ -98,7 +98,9 @@ def served(slots: GradientSlots, steps: range) -> list[int]:
         (10 * NBYTES, 9),
     ],
 )
-def test_who_catches_up_finds_the_steps_of_a_fetch_whatever_their_size(attach, plane, limit_bytes, kept):
+def test_a_replica_that_catches_up_finds_the_steps_of_a_fetch_whatever_their_size(
+    attach, plane, limit_bytes, kept
+):
     slots = GradientSlots(attach(), NBYTES, "layout", plane, limit_bytes=limit_bytes)
     run(slots, 0, 20)
     assert served(slots, range(20)) == [18, 19]

@@ -83,7 +83,7 @@ def test_nothing_goes_over_the_network_unless_that_is_wanted(holder):
 
 
 @pytest.mark.parametrize("over_the_network", [False, True])
-def test_what_is_fetched_is_kept_once(holder, over_the_network):
+def test_a_fetched_state_is_kept_once(holder, over_the_network):
     target, told = memoryview(bytearray(len(FILE))), []
     fetcher = StateFetcher(progress=lambda received, nbytes: told.append((received, nbytes)))
     fetcher.same_host = not over_the_network
@@ -96,7 +96,7 @@ def test_what_is_fetched_is_kept_once(holder, over_the_network):
     fetcher.close()
 
 
-def test_who_is_on_this_host_is_asked_alone_and_the_others_when_he_fails(holder, tmp_path, monkeypatch):
+def test_a_source_on_this_host_is_asked_alone_and_the_others_when_it_fails(holder, tmp_path, monkeypatch):
     other = start_server(tmp_path / "other", replica="r1")
     publish(other, 0, FILE, 40)
     monkeypatch.setattr(
@@ -153,7 +153,7 @@ def test_the_slot_counts_as_read_until_the_reader_ends(holder):
     wait_for(lambda: holder.begin("snapshot", 0, unless_read=True), "the reader's end")
 
 
-def test_who_reads_cannot_write(holder):
+def test_a_reader_cannot_write(holder):
     memory = HostMemory.find(place(holder), STATE, "", len(FILE))
     assert memory is not None
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -220,7 +220,7 @@ def test_another_users_process_is_shown_nothing(holder):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_the_token_is_not_told_to_another_users_process():
+def test_the_token_is_not_shown_to_another_users_process():
     listener = "127.0.0.1:1"
     script = (
         "import os, socket, sys; os.setresuid(65534, 65534, 65534); s = socket.socket(socket.AF_UNIX);"

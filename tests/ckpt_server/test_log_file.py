@@ -7,7 +7,7 @@ from fabric.ckpt_server.server import log_file
 from fabric.ckpt_server.wire.channel_protocol import LOG_NAME
 
 
-def test_a_log_that_has_grown_is_kept_once_and_begun_anew_under_its_writer(tmp_path):
+def test_a_log_that_has_grown_is_kept_once_and_restarted_under_its_writer(tmp_path):
     path = tmp_path / LOG_NAME
     with path.open("ab", buffering=0) as writer:
         writer.write(b"first\n" * 10)
@@ -23,7 +23,7 @@ def test_a_log_that_has_grown_is_kept_once_and_begun_anew_under_its_writer(tmp_p
     assert (tmp_path / f"{LOG_NAME}.1").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_link_in_its_place_is_left_alone(tmp_path):
+def test_a_symbolic_link_in_place_of_the_file_is_left_alone(tmp_path):
     elsewhere, path = tmp_path / "elsewhere", tmp_path / LOG_NAME
     elsewhere.write_bytes(b"x" * 100)
     path.symlink_to(elsewhere)

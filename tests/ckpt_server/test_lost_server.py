@@ -95,7 +95,7 @@ def fetching(attach):
 
 
 class TestAServerThatDied:
-    def test_who_waits_for_a_state_starts_its_own_server_again_and_serves_what_it_fetched(
+    def test_a_replica_that_waits_for_a_state_restarts_its_server_and_serves_the_state(
         self, fetching, served
     ):
         mine = fetching()
@@ -117,7 +117,7 @@ class TestAServerThatDied:
         assert mine.fetch(state, (NOBODY, DURABLE)) == io.StateFetched(3, state.digest)
         assert bytes(mine.transfer.state.file) == file
 
-    def test_one_that_cannot_be_started_says_nothing_against_the_checkpoint(self, fetching, tmp_path):
+    def test_a_server_that_cannot_be_started_does_not_condemn_the_checkpoint(self, fetching, tmp_path):
         _, state = write_one(str(tmp_path), objects(1), 3)
         mine = fetching(storage=str(tmp_path), restarts=False)
         kill_server(mine.handle)
@@ -211,7 +211,7 @@ class TestAServerThatIsStopped:
         assert descriptors() == opened
         assert len(handle.allocate("gradient", 3, 1000)) == 1000
 
-    def test_one_that_is_ended_while_it_hangs_is_started_again(self, attach, stop):
+    def test_a_server_that_is_killed_while_it_hangs_is_started_again(self, attach, stop):
         handle = attach()
         before = handle.pid
         stop(handle)
@@ -280,7 +280,7 @@ class TestAServerThatIsStopped:
             assert fetch(handle.url, "/v1/snapshots").json == []
         keeper.close(within_s=20)
 
-    def test_rounds_go_on_without_a_slot_of_it_and_what_it_serves_is_not_written_to(self, attach, stop):
+    def test_rounds_go_on_without_its_slots_and_do_not_write_to_those_it_serves(self, attach, stop):
         handle, plane = attach(), CpuRing()
         slots = GradientSlots(handle, 1024, "layout", plane)
         slots.listening = True

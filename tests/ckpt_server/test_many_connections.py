@@ -54,7 +54,7 @@ def stand_idle(url: str, says: bytes, stack: ExitStack, count: int = 600) -> Non
         one.sendall(says)
 
 
-def test_a_thousand_idle_connections_cut_nobody_off(narrow_server, run_dir, token_file, attach):
+def test_a_thousand_idle_connections_cut_off_no_request(narrow_server, run_dir, token_file, attach):
     handle: ServerHandle = attach(token_file=token_file)
     publish(handle, 0, snapshot_file(NBYTES), 1)
     asked = {"Authorization": f"Bearer {TOKEN}"}

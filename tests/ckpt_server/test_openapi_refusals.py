@@ -103,7 +103,7 @@ def must_be_a_refusal(answer, status: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_asked_rightly_is_answered_as_the_document_says(url, path):
+def test_a_correct_request_is_answered_as_the_document_says(url, path):
     for names in ([], *([n] for n, p in parameters(path).items() if p["in"] != "path")):
         answer = ask(url, path, **{name: GOOD[name] for name in names})
         assert str(answer.status) in declared(path), names
@@ -158,7 +158,7 @@ def test_every_announced_refusal_is_provoked():
     assert all(f'"{path}"' in own for path, _ in ELSEWHERE)
 
 
-def test_a_trainer_that_takes_no_questions_is_said(url):
+def test_a_trainer_without_a_debug_endpoint_is_reported(url):
     must_be_a_refusal(ask(url, "/debug/flight"), "504", "/debug/flight")
 
 
@@ -183,7 +183,7 @@ def test_malformed_parameters(url, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_too_large_is_refused_and_the_next_is_served(url, path):
+def test_a_line_that_is_too_long_is_refused_and_the_next_one_served(url, path):
     place = urlsplit(url)
     filled = re.sub(r"{(\w+)}", lambda m: GOOD[m[1]], path)
     head = f"Host: 127.0.0.1\r\nAuthorization: {BEARER}\r\n"
@@ -294,7 +294,7 @@ def both_ways(text):
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
-def test_a_header_read_by_columns_is_what_it_is_entry_by_entry(data):
+def test_a_header_reads_the_same_by_columns_and_by_entries(data):
     text = build_preamble(ENTRIES, '{"a\\"b":["__metadata__",":{"]}')[8:].decode()
     columns, entries = both_ways(text.encode())
     assert columns is not None and columns == entries and len(columns[0]) == len(ENTRIES)

@@ -78,7 +78,7 @@ def test_a_trainer_does_not_use_a_folder_that_another_user_made_first(shared, at
         claim(home)
 
 
-def test_a_server_of_another_user_in_this_users_folder_is_told_nothing(shared, attacker):
+def test_the_trainer_sends_nothing_to_another_users_server_in_its_folder(shared, attacker):
     """Were the folder ours and the socket another's: the kernel's word for the process decides."""
     folder = shared / "ours"
     folder.mkdir()
@@ -113,7 +113,7 @@ def test_no_link_in_the_folder_leads_to_a_file_of_the_user(shared, name):
     assert precious.read_text() == "as it was"
 
 
-async def test_who_answers_for_the_trainer_is_this_users_process(shared, attacker):
+async def test_only_a_process_of_this_user_answers_for_the_trainer(shared, attacker):
     folder = shared / "ours"
     folder.mkdir()
     folder.chmod(0o777)

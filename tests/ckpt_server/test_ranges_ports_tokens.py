@@ -44,7 +44,7 @@ from fabric.runtime.http.http_service import (
 
 
 @given(st.integers(0, 50), st.integers(0, 60), st.integers(0, 60))
-def test_ranges_select_what_the_rfc_says(nbytes, first, last):
+def test_ranges_select_the_bytes_of_the_rfc(nbytes, first, last):
     data = bytes(range(nbytes))
     for header, wanted in (
         (f"bytes={first}-", data[first:]),
@@ -130,7 +130,7 @@ async def test_process_states_of_the_kernel_of_real_processes_is_noticed_without
 
 
 @pytest.mark.parametrize("left", [0, 1])
-async def test_who_cannot_be_watched_is_refused_and_the_one_before_is_watched_on(left):
+async def test_a_process_that_cannot_be_watched_is_refused_and_the_former_is_watched_on(left):
     trainer = TrainerWatch()
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", "import signal; signal.pause()")
     trainer.attach(child.pid, 1)

@@ -137,7 +137,7 @@ def test_a_state_comes_into_another_layout(zygote, tmp_path, old, new):
     ],
     ids=["a part too few", "parts exchanged", "a dead holder", "another model"],
 )
-def test_what_cannot_be_had_is_said_and_nothing_is_touched(zygote, fsdp2, tmp_path, width, change, sentence):
+def test_missing_memory_is_reported_and_nothing_is_touched(zygote, fsdp2, tmp_path, width, change, sentence):
     told = fsdp2.told | {"sources": change(fsdp2.sources)}
     (one,) = zygote.run(tmp_path / "new", "whole", 1, width, **told)
     assert sentence in one["error"] and one["untouched"], one

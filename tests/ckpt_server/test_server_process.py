@@ -317,7 +317,7 @@ def test_a_second_server_on_the_folder_is_refused(attach, run_dir):
     assert fetch(handle.url, "/healthz").status == 200
 
 
-def test_a_taken_port_is_said_and_a_range_goes_past_it(run_dir, attach):
+def test_a_taken_port_is_reported_and_a_range_goes_past_it(run_dir, attach):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -352,7 +352,7 @@ def test_the_trainer_gets_the_same_sentences(run_dir, tmp_path, attach):
         start_server(blocked / "deeper")
 
 
-def test_a_server_that_does_not_start_in_time_is_ended_and_said(run_dir, attach, monkeypatch):
+def test_a_server_that_does_not_start_in_time_is_ended_and_reported(run_dir, attach, monkeypatch):
     with monkeypatch.context() as hurried:
         hurried.setattr("fabric.ckpt_server.attach.server_handle.ATTACH_S", 0.001)
         with pytest.raises(ServerLost, match=r"did not start in time|could not be attached"):

@@ -78,7 +78,7 @@ def test_a_withdrawn_slot_ends_its_readers_and_they_never_see_what_is_written_ne
     assert 'fabric_ckpt_aborted_transfers_total{kind="snapshot"} 3.0' in text
 
 
-def test_who_comes_after_a_snapshot_was_withdrawn_is_refused_and_not_given_the_older_one(attach):
+def test_a_reader_of_a_withdrawn_snapshot_is_refused_and_does_not_get_the_older_one(attach):
     handle = attach()
     for slot, step in ((0, 1), (1, 2)):
         publish(handle, slot, snapshot_file(1 << 20, step), step)
@@ -158,7 +158,7 @@ def test_an_answer_that_counts_as_sent_refers_to_the_memory_no_more(attach):
         assert len(got) == size or not sent
 
 
-def test_unless_read_leaves_a_slot_that_somebody_reads(attach):
+def test_unless_read_leaves_a_slot_that_has_readers(attach):
     handle = attach()
     file = snapshot_file(NBYTES)
     publish(handle, 0, file, 1)
@@ -233,7 +233,7 @@ def test_a_published_slot_must_be_begun_before_it_is_published_again(attach):
     assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [5]
 
 
-def test_what_a_slot_cannot_hold_is_refused(attach):
+def test_content_that_a_slot_cannot_hold_is_refused(attach):
     handle = attach()
     file = snapshot_file(100_000)
     manifest = manifest_of(file, 5)

@@ -107,7 +107,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("what", ASKED)
-async def test_who_stops_reading_is_cut_off_and_the_slot_is_let_go(served, what, monkeypatch):
+async def test_a_reader_that_stalls_is_cut_off_and_the_slot_released(served, what, monkeypatch):
     monkeypatch.setattr("fabric.ckpt_server.server.send.STALL_S", 0.2)
     monkeypatch.setattr("fabric.runtime.http.http_service.STALL_S", 0.2)
     reader = Reader(served.port)

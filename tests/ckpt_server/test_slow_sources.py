@@ -75,7 +75,7 @@ def test_a_gradient_comes_from_the_next_source_and_the_slow_one_is_asked_last(or
     hurried.close()
 
 
-def test_one_that_does_not_have_it_yet_is_no_slow_source(origins, hurried, monkeypatch):  # noqa: F811
+def test_a_source_that_does_not_have_it_yet_is_not_slow(origins, hurried, monkeypatch):  # noqa: F811
     monkeypatch.setattr(gradient_fetch, "_LATE_S", FOREVER_S)
     first, second = origins(2)
     for origin in (first, second):
@@ -112,7 +112,7 @@ def test_a_manifest_that_trickles_is_given_up(origins):  # noqa: F811
         fetcher(timeout_s=0.1).fetch_state([only.url], ref(only), Memory())
 
 
-def test_data_that_trickle_are_given_up_where_nobody_else_has_them(origins, monkeypatch):  # noqa: F811
+def test_data_that_trickle_are_given_up_where_no_other_source_has_them(origins, monkeypatch):  # noqa: F811
     monkeypatch.setattr(multi_source, "LEAST_BYTES_PER_S", 1e6)
     (only,) = origins(1)
 

@@ -267,7 +267,7 @@ def test_device_error_is_kept_for_join() -> None:
 
 
 @pytest.mark.parametrize(("make", "name"), [(CpuCopier, "_take"), (lambda: CudaCopier(LazyLane()), "copy")])
-def test_a_fence_waits_for_what_another_thread_is_in_the_midst_of_copying(monkeypatch, make, name) -> None:
+def test_a_fence_waits_for_a_block_that_another_thread_copies(monkeypatch, make, name) -> None:
     """The keeper joins while the trainer fences: a unit that somebody has taken is not copied yet."""
     copier = make()
     counters = [torch.tensor(float(n)) for n in range(4)]

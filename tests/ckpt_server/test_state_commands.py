@@ -61,7 +61,7 @@ def test_a_pull_goes_on_where_it_was_cut_off(url, tmp_path):
     assert sum(progress) == len(BIG)
 
 
-def test_what_was_there_longer_than_the_state_is_cut(url, tmp_path):
+def test_a_longer_partial_file_is_cut(url, tmp_path):
     part = tmp_path / "x.part"
     part.write_bytes(BIG + b"more")
     state = RemoteState(f"{url}/v1/snapshots/9000", "")
@@ -85,7 +85,7 @@ def test_a_block_that_lies_is_refused(url, tmp_path):
         ("{url}/v1/snapshots/../../etc", "names no step"),
     ],
 )
-def test_what_cannot_be_pulled_is_one_sentence(url, tmp_path, address, sentence):
+def test_a_state_that_cannot_be_pulled_is_one_sentence(url, tmp_path, address, sentence):
     target = tmp_path / "state"
     assert sentence in error_of(call(pull, address.format(url=url), "-o", target))
     assert not target.exists()
@@ -96,7 +96,7 @@ def test_a_full_or_missing_folder_is_one_sentence(url, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["file", "url"])
-def test_inspect_lists_what_is_there(url, tmp_path, where):
+def test_inspect_lists_the_tensors(url, tmp_path, where):
     file = tmp_path / "state.safetensors"
     file.write_bytes(file_of(TENSORS))
     name = file if where == "file" else f"{url}/v1/snapshots/600"
@@ -109,7 +109,7 @@ def test_inspect_lists_what_is_there(url, tmp_path, where):
     assert shown.exit_code == 0 and "step count" in shown.output and "scalar" in shown.output
 
 
-def test_inspect_of_what_is_no_state(tmp_path):
+def test_inspect_refuses_a_file_that_is_not_a_state(tmp_path):
     file = tmp_path / "state"
     file.write_bytes(b"not a state at all")
     assert f"{file}: this is no safetensors file" in error_of(call(inspect_state, file))
@@ -130,7 +130,7 @@ def changed(tmp_path: Path) -> Path:
     return file
 
 
-def test_diff_names_what_differs_and_by_how_much(url, tmp_path):
+def test_diff_names_the_tensors_that_differ_and_by_how_much(url, tmp_path):
     file = changed(tmp_path)
     result = call(diff, f"{url}/v1/snapshots/600", file, "--json")
     assert result.exit_code == 1
@@ -167,7 +167,7 @@ def test_a_server_that_dies_in_the_middle_is_one_sentence_and_the_rest_comes_fro
     again.close()
 
 
-def test_a_disk_without_room_is_told_at_once_and_what_had_come_is_left(url, tmp_path):
+def test_a_disk_without_room_is_reported_at_once_and_the_partial_file_stays(url, tmp_path):
     part = tmp_path / "state.part"
     part.write_bytes(BIG[:BLOCK_BYTES])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -158,7 +158,7 @@ def test_numpy_arrays_in_any_layout() -> None:
 @pytest.mark.parametrize(
     "value", [np.array([object()]), np.zeros(2, [("a", "i4")]), defaultdict(lambda: 1), {torch.ones(1): 1}]
 )
-def test_what_has_no_plain_value_is_refused(value: Any) -> None:
+def test_a_tensor_without_a_plain_value_is_refused(value: Any) -> None:
     with pytest.raises(StateError, match=r"x\.value"):
         capture({"x": Holder({"value": value})}, 0)
 

@@ -63,7 +63,7 @@ def encoded(monkeypatch):
     return paths
 
 
-def test_steps_of_training_describe_their_settings_anew_and_nothing_else(encoded):
+def test_steps_of_training_describe_only_their_settings_again(encoded):
     objects = training()
     step(objects)
     describer = StateDescriber(objects)
@@ -114,7 +114,7 @@ def widen(model):
 
 
 @pytest.mark.parametrize("change", [replace_data, transpose_data, shrink, add, tie, widen])
-def test_what_changes_in_a_model(change):
+def test_the_buffers_that_forward_changes_in_a_model(change):
     model = training()["model"]
     describer = StateDescriber({"model": model})
     same(describer, 1)
@@ -177,7 +177,7 @@ def test_objects_in_containers_are_looked_at_every_time():
     same(describer, 3)
 
 
-def test_what_cannot_be_described_is_refused_whenever_it_comes_and_then_again_described():
+def test_an_indescribable_value_is_refused_whenever_it_comes_and_described_after_it():
     holder = Holder({"a": 1})
     describer = StateDescriber({"x": holder})
     same(describer, 1)

@@ -262,7 +262,7 @@ def test_a_snapshot_brings_the_digest_along_and_nothing_is_read_twice(taken, kee
     assert snapshots.take_digest(1) == capture({"model": model}, 1).digest()
 
 
-def test_a_digest_goes_on_beside_a_snapshot_for_a_newcomer(taken, keeper, model):
+def test_a_digest_goes_on_during_a_snapshot_for_a_joining_replica(taken, keeper, model):
     snapshots, handle = taken
     done = threading.Event()
     expected = capture({"model": model}, 2).digest()
@@ -274,7 +274,7 @@ def test_a_digest_goes_on_beside_a_snapshot_for_a_newcomer(taken, keeper, model)
     assert [s["digest"] for s in fetch(handle.url, "/v1/snapshots").json] == [expected]
 
 
-def test_who_may_change_the_state_again_has_the_digest_of_what_it_was(taken, keeper, model):
+def test_after_the_fence_the_digest_is_of_the_state_before_it(taken, keeper, model):
     """Forward that changes buffers waits before it does, long before anybody asks for the digest."""
     snapshots, _ = taken
     expected = capture({"model": model}, 1).digest()
@@ -373,7 +373,7 @@ def test_on_a_device_a_change_before_the_fence_is_refused_by_name_and_not_served
     assert fetch(handle.url, "/v1/snapshots").json == []
 
 
-def test_on_a_device_what_is_changed_behind_the_fence_is_no_change(on_device, keeper, model):
+def test_on_a_device_a_write_behind_the_fence_is_allowed(on_device, keeper, model):
     snapshots, handle, lane = on_device
     done = threading.Event()
     snapshots.start(ref(1), keeper.submit, lambda event: done.set())
@@ -386,7 +386,7 @@ def test_on_a_device_what_is_changed_behind_the_fence_is_no_change(on_device, ke
     assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [1]
 
 
-def test_on_a_device_a_write_that_nobody_counted_stops_the_next_snapshot(on_device, keeper, model):
+def test_on_a_device_an_uncounted_write_stops_the_next_snapshot(on_device, keeper, model):
     """The digest is known when the device has copied: the trainer is at its next step by then."""
     snapshots, handle, lane = on_device
     done = threading.Event()

@@ -74,7 +74,7 @@ def test_no_such_tensor_names_those_that_are_like_it(url):
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_statistics_are_what_torch_says(url, name):
+def test_statistics_equal_torchs(url, name):
     tensor = TENSORS[name].double()
     found = fetch(url, f"/v1/snapshots/500/statistics/{name.replace(' ', '%20')}").json
     assert (found["shape"], found["elements"]) == (list(tensor.shape), tensor.numel())
@@ -91,7 +91,7 @@ def test_statistics_are_what_torch_says(url, name):
         assert found[key] == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_what_is_not_finite_is_counted_and_left_out():
+def test_values_that_are_not_finite_are_counted_and_left_out():
     data = np.array([1.0, np.nan, np.inf, -np.inf, 3.0, np.nan], dtype=np.float32)
     found = summarise(memoryview(data.tobytes()), "F32", (6,))
     assert (found["nan"], found["inf"], found["min"], found["max"], found["mean"]) == (2, 2, 1.0, 3.0, 2.0)
@@ -108,14 +108,14 @@ EIGHT_BITS = [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)]
 
 
 @pytest.mark.parametrize("name, dtype", EIGHT_BITS, ids=str)
-def test_eight_bit_floats_are_what_torch_says(name, dtype):
+def test_eight_bit_floats_equal_torchs(name, dtype):
     codes = torch.arange(256, dtype=torch.uint8)
     expected = codes.view(dtype).float().numpy()
     np.testing.assert_array_equal(values(memoryview(codes.numpy().tobytes()), name), expected)
 
 
 @given(st.binary(min_size=2, max_size=200))
-def test_bfloat16_is_what_torch_says(data):
+def test_bfloat16_values_equal_torchs(data):
     data = data[: len(data) // 2 * 2]
     expected = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).float().numpy()
     np.testing.assert_array_equal(values(memoryview(data), "BF16"), expected)

@@ -57,7 +57,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("asked", CUTS)
-def test_a_slice_is_what_torch_cuts(url, asked):
+def test_a_slice_equals_torchs(url, asked):
     answer, expected = fetch(url, f"{TENSOR}/cube?slice={asked.replace(' ', '%20')}"), CUTS[asked]
     assert answer.status == 200 and answer.body == expected.contiguous().numpy().tobytes()
     assert answer.headers["X-Fabric-Shape"] == ",".join(map(str, expected.shape))
@@ -79,7 +79,7 @@ def test_ranges_and_conditions_count_in_the_slice(url, asked):
     assert fetch(url, f"{TENSOR}/cube", If_Match=tag).status == 412
 
 
-def test_what_is_no_slice_of_the_tensor_is_refused_with_its_shape(url):
+def test_a_slice_outside_of_the_tensor_is_refused_with_its_shape(url):
     wrong = ["41", "0:41", "5:3", "-1:3", "::2", "a", "", ",", "0:1,0:1,0:1,0:1", "1e3", "0x1", "9" * 30]
     for asked in wrong:
         answer = fetch(url, f"{TENSOR}/cube?slice={asked}")
@@ -116,7 +116,7 @@ def boxes(draw):
 
 @settings(deadline=None)
 @given(boxes(), st.data())
-def test_every_box_is_what_numpy_cuts(found, data):
+def test_every_box_equals_numpys_slice(found, data):
     shape, box = found
     array = np.arange(int(np.prod(shape)), dtype=np.uint16).reshape(shape)
     cut = array[tuple(slice(begin, end) for begin, end in box)]

@@ -90,7 +90,7 @@ def test_only_the_first_request_attaches(raw):
         {},
     ],
 )
-def test_who_does_not_attach_properly_is_refused_and_cut_off(served, body):
+def test_a_malformed_attach_is_refused_and_cut_off(served, body):
     peer = Raw(served)
     answer = peer.ask(**body)
     assert answer["ok"] is False and answer["error"]
@@ -120,7 +120,7 @@ def test_a_long_first_line_is_cut_off_before_it_is_kept(served):
     peer.close()
 
 
-def test_peers_that_say_nothing_hold_up_nobody(attach):
+def test_silent_peers_hold_up_no_other(attach):
     handle = attach()
     silent = [Raw(handle) for _ in range(200)]
     publish(handle, 0, snapshot_file(1000), 3)

@@ -305,7 +305,7 @@ class StubbornNet(Net):
             raise RuntimeError("an empty mask")
 
 
-def test_an_object_that_refuses_takes_everybody_back() -> None:
+def test_an_object_that_refuses_takes_all_objects_back() -> None:
     veteran, joiner = make(1), make(2)
     train(veteran, 1)
     train(joiner, 2)
@@ -371,7 +371,7 @@ def test_verify_notices_an_object_that_forgets() -> None:
         ({"lazy": torch.nn.LazyLinear(2).weight}, "UninitializedParameter"),
     ],
 )
-def test_what_cannot_be_serialised_is_named(value: dict, match: str) -> None:
+def test_a_value_that_cannot_be_serialised_is_named(value: dict, match: str) -> None:
     class Thing:
         def state_dict(self) -> dict:
             return value

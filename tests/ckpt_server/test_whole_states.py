@@ -77,7 +77,7 @@ def parts(*shared: dict, offsets: tuple[int, ...]) -> list[bytes]:
 WHOLE = torch.arange(20.0).reshape(5, 4)
 
 
-def test_unequal_shards_scalars_and_what_all_ranks_have(tmp_path):
+def test_unequal_shards_scalars_and_entries_of_all_ranks(tmp_path):
     count, none = torch.tensor(7), torch.zeros(0, 3)
     files = parts(
         {"rows": WHOLE[:3].clone(), "count": count, "none": none},
@@ -99,7 +99,7 @@ def test_unequal_shards_scalars_and_what_all_ranks_have(tmp_path):
         ({}, {"rows": WHOLE[4:].clone()}, "parts of part/rows do not make one tensor"),
     ],
 )
-def test_what_does_not_make_one_file_is_refused(tmp_path, one, other, sentence):
+def test_parts_that_do_not_make_one_file_are_refused(tmp_path, one, other, sentence):
     files = parts({"rows": WHOLE[:3].clone(), **one}, {"rows": WHOLE[3:].clone(), **other}, offsets=(0, 3))
     two_ranks(str(tmp_path), files)
     said = error_of(call(pull, tmp_path / "job", "-o", tmp_path / "x"))

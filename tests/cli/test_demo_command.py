@@ -51,7 +51,7 @@ def test_a_bad_argument_is_one_sentence(tmp_path: Path, arguments: list[str], se
     assert result.output.count("\n") == 1 and not out.exists()
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     result = CliRunner().invoke(demo, ["--out", str(tmp_path)])
     assert result.exit_code == 2 and "is not the folder of an earlier demo" in result.output
@@ -139,8 +139,8 @@ signal.pause()
 
 def test_a_killed_supervisor_leaves_no_process_behind(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(PARENT)
-    note, polite = tmp_path / "child.pid", "import signal; signal.pause()"
-    command = [sys.executable, "-c", SUPERVISOR, str(note), polite, str(tmp_path / "pair.log")]
+    note, child = tmp_path / "child.pid", "import signal; signal.pause()"
+    command = [sys.executable, "-c", SUPERVISOR, str(note), child, str(tmp_path / "pair.log")]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None

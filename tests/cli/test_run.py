@@ -1,4 +1,4 @@
-"""``fabric run``: what is imported for a script is imported politely, and the script runs as ever."""
+"""``fabric run``: it imports torch at low priority, then the script runs at its usual priority."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_torch_is_imported_politely_and_the_script_runs_as_ever(folder):
+def test_torch_is_imported_at_low_priority_and_the_script_runs_at_its_usual_one(folder):
     (folder / "watch" / "sitecustomize.py").write_text(WATCH)
     script = folder / "train.py"
     script.write_text(SCRIPT)
@@ -62,8 +62,8 @@ def test_torch_is_imported_politely_and_the_script_runs_as_ever(folder):
     assert ended.returncode == 0, ended.stderr
     *imported, said = ended.stdout.splitlines()
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    polite = str(max(before, LOW_PRIORITY))
-    assert dict(line.split() for line in imported) == {"torch": polite, "torch._dynamo": polite}
+    low = str(max(before, LOW_PRIORITY))
+    assert dict(line.split() for line in imported) == {"torch": low, "torch._dynamo": low}
     found = json.loads(said)
     assert set(found.pop("niceness")) == {before}, "a thread that is needed later has kept the low priority"
     argv = [str(script), "--steps", "5", "--help", "x"]

@@ -222,7 +222,7 @@ def test_time_that_goes_back_is_noticed(honest: SyntheticRun) -> None:
 
 
 @pytest.mark.parametrize(("event", "is_broken"), [("plane", False), ("abort", True), ("epoch", True)])
-def test_after_its_end_only_links_are_told(honest: SyntheticRun, event: str, is_broken: bool) -> None:
+def test_after_its_end_only_links_get_events(honest: SyntheticRun, event: str, is_broken: bool) -> None:
     """The network's thread may tell of links in the moment of the end; nothing else may follow it."""
 
     def change(lines: list[Entry]) -> None:

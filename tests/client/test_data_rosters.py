@@ -137,7 +137,7 @@ steps = st.tuples(st.sets(names, max_size=2), deaths, st.sampled_from([1, 1, 1, 
 @pytest.mark.parametrize("kind", ["indexed", "stream", "seeking"])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(5, 40), st.lists(steps, min_size=2, max_size=7), st.sampled_from([0, 2]))
-def test_every_sample_of_a_step_is_computed_once_whoever_comes_and_goes(kind, size, script, workers):
+def test_every_sample_of_a_step_is_computed_once_while_members_come_and_go(kind, size, script, workers):
     streams = kind != "indexed"
     dataset = {"indexed": list(range(size)), "stream": Positions(size), "seeking": Seeking(size)}[kind]
     plan = SamplePlan(0 if streams else size, GLOBAL, MICRO, seed=3, is_stream=streams)
@@ -171,7 +171,7 @@ def play(job: Job, script) -> None:
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=8))
-def test_what_the_seats_draw_ahead_counts_for_its_own_step_alone(ahead, script):
+def test_batches_drawn_ahead_count_for_their_own_step_alone(ahead, script):
     """``script``: for how many steps seat 1 is away after each one."""
     data_slots, size, batch = 3, 60, 6
     at = [0]

@@ -40,7 +40,7 @@ class TestWhoAndWhen:
         assert self.writers(20, durable_every=10) == ["a"]
         assert self.writers(25, durable_every=10) == self.writers(0, durable_every=10) == []
 
-    def test_the_next_one_does_when_it_is_gone_and_no_newcomer(self):
+    def test_the_next_member_writes_when_it_is_gone_and_never_a_joining_one(self):
         without = replace(RECORD, roster=RECORD.roster[1:])
         assert self.writers(20, without, durable_every=10) == ["b"]
         fresh = replace(RECORD, roster=(replace(RECORD.roster[0], joining=True), *RECORD.roster[1:]))
@@ -62,7 +62,7 @@ class TestWhoAndWhen:
 
 
 class TestFinding:
-    def test_a_place_that_cannot_be_written_is_told_once(self, tmp_path, capfd):
+    def test_storage_that_cannot_be_written_is_reported_once(self, tmp_path, capfd):
         (tmp_path / "file").touch()
         assert durable("/proc/nope").find() == ()
         said = capfd.readouterr().err
@@ -71,14 +71,14 @@ class TestFinding:
         (tmp_path / "fine").mkdir()
         assert durable(str(tmp_path / "fine")).find() == () and capfd.readouterr().err == ""
 
-    def test_a_folder_that_is_not_there_is_made_and_that_is_said(self, tmp_path, capfd):
+    def test_a_missing_folder_is_made_and_that_is_reported(self, tmp_path, capfd):
         place = tmp_path / "runs" / "new"
         assert durable(str(place)).find() == () and place.is_dir()
         said = f"fabric: a: {place} was not there and has been made: there is nothing to begin again from\n"
         assert capfd.readouterr().err == said
         assert durable(str(place)).find() == () and capfd.readouterr().err == ""
 
-    def test_who_must_find_a_checkpoint_does_not_start_without_one_and_makes_nothing(self, tmp_path):
+    def test_a_trainer_that_requires_a_checkpoint_does_not_start_without_one(self, tmp_path):
         place = tmp_path / "typo"
         with pytest.raises(StateError, match=f"{place} holds no complete durable checkpoint of job job"):
             durable(str(place), durable_required=True).find()
@@ -86,11 +86,11 @@ class TestFinding:
         _, state = write_one(str(tmp_path), objects(1), 3)
         assert durable(str(tmp_path), durable_required=True).find() == (state,)
 
-    def test_a_scheme_that_nobody_knows_is_refused(self):
+    def test_an_unknown_scheme_is_refused(self):
         with pytest.raises(StateError, match="nosuchfs"):
             durable("nosuchfs://x").find()
 
-    def test_what_is_complete_is_found(self, tmp_path):
+    def test_a_complete_checkpoint_is_found(self, tmp_path):
         _, state = write_one(str(tmp_path), objects(1), 3)
         assert durable(str(tmp_path)).find() == (state,)
 
@@ -127,7 +127,7 @@ class TestStorageThatDoesNotAnswer:
         yield
         Stuck.back.set()
 
-    def test_nobody_is_kept_out_by_it_whose_peers_hold_the_state(self, monkeypatch, capfd):
+    def test_storage_keeps_no_replica_out_whose_peers_hold_the_state(self, monkeypatch, capfd):
         monkeypatch.setattr(
             client_durable.peer_state_query, "peers_hold_state", lambda _: Stuck.asked.is_set()
         )
@@ -135,7 +135,7 @@ class TestStorageThatDoesNotAnswer:
         said = capfd.readouterr().err
         assert "stuck://x/job has not answered for 0 s: it is left for later, for others hold" in said
 
-    def test_else_it_is_waited_for_and_that_is_said_once(self, monkeypatch, capfd):
+    def test_else_the_trainer_waits_for_it_and_says_so_once(self, monkeypatch, capfd):
         def held(_):
             times.append(1)
             if len(times) == 5:

@@ -31,7 +31,7 @@ def events(path):
     return [json.loads(line)["event"] for line in path.read_text().splitlines() if line]
 
 
-def test_a_full_disk_is_said_once_and_what_is_missing_is_noted_when_there_is_room(path, caplog):
+def test_a_full_disk_is_reported_once_and_lost_lines_are_counted_when_there_is_room(path, caplog):
     journal = Journal(path, "r0", 7)
     journal.write("state", generation=1, step=0, digest="a")
     with full_disk(journal):
@@ -54,7 +54,7 @@ def test_a_full_disk_is_said_once_and_what_is_missing_is_noted_when_there_is_roo
     journal.close()
 
 
-def test_of_a_line_that_did_not_fit_nothing_is_glued_to_the_next_one(path):
+def test_a_torn_line_is_not_glued_to_the_next_one(path):
     journal = Journal(path, "r0", 7)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     journal.write("state", generation=1, step=0, digest="a")

@@ -1,5 +1,7 @@
-"""Catching up yields to those who train: torch's optimizers step in polite threads, bit for bit as ever, and
-nothing of the user's does."""
+"""A replica that catches up steps torch's optimizers in low-priority threads, with the same bits.
+
+User code stays in the main thread.
+"""
 
 import threading
 
@@ -70,7 +72,7 @@ def as_file(replica: Replica, step: int) -> memoryview:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_that_is_loaded_and_replayed_politely_is_bitwise_the_others(name):
+def test_a_state_that_is_loaded_and_replayed_at_low_priority_is_bitwise_the_others(name):
     veteran, newcomer = Replica(OPTIMIZERS[name]), Replica(OPTIMIZERS[name], seed=2)
     for number in range(3):
         veteran.step(number)
@@ -165,7 +167,7 @@ def test_a_step_that_the_user_has_replaced_runs_in_the_main_thread():
     assert replica.optimizer.step is own
 
 
-def test_a_scheduler_goes_with_polite_steps_and_stays_in_place():
+def test_a_scheduler_goes_with_low_priority_steps_and_stays_in_place():
     replica = Replica(sgd)
     scheduler = torch.optim.lr_scheduler.StepLR(replica.optimizer, step_size=1)
     wrapped = replica.optimizer.step
@@ -174,7 +176,7 @@ def test_a_scheduler_goes_with_polite_steps_and_stays_in_place():
     assert replica.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
-def test_a_scheduler_that_is_made_while_steps_are_polite_goes_on_working():
+def test_a_scheduler_that_is_made_during_low_priority_steps_goes_on_working():
     replica = Replica(sgd)
     steps = LowPrioritySteps([replica.optimizer])
     scheduler = torch.optim.lr_scheduler.StepLR(replica.optimizer, step_size=1)
@@ -187,7 +189,7 @@ def test_a_scheduler_that_is_made_while_steps_are_polite_goes_on_working():
     assert replica.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
 
 
-def test_what_a_step_raises_is_raised_where_it_was_called():
+def test_an_error_in_a_step_is_raised_where_the_step_was_called():
     replica = Replica(sgd)
     steps = LowPrioritySteps([replica.optimizer])
     replica.optimizer.param_groups[0]["lr"] = None

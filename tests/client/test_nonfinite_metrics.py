@@ -27,6 +27,6 @@ def test_sums_are_those_of_floating_point(values):
     assert found == pytest.approx({"loss": sum(values), "n": 2.0}, nan_ok=True)
 
 
-def test_what_is_finite_is_untouched():
+def test_finite_values_are_untouched():
     assert finite({"b": 2.0, "a": 1.0}) == (("a", 1.0), ("b", 2.0))
     assert restored((("a", 1.0),)) == {"a": 1.0}

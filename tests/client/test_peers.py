@@ -62,7 +62,7 @@ async def test_a_link_that_is_not_made_names_the_next_member_of_the_ring():
     assert (failed.about, failed.why, failed.unreachable) == ("a", "no link to a within 1 s", ())
 
 
-async def test_whoever_cannot_be_connected_to_is_told_apart(nobody, monkeypatch):
+async def test_an_address_without_a_connection_is_told_apart(nobody, monkeypatch):
     monkeypatch.setattr(shell, "CONNECT_S", 0.2)
     async with Party("a") as a:
         a.peers.link_up(of(a.member, Member("b", 1, nobody, "")))
@@ -71,7 +71,7 @@ async def test_whoever_cannot_be_connected_to_is_told_apart(nobody, monkeypatch)
     assert "b at 127.0.0.1:" in failed.why and "cannot be reached" in failed.why
 
 
-async def test_a_probe_finds_who_can_be_reached_and_leaves_no_link(nobody):
+async def test_a_probe_finds_the_reachable_peers_and_leaves_no_link(nobody):
     async with Party("a") as a, Party("b") as b:
         a.peers.probe((a.member, b.member, Member("c", 1, nobody, "")))
         assert await a.event() == io.Probed(("c",))

@@ -12,7 +12,7 @@ def draw():
     return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
 
 
-def test_the_same_micro_batch_draws_the_same_and_others_differ():
+def test_a_micro_batch_draws_the_same_again_and_other_micro_batches_differ():
     seed_everything(1, 2, 3)
     first = draw()
     draw()

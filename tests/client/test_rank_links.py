@@ -14,7 +14,7 @@ def greeting(rank: int) -> Greeting:
     return Greeting(job="j", store_id="", replica="r0", incarnation=7, kind="rank", rank=rank)
 
 
-async def test_what_a_rank_says_before_rank_0_listens_is_heard():
+async def test_messages_of_a_rank_before_rank_0_listens_are_heard():
     """Rank 0 is slow under load: it still begins its own part when the others are ready already."""
     links, heard, lost = HeadLinks(3, 7), [], []
     pairs = [socket.socketpair() for _ in range(2)]

@@ -48,7 +48,7 @@ def test_a_share_of_zero_waits_for_the_age():
     assert min(intervals(play(OverheadBudget(0.0, 600.0), 1.0, 0.0, 2000))) > 590
 
 
-def test_a_snapshot_for_a_newcomer_counts():
+def test_a_snapshot_for_a_joining_replica_counts():
     policy = OverheadBudget(0.02)
     assert policy.is_due(1, 0.0)
     policy.taken(1, 0.0, 0.1)
@@ -89,6 +89,6 @@ def test_settings_choose():
         lambda: policy_of(Settings(snapshot_max_age_s=0.0)),
     ],
 )
-def test_what_makes_no_sense_is_refused(make):
+def test_settings_that_make_no_sense_are_refused(make):
     with pytest.raises(ConfigError):
         make()

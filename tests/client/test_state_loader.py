@@ -116,7 +116,7 @@ def worlds():
             yield from itertools.product(OWN, [kinds], [False, True], [True, False])
 
 
-def test_what_is_loaded_and_what_is_called_unusable_whatever_the_rungs_do(monkeypatch):
+def test_the_loaded_and_the_unusable_states_whatever_the_sources_do(monkeypatch):
     seen = set()
     for own, kinds, durable, has_place in worlds():
         if not kinds and not durable:

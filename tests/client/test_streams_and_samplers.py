@@ -46,7 +46,7 @@ class Seeking(Counting):
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 20), min_size=1, max_size=6), st.booleans())
-def test_a_stream_gives_what_lies_at_a_position_whatever_was_asked_before(size, steps, seeks):
+def test_a_stream_gives_the_sample_at_a_position_whatever_was_asked_before(size, steps, seeks):
     stream = IterableStream(Seeking(size) if seeks else Counting(size))
     for step in steps:
         positions = [step * 4 + i for i in (2, 0, 3)]
@@ -155,7 +155,7 @@ def test_the_seats_share_a_step_without_gap_or_overlap_as_the_verifier_has_it(
     assert len(set(passes)) == len(passes), "nothing comes twice in a pass"
 
 
-def test_what_was_drawn_for_a_step_that_is_past_is_discarded():
+def test_batches_drawn_for_a_past_step_are_discarded():
     at = [0]
     sampler = StepSampler(48, 4, 0, (0, 2), lambda: at[0])
     drawn = iter(sampler)

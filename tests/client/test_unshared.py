@@ -75,7 +75,7 @@ def test_an_optimizer_may_be_given_in_a_wrapper():
     UnsharedWatch([Handle(steered)], {"scheduler": scheduler}).check()
 
 
-def test_others_schedulers_and_those_that_are_gone_do_not_count():
+def test_schedulers_of_other_optimizers_and_deleted_ones_do_not_count():
     steered, other = optimizer(), optimizer()
     theirs = lr_scheduler.StepLR(other, 3)
     gone = lr_scheduler.StepLR(steered, 3)
@@ -95,7 +95,7 @@ def test_a_scaler_counts_from_its_first_loss_on():
     UnsharedWatch([optimizer()], {"scaler": scaler}).check()
 
 
-def test_what_is_made_after_attach_is_noticed_before_anything_is_given_to_the_others():
+def test_objects_made_after_attach_are_noticed_before_the_first_contribution():
     model = torch.nn.Linear(2, 2)
     steered = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = ModelWatch(model, list(model.named_parameters()), UnsharedWatch([steered], {}))

@@ -40,7 +40,7 @@ def lines():
     wait_log.log.removeHandler(handler)
 
 
-def test_who_waits_says_for_whom_and_goes_on_with_the_order(lines):
+def test_a_waiting_trainer_says_for_what_and_goes_on_with_the_order(lines):
     orders = queue.SimpleQueue()
     waiting = WaitLogger("r0", lambda: "r2 in step 7", first_s=0.01)
     giver = threading.Thread(target=lambda: lines.said.acquire() and orders.put("go on"))
@@ -61,7 +61,7 @@ def test_it_is_said_again_at_growing_intervals(lines):
     assert len(lines.lines) == len(told)
 
 
-def test_many_waits_that_are_all_long_are_not_told_one_by_one(lines):
+def test_many_long_waits_are_counted_and_not_listed(lines):
     """Somebody is slow in every step: one line, not one per step."""
     orders = queue.SimpleQueue()
     waiting = WaitLogger("r0", lambda: "r2", first_s=0.0)
@@ -79,7 +79,7 @@ def test_many_waits_that_are_all_long_are_not_told_one_by_one(lines):
     assert len(lines.lines) == 1
 
 
-def test_where_nothing_is_known_nothing_is_said_until_something_is(lines):
+def test_a_wait_without_a_known_reason_is_silent_until_there_is_one(lines):
     orders, known = queue.SimpleQueue(), iter(["", "", "r2"])
     waiting = WaitLogger("r0", lambda: next(known), first_s=0.001)
     giver = threading.Thread(target=lambda: lines.said.acquire() and orders.put("go on"))
@@ -113,5 +113,5 @@ def test_where_nothing_is_known_nothing_is_said_until_something_is(lines):
         ({"newest_epoch": 0}, "", ""),
     ],
 )
-def test_what_is_said(more, said, expected):
+def test_the_sentences_for_each_state(more, said, expected):
     assert describe_wait({**TOLD, **more}, said) == expected

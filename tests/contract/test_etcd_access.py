@@ -73,7 +73,7 @@ async def test_a_user_with_a_password_is_let_in_and_its_token_is_renewed(tmp_pat
         await store.close()
 
 
-async def test_what_the_user_may_not_do_is_a_refusal_and_not_a_loop(tmp_path: Path) -> None:
+async def test_a_missing_permission_is_a_refusal_and_not_a_loop(tmp_path: Path) -> None:
     with running_etcd(tmp_path) as member:
         await enable_users(member)
         store = open_store(member.url, access=user(tmp_path))
@@ -102,7 +102,9 @@ async def test_without_a_user_a_guarded_etcd_refuses(tmp_path: Path) -> None:
             await soon(open_store(member.url).connect())
 
 
-async def test_a_user_for_an_etcd_without_users_is_told_so(etcd_url: str, tmp_path: Path) -> None:
+async def test_a_user_for_an_etcd_without_users_is_refused_with_a_sentence(
+    etcd_url: str, tmp_path: Path
+) -> None:
     with pytest.raises(StoreError, match="authentication is not enabled"):
         await soon(open_store(etcd_url, access=user(tmp_path)).connect())
 
@@ -170,7 +172,7 @@ async def test_mutual_tls(tmp_path: Path) -> None:
             await connects(url, EtcdAccess(ca_file=authority.ca, cert_file=other_cert, key_file=other_key))
 
 
-def test_what_does_not_fit_together_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+def test_objects_that_do_not_fit_are_refused_before_any_is_changed(tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("x")
     empty = tmp_path / "empty"

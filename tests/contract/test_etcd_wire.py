@@ -193,7 +193,7 @@ async def test_a_watch_that_cannot_go_on_says_so(lines: list[object], error: typ
         assert type(caught.value) is error
 
 
-async def test_a_watch_goes_on_after_what_passes() -> None:
+async def test_a_watch_goes_on_after_passing_errors() -> None:
     """Errors of the moment, a line that was cut off, progress: resumed, and from the right revision."""
     asked: list[int] = []
     event = {"kv": {"key": "YQ==", "value": "MQ==", "create_revision": "8", "mod_revision": "8"}}

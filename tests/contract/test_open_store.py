@@ -74,7 +74,7 @@ def test_memory_stores_are_separate() -> None:
         "/var/x.db",
     ],
 )
-def test_what_is_no_store_is_one_sentence(url: str) -> None:
+def test_an_impossible_store_url_is_one_sentence(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_store(url)
     text = str(caught.value)

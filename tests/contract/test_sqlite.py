@@ -75,7 +75,7 @@ async def sentence_of(path: Path) -> str:
     return text
 
 
-async def test_what_was_committed_is_there_when_the_file_is_opened_again(path: Path) -> None:
+async def test_committed_keys_are_there_when_the_file_is_opened_again(path: Path) -> None:
     async with connected(path) as store:
         store_id = await store.connect()
         revision = await store.commit([], [Put("/a", b"1")])
@@ -346,7 +346,7 @@ def without_root() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", ["file", "directory"])
-def test_a_read_only_place_is_one_sentence(what: str) -> None:
+def test_read_only_storage_is_one_sentence(what: str) -> None:
     # Not below tmp_path, which only its owner may enter.
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "store.db"

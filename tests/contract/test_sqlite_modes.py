@@ -56,7 +56,7 @@ async def test_another_user_cannot_lock_them(store, shared):
         assert done.returncode and "Permission denied" in done.stderr
 
 
-async def test_a_store_that_others_can_open_is_said(tmp_path):
+async def test_a_store_that_other_users_can_open_is_reported(tmp_path):
     path = tmp_path / "old.db"
     path.touch()
     path.chmod(0o644)
@@ -66,7 +66,7 @@ async def test_a_store_that_others_can_open_is_said(tmp_path):
     await found.close()
 
 
-async def test_after_a_failed_attempt_to_connect_its_reason_is_said(tmp_path):
+async def test_after_a_failed_attempt_to_connect_its_reason_is_reported(tmp_path):
     path = tmp_path / "damaged.db"
     path.write_bytes(b"this is no database, and never was" * 100)
     found = SqliteStore(path, attempt_timeout_s=5.0)

@@ -56,7 +56,7 @@ async def test_put_reads_back_with_its_revisions(store: Store, prefix: str) -> N
     assert await store.get(prefix + "a") == KeyValue(prefix + "a", b"2", first, second)
 
 
-async def test_a_key_that_was_deleted_is_created_anew(store: Store, prefix: str) -> None:
+async def test_a_deleted_key_is_created_again(store: Store, prefix: str) -> None:
     first = await put(store, prefix + "a", b"1")
     assert await store.commit([], [Delete(prefix + "a")]) == first + 1
     assert await store.get(prefix + "a") is None
@@ -168,7 +168,7 @@ async def test_the_largest_value_is_kept_and_watched(store: Store, prefix: str) 
         ([Put(str(i), b"") for i in range(base.MAX_OPERATIONS + 1)], "split it"),
     ],
 )
-async def test_what_some_store_could_not_apply_all_refuse(
+async def test_all_stores_refuse_a_transaction_that_one_could_not_apply(
     store: Store, operations: list[Put | Delete], sentence: str
 ) -> None:
     before = (await store.list(""))[1]

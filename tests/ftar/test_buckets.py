@@ -31,7 +31,7 @@ def fill(named, seed: int) -> None:
         p.grad = torch.randn(p.shape).to(p.dtype)
 
 
-def test_what_was_gathered_is_scattered_divided_by_the_weight():
+def test_gathered_gradients_are_scattered_divided_by_the_weight():
     named = parameters(*MIXED)
     flat = FlatGradients(named)
     fill(named, 1)

@@ -64,7 +64,7 @@ def test_a_notice_is_read_however_it_arrives(why, about, cut):
     assert not data
 
 
-def test_what_comes_back_is_taken_message_by_message():
+def test_returned_bytes_are_taken_message_by_message():
     spec = ExchangeSpec(7, 1, 0, 3, 1, 100)
     data = bytearray(all_read(spec, 2, end=True) + notice(7, 2, "m1 was lost", "m1") + b"F")
     said = take_back(data)

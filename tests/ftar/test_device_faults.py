@@ -166,7 +166,7 @@ def test_chunks_in_shared_memory_are_bounded_by_slots_and_credits(peer):
     opened.close()
 
 
-def test_who_cannot_open_the_memory_gets_bytes(peer):
+def test_a_member_that_cannot_open_the_memory_gets_bytes(peer):
     future = start(peer)
     peer.receive(frames.offer_size(peer.receive(frames.OFFER_HEAD_BYTES)))
     peer.next.sendall(frames.offer(None))
@@ -359,7 +359,7 @@ def test_survivors_of_a_kill_go_on(pieces, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_stopped_member_holds_nobody_who_aborts(form):
+def test_a_stopped_member_holds_up_no_member_that_aborts(form):
     pairs = socket_ring(WORLD, "shm")
     pid = fork_victim(pairs, 3, signal.SIGSTOP, **FORMS[form])
     try:

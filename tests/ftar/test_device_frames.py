@@ -104,7 +104,7 @@ def test_a_chunk_comes_back_as_it_was_or_not_at_all(chunk, data):
 
 
 @given(st.text(max_size=600), st.text(max_size=3000), st.lists(st.integers(0, 9), max_size=4))
-def test_what_comes_back_may_come_in_any_pieces(why, about, credits_):
+def test_returned_bytes_may_come_in_any_pieces(why, about, credits_):
     sent = b"".join(frames.back(frames.CREDIT, n) for n in credits_) + frames.notice(why, about)
     buffer, found = bytearray(), []
     for byte in sent:

@@ -80,7 +80,7 @@ def test_in_place_and_several_exchanges_of_one_step(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_the_compute_stream_still_has_to_do_is_waited_for(form):
+def test_the_copy_waits_for_enqueued_work_of_the_compute_stream(form):
     """The gradient is written by work that is queued and does not run before somebody asks for it."""
     with DeviceMembers(2, **FORMS[form]) as members:
         members.install(1)
@@ -100,7 +100,7 @@ def test_what_the_compute_stream_still_has_to_do_is_waited_for(form):
         assert all(same_bits(x, expected) for x in after)
 
 
-def test_events_are_what_keeps_the_streams_in_order(monkeypatch):
+def test_events_keep_the_streams_in_order(monkeypatch):
     """The same ring on a device that ignores waits: wrong bits, so the tests above can fail."""
     monkeypatch.setattr(SimulatedStream, "wait", lambda self, event: None)
     with DeviceMembers(2) as members:

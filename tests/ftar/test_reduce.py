@@ -28,7 +28,7 @@ def test_segments_cover_everything_once_at_aligned_cuts_of_about_equal_size(leng
 
 
 @given(LENGTHS, st.integers(2, 9), st.integers(0, 300))
-def test_what_a_member_sends_is_what_the_next_one_receives(length, world, chunk):
+def test_the_next_member_receives_the_bytes_that_a_member_sends(length, world, chunk):
     plans = [schedule(length, world, p, chunk) for p in range(world)]
     for p in range(world):
         assert plans[p].sends == plans[(p + 1) % world].receives
@@ -48,7 +48,7 @@ def test_a_member_forwards_only_what_it_has_received(length, world, chunk):
 
 @settings(deadline=None)  # a busy machine makes single examples slow
 @given(LENGTHS, st.integers(2, 9), st.integers(0, 300))
-def test_the_schedule_run_on_sets_gives_everybody_everything_once(length, world, chunk):
+def test_the_schedule_run_on_sets_gives_all_members_everything_once(length, world, chunk):
     """Each element carries the list of members added to it; hop by hop, as the ring would."""
     state = [[[p] for _ in range(length)] for p in range(world)]
     plans = [schedule(length, world, p, chunk) for p in range(world)]
@@ -133,7 +133,7 @@ def test_every_exponent_of_sixteen_bits_rounds_as_documented(dtype):
     ("operation", "weight", "sentence"),
     [("median", 1.0, "no reduction"), ("mean", 0.0, "total weight"), ("mean", float("inf"), "total weight")],
 )
-def test_what_is_no_reduction_is_refused(operation, weight, sentence):
+def test_an_unknown_reduction_is_refused(operation, weight, sentence):
     with pytest.raises(ConfigError, match=sentence):
         Reduction(operation, weight)
     with pytest.raises(ConfigError, match="no mean"):

@@ -124,7 +124,7 @@ def test_infinities_and_overflow_are_sums_and_not_errors():
         assert result[0][3] == 2.0
 
 
-def test_who_is_waited_for_is_named_while_it_lasts_and_counted_after():
+def test_an_awaited_member_is_named_during_the_wait_and_counted_after_it():
     with RingMembers(3) as members:
         members.install(1)
         buffers = {i: torch.full((40,), float(i)) for i in range(3)}

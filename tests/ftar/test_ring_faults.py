@@ -233,7 +233,7 @@ def test_a_member_that_is_late_for_the_exchange_has_the_long_bound():
         assert aborted.value.about == "m2"
 
 
-def test_once_everybody_is_known_to_be_inside_the_short_bound_holds():
+def test_once_all_members_are_in_the_exchange_the_short_bound_holds():
     with ScriptedNeighbour(entry_s=3600.0, exchange_s=0.05) as script:
         script.writer.sendall(script.good()[: HEADER_BYTES + 64 + 10])
         with pytest.raises(RoundAborted, match="stalled") as aborted:
@@ -274,7 +274,7 @@ def test_abort_from_another_thread_wakes_a_blocked_exchange_and_is_final():
             futures[0].result(WAIT_S)
 
 
-def test_the_cause_of_one_abort_reaches_everybody_in_the_exchange():
+def test_the_cause_of_an_abort_reaches_all_members_in_the_exchange():
     with RingMembers(6) as members:
         members.install(1)
         futures = members.start(1, 1, {i: torch.ones(1000) for i in range(6) if i != 3})

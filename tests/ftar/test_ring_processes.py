@@ -110,7 +110,7 @@ def test_all_survivors_of_a_kill_name_the_dead_and_go_on(after_operations, plane
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_a_stopped_neighbour_holds_nobody_who_aborts(plane):
+def test_a_stopped_neighbour_holds_up_no_member_that_aborts(plane):
     pairs = socket_ring(WORLD, plane)
     pid = fork_victim(pairs, 20, signal.SIGSTOP)
     try:
@@ -133,7 +133,7 @@ def test_a_stopped_neighbour_holds_nobody_who_aborts(plane):
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_one_abort_behind_a_stopped_member_reaches_everybody_before_it(plane):
+def test_an_abort_behind_a_stopped_member_reaches_all_members_before_it(plane):
     pairs = socket_ring(WORLD, plane)
     pid = fork_victim(pairs, 20, signal.SIGSTOP)
     try:

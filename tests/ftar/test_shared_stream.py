@@ -120,7 +120,7 @@ def test_an_abort_raises_the_guard_before_the_exchange_returns(monkeypatch):
             assert aborted.value.about == "m2"
 
 
-def test_nobody_returns_before_the_farthest_member_has_read_everything(monkeypatch):
+def test_no_member_returns_before_the_farthest_member_has_read_everything(monkeypatch):
     """Member 3 reads everybody's memory, that of members who are not its neighbours too."""
     go_on = threading.Event()
     tell_read = RingLinks.tell_read
@@ -141,7 +141,7 @@ def test_nobody_returns_before_the_farthest_member_has_read_everything(monkeypat
             futures[i].result(WAIT_S)
 
 
-def test_nobody_returns_before_the_next_member_has_read_everything(monkeypatch):
+def test_no_member_returns_before_the_next_member_has_read_everything(monkeypatch):
     go_on = threading.Event()
     tell_read = RingLinks.tell_read
 
@@ -216,7 +216,7 @@ def test_a_result_that_was_written_over_after_the_epoch_ended_does_not_count(slo
             futures[1].result(WAIT_S)
 
 
-def test_in_a_ring_with_a_link_of_bytes_readers_are_awaited_all_the_same(monkeypatch):
+def test_a_ring_with_a_tcp_link_waits_for_its_readers_too(monkeypatch):
     go_on = threading.Event()
     tell_read = RingLinks.tell_read
 
@@ -257,7 +257,7 @@ def test_members_that_disagree_about_whether_results_last_abort():
         (SEGMENT, 1, 4096, "none came"),
     ],
 )
-def test_places_that_were_not_shown_are_refused(kind, number, value, sentence):
+def test_references_to_unshared_memory_are_refused(kind, number, value, sentence):
     with Pair() as pair:
         pair.sender.pump(free=1)
         pair.receiver.pump()
@@ -348,7 +348,7 @@ def test_descriptors_do_not_pile_up_over_epochs():
         assert counts[0] and counts[1:] == counts[1:2] * 4
 
 
-def test_shared_memory_that_is_not_to_be_had_is_a_sentence():
+def test_a_lack_of_shared_memory_is_a_sentence():
     with pytest.raises(ConfigError, match="FABRIC_DATA_PLANE=tcp"):
         OwnSegments().allocate(2**60)
 

@@ -43,7 +43,7 @@ def test_work_on_a_stream_does_not_block_the_host():
     device.close()
 
 
-def test_registered_host_memory_is_copied_to_without_blocking_and_let_go():
+def test_registered_host_memory_is_copied_to_without_blocking_and_released():
     device = CudaDevice()
     slot = torch.zeros(1 << 24, dtype=torch.uint8)
     device.keep_registered([slot])

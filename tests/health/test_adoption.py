@@ -58,7 +58,7 @@ def test_a_plan_that_no_longer_fits_is_refused_whole(proposed, roster, sentence)
     assert outcome.refusal.startswith(sentence) and outcome.refusal.endswith(("plan again", "with it", "it"))
 
 
-def test_one_donor_that_is_left_is_enough():
+def test_one_remaining_source_is_enough():
     assert adopt(None, with_entry(rejoins=True, donors=("gone", "r0")), ROSTER, {}, 8).refusal == ""
 
 

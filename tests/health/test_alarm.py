@@ -29,7 +29,7 @@ def test_a_slowdown_raises_the_alarm_at_once_and_a_small_one_after_some_samples(
         assert needed <= within, factor
 
 
-def test_what_cusum_cannot_see():
+def test_slowdowns_that_cusum_cannot_see():
     alarm = CusumAlarm()
     quiet(alarm, 2, noise=0.002)
     assert not any(alarm.observe(1.015, 1.0) for _ in range(20)), "below its slack of 2 %"

@@ -70,7 +70,7 @@ def test_every_schedule_can_be_followed(schedule):
 # --- replicas ---------------------------------------------------------------------------------------------
 
 
-def test_an_undisturbed_job_accuses_nobody():
+def test_an_undisturbed_job_accuses_no_replica():
     assert not any(Fleet(seed=1).run(500))
 
 
@@ -96,7 +96,7 @@ def test_a_replica_that_was_slow_from_its_first_step_is_named_too():
 
 
 @pytest.mark.parametrize("names", [("r0", "r1"), ("r0", "r1", "r2"), tuple(f"r{n}" for n in range(8))])
-def test_a_slowdown_of_the_whole_fleet_accuses_nobody_at_any_moment(names):
+def test_a_slowdown_of_the_whole_fleet_accuses_no_replica_at_any_moment(names):
     fleet = Fleet(names, seed=4)
     fleet.run(BEFORE)
     seen = [x for after in fleet.run(60, **dict.fromkeys(names, 1.5)) for x in after]
@@ -122,7 +122,7 @@ def test_a_failed_replica_is_not_accused_of_being_slow():
     assert fleet.detector.slowdowns() == []
 
 
-def test_a_hiccup_of_two_steps_accuses_nobody():
+def test_a_hiccup_of_two_steps_accuses_no_replica():
     fleet = Fleet(seed=7)
     fleet.run(BEFORE)
     assert not any(fleet.run(2, r0=5.0))
@@ -150,7 +150,7 @@ def test_slowness_below_the_floor_is_not_worth_a_word():
     assert not any(fleet.run(30, r0=2.0))  # a step takes some 0.1 s
 
 
-def test_a_new_process_is_learnt_anew_and_compared_with_the_others_meanwhile():
+def test_a_new_process_is_learnt_again_and_compared_with_the_others_until_then():
     fleet = Fleet(seed=10)
     fleet.run(BEFORE)
     fleet.run(40, incarnation=2, r0=2.0)

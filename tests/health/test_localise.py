@@ -23,7 +23,7 @@ def places(ratios, **more) -> list[tuple[Scope, tuple[Unit, ...]]]:
     return [(x.scope, x.units) for x in localise(ratios, **more)]
 
 
-def test_nothing_slow_accuses_nobody():
+def test_without_a_slow_replica_none_is_accused():
     assert localise(job()) == []
     assert localise(job(r0s1k0=1.09)) == []
     assert localise({}) == []
@@ -49,7 +49,7 @@ def test_a_whole_replica():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (3, 2, 2), (16, 4, 8)])
-def test_a_slowdown_of_all_accuses_nobody(shape):
+def test_a_slowdown_of_all_accuses_no_replica(shape):
     ratios = dict.fromkeys(job(*shape), 1.5)
     (slowdown,) = localise(ratios)
     assert (slowdown.scope, slowdown.units) == (Scope.JOB, ())

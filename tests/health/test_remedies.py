@@ -63,7 +63,7 @@ def test_noise_within_the_hysteresis_moves_nothing(speeds):
     assert propose(fleet_of(speeds, 64), ActionRules()).remedies == ()
 
 
-def test_what_gains_less_than_the_threshold_is_not_proposed():
+def test_a_remedy_that_gains_less_than_the_threshold_is_not_proposed():
     slightly_slow = fleet_of((1, 1, 1, 0.9), 40)
     assert propose(slightly_slow, ActionRules(least_gain=0.2)).remedies == ()
     assert kinds(propose(slightly_slow, ActionRules(least_gain=0.05))) == [SHARES]

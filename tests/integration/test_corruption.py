@@ -47,7 +47,7 @@ def test_two_that_disagree_stop_with_a_clear_sentence(zygote, tmp_path):
             assert not [e for e in job.events(replica, "commit") if e["step"] > 7], "nothing after it"
 
 
-def test_of_two_the_newcomer_goes_and_the_entry_that_differs_is_named(zygote, tmp_path):
+def test_of_two_that_differ_the_joining_replica_goes_and_the_entry_is_named(zygote, tmp_path):
     """Its scheduler is not shared, so it joins with another learning rate: the other one goes on."""
     environment = {"TEST_TRAINER": "odd_trainer", "ODD": "a scheduler apart", "TINY_STEPS": "4000"}
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
@@ -71,7 +71,7 @@ def test_of_two_the_newcomer_goes_and_the_entry_that_differs_is_named(zygote, tm
         assert job.ended("r0") is None
 
 
-def test_whom_two_outvoted_does_not_go_on_when_they_are_killed(zygote, tmp_path):
+def test_an_outvoted_replica_does_not_go_on_when_the_two_others_are_killed(zygote, tmp_path):
     """They die before they can report. Its state is the newest that is left, and known to be wrong."""
     environment = {"TINY_STEPS": "20", "FABRIC_SNAPSHOT_EVERY": "3"}
     with Job(zygote, tmp_path, environment=environment) as job:

@@ -52,7 +52,7 @@ def step(browser: Browser) -> int:
     return int(browser.run("return document.querySelector('#facts dd').textContent"))
 
 
-def test_a_kill_and_a_return_are_told_on_the_page(job, browser):
+def test_the_page_shows_a_kill_and_a_return(job, browser):
     log_in(browser, job)
     for replica in ("r0", "r1", "r2"):
         assert "member" in row(browser, replica) and "alive" in row(browser, replica)
@@ -105,7 +105,7 @@ def test_a_person_decides_by_keyboard(job, browser):
     job.wait_for(lambda: job.ended("r2") == 0, "the drained one's end")
 
 
-def test_a_button_stays_under_the_pointer_while_the_page_is_drawn_anew(job, browser):
+def test_a_button_stays_under_the_pointer_while_the_page_is_redrawn(job, browser):
     """A person's click takes longer than the page takes to be drawn anew."""
     log_in(browser, job)
     browser.press_down('[data-key="evict r1"]')
@@ -223,7 +223,7 @@ def test_a_person_sets_how_many_there_may_be_and_pauses_joins(job, browser):
     assert not browser.console()
 
 
-def test_a_wrong_token_is_told_and_the_right_one_is_not_kept(job, browser):
+def test_a_wrong_token_is_reported_and_the_right_one_is_not_kept(job, browser):
     browser.open(job.url)
     browser.wait_for(lambda: browser.run("return document.querySelector('#login').open"), "the question")
     browser.type("#token", "wrong")

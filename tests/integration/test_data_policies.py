@@ -272,7 +272,7 @@ def undisturbed(shards):
     return [p.detach().double().abs().sum().item() for p in model.parameters()]
 
 
-def test_a_job_whose_shard_nobody_can_read_waits_for_a_reader(zygote, tmp_path):
+def test_a_job_with_a_shard_that_no_member_can_read_waits_for_a_reader(zygote, tmp_path):
     """With one reader per shard a death stops the others until that replica is back; nothing is left out."""
     with Job(zygote, tmp_path, environment=environment(options={"redundancy": 1})) as job:
         job.start_all({"r1": "forward@8=kill"})

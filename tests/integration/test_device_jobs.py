@@ -93,7 +93,7 @@ def test_a_fetched_gradient_comes_up_from_host_memory_and_an_aborted_round_is_fo
     device.close()
 
 
-def test_the_place_is_chosen_by_the_parameters():
+def test_the_backend_is_chosen_by_the_parameters():
     gradients = one_layer()
     found = settings({}, job="j", replica="r0", lighthouse=("http://127.0.0.1:1",))
     plane, backend = choose_backend(found, gradients, lambda step: None)

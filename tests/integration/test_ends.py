@@ -25,7 +25,7 @@ def stands_at(job: Job, step: int, *replicas: str) -> bool:
     return all(any(e["step"] == step - 1 for e in job.events(r, "commit")) for r in replicas)
 
 
-def test_a_job_ends_without_a_lighthouse_and_the_next_one_is_told(zygote, tmp_path):
+def test_a_job_ends_without_a_lighthouse_and_the_next_one_hears_of_it(zygote, tmp_path):
     environment = {"FABRIC_DURABLE": str(tmp_path / "durable"), "FABRIC_ORPHAN_S": "120"}
     with Job(zygote, tmp_path / "job", replicas=2, environment=environment) as job:
         gate = job.folder / "gate"
@@ -68,7 +68,7 @@ def test_a_loop_that_wants_more_than_another_ends_with_it(zygote, tmp_path):
         assert job.status()["complete"]
 
 
-def test_a_newcomer_whose_loop_ends_before_it_has_caught_up_says_so_and_stops_nobody(zygote, tmp_path):
+def test_a_joining_replica_whose_loop_ends_early_says_so_and_stops_no_member(zygote, tmp_path):
     with Job(zygote, tmp_path, replicas=3) as job:
         hurry = job.folder / "hurry"
         for replica in ("r0", "r1", "r2"):

@@ -86,7 +86,7 @@ def test_stop_at(zygote, tmp_path, point):
 
 
 @pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
-def test_kill_the_newcomer_at(zygote, tmp_path, point):
+def test_kill_the_joining_replica_at(zygote, tmp_path, point):
     """A failure during a join: the newcomer dies on its way in, and its successor gets in."""
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "120", **PATIENT}) as job:
         job.later_points["r1"] = [f"{point}=kill"]
@@ -97,7 +97,7 @@ def test_kill_the_newcomer_at(zygote, tmp_path, point):
 
 
 @pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
-def test_stop_the_newcomer_at(zygote, tmp_path, point):
+def test_stop_the_joining_replica_at(zygote, tmp_path, point):
     """A newcomer that is stopped on its way in holds nobody up; continued, it gets in without a restart."""
     environment = {"TINY_STEPS": "120", "FABRIC_SNAPSHOT_SHARE": "1000", **PATIENT}
     with Job(zygote, tmp_path, environment=environment) as job:
@@ -137,7 +137,7 @@ def test_another_one_dies_during_the_recovery(zygote, tmp_path):
         assert job.starts["r0"] == 1
 
 
-def test_the_one_that_snapshots_for_a_newcomer_dies(zygote, tmp_path):
+def test_the_member_that_snapshots_for_a_joining_replica_dies(zygote, tmp_path):
     with Job(
         zygote, tmp_path, environment={"TINY_STEPS": "110", "FABRIC_SNAPSHOT_SHARE": "0", **PATIENT}
     ) as job:
@@ -146,7 +146,7 @@ def test_the_one_that_snapshots_for_a_newcomer_dies(zygote, tmp_path):
         assert job.starts["r0"] == 1
 
 
-def test_everybody_dies_and_the_job_resumes_from_host_memory(zygote, tmp_path):
+def test_all_trainers_die_and_the_job_resumes_from_host_memory(zygote, tmp_path):
     """Cold start: the checkpoint servers' memory outlives all trainers; what is lost is said."""
     environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "40"}
     with Job(zygote, tmp_path, environment=environment) as job:
@@ -160,7 +160,7 @@ def test_everybody_dies_and_the_job_resumes_from_host_memory(zygote, tmp_path):
         assert first >= 13, "snapshots every step: at most the newest step or two may be lost"
 
 
-def test_the_lighthouse_is_killed_and_nobody_notices(zygote, tmp_path):
+def test_the_lighthouse_is_killed_and_no_trainer_notices(zygote, tmp_path):
     with Job(zygote, tmp_path) as job:
         job.start_all()
         job.wait_for(lambda: len(job.events("r0", "commit")) > 10, "ten steps")
@@ -173,7 +173,7 @@ def test_the_lighthouse_is_killed_and_nobody_notices(zygote, tmp_path):
         assert {e["epoch"] for e in job.events("r0", "commit")} == {1}
 
 
-def test_a_checkpoint_server_is_killed_and_nobody_stops(zygote, tmp_path):
+def test_a_checkpoint_server_is_killed_and_no_member_stops(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"FABRIC_SNAPSHOT_SHARE": "1000"}) as job:
         job.start_all()
         job.wait_for(lambda: len(job.events("r0", "commit")) > 10, "ten steps")
@@ -183,7 +183,7 @@ def test_a_checkpoint_server_is_killed_and_nobody_stops(zygote, tmp_path):
         assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
 
 
-def test_a_late_restart_of_a_finished_job_is_told_so(zygote, tmp_path):
+def test_a_late_restart_of_a_finished_job_says_that_it_is_finished(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "10"}) as job:
         job.start_all()
         finish_and_check(job, 10)

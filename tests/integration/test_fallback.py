@@ -8,7 +8,7 @@ from test_failures import finish_and_check
 STEPS = 170
 
 
-def test_a_newcomer_that_replays_too_slowly_enters_by_the_fallback(zygote, tmp_path):
+def test_a_replica_that_replays_too_slowly_enters_by_a_blocking_join(zygote, tmp_path):
     environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.01", "TINY_PATIENT_STEPS": "120"}
     with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all({"r1": "forward@8=kill"})

@@ -193,7 +193,7 @@ def test_buffers_may_stay_local(zygote, tmp_path):
         finish_and_check(job, 15)
 
 
-def test_a_step_of_total_weight_0_has_no_update_and_is_told(zygote, tmp_path):
+def test_a_step_of_total_weight_0_has_no_update_and_is_reported(zygote, tmp_path):
     with Job(zygote, tmp_path, replicas=1, environment=odd("an empty step")) as job:
         job.start_all()
         job.finish()

@@ -11,7 +11,7 @@ STEPS = 410
 LAST_GATE = 400
 
 
-def test_a_stopped_checkpoint_server_costs_no_step_and_is_said_and_heals(zygote, tmp_path):
+def test_a_stopped_checkpoint_server_costs_no_step_is_reported_and_heals(zygote, tmp_path):
     environment = {"FABRIC_SNAPSHOT_EVERY": "2", "TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.01"}
     gate, end = tmp_path / "go-on", tmp_path / "end"
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:

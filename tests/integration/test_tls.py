@@ -45,7 +45,9 @@ def status(answer: subprocess.CompletedProcess) -> str:
     return answer.stdout.rpartition("\n")[2]
 
 
-def test_a_job_over_tls_loses_a_trainer_and_nobody_else_gets_in(zygote, tmp_path, authority, monkeypatch):
+def test_a_job_over_tls_survives_a_death_and_admits_no_other_certificate(
+    zygote, tmp_path, authority, monkeypatch
+):
     mine, stranger = issued(authority, "mine"), issued(Authority(tmp_path / "other"), "stranger")
     for name, path in variables(mine).items():
         monkeypatch.setenv(name, path)  # for the lighthouse and the commands, which inherit them

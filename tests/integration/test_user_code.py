@@ -8,7 +8,7 @@ from job import Job
 from test_failures import finish_and_check
 
 
-def test_who_stays_away_too_long_is_evicted_and_comes_back(zygote, tmp_path):
+def test_a_member_that_stays_away_too_long_is_evicted_and_comes_back(zygote, tmp_path):
     environment = {"TINY_STEPS": "60", "FABRIC_EXCHANGE_S": "3", "FABRIC_USER_CODE_S": "3"}
     with Job(zygote, tmp_path, environment=environment) as job:
         back = job.folder / "back"

@@ -42,7 +42,7 @@ def test_a_lighthouse_is_replaced_by_one_of_a_neighbouring_version(zygote, tmp_p
 
 
 @pytest.mark.parametrize("apart", [-2, 2])
-def test_a_version_further_away_is_refused_and_disturbs_nobody(pair, apart):  # noqa: F811
+def test_a_version_further_away_is_refused_and_disturbs_no_member(pair, apart):  # noqa: F811
     said = refused(pair, "r2", **of(apart))
     ours, theirs = PROTOCOL_VERSION, PROTOCOL_VERSION + apart
     assert f"protocol version {theirs} cannot talk to version {ours}: upgrade one step at a time" in said

@@ -13,7 +13,7 @@ def told(job: Job, replica: str) -> list[str]:
     return [line for line in lines if " has waited " in line]
 
 
-def test_who_waits_for_the_first_start_and_for_a_step_says_for_whom(zygote, tmp_path):
+def test_a_trainer_that_waits_says_for_whom_at_the_start_and_in_a_step(zygote, tmp_path):
     gate = tmp_path / "go-on"
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "12", "TINY_STEP_S": "0"}) as job:
         job.start("r0")

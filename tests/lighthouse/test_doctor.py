@@ -66,7 +66,7 @@ def test_each_mistake_is_found(environment, monkeypatch, name, value, level, sen
     assert sentence in findings(level)
 
 
-def test_a_durable_place_is_written_to_and_left_empty(environment, monkeypatch, tmp_path):
+def test_the_check_of_a_durable_folder_writes_to_it_and_leaves_it_empty(environment, monkeypatch, tmp_path):
     monkeypatch.setenv("FABRIC_DURABLE", str(tmp_path / "durable"))
     assert "can be written to" in findings("ok") and not findings("bad")
     assert list((tmp_path / "durable").iterdir()) == []
@@ -101,7 +101,7 @@ def test_a_port_that_is_taken_is_found(environment, monkeypatch):
         assert "is taken" in findings("bad")
 
 
-def test_a_token_that_others_can_read_is_found(environment, monkeypatch, tmp_path):
+def test_the_doctor_finds_a_token_that_other_users_can_read(environment, monkeypatch, tmp_path):
     (tmp_path / "token").chmod(0o644)
     assert "chmod 600" in findings("warn")
 

@@ -64,7 +64,7 @@ def follows(instance, leader) -> bool:
     return other is not None and other.url == leader.url
 
 
-async def test_those_in_line_lead_in_the_order_in_which_they_came_and_write_nothing_for_it():
+async def test_candidates_lead_in_the_order_of_their_coming_without_a_write():
     """The successor has its key and its lease already: what makes it the leader is one message."""
 
     class Counting(MemoryStore):
@@ -248,7 +248,7 @@ async def test_a_renewed_lease_goes_on():
         assert instance.election.term is term and not instance.lost
 
 
-async def test_somebody_elses_record_ends_the_term(http):
+async def test_another_writers_record_ends_the_term(http):
     space = MemorySpace()
     async with lighthouse_on(MemoryStore(space), lease_s=3600) as instance:
         await eventually(leads(instance), "it to lead")

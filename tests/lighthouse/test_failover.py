@@ -141,7 +141,7 @@ async def test_a_leader_that_was_stopped_past_its_lease_changes_nothing(http, tm
         await close_all([*old, *new])
 
 
-async def test_a_fresh_follower_of_a_dead_leader_at_its_own_address_redirects_nobody(
+async def test_a_follower_restarted_at_the_dead_leaders_address_does_not_redirect_to_itself(
     http, tmp_path, namespace
 ):
     """The old lease still names this very URL: a redirect would be a circle."""

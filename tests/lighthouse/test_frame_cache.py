@@ -73,7 +73,7 @@ async def test_large_frames_leave_turns_to_others_and_all_are_sent():
     assert len(sent) == 102
 
 
-def test_a_change_of_the_epoch_is_told_to_all_before_any_of_them_can_answer():
+def test_an_epoch_change_goes_to_all_before_any_of_them_can_answer():
     class Wire:
         def send(self, frame):
             sent.append(frame)

@@ -41,11 +41,11 @@ def test_a_due_collection_waits_for_calm_but_not_for_ever(counts, generation):
     assert first(changing, True, counts, MOST_LOOKS) == (CALM_LOOKS, generation), "and it is calm again"
 
 
-def test_by_itself_python_collects_all_but_the_oldest():
+def test_python_collects_all_but_the_oldest_generation_on_its_own():
     assert THRESHOLDS[0] * THRESHOLDS[1] < 1_000_000 < THRESHOLDS[2]
 
 
-async def test_it_collects_what_nothing_else_would(monkeypatch):
+async def test_it_collects_garbage_that_python_would_leave(monkeypatch):
     class Cycle:
         def __init__(self) -> None:
             self.itself = self

@@ -50,7 +50,7 @@ class Watch:
         return self.ledger.seconds
 
 
-def test_a_failure_is_recovering_until_a_step_and_degraded_until_everybody_is_back():
+def test_a_failure_is_recovering_until_a_step_and_degraded_until_all_are_back():
     watch = Watch()
     watch.goes_on(20, step_s=1)
     watch.goes_on(2, is_recovering=True, members=2)
@@ -91,7 +91,7 @@ def test_nothing_is_counted_before_the_start_and_after_the_end():
 
 
 @pytest.mark.parametrize("steps, state", [(20, TRAINING), (0, STALLED)])
-def test_the_next_leader_goes_on_from_what_was_stored(steps, state):
+def test_the_next_leader_goes_on_from_the_stored_values(steps, state):
     first = Watch()
     first.goes_on(60, step_s=1)
     stored = json.loads(json.dumps(first.ledger.saved(wall=1000.0)))
@@ -133,7 +133,7 @@ def test_a_cold_start_across_a_fail_over_is_not_measured_by_its_older_step():
     assert found[TRAINING] == pytest.approx(60 + 3 + 20, abs=2) and not found[STALLED]
 
 
-async def test_a_new_leader_that_has_heard_nobody_counts_no_step(http):
+async def test_a_new_leader_that_has_heard_no_member_counts_no_step(http):
     """Members stand at step 56 before and after: the job's record says only where its generation began."""
     space = MemorySpace()
     async with lighthouse_on(MemoryStore(space)) as first:

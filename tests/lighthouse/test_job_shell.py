@@ -172,7 +172,7 @@ async def test_the_core_hears_an_unchanged_status_less_often(instance, http):
     await member.close()
 
 
-async def test_the_server_of_a_refused_second_process_hides_nobody(instance, http):
+async def test_the_server_of_a_refused_second_process_does_not_hide_the_first(instance, http):
     """Both status at once, the second one for a while after its trainer was refused, then no more."""
     member = await WireMember(http, instance.url, "r0").open()
     await member.say(m.Heartbeat(1, 0, 0, 0))
@@ -196,7 +196,7 @@ async def test_the_server_of_a_refused_second_process_hides_nobody(instance, htt
     await member.close()
 
 
-async def test_of_a_complete_job_no_server_is_listed_that_has_ended(instance, http):
+async def test_a_complete_job_lists_no_server_that_has_ended(instance, http):
     members = await start_job(http, instance.url, count=2)
     job = instance.jobs.by_name["job"]
     statuses = [await WireStatus(http, instance.url, member.replica).open() for member in members]

@@ -113,7 +113,7 @@ class TestLighthouseRefuses:
         assert "cannot be read" in self.refusal("--store", "memory:", "--token-file", tmp_path / "none")
         assert "is empty" in self.refusal("--store", "memory:", "--token-file", empty)
 
-    def test_to_be_open_to_everybody(self):
+    def test_the_memory_is_open_to_all_users(self):
         assert "without a token" in self.refusal("--store", "memory:", "--bind", "0.0.0.0")
 
     def test_a_ready_file_that_cannot_be(self, tmp_path):
@@ -156,7 +156,7 @@ def test_a_lighthouse_waits_for_a_store_that_is_late(tmp_path, request):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_polite_end_is_clean(tmp_path, number):
+def test_sigterm_and_sigint_end_it_cleanly(tmp_path, number):
     with LighthouseProcess(tmp_path, f"sqlite://{tmp_path}/store.db") as lighthouse:
         assert lighthouse.end(number) == 0
         assert "Traceback" not in lighthouse.log and "has ended" in lighthouse.log
@@ -274,7 +274,7 @@ class TestStatus:
         assert "letters" in sentence_of(fabric(*right, "--job", "a b"))
 
 
-async def test_brackets_in_what_others_wrote_are_no_markup(lighthouse, http, job):
+async def test_brackets_in_text_of_other_processes_are_not_markup(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=1, job=job)
     await members[0].say(m.Heartbeat(3, 1, 1, 0, phase="[red]run[/nothing]"))
 

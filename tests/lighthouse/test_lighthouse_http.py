@@ -96,7 +96,7 @@ async def test_the_newest_durable_checkpoint_and_why_the_next_one_failed(lightho
     await close_all(members)
 
 
-async def test_the_times_of_a_step_stay_until_the_next_step_is_told_of(lighthouse, http, job):
+async def test_the_times_of_a_step_stay_until_the_next_step_is_reported(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=1, job=job)
     await members[0].say(m.Heartbeat(3, 1, 1, 1, times=StepTimes(compute_s=0.25)))
     await members[0].say(m.Heartbeat(4, 1, 1, 1, phase="told again"))

@@ -146,7 +146,7 @@ async def test_the_lighthouses_own_setting_bounds_what_a_job_may_have(http, tmp_
         await member.close()
 
 
-async def test_quotas_are_refused_with_what_to_do(http, tmp_path):
+async def test_quotas_are_refused_with_a_remedy(http, tmp_path):
     with LighthouseProcess(
         tmp_path, "memory:", arguments=("--max-jobs", "1", "--max-replicas", "2")
     ) as lighthouse:
@@ -189,7 +189,7 @@ async def test_more_replicas_than_the_lighthouse_allows_are_not_waited_for(http,
         await close_all([*members, needy])
 
 
-async def test_a_complete_job_is_forgotten_when_its_time_is_over_and_nobody_speaks_to_it(http, tmp_path):
+async def test_a_complete_job_without_connections_is_forgotten_when_its_time_is_over(http, tmp_path):
     store = f"sqlite://{tmp_path}/store.db"
     with LighthouseProcess(tmp_path, store, arguments=("--retain-s", "1")) as lighthouse:
         url = f"{lighthouse.url}/v1/jobs/done"

@@ -88,7 +88,7 @@ async def test_events_are_followed_over_a_fail_over(http, tmp_path, job):
             follower.stdout.close()
 
 
-async def test_a_follower_ends_when_nobody_reads_it_any_more(lighthouse, http, job):
+async def test_a_follower_ends_when_its_reader_is_gone(lighthouse, http, job):
     """As in ``fabric events --follow | grep -m1 evicted``."""
     members = await start_job(http, lighthouse.url, count=2, job=job)
     follower = follow(lighthouse.url, job, lighthouse.token_file)
@@ -122,7 +122,7 @@ def read_until(follower: subprocess.Popen, kind: str) -> dict[str, object]:
     raise AssertionError(f"the events ended before {kind!r}")
 
 
-async def test_top_shows_the_job_in_a_terminal_until_it_is_told_to_end(lighthouse, http, job):
+async def test_top_shows_the_job_in_a_terminal_until_a_signal_ends_it(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=2, job=job)
     ours, theirs = pty.openpty()
     process = top_in(theirs, *common(lighthouse, job))

@@ -16,7 +16,7 @@ def state(present, readers=3, count=7, **more):
     return shard_readers(Record("store", 1, 1, 1, 1, "n", roster, Base(1, 0), sharing=sharing))
 
 
-def test_a_job_in_which_everybody_reads_everything_has_no_such_state():
+def test_a_job_in_which_all_replicas_read_all_data_shows_no_shards():
     assert shard_readers(None) is None and state([0, 1], readers=0) is None
     assert _shards(None) == []
 
@@ -34,7 +34,7 @@ def test_with_everybody_there_each_member_computes_its_own_shard():
     assert (found["last_reader"], found["lost"], found["warning"]) == ({}, [], "")
 
 
-def test_the_depth_and_what_is_computed_are_those_of_the_steps():
+def test_the_depth_and_the_computed_shards_are_those_of_the_steps():
     for away in ([1], [1, 2], [1, 2, 4], [0, 1, 2, 3]):
         present = [n for n in range(7) if n not in away]
         found = state(present, on_loss="shrink")
@@ -45,7 +45,7 @@ def test_the_depth_and_what_is_computed_are_those_of_the_steps():
         assert all(set(x["computes"]) <= set(x["reads"]) for x in found["members"])
 
 
-def test_a_shard_that_is_down_to_its_last_reader_is_named_with_what_follows():
+def test_a_shard_with_one_reader_left_is_named_with_the_consequence():
     """Shard 1 is read on the data slots 1, 0 and 5."""
     found = state([1, 2, 3, 4, 6])
     assert found["last_reader"] == {"1": "r1"} and not found["lost"]
@@ -64,7 +64,7 @@ def test_lost_shards_are_listed_and_many_last_readers_are_counted():
     assert " and 2 more have one reader left" in state([0], count=13, readers=6)["warning"]
 
 
-def test_where_a_shard_never_had_a_second_reader_nobody_is_warned():
+def test_without_redundancy_no_warning_is_given():
     found = state(range(3), readers=1, count=3)
     assert found["last_reader"] == {"0": "r0", "1": "r1", "2": "r2"} and found["warning"] == ""
 

@@ -186,7 +186,7 @@ def test_75_and_deaths_are_restarts_and_1_is_the_end(play, codes, ends, starts):
     assert list(play.temporary.iterdir()) == []
 
 
-def test_one_rank_that_says_1_is_enough_and_one_that_was_ended_is_not(play):
+def test_a_rank_that_exits_with_1_is_enough_and_one_that_was_killed_is_not(play):
     play.ends_with("r0", "143 75", "143 1", "0 0")
     done = play.launch(RANKS="2")
     assert done.returncode == 1 and play.starts("r0") == 4, done.stderr
@@ -215,7 +215,7 @@ def test_a_drained_replica_asks_to_be_started_elsewhere(play, tmp_path):
     assert play.launch(LEAVE_FILE=str(leaves)).returncode == 75
 
 
-def test_who_ends_the_launcher_ends_its_trainer_and_no_other_is_started(play):
+def test_the_end_of_the_launcher_ends_its_trainer_and_starts_no_other(play):
     play.ends_with("r0", "waits", "0")
     os.mkfifo(play.folder / "ready")
     play.program("torchrun", _TORCHRUN_THAT_HEARS)
@@ -336,7 +336,7 @@ def test_the_run_folder_cannot_be_guessed_and_is_one_for_the_job(play):
 
 
 @pytest.mark.parametrize("missing", ["FABRIC_LIGHTHOUSE", "FABRIC_TOKEN_FILE"])
-def test_what_was_not_set_is_named_before_anything_starts(play, missing):
+def test_a_missing_setting_is_named_before_anything_starts(play, missing):
     done = play.submit(**{missing: ""})
     assert done.returncode != 0 and missing in done.stderr
     assert not (play.folder / "steps").exists()

@@ -84,7 +84,7 @@ def test_our_own_parser_takes_every_command_line(name, arguments):
 
 
 def test_trainers_are_started_by_a_launcher_that_knows_their_exit_codes():
-    """torchrun makes 1 of every code, so it restarts nothing itself; and each script is run politely."""
+    """torchrun makes 1 of every code, so it restarts nothing itself; ``fabric run`` starts each script."""
     script = (OPS / "launch" / "replica.sh").read_text()
     (started,) = re.findall(r"^ *CODES=\S+ torchrun .*?[^\\]\n", script, re.MULTILINE | re.DOTALL)
     assert "--max-restarts=0 --no-python" in started and ' fabric run "$@"' in started
@@ -169,7 +169,7 @@ def allowed(policy: dict[str, Any]) -> set[str]:
     return {peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"] for peer in peers}
 
 
-def test_every_pod_is_reached_by_those_alone_who_need_it():
+def test_only_pods_that_need_it_can_reach_a_pod():
     """The lighthouse asks the checkpoint servers: without that every diagnosis would be "unknown"."""
     assert allowed(of_kind("NetworkPolicy", "fabric-trainer")) == {"fabric-trainer", "fabric-lighthouse"}
     assert allowed(of_kind("NetworkPolicy", "fabric-lighthouse")) == {"fabric-trainer", "fabric-lighthouse"}
@@ -361,7 +361,7 @@ def test_with_tls_nothing_is_in_plain_text_but_metrics():
 # --- compose ----------------------------------------------------------------------------------------------
 
 
-def test_compose_names_only_what_it_has():
+def test_compose_names_only_things_it_defines():
     (compose,) = documents(OPS / "compose" / "compose.yaml")
     services = compose["services"]
     assert sum(name.startswith("etcd") for name in services) == 3
@@ -482,7 +482,7 @@ def test_every_alert_has_a_severity_and_a_section_in_the_runbook():
         assert rule["labels"]["severity"] in ("warning", "critical")
 
 
-def test_the_dashboard_has_a_place_for_each_panel():
+def test_the_dashboard_has_a_position_for_each_panel():
     panels = json.loads((OPS / "grafana" / "fabric.json").read_text())["panels"]
     taken: set[tuple[int, int]] = set()
     for panel in panels:
@@ -550,7 +550,7 @@ def test_systemd_finds_little_that_a_unit_may_do(unit, tmp_path):
     assert checked.returncode == 0, checked.stdout[-2000:] + checked.stderr
 
 
-def test_units_bound_what_they_take_and_end_where_a_restart_does_not_help():
+def test_units_bound_their_memory_and_end_where_a_restart_does_not_help():
     trainer, lighthouse = (
         next(path.read_text() for path in UNITS if name in path.name) for name in ("trainer", "lighthouse")
     )
@@ -581,7 +581,7 @@ def test_nothing_gets_into_the_image_by_mistake():
     assert {rule[1:] for rule in rules if rule.startswith("!")} == sources
 
 
-def test_the_image_copies_what_there_is_and_finds_its_torch():
+def test_the_image_copies_existing_files_and_finds_its_torch():
     text = (OPS / "docker" / "Dockerfile").read_text()
     sources = [
         x for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE) for x in line.split()[:-1]

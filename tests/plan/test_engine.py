@@ -12,14 +12,14 @@ from fabric.plan.policies import (
     ConstantBatch,
     FtHsdp,
     Replication,
-    Spare,
+    SPARePolicy,
     busiest_of_spread,
 )
 from fabric.protocol.rules.assignment import spread
 
 NEVER = Fixed(1e11)
 QUIET = SimulatedJob(groups=4, steps=100, compute_s=9.0, exchange_s=1.0, jitter=0.0, restart_fails=False)
-POLICIES = [CheckpointRestart(), Replication(2), Spare((0, 1)), FtHsdp(), ConstantBatch(8)]
+POLICIES = [CheckpointRestart(), Replication(2), SPARePolicy((0, 1)), FtHsdp(), ConstantBatch(8)]
 
 
 def once(at_s, unit=0):
@@ -78,7 +78,7 @@ def test_replication_masks_a_failure_and_restarts_when_a_block_is_gone():
 
 def test_spare_computes_a_patch_and_then_two_slots():
     # The failure of group 0 at step 6: the patch is one slot for all (depth 2), and a second exchange.
-    ledger = simulate(QUIET, Spare((0, 1)), once(55.0))
+    ledger = simulate(QUIET, SPARePolicy((0, 1)), once(55.0))
     assert ledger.stall_s == pytest.approx(0.5 + 0.1 + 9.0)
     assert ledger.redundant_s == pytest.approx(94 * 9.0)
     assert ledger.restarts == 0
@@ -121,7 +121,7 @@ def test_a_job_that_cannot_finish_is_given_up():
     assert ledger.total_s < 6 * job.ideal_s
 
 
-def test_a_slow_unit_slows_everybody():
+def test_a_slow_unit_slows_all_units():
     slow = FailSlow(1e-3, 1e9, 2.0)  # every unit is slow from the start, for ever
     assert simulate(QUIET, CheckpointRestart(), NEVER, slow=slow).total_s == pytest.approx(100 * 19, rel=0.02)
 

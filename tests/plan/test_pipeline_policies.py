@@ -61,7 +61,7 @@ def test_one_dead_device_ends_its_group_or_halves_it():
     ],
     ids=lambda value: getattr(value, "label", ""),
 )
-def test_what_one_dead_device_of_32_costs(policy, least, most):
+def test_the_cost_of_one_dead_device_of_32(policy, least, most):
     assert least < share(policy, ((0, 1, 2), 0)) < most
 
 

@@ -78,7 +78,7 @@ def test_a_dead_stage_gives_everything_away_and_the_rest_of_its_replica_goes_on(
     assert step_time(work, at_home(work)) == math.inf
 
 
-def test_rerouting_does_not_see_who_is_slow():
+def test_rerouting_does_not_know_the_slow_replica():
     work = step([[1, 1], [1, math.inf], [1, 2]], [4, 4, 4])
     assert Counter(rerouted(work)[1][1]) == {0: 2, 2: 2}
     assert Counter(migrated(work)[1][1]) == {0: 4}

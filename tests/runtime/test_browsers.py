@@ -75,7 +75,7 @@ async def test_a_page_of_another_site_can_do_nothing(service, origin):
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
-async def test_what_a_form_can_send_is_no_body(service, kind):
+async def test_a_body_of_a_kind_that_a_form_can_send_is_refused(service, kind):
     url, heard = service
     async with aiohttp.ClientSession() as http:
         assert await status(http, url + "/v1/jobs/j/evict", "POST", "{}", Content_Type=kind) == 400

@@ -95,7 +95,7 @@ def test_the_token_is_read_from_its_file(tmp_path):
     assert Settings().token == b""
 
 
-def test_peers_dial_what_is_advertised():
+def test_peers_dial_the_advertised_address():
     assert advertised_host(Settings(bind="127.0.0.1")) == "127.0.0.1"
     assert advertised_host(Settings(bind="0.0.0.0", advertise="node7")) == "node7"
     assert advertised_host(Settings(bind="0.0.0.0")) != "0.0.0.0"

@@ -40,7 +40,7 @@ class Room:
         return self.limit.admit(address, lambda: self.closed.append(name or address))
 
 
-def test_the_one_that_idles_for_longest_goes_and_never_one_with_a_request():
+def test_the_longest_idle_connection_goes_and_never_one_with_a_request():
     room = Room(total=4, idle=4)
     data_slots = [room.enter(name) for name in "abcd"]
     assert all(data_slots)
@@ -52,7 +52,7 @@ def test_the_one_that_idles_for_longest_goes_and_never_one_with_a_request():
     assert room.limit.open == 4 and room.limit.refused == {IDLE: 1, FULL: 0}
 
 
-def test_where_nobody_idles_the_new_one_is_refused():
+def test_where_no_connection_idles_the_new_one_is_refused():
     room = Room(total=4, idle=4)
     for name in "abcd":
         room.enter(name).busy()
@@ -129,7 +129,7 @@ def test_an_ipv6_host_has_one_share_for_its_whole_network(address, share):
     assert share_of(address) == share
 
 
-def test_the_limit_of_descriptors_is_raised_to_what_is_allowed():
+def test_the_limit_of_descriptors_is_raised_to_the_hard_limit():
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), most))
     try:
@@ -220,7 +220,7 @@ def in_every_loop(story):
 
 
 @in_every_loop
-async def test_silent_strangers_make_room_and_keep_nobody_out():
+async def test_silent_strangers_make_room_and_keep_no_member_out():
     async with service() as found:
         slow = asyncio.create_task(found.ask("slow"))
         await found.asked.wait()
@@ -265,7 +265,7 @@ async def test_a_body_that_does_not_come_is_no_request_under_way():
 
 
 @in_every_loop
-async def test_a_service_that_has_ended_accepts_nobody_and_leaves_no_connection():
+async def test_a_service_that_has_ended_accepts_and_leaves_no_connection():
     async with service() as found:
         with strangers(found.port, 3, b""):
             assert await found.ask("fast") == "fast"

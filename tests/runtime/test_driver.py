@@ -211,7 +211,7 @@ async def test_threads_feed_at_once_and_effects_are_performed_in_the_order_of_th
         assert [i for who, i in core.handled if who == n] == list(range(count))
 
 
-async def test_what_a_step_orders_is_performed_by_the_thread_that_had_the_event():
+async def test_effects_of_a_step_are_performed_by_the_thread_with_the_event():
     ran = []
     core = ScriptedCore({"a": ["one", "two"]})
     driver = Driver(
@@ -243,7 +243,7 @@ async def test_a_deadline_that_another_thread_brought_about_is_kept():
 
 
 @pytest.mark.parametrize("struck", ["in the core", "in an effect", "as the turn is passed on"])
-async def test_what_interrupts_a_thread_is_the_end_and_reaches_the_thread(struck):
+async def test_an_interrupt_of_a_thread_ends_the_driver_and_reaches_the_thread(struck):
     """Ctrl-C strikes the main thread anywhere: the driver ends, says so once, and hides nothing."""
     crashes, caught, performed = [], [], []
     core = ScriptedCore({"a": ["one", "two"]})

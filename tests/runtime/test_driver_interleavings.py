@@ -266,7 +266,7 @@ def test_the_loops_thread_feeds_too(monkeypatch):
 
 
 @pytest.mark.parametrize("raises", ["a", "b"])
-def test_a_core_that_raises_is_the_end_and_is_told_once(monkeypatch, raises):
+def test_a_core_that_raises_ends_the_driver_and_is_reported_once(monkeypatch, raises):
     def make(explorer: Explorer) -> InterleavedRun:
         return InterleavedRun(explorer, {"a": ["a1", ("a2",)], "b": [("b1",)]}, raises=raises)
 

@@ -38,7 +38,7 @@ def lines(form: str) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_json_is_one_object_per_line_with_what_is_known(fabric_logger):
+def test_json_is_one_object_per_line_with_the_known_fields(fabric_logger):
     first, second = (json.loads(line) for line in lines("json"))
     assert first["t"] > 0 and first.pop("t")
     assert first == {
@@ -96,7 +96,7 @@ logging.getLogger("another").info("other")
         ("own", "json", ['"message": "said"', "mine other"]),
     ],
 )
-def test_somebody_elses_program_keeps_its_own_logging(program, form, expected):
+def test_a_users_program_keeps_its_own_logging(program, form, expected):
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, program, form], capture_output=True, text=True, check=True
     )

@@ -41,15 +41,15 @@ def test_a_background_worker_yields_and_another_one_does_not(background):
     assert not crashes
 
 
-def test_polite_work_has_a_thread_of_its_own_that_ends_with_it():
-    before, politely = own_niceness(), LowPriorityRunner()
-    niceness, thread = politely(lambda: (own_niceness(), threading.current_thread()))
+def test_low_priority_work_has_a_thread_of_its_own_that_ends_with_it():
+    before, run = own_niceness(), LowPriorityRunner()
+    niceness, thread = run(lambda: (own_niceness(), threading.current_thread()))
     assert niceness == max(before, LOW_PRIORITY)
     assert thread is not threading.current_thread() and not thread.is_alive()
     assert own_niceness() == before
 
 
-def test_what_polite_work_raises_is_raised_by_its_caller():
+def test_an_error_of_low_priority_work_is_raised_by_its_caller():
     def fail():
         raise KeyError("x")
 
@@ -61,12 +61,14 @@ def test_what_polite_work_raises_is_raised_by_its_caller():
     ("ran_s", "waited_s", "crowded"),
     [(0.1, 1.9, False), (0.5, 2.1, True), (2.0, 3.9, False), (2.0, 4.1, True)],
 )
-def test_where_polite_work_hardly_gets_a_processor_the_caller_does_it(ran_s, waited_s, crowded, monkeypatch):
-    politely = LowPriorityRunner()
+def test_the_caller_does_the_work_where_low_priority_work_hardly_gets_a_processor(
+    ran_s, waited_s, crowded, monkeypatch
+):
+    run = LowPriorityRunner()
     monkeypatch.setattr(priority, "_ran_and_waited", lambda: (ran_s, waited_s))
-    assert politely(threading.current_thread) is not threading.current_thread()
-    assert politely.crowded is crowded
-    assert (politely(threading.current_thread) is threading.current_thread()) is crowded
+    assert run(threading.current_thread) is not threading.current_thread()
+    assert run.crowded is crowded
+    assert (run(threading.current_thread) is threading.current_thread()) is crowded
 
 
 def test_the_kernel_says_how_long_a_thread_had_a_processor():

@@ -126,7 +126,7 @@ async def sends_away() -> AsyncIterator[tuple[str, list[str], asyncio.Event]]:
             await runner.cleanup()
 
 
-async def test_a_command_shows_no_token_to_a_host_that_nobody_named():
+async def test_a_command_shows_no_token_to_an_unnamed_host():
     async with sends_away() as (url, reached, _):
         asking = Lighthouses((url,), "job", "secret")
         with pytest.raises(Unreachable, match="none of those given"):
@@ -134,7 +134,7 @@ async def test_a_command_shows_no_token_to_a_host_that_nobody_named():
         assert reached == []
 
 
-async def test_a_trainer_shows_no_token_to_a_host_that_nobody_named(tmp_path, monkeypatch):
+async def test_a_trainer_shows_no_token_to_an_unnamed_host(tmp_path, monkeypatch):
     monkeypatch.setattr(lighthouse_link, "_BACKOFF_S", (0.001, 0.005))
     file = tmp_path / "token"
     file.touch(mode=0o600)
@@ -148,7 +148,7 @@ async def test_a_trainer_shows_no_token_to_a_host_that_nobody_named(tmp_path, mo
         assert reached == [] and link.url == url
 
 
-async def test_a_checkpoint_server_shows_no_token_to_a_host_that_nobody_named():
+async def test_a_checkpoint_server_shows_no_token_to_an_unnamed_host():
     async with sends_away() as (url, reached, seen_twice):
         sender = StatusSender((url,), "j", "r0", "secret", None, random.Random(0))  # type: ignore[arg-type]
         task = asyncio.create_task(sender.run())

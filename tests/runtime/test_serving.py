@@ -88,7 +88,7 @@ NO_HTTP = {
 
 
 @pytest.mark.parametrize("what", NO_HTTP)
-async def test_what_is_no_request_is_refused_and_leaves_no_bytes_in_the_log(what, caplog, monkeypatch):
+async def test_a_malformed_request_is_refused_and_leaves_no_bytes_in_the_log(what, caplog, monkeypatch):
     app = web.Application(middlewares=[errors_as_json])
 
     async def read(request: web.Request) -> web.Response:
@@ -115,7 +115,7 @@ async def test_what_is_no_request_is_refused_and_leaves_no_bytes_in_the_log(what
     assert len(caplog.text.splitlines()) <= 1, "a line at most"
 
 
-def test_a_flood_of_what_is_no_request_is_a_line_a_minute_with_a_count():
+def test_a_flood_of_malformed_requests_is_a_line_a_minute_with_a_count():
     now = [0.0]
     found = NoBytesOfRequests(clock=lambda: now[0])
     error = BadHttpMessage(SECRET)
@@ -138,7 +138,7 @@ def test_a_flood_of_what_is_no_request_is_a_line_a_minute_with_a_count():
     assert lines == [first, later, later, later]
 
 
-def test_what_is_no_malformed_request_keeps_its_line():
+def test_another_error_than_a_malformed_request_keeps_its_line():
     found = NoBytesOfRequests(clock=lambda: 0.0)
     for error in (BadHttpMessage("x"), ValueError("x"), ValueError("x")):
         last = logging.LogRecord("x", logging.ERROR, "", 0, "failed", (), (type(error), error, None))

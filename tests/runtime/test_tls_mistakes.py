@@ -82,7 +82,7 @@ async def refusal(urls: list[str], tls: Tls, contact_s: float) -> str:
     return refused[0]
 
 
-def test_a_command_is_told_which_setting_it_lacks(mine, stranger):
+def test_a_command_names_the_setting_that_it_lacks(mine, stranger):
     bare = heard_by_a_command(mine, "https", NONE)
     assert "not believed (self-signed certificate in certificate chain): give FABRIC_TLS_CERT" in bare
     assert "check the address" not in bare
@@ -122,7 +122,7 @@ def test_one_wrong_address_of_several_ends_nothing(mine):
     assert "is not a lighthouse" in asyncio.run(ask()), "the second one was asked, and said so"
 
 
-def test_what_is_no_mistake_of_tls_is_not_called_one():
+def test_other_errors_are_not_called_tls_mistakes():
     url = "http://127.0.0.1:1"
     for error in (ConnectionRefusedError(), OSError(113, "No route to host"), TimeoutError()):
         assert not permanent_cause(error, NONE) and "TLS" not in describe(error, url, NONE)

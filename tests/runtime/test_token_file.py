@@ -41,7 +41,7 @@ def test_a_token_is_replaced_in_three_steps(file):
     assert not tokens.accepts("old") and not tokens.accepts("") and not tokens.accepts("\udcff")
 
 
-def test_what_is_shown_is_looked_up_every_time(file):
+def test_the_shown_token_is_looked_up_every_time(file):
     tokens = TokenFile(file, TokenClock())
     file.write_text("another\n")
     assert tokens.shown() == "another"

@@ -37,7 +37,7 @@ async def test_an_address_that_has_too_many_loses_its_own_at_once():
     assert found.dropped == [str(number) for number in range(8)]
 
 
-async def test_nobody_young_is_dropped_for_another_address():
+async def test_no_young_connection_is_dropped_for_another_address():
     found = Open(most=4)
     begun = [found.begin(f"host {number}") for number in range(5)]
     waiting = asyncio.create_task(found.handshakes.make_room("host 4"))
@@ -48,7 +48,7 @@ async def test_nobody_young_is_dropped_for_another_address():
     assert not found.dropped
 
 
-async def test_the_oldest_goes_when_it_has_had_its_time(caplog):
+async def test_the_oldest_connection_goes_when_its_time_is_over(caplog):
     found = Open(most=4)
     for number in range(8):
         found.begin(f"host {number}")
@@ -58,7 +58,7 @@ async def test_the_oldest_goes_when_it_has_had_its_time(caplog):
     assert len(caplog.messages) == 1, "one line, however many are dropped"
 
 
-async def test_one_that_ends_twice_is_counted_once():
+async def test_a_writer_that_ends_twice_is_counted_once():
     found = Open(most=2)
     one = found.begin("a")
     found.handshakes.end(one)

@@ -90,7 +90,7 @@ async def test_messages_arrive_whole_and_in_order_in_both_directions(pair: Pair)
     assert await here.count(150) == [m[::-1] for m in sent]
 
 
-async def test_what_was_sent_before_the_reader_runs_is_kept(pair: Pair):
+async def test_messages_sent_before_the_reader_runs_are_kept(pair: Pair):
     one, two = pair
     one.send(b"early")
     assert await Ear(two).count(1) == [b"early"]

@@ -177,14 +177,14 @@ async def test_a_callback_that_fails_costs_its_own_connection_only():
     await listener.close()
 
 
-async def test_nobody_there_is_unreachable():
+async def test_an_address_without_a_process_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(Unreachable, match="refused"):
         await dial(f"127.0.0.1:{port}", greeting(to="replica-3"), TOKEN, 5)
 
 
-async def test_somebody_who_never_speaks_is_unreachable_after_the_timeout():
+async def test_a_silent_peer_is_unreachable_after_the_timeout():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(Unreachable, match=r"replica-3 at .* did not answer within 0\.05 s"):
@@ -192,7 +192,7 @@ async def test_somebody_who_never_speaks_is_unreachable_after_the_timeout():
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n", b"\0\0\0\x04evil"])
-async def test_somebody_who_is_not_fabric_is_told_apart(answer: bytes):
+async def test_a_peer_that_is_not_fabric_is_told_apart(answer: bytes):
     async def serve(_reader, writer):
         writer.write(answer)
         await writer.drain()
@@ -240,7 +240,7 @@ async def test_a_killed_process_shows_at_once_and_not_as_a_clean_close():
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "a:b", "h:70000", "::1:5", "h:-1"])
-def test_what_is_no_address_is_refused(text: str):
+def test_a_text_that_is_not_an_address_is_refused(text: str):
     with pytest.raises(ConfigError, match="host:port"):
         parse_address(text)
 

@@ -79,7 +79,7 @@ def verify_command(directory: Path) -> None:
 
 
 def _run(options: DemoOptions, console: Console) -> NoReturn:
-    # A polite end from outside is handled as Ctrl-C is: everything started is ended first.
+    # Handle SIGTERM as Ctrl-C: end everything started first.
     signal.signal(signal.SIGTERM, _interrupt)
     with claimed(options.out) as directory:
         code = supervise(replace(options, out=directory), console)

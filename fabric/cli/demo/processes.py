@@ -58,9 +58,9 @@ class Processes:
         return self._signal(pid, signal.SIGKILL)
 
     def end(self, grace_s: float = 5.0) -> None:
-        """End every process that carries the mark: politely, then after ``grace_s`` for good.
+        """End every process that carries the mark: with SIGTERM, then after ``grace_s`` with SIGKILL.
 
-        Ctrl-C is ignored meanwhile (main thread only): an impatient second one would leave some behind.
+        In the main thread a second Ctrl-C is ignored until the end: it would leave some processes behind.
         """
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:

@@ -1,4 +1,4 @@
-"""Who is written down as the one who decided, where the command's option does not say so."""
+"""The operator's name in the record, where the command's option does not give one."""
 
 import getpass
 import os

@@ -1,4 +1,4 @@
-"""What others wrote, on a person's terminal: it steers nothing. An answer of another shape is a sentence."""
+"""Text of other processes cannot steer a person's terminal. An answer of another shape is a sentence."""
 
 import json
 import subprocess

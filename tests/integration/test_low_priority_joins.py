@@ -1,5 +1,8 @@
-"""What a newcomer does where, in a real job: torch's optimizers step politely while it replays, the user's
-code in the main thread as ever, and the state is bit for bit the others'."""
+"""The threads of a joining replica in a real job.
+
+While it replays, torch's optimizers step at low priority and user code runs in the main thread. The state is
+bitwise that of the other members.
+"""
 
 import os
 import signal
@@ -13,9 +16,13 @@ def states(job: Job, replica: str) -> dict[int, str]:
     return {event["step"]: event["digest"] for event in job.events(replica, "state")}
 
 
-def test_a_newcomer_replays_politely_and_then_steps_as_ever(zygote, tmp_path):
-    # It is left when everything was seen: no number of steps is too few on a slow machine.
-    environment = {"TEST_TRAINER": "polite_trainer", "EXAMPLE_STEPS": "100000", "EXAMPLE_PAUSE_S": "0.05"}
+def test_a_joining_replica_replays_at_low_priority_and_then_steps_in_the_main_thread(zygote, tmp_path):
+    # The test ends the job when it has seen enough, so the number of steps does not matter.
+    environment = {
+        "TEST_TRAINER": "low_priority_trainer",
+        "EXAMPLE_STEPS": "100000",
+        "EXAMPLE_PAUSE_S": "0.05",
+    }
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
         job.start_all({"r1": "ring@6=kill"})
         job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")

@@ -1,5 +1,7 @@
-"""tiny_trainer's model with two optimizers: the steps of the first are torch's own alone, the second has a
-hook of the user's. Says of every step in which thread what ran."""
+"""Trains tiny_trainer's model with two optimizers and prints the thread of each optimizer step.
+
+The first optimizer is torch's own code alone; the second one has a hook of the user's.
+"""
 
 import os
 import threading
@@ -14,7 +16,7 @@ from fabric.runtime import priority
 
 def main() -> None:
     torch.set_num_threads(1)
-    priority._ran_and_waited = lambda: (0.0, 0.0)  # however crowded the host of the tests is
+    priority._ran_and_waited = lambda: (0.0, 0.0)  # also on a crowded host
     model, _, _ = build(64)
     first, *rest = model.parameters()
     plain = torch.optim.AdamW([first], lr=1e-2)

@@ -5,12 +5,18 @@ from collections.abc import KeysView
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 # Version of every message and of the stored record. A reader accepts its own version and the one
 # before, and ignores fields it does not know. A writer only ever adds optional fields. Version 2 was skipped:
 # version 3 renamed messages and fields, which a reader of version 1 takes for missing ones.
 PROTOCOL_VERSION = 3
+
+MAX_INTEGER = 2**63 - 1
+# An integer of a message or of the record: a decoder refuses a longer one.
+Int64 = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -18,8 +24,8 @@ class Fence:
     """The fencing token carried by every message: compare as (generation, epoch) within one store."""
 
     store_id: str  # names the store's lifetime: a wiped store is another store, never a younger one
-    generation: int
-    epoch: int
+    generation: Int64
+    epoch: Int64
 
 
 def incident_id_of(epoch: int) -> str:
@@ -55,15 +61,15 @@ class Member:
     """One replica's entry in a roster."""
 
     replica: str
-    incarnation: int
+    incarnation: Int64
     link: str  # ``host:port`` where peers dial it; rank 0's, if it has several ranks
     ckpt: str  # base URL of its checkpoint server; rank 0's, if it has several ranks
     joining: bool = False  # it has not yet taken part in a round
     leaving: bool = False  # it is being drained
-    shares: int = 1  # its part of the micro-batches, relative to the others'
+    shares: Int64 = 1  # its part of the micro-batches, relative to the others'
     layout: str = ""  # hash of its parameters' names, shapes and dtypes
-    since: int = 0  # the epoch that let this process in (its tenure); 0: not known
-    data_slot: int = -1  # its place in the division of the batch, kept while it is away; -1: none given yet
+    since: Int64 = 0  # the epoch that let this process in (its tenure); 0: not known
+    data_slot: Int64 = -1  # its place in the division of the batch, kept while it is away; -1: none given yet
     blocking_join: bool = False  # the others wait in their round until its state has arrived
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up
     rack: str = ""  # names the hosts that fail together, as the replica says; empty: not named
@@ -87,8 +93,8 @@ class Sharing:
 
     # "constant": the members present compute all of it; "shrink": skip the part of a data slot without member
     policy: str = "constant"
-    data_slots: int = 1  # into how many parts the batch is divided, where data slots matter
-    readers: int = 0  # on how many data slots a part's data can be read, by SPARe's layout; 0: on all
+    data_slots: Int64 = 1  # into how many parts the batch is divided, where data slots matter
+    readers: Int64 = 0  # on how many data slots a part's data can be read, by SPARe's layout; 0: on all
     on_poison: str = "stop"  # at a micro-batch that killed two processes: "stop" the job, or "skip" it
     on_loss: str = "wait"  # if no member can read a part: "wait" for one, "shrink" (skip it), "stop" the job
 
@@ -101,17 +107,17 @@ EVERYTHING = Sharing()
 class Poison:
     """Micro-batches of ``step`` at each of which two processes died: no member computes them again."""
 
-    step: int
-    micro_batches: tuple[int, ...]
+    step: Int64
+    micro_batches: tuple[Int64, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
     """A process of a replica died while its main thread was at this micro-batch."""
 
-    incarnation: int
-    step: int
-    micro_batch: int
+    incarnation: Int64
+    step: Int64
+    micro_batch: Int64
 
 
 # Stands among the addresses of checkpoint servers for durable storage. Every replica reaches that by its own
@@ -123,8 +129,8 @@ DURABLE = "durable:"
 class Base:
     """Where a generation starts: the state that every member must hold before its first round."""
 
-    generation: int
-    step: int
+    generation: Int64
+    step: Int64
     digest: str = ""  # empty: the initial state of the first roster member, which no peer has confirmed
     sources: tuple[str, ...] = ()  # base URLs of checkpoint servers that hold it, and perhaps DURABLE
 
@@ -137,8 +143,8 @@ class JobEnd:
     """
 
     fence: Fence  # of that epoch
-    step: int
-    incarnation: int  # of its process, which no other job of this name has
+    step: Int64
+    incarnation: Int64  # of its process, which no other job of this name has
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +152,8 @@ class OperatorOverrides:
     """Operators' limits for a job. They hold until an operator changes them, under every leader."""
 
     paused: str = ""  # by whom and why newcomers are not admitted; empty: they are
-    min_replicas: int = 0  # in place of the sessions' own figure; 0: as they ask
-    max_replicas: int = 0  # likewise
+    min_replicas: Int64 = 0  # in place of the sessions' own figure; 0: as they ask
+    max_replicas: Int64 = 0  # likewise
     scaled: str = ""  # by whom and why
 
 
@@ -157,7 +163,7 @@ class HostFailure:
 
     replica: str
     host: str  # empty: the replica is spread over several
-    epoch: int
+    epoch: Int64
     at: float  # Unix seconds
     why: str = ""  # a sentence
 
@@ -167,7 +173,7 @@ class HostHistory:
     """The failures of a host in the last days."""
 
     host: str
-    times: int  # how often replicas on it failed
+    times: Int64  # how often replicas on it failed
     score: float  # the weight of its failures at ``at``; older ones weigh less
     at: float  # of the last failure, Unix seconds
     why: str = ""
@@ -181,10 +187,10 @@ class Record:
     """
 
     store_id: str
-    generation: int
-    cold: int  # the epoch of the last cold start
-    epoch: int
-    forced: int  # the epoch of the newest forced record; equal to ``epoch``: members report before they run
+    generation: Int64
+    cold: Int64  # the epoch of the last cold start
+    epoch: Int64
+    forced: Int64  # the epoch of the newest forced record; equal to ``epoch``: members report before they run
     nonce: str  # lets a writer recognise its own write after an indefinite outcome
     roster: tuple[Member, ...]
     base: Base  # of the last cold start
@@ -195,7 +201,7 @@ class Record:
     failed: str = ""  # why the job has stopped for a person to mend; empty: it has not
     # Of its number, or of the loss of the replica that it lets in again; empty: a writer of an older release.
     incident_id: str = ""
-    min_replicas: int = 0  # how many members this epoch needs to step; 0: as each member's own setting says
+    min_replicas: Int64 = 0  # how many members this epoch needs to step; 0: as each member's own setting says
     overrides: OperatorOverrides = OperatorOverrides()
     failures: tuple[HostFailure, ...] = ()  # the newest of the last while
     ended: float = 0.0  # when the job was complete, Unix seconds; 0: not known
@@ -266,8 +272,8 @@ class Policy:
 class SnapshotRef:
     """A snapshot that some checkpoint server holds."""
 
-    generation: int
-    step: int
+    generation: Int64
+    step: Int64
     digest: str
 
 
@@ -279,4 +285,4 @@ class StepTimes:
     exchange_s: float = 0.0
     optimizer_s: float = 0.0
     waiting_s: dict[str, float] = field(default_factory=dict)  # by peer
-    work: dict[int, float] = field(default_factory=dict)  # counts, per micro-batch
+    work: dict[Int64, float] = field(default_factory=dict)  # counts, per micro-batch

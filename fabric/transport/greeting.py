@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from fabric.errors import ProtocolError, Refused, Unauthorized
-from fabric.model import PROTOCOL_VERSION
+from fabric.model import PROTOCOL_VERSION, Int64
 from fabric.protocol.messages.wire import check_version, decode_as
 
 # Version of the handshake itself, before anything that a greeting says can be read.
@@ -42,12 +42,12 @@ class Greeting:
     job: str
     store_id: str
     replica: str
-    incarnation: int
+    incarnation: Int64
     kind: str
-    epoch: int = 0
-    protocol: int = PROTOCOL_VERSION
+    epoch: Int64 = 0
+    protocol: Int64 = PROTOCOL_VERSION
     to: str = ""
-    rank: int = 0
+    rank: Int64 = 0
 
 
 def challenge_frame(challenge: bytes) -> bytes:

@@ -22,7 +22,7 @@ from fabric.ckpt_server.attach.request_channel import RequestChannel
 from fabric.ckpt_server.wire import gradient_index
 from fabric.ckpt_server.wire.gradient_index import GradientIndex, PublishedGradient
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
-from fabric.model import JobEnd, SnapshotRef
+from fabric.model import Int64, JobEnd, SnapshotRef
 from fabric.protocol.messages.wire import decode_as
 
 ATTACH_S = 20.0
@@ -44,11 +44,11 @@ class _AttachReply:
     """The server's answer to attach."""
 
     url: str
-    pid: int
+    pid: Int64
     instance: str
     snapshots: tuple[SnapshotRef, ...] = ()
-    slots: tuple[int, ...] = ()
-    parts: tuple[int, ...] = ()
+    slots: tuple[Int64, ...] = ()
+    parts: tuple[Int64, ...] = ()
 
 
 class ServerHandle:

@@ -21,7 +21,7 @@ from fabric.ckpt_server.format.manifest import check_manifest, state_digest
 from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.wire.durable_job import DurableJob
 from fabric.errors import Refused
-from fabric.model import SnapshotRef
+from fabric.model import Int64, SnapshotRef
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ class PersistRequest:
     """A trainer's request: the held snapshot of this step becomes a durable checkpoint; see
     ``DurableJob`` for the rest."""
 
-    generation: int
-    step: int
+    generation: Int64
+    step: Int64
     url: str
-    incarnation: int
-    keep: int
+    incarnation: Int64
+    keep: Int64
     required: bool = False
 
 

@@ -20,6 +20,7 @@ from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.server.unix_sockets import Response, UnixConnection, serve_each
 from fabric.ckpt_server.wire.channel_protocol import LOCAL_ASK_S, decode_line, local_socket_name
 from fabric.errors import FabricError, Gone, Refused
+from fabric.model import Int64
 from fabric.protocol.messages.wire import decode_as
 from fabric.runtime.http.http_service import check_bearer
 from fabric.runtime.http.token_file import TokenFile
@@ -35,8 +36,8 @@ _MOST_READERS = 64
 class ReadRequest:
     """A reader's request. ``digest``: of the file, as its manifest says."""
 
-    generation: int
-    step: int
+    generation: Int64
+    step: Int64
     digest: str
     token: str
 

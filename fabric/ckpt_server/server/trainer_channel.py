@@ -24,7 +24,7 @@ from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, TrainerWatch
 from fabric.ckpt_server.server.unix_sockets import Response, UnixConnection, serve_each
 from fabric.ckpt_server.wire.channel_protocol import MAX_LINE_BYTES, decode_line
 from fabric.errors import FabricError, ProtocolError, Refused
-from fabric.model import JobEnd
+from fabric.model import Int64, JobEnd
 from fabric.protocol.messages.wire import decode_as
 
 _MAX_CONNECTIONS = 32
@@ -43,8 +43,8 @@ class ServerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class AttachRequest:
-    pid: int
-    incarnation: int
+    pid: Int64
+    incarnation: Int64
     replica: str
     job: str
 
@@ -52,20 +52,20 @@ class AttachRequest:
 @dataclass(frozen=True, slots=True)
 class AllocateRequest:
     kind: str
-    slot: int
-    nbytes: int
+    slot: Int64
+    nbytes: Int64
 
 
 @dataclass(frozen=True, slots=True)
 class BeginRequest:
     kind: str
-    slot: int
+    slot: Int64
     unless_read: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PublishSnapshotRequest:
-    slot: int
+    slot: Int64
 
 
 @dataclass(frozen=True, slots=True)

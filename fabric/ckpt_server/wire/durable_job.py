@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from fabric.model import Int64
+
 
 @dataclass(frozen=True, slots=True)
 class DurableJob:
@@ -15,8 +17,8 @@ class DurableJob:
     url: str
     job: str
     replica: str
-    incarnation: int
-    keep: int = 3
+    incarnation: Int64
+    keep: Int64 = 3
     patience_s: float = 600.0
     required: bool = False
 

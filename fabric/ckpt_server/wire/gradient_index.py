@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from fabric.model import Int64
+
 KIND = "gradient_index"
 COUNT = 32  # gradient slots that have an entry
 _BYTES = 8192
@@ -36,10 +38,10 @@ _fence = threading.Lock()
 class PublishedGradient:
     """The trainer's description of the reduced gradient in a slot."""
 
-    generation: int
-    step: int  # the step that the gradient leads on from
-    epoch: int
-    nbytes: int  # of the slot's memory, from its first byte
+    generation: Int64
+    step: Int64  # the step that the gradient leads on from
+    epoch: Int64
+    nbytes: Int64  # of the slot's memory, from its first byte
     digest: str
     weight: float
     layout: str

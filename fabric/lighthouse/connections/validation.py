@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from fabric.errors import ProtocolError
-from fabric.model import Policy, Sharing
+from fabric.model import MAX_INTEGER, Policy, Sharing
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.runtime.config import parse_replicas
@@ -177,10 +177,10 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
     for name, low, high in (
         ("micro_batches", 1, MAX_MICRO_BATCHES),
         ("shares", 0, MAX_MICRO_BATCHES),
-        ("incarnation", 0, wire.MAX_INTEGER),
-        ("generation", 0, wire.MAX_INTEGER),
-        ("step", 0, wire.MAX_INTEGER),
-        ("epoch", 0, wire.MAX_INTEGER),
+        ("incarnation", 0, MAX_INTEGER),
+        ("generation", 0, MAX_INTEGER),
+        ("step", 0, MAX_INTEGER),
+        ("epoch", 0, MAX_INTEGER),
         ("data_slot", -1, MOST_REPLICAS - 1),
     ):
         if not low <= getattr(session, name) <= high:

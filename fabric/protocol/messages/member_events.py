@@ -6,7 +6,7 @@ snapshot, install) ends in exactly one event, success or failure.
 
 from dataclasses import dataclass
 
-from fabric.model import Fence, JobEnd, Member, Poison, Record, SnapshotRef, StepTimes
+from fabric.model import Fence, Int64, JobEnd, Member, Poison, Record, SnapshotRef, StepTimes
 from fabric.protocol.messages.network import LeaderMessage, MemberMessage, PeerMessage
 from fabric.protocol.messages.prepared_round import PreparedRound as PreparedRound
 
@@ -17,7 +17,7 @@ from fabric.protocol.messages.prepared_round import PreparedRound as PreparedRou
 class Ready:
     """The state at ``step`` is complete and the main thread waits."""
 
-    step: int
+    step: Int64
     digest: str = ""  # empty: not taken
     times: StepTimes | None = None
     later: bool = False  # the digest is being taken; TellDigest asks for it
@@ -28,7 +28,7 @@ class Ready:
 class Digested:
     """The state at ``step`` has this digest; the main thread waits as before."""
 
-    step: int
+    step: Int64
     digest: str
     entries: tuple[tuple[str, str], ...] = ()
 
@@ -48,8 +48,8 @@ class Streaming:
 class Computed:
     """The gradients of these micro-batches are added to the kept gradient; the main thread waits."""
 
-    step: int
-    micro_batches: tuple[int, ...]
+    step: Int64
+    micro_batches: tuple[Int64, ...]
     weight: float
     metrics: tuple[tuple[str, float], ...] = ()
     redo: str = ""  # why the bytes that were streamed are not these gradients; empty: they are
@@ -59,7 +59,7 @@ class Computed:
 class Installed:
     """The fetched state was loaded and has this digest; the main thread waits."""
 
-    step: int
+    step: Int64
     digest: str
     last: bool = False  # the main thread is at the end of its loop, as after Closing
 
@@ -98,14 +98,14 @@ class Closing:
 class Linked:
     """Every link of ``epoch`` is up: control to all its members, data to the ring neighbours."""
 
-    epoch: int
+    epoch: Int64
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFailed:
     """Links of ``epoch`` could not be made."""
 
-    epoch: int
+    epoch: Int64
     about: str
     why: str
     unreachable: tuple[str, ...] = ()  # no connection to their hosts came about; others may only be slow
@@ -132,8 +132,8 @@ class Probed:
 class Exchanged:
     """Round (epoch, step) is fully reduced in my memory and no I/O touches it any more."""
 
-    epoch: int
-    step: int
+    epoch: Int64
+    step: Int64
     gradient_digest: str
     nonfinite: str = ""  # the first tensor of the sum with an infinity or a NaN; empty without the check
     nonfinite_input: str = ""  # likewise, the first tensor of my contribution
@@ -143,8 +143,8 @@ class Exchanged:
 class ExchangeFailed:
     """The exchange of round (epoch, step) ended without a result."""
 
-    epoch: int
-    step: int
+    epoch: Int64
+    step: Int64
     about: str
     why: str
     waited_for: str = ""  # the member whose bytes were due then
@@ -183,7 +183,7 @@ class LeaderLost:
 class StateFetched:
     """The state lies complete and verified in my own memory, not yet loaded."""
 
-    step: int
+    step: Int64
     digest: str
 
 
@@ -200,7 +200,7 @@ class FetchFailed:
 class GradientFetched:
     """The published gradient of ``step`` lies verified in my memory."""
 
-    step: int
+    step: Int64
     gradient_digest: str
 
 
@@ -208,7 +208,7 @@ class GradientFetched:
 class GradientGone:
     """No source delivered the published gradient of ``step``."""
 
-    step: int
+    step: Int64
     gone: bool  # no server holds it any more; False: it was not published within the wait
     why: str = ""
 
@@ -217,9 +217,9 @@ class GradientGone:
 class Snapshotted:
     """The checkpoint server holds the state at ``step``, or cannot."""
 
-    step: int
+    step: Int64
     digest: str  # empty: it could not be taken
-    generation: int = -1  # in which it was taken; negative: the current one
+    generation: Int64 = -1  # in which it was taken; negative: the current one
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ class StartExchange:
     """Reduce round (epoch, step): the kept gradient, or zeros when ``weight`` is zero."""
 
     fence: Fence
-    step: int
+    step: Int64
     weight: float
     streaming: bool = False  # the gradient still grows; each part goes out when it is final
 
@@ -316,7 +316,7 @@ class StartExchange:
 class AbortExchange:
     """End every wait of this epoch's exchanges at once."""
 
-    epoch: int
+    epoch: Int64
     why: str
 
 
@@ -327,8 +327,8 @@ class AbortExchange:
 class Compute:
     """Add these micro-batches to the kept gradient of ``step``; ends in Computed."""
 
-    step: int
-    micro_batches: tuple[int, ...]
+    step: Int64
+    micro_batches: tuple[Int64, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ class DropGradient:
 class Apply:
     """Let the user's update code apply the averaged gradient of committed step ``step``; ends in Ready."""
 
-    step: int
+    step: Int64
     prepared: PreparedRound | None  # in my memory; None: a published gradient was fetched
     contributed: bool  # whether I contributed to it
     digest: bool  # take the digest of the state after the update
@@ -350,7 +350,7 @@ class Apply:
 class Publish:
     """Serve this committed round's reduced gradient to replicas that catch up."""
 
-    generation: int
+    generation: Int64
     prepared: PreparedRound
 
 
@@ -358,7 +358,7 @@ class Publish:
 class Install:
     """Load the fetched state; ends in Installed or InstallFailed."""
 
-    step: int
+    step: Int64
     digest: str
 
 
@@ -366,22 +366,22 @@ class Install:
 class TellDigest:
     """Tell the digest that Ready left for later; ends in Digested."""
 
-    step: int
+    step: Int64
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Snapshot the current state, which is that at ``step``; ends in Snapshotted."""
 
-    step: int
-    generation: int = -1  # in which to take it; negative: the current one
+    step: Int64
+    generation: Int64 = -1  # in which to take it; negative: the current one
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
     """Let the main thread close, because the job is complete."""
 
-    step: int
+    step: Int64
     alone: str = ""  # why this is the end although no lighthouse has said so; empty: one has
     ended: JobEnd | None = None  # for a lighthouse to hear later
 
@@ -390,7 +390,7 @@ class Finish:
 class Stop:
     """End this process."""
 
-    code: int  # 75: restart me, 1: do not
+    code: Int64  # 75: restart me, 1: do not
     reason: str
     poison: tuple[Poison, ...] = ()  # the micro-batches that are the reason, if any are
 
@@ -411,8 +411,8 @@ class FetchState:
 class FetchGradient:
     """Fetch or await the published gradient of ``step``; ends in GradientFetched or GradientGone."""
 
-    generation: int
-    step: int
+    generation: Int64
+    step: Int64
     urls: tuple[str, ...]
 
 

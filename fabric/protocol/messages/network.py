@@ -9,6 +9,7 @@ from fabric.model import (
     EVERYTHING,
     Death,
     Fence,
+    Int64,
     JobEnd,
     Member,
     Poison,
@@ -30,9 +31,9 @@ class Contribution:
     """My part in round (epoch, step), sent to every member before the first chunk of it."""
 
     fence: Fence
-    step: int
+    step: Int64
     weight: float  # the sum of the micro-batches' weights; zero: I only listen
-    micro_batches: tuple[int, ...]
+    micro_batches: tuple[Int64, ...]
     layout: str = ""  # a member with another layout fails the round with a clear error
     metrics: tuple[tuple[str, float], ...] = ()  # summed over the members at the commit
 
@@ -42,8 +43,8 @@ class CommitVote:
     """I have prepared round (epoch, step), and can commit it from now on."""
 
     fence: Fence
-    step: int
-    ready: int  # the epoch I am ready for, at least that of the round
+    step: Int64
+    ready: Int64  # the epoch I am ready for, at least that of the round
     gradient_digest: str
     state_digest: str = ""  # of the shared state at ``step``; empty: not computed
     nonfinite: str = ""  # a tensor of my contribution that is not finite; empty without the check
@@ -58,7 +59,7 @@ class Finished:
     """
 
     fence: Fence
-    step: int
+    step: Int64
     why: str = ""  # not empty: others had finished at ``step``, and so my loop was stopped
 
 
@@ -92,7 +93,7 @@ class Assignment:
     """One member's row of a Resume table: drop the kept gradient if told so, then compute these."""
 
     replica: str
-    micro_batches: tuple[int, ...]
+    micro_batches: tuple[Int64, ...]
     drop: bool = False
 
 
@@ -101,7 +102,7 @@ class Resume:
     """The decision of forced epoch ``fence.epoch``: go on at ``step`` with this table."""
 
     fence: Fence
-    step: int
+    step: Int64
     table: tuple[Assignment, ...]  # a member gets its own row only; without a row it adds nothing
     commit_digest: str = ""  # a member one step behind with a gradient of this digest commits it first
     reason: str = ""
@@ -113,7 +114,7 @@ class TakeSnapshotFor:
 
     fence: Fence
     joiner: str
-    step: int
+    step: Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class Complete:
     """The job is complete at ``step``: close, exit 0."""
 
     fence: Fence
-    step: int
+    step: Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ class Rejected:
 class HeartbeatAck:
     """Answer to the heartbeat with the same number; contact dates from when that heartbeat was sent."""
 
-    number: int
+    number: Int64
     waiting_for: str = ""  # what the job waits for, in a sentence for people; empty while it steps
 
 
@@ -179,22 +180,22 @@ class OpenSession:
     """First message of every session: identity, state and addresses of the replica."""
 
     replica: str
-    incarnation: int
-    generation: int  # 0: nothing but my initial state
-    step: int
+    incarnation: Int64
+    generation: Int64  # 0: nothing but my initial state
+    step: Int64
     digest: str
-    epoch: int  # the newest epoch I know
+    epoch: Int64  # the newest epoch I know
     link: str  # rank 0's address for other members
     ckpt: str  # base URL of rank 0's checkpoint server
-    micro_batches: int  # how many make a step
+    micro_batches: Int64  # how many make a step
     layout: str = ""
     data: str = ""  # the settings that the data order depends on: "name value name value ..."
-    shares: int = 1
+    shares: Int64 = 1
     snapshots: tuple[SnapshotRef, ...] = ()
     predecessors_gone: bool = False  # for leaders of an older version, which ask for no names
     finished: bool = False  # the user's loop has ended at this step
     sharing: Sharing = EVERYTHING
-    data_slot: int = -1  # the data slot that this replica's data are for; -1: any will do
+    data_slot: Int64 = -1  # the data slot that this replica's data are for; -1: any will do
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up, where the replica has several
     replay: bool = True  # it catches up by published gradients; else the others wait for its state
     exchange_s: float = 60.0  # its time budget for an exchange
@@ -206,7 +207,7 @@ class OpenSession:
     plane: str = ""  # how gradients are exchanged (host, device, nccl); empty: not said
     durable: tuple[SnapshotRef, ...] = ()  # complete durable checkpoints that it could load, oldest first
     # Earlier incarnations on this host that have ended, as the kernel says, newest first.
-    predecessors: tuple[int, ...] = ()
+    predecessors: tuple[Int64, ...] = ()
     secret: str = ""  # known to this process and the lighthouse alone: no other process can speak for it
     autonomy_s: float = 0.0  # how long it may commit without a lighthouse's answer; 0: an older version
     # The job's end, which an earlier process here saw while no lighthouse could be told.
@@ -218,17 +219,17 @@ class OpenSession:
 class Heartbeat:
     """Progress: sent at every step and at least once a second."""
 
-    number: int
-    epoch: int
-    generation: int
-    step: int
+    number: Int64
+    epoch: Int64
+    generation: Int64
+    step: Int64
     digest: str = ""
     phase: str = ""  # the mode, and what the main thread does
     waiting_for: tuple[str, ...] = ()
     busy: str = ""  # the reason given to ``session.busy``; empty outside of it
     times: StepTimes | None = None
     busy_s: float = 0.0  # its bound
-    empty: int = -1  # the newest step that was committed with total weight 0
+    empty: Int64 = -1  # the newest step that was committed with total weight 0
     unreachable: tuple[str, ...] = ()  # members that I cannot reach; sent from outside the roster
 
     @property
@@ -247,7 +248,7 @@ class Running:
     """I entered round ``step`` of this epoch. It is sent at the first round, and again when a leader asks."""
 
     fence: Fence
-    step: int = -1
+    step: Int64 = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +256,7 @@ class Aborted:
     """My round of this epoch ended without a result."""
 
     fence: Fence
-    step: int
+    step: Int64
     why: str
     about: str = ""  # the peer it failed on
     waiting_for: tuple[str, ...] = ()  # the members I waited for at that moment
@@ -269,15 +270,15 @@ class Report:
     """My answer to forced epoch ``fence.epoch``; built once, and a promise to stay out of older ones."""
 
     fence: Fence
-    state_generation: int
-    step: int
+    state_generation: Int64
+    step: Int64
     digest: str
-    round_epoch: int  # of the newest round I entered; 0: none
-    round_step: int
+    round_epoch: Int64  # of the newest round I entered; 0: none
+    round_step: Int64
     round_roster: tuple[str, ...]
     prepared: bool  # whether I have prepared that round
     gradient_digest: str
-    have: tuple[int, ...]  # the micro-batches of ``step`` in my kept gradient
+    have: tuple[Int64, ...]  # the micro-batches of ``step`` in my kept gradient
     committed_digest: str = ""  # of the gradient that led to ``step``; empty: there was none
     # The members of this epoch that the round lacked, in place of ``round_roster``; None: see there.
     round_lacked: tuple[str, ...] | None = None
@@ -310,7 +311,7 @@ class SnapshotTaken:
 
     fence: Fence
     joiner: str
-    step: int
+    step: Int64
     digest: str
 
 
@@ -320,7 +321,7 @@ class SnapshotMissed:
 
     fence: Fence
     joiner: str
-    step: int
+    step: Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +338,7 @@ class LoopFailed:
     """The user's loop raised at ``step``. Any other member would raise there too, so the job fails."""
 
     fence: Fence
-    step: int
+    step: Int64
     why: str
 
 
@@ -364,18 +365,20 @@ class TrainerStatus:
     """The second source of liveness: the trainer's state by the kernel, and the snapshots in memory."""
 
     replica: str
-    incarnation: int
+    incarnation: Int64
     trainer: str  # ``running``, ``stopped``, ``gone`` or ``absent`` (none has attached yet)
-    number: int
+    number: Int64
     ckpt: str = ""
     snapshots: tuple[SnapshotRef, ...] = ()
     # Micro-batches that its processes died at, repeated until the job is past them.
     deaths: tuple[Death, ...] = ()
-    rank: int = 0  # whose checkpoint server this is, in a replica of several ranks
+    rank: Int64 = 0  # whose checkpoint server this is, in a replica of several ranks
     ages_s: tuple[float, ...] = ()  # for each of ``snapshots``, how long ago it was its trainer's state
     durable: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that this server wrote
     durable_error: str = ""  # why the last one was not written, in a sentence
-    parts: tuple[int, ...] = ()  # for each of ``snapshots``, of how many ranks it is; empty: an older version
+    parts: tuple[
+        Int64, ...
+    ] = ()  # for each of ``snapshots``, of how many ranks it is; empty: an older version
     ended: JobEnd | None = None  # the job's end, which the trainer saw without a lighthouse
 
 

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass
 
+from fabric.model import Int64
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRound:
     """A fully reduced round, as its commit applies and tells it."""
 
-    epoch: int
-    step: int
+    epoch: Int64
+    step: Int64
     gradient_digest: str
     weight: float
-    contributions: tuple[tuple[str, tuple[int, ...]], ...]  # micro-batches by member, in roster order
+    contributions: tuple[tuple[str, tuple[Int64, ...]], ...]  # micro-batches by member, in roster order
     metrics: tuple[tuple[str, float], ...] = ()  # sums over the members
     nonfinite: str = ""  # a tensor of it that is not finite: such a step is committed without an update

@@ -5,15 +5,16 @@ ended. Both travel as JSON under the strict rules of ``wire``.
 """
 
 import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, get_args
+
+import msgspec
 
 from fabric.errors import ProtocolError
-from fabric.model import DURABLE, Member, Record
+from fabric.model import DURABLE, MAX_INTEGER, Int64, Member, Record
 from fabric.protocol.messages import member_events as io
-from fabric.protocol.messages.wire import MAX_BYTES, decode_as
+from fabric.protocol.messages.wire import MAX_BYTES, decode_value, encode_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,8 @@ class NameSnapshot:
     Ends in SnapshotNamed.
     """
 
-    step: int
-    generation: int
+    step: Int64
+    generation: Int64
     digests: tuple[str, ...]  # of all ranks, in rank order; empty: a part is missing, so forget this one
     durable: bool = False  # it becomes a durable checkpoint too
 
@@ -55,8 +56,8 @@ RankEffect = (
 class SnapshotNamed:
     """This rank's part is served under the digests of all ranks, or cannot be."""
 
-    step: int
-    generation: int
+    step: Int64
+    generation: Int64
     done: bool  # it is served
 
 
@@ -64,7 +65,7 @@ class SnapshotNamed:
 class SnapshotDue:
     """Time for a snapshot of the state at ``step`` by all ranks. Only rank 0 says so."""
 
-    step: int
+    step: Int64
     durable: bool = False  # time for a durable checkpoint too
 
 
@@ -104,62 +105,54 @@ class RankOutcome:
     number: int = 0  # the command's, as a cancelled fetch may still end; 0: the event says what it answers
 
 
-_KINDS: dict[str, type] = {kind.__name__: kind for kind in (*get_args(RankEffect), *get_args(RankEvent))}
+_EFFECTS = {kind.__name__: kind for kind in get_args(RankEffect)}
+_EVENTS = {kind.__name__: kind for kind in get_args(RankEvent)}
+
+
+class RankEnvelope(msgspec.Struct):
+    """What stands around an effect or event on its way between ranks."""
+
+    kind: str
+    value: msgspec.Raw
+    number: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+    generation: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)] = 0
 
 
 def encode_command(command: RankCommand) -> bytes:
-    return _dump({"number": command.number, "generation": command.generation}, command.effect)
+    return _encode(command.effect, command.number, command.generation)
 
 
 def encode_outcome(outcome: RankOutcome) -> bytes:
-    return _dump({"number": outcome.number}, outcome.event)
+    return _encode(outcome.event, outcome.number)
 
 
 def decode_command(data: bytes) -> RankCommand:
     """Decode a command; raise ProtocolError for bytes that are not exactly one."""
-    body = _load(data)
-    value = _value(body, get_args(RankEffect))
-    return RankCommand(_count(body, "number"), _count(body, "generation"), value)
+    envelope, effect = _decode(data, _EFFECTS)
+    return RankCommand(envelope.number, envelope.generation, effect)
 
 
 def decode_outcome(data: bytes) -> RankOutcome:
     """Decode an outcome; raise ProtocolError for bytes that are not exactly one."""
-    body = _load(data)
-    return RankOutcome(_value(body, get_args(RankEvent)), _count(body, "number"))
+    envelope, event = _decode(data, _EVENTS)
+    return RankOutcome(event, envelope.number)
 
 
-def _dump(head: dict[str, Any], value: RankEffect | RankEvent) -> bytes:
-    body = {**head, "kind": type(value).__name__, "value": asdict(value)}
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+def _encode(value: RankEffect | RankEvent, number: int, generation: int = 0) -> bytes:
+    raw = msgspec.Raw(encode_value(value))
+    return msgspec.json.encode(RankEnvelope(type(value).__name__, raw, number, generation))
 
 
-def _load(data: bytes) -> dict[str, Any]:
+def _decode(data: bytes, kinds: Mapping[str, type]) -> tuple[RankEnvelope, Any]:
     if len(data) > MAX_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {MAX_BYTES}")
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"another rank sent what is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ProtocolError(f"another rank sent a {type(body).__name__} and not an object")
-    return body
-
-
-def _count(body: dict[str, Any], name: str) -> int:
-    value = body.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ProtocolError(f"another rank sent no usable {name}")
-    return value
-
-
-def _value(body: dict[str, Any], kinds: tuple[type, ...]) -> Any:
-    kind = _KINDS.get(body["kind"]) if isinstance(body.get("kind"), str) else None
-    if kind is None or kind not in kinds:
+    envelope = decode_value(RankEnvelope, data, "what another rank sent")
+    if envelope.kind not in kinds:
         raise ProtocolError(
-            f"another rank sent {str(body.get('kind'))[:40]!r}, which is not for this side: run the same "
+            f"another rank sent {envelope.kind[:40]!r}, which is not for this side: run the same "
             "release of fabric on all ranks"
         )
-    return decode_as(kind, body.get("value"), kind.__name__)
+    return envelope, decode_value(kinds[envelope.kind], bytes(envelope.value), envelope.kind)
 
 
 # --- the ranks as one replica ------------------------------------------------------------------------

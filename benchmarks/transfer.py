@@ -43,7 +43,6 @@ import common
 import numpy as np
 from transfer_workers import BLOCK, GENERATION, KEEP_HEAP, STEP, TransferWorker
 
-from fabric.ckpt_server.attach.launch import ServerSpec
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.format.digest import block_digest, file_digest
 from fabric.ckpt_server.format.manifest import make_manifest
@@ -53,6 +52,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     canonical_json,
     file_order,
 )
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.model import SnapshotRef
 
 SIZES = {"256MB": 256 << 20, "1GB": 1 << 30, "4GB": 4 << 30}
@@ -181,7 +181,7 @@ class TransferFleet:
         """A server, which is told what it holds as a trainer tells it."""
         run_dir = state.folder / f"source{state.nbytes}.{number}"
         worker = self._start("source", [state.fd, str(run_dir)], [state.fd])
-        handle = ServerHandle.start_or_attach(ServerSpec("job", "r0", run_dir), 1)
+        handle = ServerHandle.start_or_attach(ServerSettings("job", "r0", run_dir), 1)
         self._stack.callback(handle.close)
         handle.begin("snapshot", 0)
         handle.allocate("snapshot", 0, state.nbytes)

@@ -123,7 +123,8 @@ def source(fd: int, run_dir: str) -> None:
     import uvloop
 
     from fabric.ckpt_server.server import slots
-    from fabric.ckpt_server.server.process import ServerSettings, run
+    from fabric.ckpt_server.server.process import run
+    from fabric.ckpt_server.wire.server_settings import ServerSettings
 
     class SharedMemfd(slots.Memfd):
         def __init__(self, name: str) -> None:

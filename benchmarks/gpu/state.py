@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from fabric.ckpt_server.attach.launch import ServerSpec
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, build_manifest
 from fabric.ckpt_server.state.training_state import capture, restore, verify
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.model import SnapshotRef
 
 
@@ -23,7 +23,9 @@ def state_transfer(device: str, nbytes: int, rounds: int) -> dict[str, float]:
     newcomer = torch.nn.Linear(4096, nbytes // 4 // 4096, bias=False, device=device)
     seconds: dict[str, list[float]] = {"state_fetch": [], "state_load": [], "state_usable": []}
     with tempfile.TemporaryDirectory(prefix="gpu-state-") as folder:
-        handle = ServerHandle.start_or_attach(ServerSpec("job", "r0", Path(folder) / "run", orphan_s=1.0), 1)
+        handle = ServerHandle.start_or_attach(
+            ServerSettings("job", "r0", Path(folder) / "run", orphan_s=1.0), 1
+        )
         try:
             ref = _publish(handle, layer)
             target = memoryview(

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from fabric.ckpt_server.attach.launch import ServerSpec
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard.relayout import Layout
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaCopyStream
 from fabric.ckpt_server.state.training_state import StateDescriber, check_serialisable
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.client.control.engine import EngineParts
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
@@ -165,7 +165,7 @@ def _set_up_logs(settings: Settings, process: ProcessIdentity) -> None:
 
 def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
     """Attach to the checkpoint server that an earlier process of this replica left, or start one."""
-    spec = ServerSpec(
+    spec = ServerSettings(
         job=settings.job,
         replica=settings.replica,
         run_dir=settings.home,
@@ -173,10 +173,12 @@ def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
         port=_server_port(settings.ports),
         advertise=settings.advertise,
         token_file=settings.token_file,
-        lighthouse=tuple(settings.lighthouse),
+        lighthouse=settings.lighthouse,
         orphan_s=settings.orphan_s,
         rank=process.rank,
-        tls=settings.tls,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+        tls_ca=settings.tls_ca,
     )
     return ServerHandle.start_or_attach(spec, process.incarnation)
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fabric.ckpt_server.attach.launch import ServerSpec
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.format.digest import BLOCK_BYTES, block_digest, file_digest
 from fabric.ckpt_server.format.manifest import make_manifest
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.model import SnapshotRef
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,9 +79,9 @@ def description(step: int, nbytes: int, **others: Any) -> PublishedGradient:
 
 
 def start_server(run_dir: Path, incarnation: int = 1, **options: Any) -> ServerHandle:
-    """Attach to the server in ``run_dir``, or start one; ``options`` are those of its ``ServerSpec``."""
+    """Attach to the server in ``run_dir``, or start one; ``options`` are those of its ``ServerSettings``."""
     values = {"job": "job", "replica": "r0", "orphan_s": 60.0, **options}
-    return ServerHandle.start_or_attach(ServerSpec(run_dir=run_dir, **values), incarnation)
+    return ServerHandle.start_or_attach(ServerSettings(run_dir=run_dir, **values), incarnation)
 
 
 class Answer:

@@ -10,12 +10,12 @@ import pytest
 import torch
 import xxhash
 
-from fabric.ckpt_server.attach.launch import ServerSpec
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.state.snapshot import CpuCopier, build_manifest
 from fabric.ckpt_server.state.training_state import capture, restore, verify
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import Gone, StateError
 from fabric.model import SnapshotRef
 
@@ -32,7 +32,7 @@ def servers(tmp_path: Path) -> Iterator[Callable[[int], list[ServerHandle]]]:
     def start(count: int) -> list[ServerHandle]:
         for index in range(count):
             name = f"r{index}"
-            spec = ServerSpec("j", name, tmp_path / name, advertise="127.0.0.1", token_file=token)
+            spec = ServerSettings("j", name, tmp_path / name, advertise="127.0.0.1", token_file=token)
             started.append(ServerHandle.start_or_attach(spec, 1))
         return started
 

@@ -25,7 +25,7 @@ def tls(tmp_path_factory) -> Tls:
 
 
 def test_a_state_arrives_whole(attach, tls):
-    handle = attach(tls=tls)
+    handle = attach(tls_cert=tls.cert, tls_key=tls.key, tls_ca=tls.ca)
     assert handle.url.startswith("https://")
     publish(handle, 0, FILE, 7)
     state, memory = SnapshotRef(1, 7, manifest_of(FILE, 7)["digest"]), bytearray(len(FILE))
@@ -46,7 +46,7 @@ def test_a_state_arrives_whole(attach, tls):
 
 
 def test_a_reader_that_stops_reading_does_not_keep_the_slot(attach, tls):
-    handle = attach(tls=tls)
+    handle = attach(tls_cert=tls.cert, tls_key=tls.key, tls_ca=tls.ca)
     publish(handle, 0, FILE, 8)
     place = urlsplit(handle.url)
     context = tls.client_context()

@@ -13,14 +13,12 @@ import select
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import fabric
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, Refused, ServerLost
-from fabric.runtime import logs
-from fabric.runtime.http.tls import Tls
 from fabric.runtime.private_folder import make_private, open_private
 
 _MAX_REPORT_BYTES = 64 * 1024
@@ -28,44 +26,6 @@ _LOG_TAIL_BYTES = 2000
 
 # Servers that this process started: kept so that a dead one is waited for, and not left a zombie.
 _started: dict[int, "subprocess.Popen[bytes]"] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSpec:
-    """The command line of a checkpoint server; see ``python -m fabric.ckpt_server --help``."""
-
-    job: str
-    replica: str
-    run_dir: Path  # where its socket, lock and log lie
-    bind: str = "127.0.0.1"
-    port: str = "0"  # or a range
-    advertise: str = ""
-    token_file: Path | None = None
-    lighthouse: tuple[str, ...] = ()
-    orphan_s: float = 600.0
-    rank: int = 0
-    log: str = field(default_factory=logs.form)
-    tls: Tls = field(default_factory=Tls)
-
-    def arguments(self) -> list[str]:
-        """Return the command line after the name of the module."""
-        # With "=", so that a value which begins with a dash is not taken for an option.
-        arguments = [
-            f"--job={self.job}",
-            f"--replica={self.replica}",
-            f"--run-dir={self.run_dir.absolute()}",
-            f"--bind={self.bind}",
-            f"--port={self.port}",
-            f"--advertise={self.advertise}",
-            f"--lighthouse={','.join(self.lighthouse)}",
-            f"--orphan-s={self.orphan_s}",
-            f"--rank={self.rank}",
-            f"--log={self.log}",
-        ]
-        if self.token_file is not None:
-            arguments.append(f"--token-file={self.token_file.absolute()}")
-        arguments += [f"--tls-{name}={path.absolute()}" for name, path in self.tls.files.items()]
-        return arguments
 
 
 def is_served(run_dir: Path) -> bool:
@@ -80,19 +40,19 @@ def is_served(run_dir: Path) -> bool:
     return False
 
 
-def start(spec: ServerSpec, deadline: float) -> bool:
+def start(settings: ServerSettings, deadline: float) -> bool:
     """Start a server and wait until it serves, or until monotonic ``deadline``.
 
     Returns False where another server won the folder meanwhile. Raises ConfigError, Refused (its own
     sentence) or ServerLost (it died, or took too long).
     """
-    make_private(spec.run_dir)
-    output_fd = open_private(spec.run_dir / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    make_private(settings.run_dir)
+    output_fd = open_private(settings.run_dir / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     reader, writer = os.pipe()
     try:
         with os.fdopen(output_fd, "ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "fabric.ckpt_server", *spec.arguments(), f"--ready-fd={writer}"],
+                [sys.executable, "-m", "fabric.ckpt_server", *settings.arguments(), f"--ready-fd={writer}"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -113,9 +73,9 @@ def start(spec: ServerSpec, deadline: float) -> bool:
         process.kill()
         process.wait()
         raise ServerLost(
-            f"the checkpoint server of {spec.replica} did not start in time{_tail(spec.run_dir)}"
+            f"the checkpoint server of {settings.replica} did not start in time{_tail(settings.run_dir)}"
         )
-    return _judge(report, process, spec)
+    return _judge(report, process, settings)
 
 
 def reap() -> None:
@@ -139,7 +99,7 @@ def _read_report(pipe: int, deadline: float) -> bytes | None:
     return report
 
 
-def _judge(report: bytes, process: "subprocess.Popen[bytes]", spec: ServerSpec) -> bool:
+def _judge(report: bytes, process: "subprocess.Popen[bytes]", settings: ServerSettings) -> bool:
     body: object = None
     with contextlib.suppress(ValueError):
         body = json.loads(report)
@@ -150,10 +110,10 @@ def _judge(report: bytes, process: "subprocess.Popen[bytes]", spec: ServerSpec) 
     if isinstance(body, dict) and body.get("busy") is True:
         return False
     if isinstance(body, dict) and isinstance(body.get("error"), str):
-        raise Refused(f"the checkpoint server of {spec.replica} cannot serve: {body['error']}")
+        raise Refused(f"the checkpoint server of {settings.replica} cannot serve: {body['error']}")
     raise ServerLost(
-        f"the checkpoint server of {spec.replica} ended as it started, exit code {process.returncode}"
-        f"{_tail(spec.run_dir)}"
+        f"the checkpoint server of {settings.replica} ended as it started, exit code {process.returncode}"
+        f"{_tail(settings.run_dir)}"
     )
 
 

@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fabric.ckpt_server.attach.launch import ServerSpec, is_served, reap, start
+from fabric.ckpt_server.attach.launch import is_served, reap, start
 from fabric.ckpt_server.attach.request_channel import RequestChannel
 from fabric.ckpt_server.wire import gradient_index
 from fabric.ckpt_server.wire.gradient_index import GradientIndex, PublishedGradient
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import Int64, JobEnd, SnapshotRef
 from fabric.protocol.messages.wire import decode_as
@@ -64,8 +65,8 @@ class ServerHandle:
     slots: tuple[int, ...]
     parts: tuple[int, ...]
 
-    def __init__(self, spec: ServerSpec, incarnation: int) -> None:
-        self._spec = replace(spec, run_dir=spec.run_dir.absolute())
+    def __init__(self, settings: ServerSettings, incarnation: int) -> None:
+        self._settings = replace(settings, run_dir=settings.run_dir.absolute())
         self._incarnation = incarnation
         self._lock = threading.Lock()
         self._attaching = False
@@ -76,13 +77,13 @@ class ServerHandle:
         self._adopt_reply(welcome)
 
     @classmethod
-    def start_or_attach(cls, spec: ServerSpec, incarnation: int) -> "ServerHandle":
-        """Attach to the server that lives in the folder of ``spec``, or start one there and wait for it.
+    def start_or_attach(cls, settings: ServerSettings, incarnation: int) -> "ServerHandle":
+        """Attach to the server that lives in the folder of ``settings``, or start one there and wait for it.
 
         Raises Refused (another trainer is attached, the server cannot serve), ConfigError (the folder
         cannot be used), ServerLost (nothing within ATTACH_S).
         """
-        return cls(spec, incarnation)
+        return cls(settings, incarnation)
 
     def allocate(self, kind: str, slot: int, nbytes: int) -> memoryview:
         """Return ``nbytes`` of writable memory shared with the server, every page of it present.
@@ -259,7 +260,7 @@ class ServerHandle:
 
     def _ask(self, body: Mapping[str, object], timeout_s: float = _ANSWER_S) -> dict[str, Any]:
         if self._attaching:
-            raise ServerLost(f"the checkpoint server of {self._spec.replica} is being started again")
+            raise ServerLost(f"the checkpoint server of {self._settings.replica} is being started again")
         with self._lock:
             answer, descriptors = self._line.ask(body, timeout_s)
             _close_all(descriptors)
@@ -295,28 +296,28 @@ class ServerHandle:
                 # Blocked: more wait to be accepted than the server's queue holds.
                 if time.monotonic() >= deadline:
                     raise ServerLost(
-                        f"the checkpoint server in {self._spec.run_dir} could not be attached to within"
+                        f"the checkpoint server in {self._settings.run_dir} could not be attached to within"
                         f" {ATTACH_S:g} s ({error}): see its log there"
                     ) from error
             except OSError as error:
                 raise ConfigError(
-                    f"the folder {self._spec.run_dir} cannot be used ({error}): name one that belongs to this"
-                    " user"
+                    f"the folder {self._settings.run_dir} cannot be used ({error}): "
+                    "name one that belongs to this user"
                 ) from error
-            if is_served(self._spec.run_dir) or not start(self._spec, deadline):
+            if is_served(self._settings.run_dir) or not start(self._settings, deadline):
                 # Another process is starting or ending a server there; both are over in a moment.
                 time.sleep(_LOOK_AGAIN_S)
 
     def _connect(self, deadline: float) -> tuple[RequestChannel, _AttachReply]:
-        timeout_s = max(deadline - time.monotonic(), _LOOK_AGAIN_S)
-        line = RequestChannel(self._spec.run_dir, f"the checkpoint server of {self._spec.replica}", timeout_s)
+        settings, timeout_s = self._settings, max(deadline - time.monotonic(), _LOOK_AGAIN_S)
+        line = RequestChannel(settings.run_dir, f"the checkpoint server of {settings.replica}", timeout_s)
         try:
             body = {
                 "op": "attach",
                 "pid": os.getpid(),
                 "incarnation": self._incarnation,
-                "replica": self._spec.replica,
-                "job": self._spec.job,
+                "replica": settings.replica,
+                "job": settings.job,
             }
             answer, _ = line.ask(body, timeout_s)
             return line, decode_as(_AttachReply, answer, "attach")

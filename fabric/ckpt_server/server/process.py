@@ -14,9 +14,9 @@ import random
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fabric.ckpt_server.fetch.http_source import HttpAddress
@@ -33,10 +33,10 @@ from fabric.ckpt_server.server.trainer_channel import ServerIdentity, TrainerCha
 from fabric.ckpt_server.server.trainer_status import StatusSender, StatusSource
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME, socket_path
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, Refused
 from fabric.protocol.messages.network import EpochNotice, TrainerStatus
 from fabric.runtime.http.http_service import check_exposure, serve
-from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.private_folder import make_private, open_private
 
@@ -45,23 +45,6 @@ log = logging.getLogger(__name__)
 _SHUTDOWN_S = 0.5
 # How long the server stays once the lighthouse has stored the end of the job that it reported.
 JOB_END_STORED_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """The settings of one server process."""
-
-    job: str
-    replica: str
-    run_dir: Path
-    bind: str = "127.0.0.1"
-    port: str = "0"  # a port or a range
-    advertise: str = ""  # the host that others dial; empty: the bound one
-    token_file: Path | None = None  # None: no token
-    lighthouse: Sequence[str] = ()  # base URLs; empty: no trainer status
-    orphan_s: float = 600.0  # the time to live without a trainer
-    rank: int = 0  # of the trainer, in a replica of several ranks
-    tls: Tls = field(default_factory=Tls)  # of HTTP here and of the connection to the lighthouse
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,8 @@ def test_a_status_about_another_replica_harms_no_job(world, statuses):
         (b"\xf1\x80\0\0\0\0", 1002, "no frame of a WebSocket"),
         (_frame("text", b"\xff\xfe"), 1007, "not UTF-8"),
         (_frame("binary", b"x\x9c\0"), 1008, "not binary"),
-        (_frame("text", b"["), 1008, "not a JSON message"),
+        (_frame("text", b"{"), 1008, "not a JSON message"),
+        (_frame("text", b"["), 1008, "must be an object, not a list"),
         (_frame("text", b'{"kind": "Sesame"}'), 1008, "upgrade the older side"),
     ],
 )

@@ -16,13 +16,12 @@ from itertools import cycle
 from urllib.parse import quote
 
 import aiohttp
-from yarl import URL
 
-from fabric.errors import ProtocolError
+from fabric.errors import ProtocolError, Unreachable
 from fabric.protocol.messages.network import EpochNotice, TrainerStatus
 from fabric.protocol.messages.wire import decode, encode
-from fabric.runtime.http import redirects
 from fabric.runtime.http.http_service import come_back_s
+from fabric.runtime.http.lighthouse_client import LighthouseDialer
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 
@@ -30,7 +29,6 @@ log = logging.getLogger(__name__)
 
 # Replies are small; a larger message comes from another program.
 _MAX_REPLY_BYTES = 64 * 1024
-_MAX_REDIRECTS = 3
 # No lighthouse is followed beyond this: it would take the silence for death.
 _MOST_EVERY_S = 1.0
 
@@ -70,78 +68,59 @@ class StatusSender:
         timing: StatusTiming | None = None,
         tls: Tls | None = None,
     ) -> None:
-        query = f"/v1/jobs/{quote(job, safe='')}/trainer-status?replica={quote(replica, safe='')}"
-        self._targets = [URL(url.rstrip("/") + query, encoded=True) for url in urls]
-        self._tokens = TokenFile.of(token)
+        self._path = f"/v1/jobs/{quote(job, safe='')}/trainer-status?replica={quote(replica, safe='')}"
+        self._urls = [url.rstrip("/") for url in urls]
         self._vitals = vitals
         self._chance = chance
         self._timing = timing or StatusTiming()
-        self._tls = tls or Tls()
+        self._dialer = LighthouseDialer(urls, token, tls or Tls(), self._timing.connect_s)
         self._number = 0
         self._every_s = 0.0
         self._said = ""
-        self._at: URL | None = None
+        self._at = ""
         self._problem = ""
 
     def describe(self) -> dict[str, object]:
         """Return the lighthouse it reports to (empty: none now), the messages sent, and the current
         problem."""
-        at = str(self._at.origin()) if self._at is not None else ""
-        return {"lighthouse": at, "beats": self._number, "problem": self._problem}
+        return {"lighthouse": self._at, "beats": self._number, "problem": self._problem}
 
     async def run(self) -> None:
         """Connect, beat, and connect again, for ever."""
-        # A silent lighthouse is noticed by the WebSocket's own ping; connecting has its own bound.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timing.connect_s)
         pause_s = self._timing.least_pause_s
-        connector = aiohttp.TCPConnector(ssl=self._tls.client_context() or True)
-        jar = aiohttp.DummyCookieJar()
-        checks = [redirects.only_among([str(url) for url in self._targets])]
-        async with aiohttp.ClientSession(
-            timeout=timeout, cookie_jar=jar, connector=connector, trace_configs=checks
-        ) as client:
-            for target in cycle(self._targets):
+        async with self._dialer.client() as client:
+            for url in cycle(self._urls):
                 beats = self._number
                 try:
                     async with asyncio.timeout(2 * self._timing.connect_s):
-                        socket = await self._connect(client, target)
+                        # A silent lighthouse is noticed by the WebSocket's own ping.
+                        socket = await self._dialer.follow(
+                            url,
+                            self._path,
+                            client.ws_connect,
+                            heartbeat=self._timing.heartbeat_s,
+                            max_msg_size=_MAX_REPLY_BYTES,
+                        )
                     try:
-                        self._at, self._problem = target, ""
+                        self._at, self._problem = self._dialer.at, ""
                         await self._beat(socket)
                     finally:
-                        self._at = None
+                        self._at = ""
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(self._timing.send_s):
                                 await socket.close()
-                    self._say(target, "the lighthouse closed the connection")
+                    self._say("the lighthouse closed the connection")
                 except aiohttp.WSServerHandshakeError as error:
-                    self._say(target, f"it answered {error.status}")
+                    self._say(f"it answered {error.status}")
                     if error.status == 429:  # thousands come back at once; the answer says when
                         away_s = come_back_s(error.headers or {})
                         await asyncio.sleep(away_s * self._chance.uniform(0.5, 1.0))
-                except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-                    self._say(target, f"{type(error).__name__}: {error}")
+                except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
+                    self._say(f"{type(error).__name__}: {error}")
                 if self._number > beats + 1:
                     pause_s = self._timing.least_pause_s
                 await asyncio.sleep(pause_s * self._chance.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._timing.most_pause_s)
-
-    async def _connect(self, client: aiohttp.ClientSession, target: URL) -> aiohttp.ClientWebSocketResponse:
-        # Read at every connection: the file may have got another token since.
-        token = self._tokens.shown()
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        for _ in range(_MAX_REDIRECTS):
-            try:
-                return await client.ws_connect(
-                    target, headers=headers, heartbeat=self._timing.heartbeat_s, max_msg_size=_MAX_REPLY_BYTES
-                )
-            except aiohttp.WSServerHandshakeError as error:
-                # The redirect was followed, but the client does not carry a token to another
-                # address. A lighthouse is trusted with it already, and so is the leader it names.
-                if error.status != 401 or not error.history:
-                    raise
-                target = error.request_info.url
-        raise ValueError("the lighthouses redirect in a circle")
 
     async def _beat(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Send beats on ``socket`` until it ends."""
@@ -172,12 +151,12 @@ class StatusSender:
             async with asyncio.timeout_at(due):
                 await self._vitals.changed.wait()
 
-    def _say(self, target: URL, why: str) -> None:
+    def _say(self, why: str) -> None:
         """Log a reason when it is another than last time."""
-        self._problem = f"{target.origin()}: {why}"
+        self._problem = f"{self._dialer.at}: {why}"
         if why != self._said:
             self._said = why
-            log.warning("the status connection to %s is interrupted: %s", target.origin(), why)
+            log.warning("the status connection to %s is interrupted: %s", self._dialer.at, why)
 
 
 async def _listen(socket: aiohttp.ClientWebSocketResponse, heard: Callable[[EpochNotice], None]) -> None:

@@ -17,9 +17,9 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage, MemberMessage
 from fabric.runtime.config import Settings
-from fabric.runtime.http import redirects
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.http_service import come_back_s
+from fabric.runtime.http.lighthouse_client import LighthouseDialer
 from fabric.runtime.http.token_file import TokenFile
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ _CONNECT_S = 0.9
 _BACKOFF_S = (0.05, 0.5)
 _QUIET_S = 3.0  # no line before: the lighthouse may start together with its job
 _LEADER_KINDS = LeaderMessage.__args__
-_MAX_MESSAGE_BYTES = wire.MAX_BYTES
 
 
 class LighthouseLink:
@@ -38,14 +37,13 @@ class LighthouseLink:
     """
 
     def __init__(self, settings: Settings) -> None:
-        job, replicas, replica = settings.job, settings.replicas, settings.replica
-        self._tokens = TokenFile(settings.token_file)
+        self._replica = settings.replica
         self._urls = list(settings.lighthouse)
-        self._given = settings.lighthouse
         self._contact_s = settings.contact_s
         self._tls = settings.tls
-        self._path = f"/v1/jobs/{job}/session"
-        self._query = {"replicas": replicas, "replica": replica}
+        self._dialer = LighthouseDialer(self._urls, TokenFile(settings.token_file), self._tls, _CONNECT_S)
+        query = f"replicas={settings.replicas}&replica={settings.replica}"
+        self._path = f"/v1/jobs/{settings.job}/session?{query}"
         self._outbox: asyncio.Queue[bytes] | None = None
         self.waiting_for = ""  # the lighthouse's newest sentence on what the job waits for
         self._problem = ""
@@ -79,19 +77,12 @@ class LighthouseLink:
         self._begun = asyncio.get_running_loop().time()
         deadline = self._begun + self._contact_s
         jitter = random.Random()  # noqa: S311  (back-off, not a secret)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        connector = aiohttp.TCPConnector(ssl=self._tls.client_context() or True)
-        checks = [redirects.only_among(self._given)]
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector, trace_configs=checks) as http:
+        async with self._dialer.client() as http:
             while True:
                 url = self._urls[0]
                 try:
                     await self._session(http, url, feed)
                 except aiohttp.WSServerHandshakeError as error:
-                    if error.history:
-                        self._follow(url, str(error.request_info.url.origin()))
-                        await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
-                        continue
                     if error.status == 429:
                         # Thousands of members come back at once. It says when to return; spread them out.
                         self._reached = True
@@ -100,7 +91,7 @@ class LighthouseLink:
                     self._note_answer(url, error.status)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     self._refused.pop(url, None)
-                    self._note_problem(url, error)
+                    self._note_problem(error)
                 except FabricError as error:
                     self._problem = str(error)
                 if not self._let_in and (gave_up := self._given_up(deadline)):
@@ -111,26 +102,28 @@ class LighthouseLink:
 
     def _note_answer(self, url: str, status: int) -> None:
         """Note that an address answered without a session."""
-        self._problem = f"{url} answered {status}"
+        leader = self._dialer.at  # another address, where ``url`` has redirected
+        self._problem = f"{leader} answered {status}"
         if status not in (400, 401, 403, 404):
             self._refused.pop(url, None)
             return
-        self._problem = _refusal(url, status)
+        self._problem = _refusal(leader, status)
         if not self._let_in:
-            self._refused[url] = self._problem
+            self._refused[url] = self._refused[leader] = self._problem
         elif self._problem not in self._logged:
             self._logged.add(self._problem)
-            log.warning("fabric: %s: trains on meanwhile: %s", self._query["replica"], self._problem)
+            log.warning("fabric: %s: trains on meanwhile: %s", self._replica, self._problem)
 
-    def _note_problem(self, url: str, error: Exception) -> None:
-        """Note why ``url`` was not reached; log it once where no lighthouse has answered for a while."""
-        self._problem = f"{url} cannot be reached ({describe(error, url, self._tls)})"
+    def _note_problem(self, error: Exception) -> None:
+        """Note why no session was opened; log it once where no lighthouse has answered for a while."""
+        dialled = self._dialer.at
+        self._problem = f"{dialled} cannot be reached ({describe(error, dialled, self._tls)})"
         if permanent_cause(error, self._tls):
-            self._mistaken.add(url)
+            self._mistaken.add(dialled)
         waited_s = asyncio.get_running_loop().time() - self._begun
         if not self._reached and waited_s >= _QUIET_S and self._problem not in self._logged:
             self._logged.add(self._problem)
-            replica, limit_s = self._query["replica"], self._contact_s
+            replica, limit_s = self._replica, self._contact_s
             log.warning("fabric: %s: no lighthouse yet: %s; up to %g s", replica, self._problem, limit_s)
 
     def _given_up(self, deadline: float) -> str:
@@ -148,25 +141,11 @@ class LighthouseLink:
             )
         return ""
 
-    def _follow(self, follower: str, leader: str) -> None:
-        """Try the leader next, to which a follower redirected us.
-
-        The HTTP client drops the token when it follows to another origin, so the link dials the leader
-        itself. A refusal of that leader counts for the follower too.
-        """
-        if leader in self._refused:
-            self._refused[follower] = self._refused[leader]
-        self._urls = [leader, *(url for url in self._urls if url != leader)]
-
     async def _session(self, http: aiohttp.ClientSession, url: str, feed: Callable[[io.Event], None]) -> None:
         async with asyncio.timeout(_CONNECT_S * 3):
-            token = self._tokens.shown()  # the file may have a new token
-            socket = await http.ws_connect(
-                url + self._path,
-                params=self._query,
-                headers={"Authorization": f"Bearer {token}"} if token else {},
-                max_msg_size=_MAX_MESSAGE_BYTES,
-            )
+            options = {"max_msg_size": wire.MAX_BYTES}
+            socket = await self._dialer.follow(url, self._path, http.ws_connect, **options)
+        self._urls = [self._dialer.at, *(other for other in self._urls if other != self._dialer.at)]
         self._reached = self._let_in = True
         self._refused.clear()
         self._logged.clear()

@@ -1,12 +1,13 @@
-"""A client of the lighthouses over HTTP: it asks the first that answers, and follows it to the leader."""
+"""The client of the lighthouses: it dials one with the job's token, and follows it to the leader."""
 
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -16,10 +17,55 @@ from fabric.errors import Refused, Unauthorized, Unreachable
 from fabric.runtime.http import redirects
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.tls import Tls
+from fabric.runtime.http.token_file import TokenFile
 
 _TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_REDIRECTS = 3
+
+
+T = TypeVar("T")
+
+
+class LighthouseDialer:
+    """Dials the lighthouses at ``urls``; ``at`` is the one that was dialled last.
+
+    It takes the token along to the leader that a follower names: aiohttp drops the token on the way to
+    another address.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], token: TokenFile | str | None, tls: Tls, connect_s: float
+    ) -> None:
+        self.at = ""
+        self._urls = tuple(urls)
+        self._tokens = TokenFile.of(token)
+        self._tls = tls
+        self._connect_s = connect_s
+
+    def client(self, total_s: float | None = None) -> aiohttp.ClientSession:
+        """Return the HTTP client to dial with; ``total_s`` bounds each request."""
+        return aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=self._connect_s),
+            connector=aiohttp.TCPConnector(ssl=self._tls.client_context() or True),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trace_configs=[redirects.trace_of(self._urls)],
+        )
+
+    async def follow(self, base: str, path: str, dial: Callable[..., Awaitable[T]], **options: Any) -> T:
+        """Call ``dial`` with ``path`` of the lighthouse ``base``, or of the leader that it redirects to.
+
+        Raises what ``dial`` raises, RedirectRefused, and Unreachable for a circle.
+        """
+        self.at, url = base, URL(base + path, encoded=True)
+        token = self._tokens.shown()  # the file may have a new token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        for _ in range(_MAX_REDIRECTS):
+            try:
+                return await dial(url, headers=headers, **options)
+            except redirects.Redirected as redirect:
+                self.at, url = str(redirect.target.origin()), redirect.target
+        raise Unreachable("the lighthouses redirect in a circle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +117,13 @@ class Lighthouses:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer of the first lighthouse that gives one, its body unread; ``total_s`` bounds it."""
         reasons, mistakes, idle = [], 0, 0
-        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(ssl=self.tls.client_context() or True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
+        dialer = LighthouseDialer(self.urls, self.token, self.tls, _TIMEOUT_S)
+        async with dialer.client(total_s) as client:
+            dial = partial(client.request, "GET" if body is None else "POST", json=body)
             for url in self.urls:
                 try:
-                    answer = await self._open_one(client, URL(url + path, encoded=True), body)
+                    answer = await dialer.follow(url, path, dial)
+                    await _check(answer)
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
                     reasons.append(f"{url}: {_why(error, url, self.tls)}")
                     mistakes += bool(permanent_cause(error, self.tls))
@@ -92,24 +139,14 @@ class Lighthouses:
         advice = "" if mistakes == len(reasons) else ": check the address, and that one runs there"
         raise Unreachable(f"no lighthouse answers ({listed}){advice}")
 
-    async def _open_one(
-        self, client: aiohttp.ClientSession, url: URL, body: dict[str, Any] | None
-    ) -> aiohttp.ClientResponse:
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        method = "GET" if body is None else "POST"
-        for _ in range(_MAX_REDIRECTS):
-            # Follow redirects here: aiohttp would drop the token on the way to another address.
-            answer = await client.request(method, url, json=body, headers=headers, allow_redirects=False)
-            if answer.status in (200, 202):
-                if answer.content_type not in ("application/json", "application/x-ndjson"):
-                    answer.close()
-                    raise ValueError("no JSON")
-                return answer
-            data = await _bounded(answer)
-            if answer.status != 307:
-                raise _refusal(answer.status, data)
-            url = await redirects.check(answer.url, answer.headers.get("Location", ""), self.urls)
-        raise Unreachable("the lighthouses redirect in a circle")
+
+async def _check(answer: aiohttp.ClientResponse) -> None:
+    """Raise the lighthouse's refusal, or ValueError for what is no lighthouse's answer."""
+    if answer.status not in (200, 202):
+        raise _refusal(answer.status, await _bounded(answer))
+    if answer.content_type not in ("application/json", "application/x-ndjson"):
+        answer.close()
+        raise ValueError("no JSON")
 
 
 async def _bounded(answer: aiohttp.ClientResponse) -> bytes:

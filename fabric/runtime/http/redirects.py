@@ -17,12 +17,20 @@ class RedirectRefused(aiohttp.ClientError):
     """A redirect that this client does not follow, with the reason."""
 
 
-def only_among(urls: Sequence[str]) -> aiohttp.TraceConfig:
-    """Return a trace for a ClientSession that follows no redirect that ``check`` refuses."""
+class Redirected(aiohttp.ClientError):
+    """A redirect to another lighthouse, ``target``."""
+
+    def __init__(self, target: URL) -> None:
+        super().__init__(f"it redirects to {target.origin()}")
+        self.target = target
+
+
+def trace_of(urls: Sequence[str]) -> aiohttp.TraceConfig:
+    """Return a trace for a ClientSession: each redirect raises Redirected, or what ``check`` raises."""
 
     async def look(_: object, __: object, params: aiohttp.TraceRequestRedirectParams) -> None:
-        location = params.response.headers.get("Location", "")
-        await check(params.response.url, location, urls)
+        params.response.close()
+        raise Redirected(await check(params.response.url, params.response.headers.get("Location", ""), urls))
 
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(look)

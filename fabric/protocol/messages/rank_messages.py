@@ -110,7 +110,7 @@ _EVENTS = {kind.__name__: kind for kind in get_args(RankEvent)}
 
 
 class RankEnvelope(msgspec.Struct):
-    """What stands around an effect or event on its way between ranks."""
+    """An effect or event on its way between ranks."""
 
     kind: str
     value: msgspec.Raw

@@ -27,7 +27,7 @@ PLAIN_BYTES = 64 * 1024
 # A zlib stream begins with this byte, which no JSON text does.
 _ZLIB = b"\x78"
 
-# What msgspec calls a type, and what people do.
+# The words of people for the types of msgspec.
 _WORDS = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
 _WORDS |= {"array": "a list", "object": "an object"}
 _TYPE = re.compile(r"`([^`]*)`")
@@ -149,7 +149,7 @@ def _plain(data: bytes | str) -> bytes | str:
 
 
 def _sentence(path: str, offence: str) -> str:
-    """What msgspec says, in the words of our errors: "Expected `int`, got `str` - at `$.step`"."""
+    """Put a sentence of msgspec into the words of our errors: "Expected `int`, got `str` - at `$.step`"."""
     expected, _, where = offence.partition(" - at ")
     place = path + where[where.find("$") + 1 :].rstrip("`") if where else path
     if expected.startswith("Object missing"):

@@ -141,7 +141,7 @@ class Lighthouses:
 
 
 async def _check(answer: aiohttp.ClientResponse) -> None:
-    """Raise the lighthouse's refusal, or ValueError for what is no lighthouse's answer."""
+    """Raise the lighthouse's refusal, or ValueError where no lighthouse has answered."""
     if answer.status not in (200, 202):
         raise _refusal(answer.status, await _bounded(answer))
     if answer.content_type not in ("application/json", "application/x-ndjson"):

@@ -256,6 +256,10 @@ def test_members_that_stop_because_more_are_wanted_have_not_failed():
     assert [r.kind for r in log.observe(job.core.view, 2, 2.0)] == ["death"] and log.is_recovering
 
 
+def restored(body):
+    return from_json(json.dumps(body).encode())
+
+
 def test_a_record_with_thousands_lost_names_some_and_counts_the_rest():
     """So it fits into a store, and a later leader goes on with those it knows."""
     names = [f"replica-{i:05d}" for i in range(30_000)]
@@ -269,7 +273,7 @@ def test_a_record_with_thousands_lost_names_some_and_counts_the_rest():
     assert len(json.dumps(body)) < 64 * 1024 < MAX_VALUE_BYTES
     assert list(body["lost"]) == names[:NAMED] == list(body["incarnations"])
     assert body["unnamed"] == {"lost": 30_000 - NAMED, "joined": (30_000 - NAMED) // 2}
-    known = from_json(json.loads(json.dumps(body)))
+    known = restored(body)
     assert known.to_json() == body, "what was counted stays counted"
     diagnosis = Diagnosis("unknown", tuple(names), "why").to_json()
     assert len(json.dumps(diagnosis)) < 8 * 1024
@@ -293,7 +297,7 @@ async def test_a_failure_that_cost_thousands_is_in_the_store(http):
 
         await eventually(kept, "the record to be in the store")
         (entry,) = space.find(recoveries_of("ns", "job"))[0]
-        found = from_json(json.loads(entry.value))
+        found = from_json(entry.value)
         assert len(found.lost) == NAMED and found.unnamed == {"lost": 10_000 - NAMED, "joined": 0}
         await close_all(members)
 
@@ -302,13 +306,13 @@ def test_a_record_survives_the_store_and_nothing_else_is_taken_for_one():
     recovery = RecoveryRecord(
         5, "death", "why", 3, 1.5, lost={"r1": ReplicaReturn(2.0, 3.0, 0.0)}, incarnations={"r1": 7}
     )
-    assert from_json(json.loads(json.dumps(recovery.to_json()))) == recovery
-    assert from_json({**recovery.to_json(), "of_a_later_release": 1}) == recovery
+    assert restored(recovery.to_json()) == recovery
+    assert restored({**recovery.to_json(), "of_a_later_release": 1}) == recovery
     older = {name: value for name, value in recovery.to_json().items() if name != "incarnations"}
-    assert not from_json(older).incarnations
+    assert not restored(older).incarnations
     for wrong in ({"incarnations": 1}, {"incarnations": {"r": "x"}}):
         with pytest.raises(ProtocolError):
-            from_json({**recovery.to_json(), **wrong})
+            restored({**recovery.to_json(), **wrong})
     for wrong in ({}, [], {"lost": 1}, {"lost": {"r": {"x": 1}}}, {**recovery.to_json(), "id": "x"}):
         with pytest.raises(ProtocolError):
-            from_json(wrong)
+            restored(wrong)

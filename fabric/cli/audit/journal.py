@@ -7,12 +7,12 @@ being skipped. One exception: a process that is killed in the middle of a write 
 which is accepted as the last line of an incarnation and nowhere else.
 """
 
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from fabric.errors import ConfigError
 
@@ -25,115 +25,84 @@ MAX_GLOBAL_BATCH = 1_000_000
 MAX_STEPS = 1_000_000
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Digits = Annotated[str, msgspec.Meta(pattern="^[0-9]+$")]
 
 
-def _is_count(value: object) -> bool:
-    return _is_integer(value) and 0 <= value <= 1 << 62  # type: ignore[operator]
+class RecordedData(msgspec.Struct):
+    """The settings of the data order, as a ``start`` has them."""
+
+    dataset_size: Count
+    global_batch_size: Annotated[int, msgspec.Meta(gt=0, le=MAX_GLOBAL_BATCH)]
+    micro_batch_size: Count
+    seed: Count
+    micro_batches: Count
+    shards: Annotated[int, msgspec.Meta(gt=0)] = 1
+    sampler: Any = msgspec.UNSET
+    stream: Any = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        sized = 0 < self.dataset_size <= MAX_DATASET or self.stream is not msgspec.UNSET
+        sampled = self.sampler is not msgspec.UNSET
+        if (
+            not sized
+            or self.shards > self.micro_batches
+            or (sampled and self.global_batch_size > self.dataset_size)
+            or self.micro_batches * self.micro_batch_size != self.global_batch_size
+        ):
+            raise ValueError("these sizes fit no data order")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_counts(value: object) -> bool:
-    return isinstance(value, list) and all(_is_count(entry) for entry in value)
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-
-
-def _is_numbers_by_name(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_number(entry) for entry in value.values())
-
-
-def _is_counts_by_name(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_counts(entry) for entry in value.values())
-
-
-def _is_seats(value: object) -> bool:
-    # A journal of before there were data slots has none.
-    return value is None or (isinstance(value, dict) and all(_is_integer(entry) for entry in value.values()))
-
-
-def _is_samples(value: object) -> bool:
-    return _is_counts_by_name(value) and all(key.isdecimal() for key in value)  # type: ignore[attr-defined]
-
-
-_DATA_KEYS = ("dataset_size", "global_batch_size", "micro_batch_size", "seed", "micro_batches")
-
-
-def _is_data(value: object) -> bool:
-    if not isinstance(value, dict) or not all(_is_count(value.get(key)) for key in _DATA_KEYS):
-        return False
-    batch = value["global_batch_size"]
-    sized = 0 < value["dataset_size"] <= MAX_DATASET or "stream" in value
-    if not (sized and 0 < batch <= MAX_GLOBAL_BATCH):
-        return False
-    shards = value.get("shards", 1)
-    if not (_is_count(shards) and 0 < shards <= value["micro_batches"]):
-        return False
-    if "sampler" in value and batch > value["dataset_size"]:
-        return False
-    return bool(value["micro_batches"] * value["micro_batch_size"] == batch)
-
-
-Check = Callable[[object], bool]
-FIELDS: Mapping[str, Mapping[str, Check]] = {
-    "start": {"pid": _is_count, "data": _is_data},
+# Event -> its fields and their types.
+FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "start": {"pid": Count, "data": RecordedData},
     "contribute": {
-        "generation": _is_count,
-        "epoch": _is_count,
-        "step": _is_count,
-        "micro_batches": _is_counts,
-        "samples": _is_samples,
-        "weight": _is_number,
+        "generation": Count,
+        "epoch": Count,
+        "step": Count,
+        "micro_batches": list[Count],
+        "samples": dict[Digits, list[Count]],
+        "weight": float,
     },
     "commit": {
-        "generation": _is_count,
-        "epoch": _is_count,
-        "step": _is_count,
-        "contributed": _is_flag,
-        "replay": _is_flag,
-        "contributions": _is_counts_by_name,
-        "weight": _is_number,
-        "gradient_digest": _is_text,
-        "metrics": _is_numbers_by_name,
-        "members": _is_texts,
+        "generation": Count,
+        "epoch": Count,
+        "step": Count,
+        "contributed": bool,
+        "replay": bool,
+        "contributions": dict[str, list[Count]],
+        "weight": float,
+        "gradient_digest": str,
+        "metrics": dict[str, float],
+        "members": list[str],
     },
-    "state": {"generation": _is_count, "step": _is_count, "digest": _is_text},
-    "abort": {"epoch": _is_count, "step": _is_count},
+    "state": {"generation": Count, "step": Count, "digest": str},
+    "abort": {"epoch": Count, "step": Count},
     "epoch": {
-        "epoch": _is_count,
-        "generation": _is_count,
-        "forced": _is_flag,
-        "roster": _is_texts,
-        "data_slots": _is_seats,
+        "epoch": Count,
+        "generation": Count,
+        "forced": bool,
+        "roster": list[str],
+        "data_slots": dict[str, int] | None,  # a journal of before there were data slots has none
     },
-    "poison": {"epoch": _is_count, "step": _is_count, "micro_batches": _is_counts},
-    "resume": {"epoch": _is_count, "step": _is_count},
-    "outside": {"epoch": _is_count, "step": _is_count},
-    "join": {
-        "generation": _is_count,
-        "step": _is_count,
-        "bytes": _is_count,
-        "seconds": _is_number,
-    },
-    "joined": {"epoch": _is_count, "step": _is_count},
-    "finish": {"step": _is_count},
-    "lost": {"lines": _is_count},
-    "stop": {"code": _is_integer},
+    "poison": {"epoch": Count, "step": Count, "micro_batches": list[Count]},
+    "resume": {"epoch": Count, "step": Count},
+    "outside": {"epoch": Count, "step": Count},
+    "join": {"generation": Count, "step": Count, "bytes": Count, "seconds": float},
+    "joined": {"epoch": Count, "step": Count},
+    "finish": {"step": Count},
+    "lost": {"lines": Count},
+    "stop": {"code": int},
 }
+
+
+def _is(value: object, kind: Any) -> bool:
+    """Whether ``value``, parsed by ``_decode``, is of the type ``kind``."""
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +224,7 @@ def read_supervisor(path: Path) -> tuple[Mapping[str, Any], ...]:
     events: list[Mapping[str, Any]] = []
     for number, raw in enumerate(_read_bounded(path).splitlines(), start=1):
         entry = _decode(raw)
-        if entry is None or not _is_text(entry.get("event")) or not _is_number(entry.get("t")):
+        if entry is None or not _is(entry.get("event"), str) or not _is(entry.get("t"), float):
             raise ConfigError(f"{path} line {number} is not a supervisor event; the file is damaged.")
         events.append(entry)
     return tuple(events)
@@ -271,7 +240,7 @@ def _decode(raw: bytes) -> dict[str, Any] | None:
     if len(raw) > MAX_LINE_BYTES:
         return None
     try:
-        entry = json.loads(raw)
+        entry = msgspec.json.decode(raw)
     except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
@@ -293,16 +262,16 @@ def _check(replica: str, number: int, entry: Mapping[str, Any]) -> tuple[Journal
     event = entry.get("event")
     if not isinstance(event, str):
         return refuse("has no event")
-    if not (_is_number(entry.get("t")) and _is_number(entry.get("mono"))):
+    if not (_is(entry.get("t"), float) and _is(entry.get("mono"), float)):
         return refuse(f"({event}) has no usable time")
-    if not _is_count(entry.get("incarnation")):
+    if not _is(entry.get("incarnation"), Count):
         return refuse(f"({event}) has no usable incarnation")
     if entry.get("replica") != replica:
         return refuse(f"({event}) was written by another replica, {str(entry.get('replica'))[:80]!r}")
-    for name, check in FIELDS.get(event, {}).items():
-        if not check(entry.get(name)):
+    for name, kind in FIELDS.get(event, {}).items():
+        if not _is(entry.get(name), kind):
             return refuse(f"({event}) has no usable field {name!r}")
-    if _is_count(entry.get("step")) and entry["step"] > MAX_STEPS:
+    if _is(entry.get("step"), Count) and entry["step"] > MAX_STEPS:
         return refuse(f"({event}) names a step beyond {MAX_STEPS}")
     times = float(entry["t"]), float(entry["mono"])
     return JournalLine(event, *times, replica, entry["incarnation"], number, entry), ""

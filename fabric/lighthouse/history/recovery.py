@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from fabric.errors import ProtocolError
 from fabric.model import Record, incident_id_of
 from fabric.protocol.leader.view import EpochView, LeaderView
+from fabric.protocol.messages.wire import decode_value
 
 # So many of the newest are kept, in memory and in the store.
 CAPACITY = 200
@@ -74,23 +74,9 @@ class RecoveryRecord:
 _FIELDS = tuple(f.name for f in fields(RecoveryRecord))
 
 
-def from_json(body: Any) -> RecoveryRecord:
+def from_json(data: bytes) -> RecoveryRecord:
     """Invert ``to_json``, without the fields of a later release. Raises ProtocolError for another value."""
-    try:
-        lost = {
-            str(name): ReplicaReturn(**{k: float(v) for k, v in back.items()})
-            for name, back in body["lost"].items()
-        }
-        incarnations = {str(name): int(number) for name, number in body.get("incarnations", {}).items()}
-        values = {name: value for name, value in body.items() if name in _FIELDS}
-        recovery = RecoveryRecord(**{**values, "lost": lost, "incarnations": incarnations})
-        if not isinstance(recovery.diagnosis, dict | None):
-            raise TypeError("its diagnosis is no object")
-        recovery.unnamed = {str(name): int(number) for name, number in recovery.unnamed.items()}
-        recovery.id, recovery.step, recovery.epoch = int(recovery.id), int(recovery.step), int(recovery.epoch)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ProtocolError(f"this is no recovery record: {error}") from error
-    return recovery
+    return decode_value(RecoveryRecord, data, "recovery record")
 
 
 class Recoveries:

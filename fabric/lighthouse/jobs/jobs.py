@@ -215,7 +215,7 @@ class Jobs:
         once."""
         try:
             entries, _ = await self._store.list(recoveries_of(self._namespace, name))
-            recoveries.restore([from_json(json.loads(entry.value)) for entry in entries])
+            recoveries.restore([from_json(entry.value) for entry in entries])
         except (StoreError, ProtocolError, ValueError) as error:
             log.warning("job %s: its older recovery records are not shown: %s", name, error)
 

@@ -14,11 +14,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from fabric.errors import ConfigError, IllegalTransition, RoundAborted
+from fabric.errors import ConfigError, IllegalTransition, ProtocolError, RoundAborted
 from fabric.ftar.plane import Ring
 
 # At most so many aborts of epochs whose links have not come yet are kept.
 _MAX_EARLY_ABORTS = 64
+_READ_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -48,6 +49,19 @@ class Bounds:
         return new
 
 
+def is_shared(sock: socket.socket | None) -> bool:
+    """Whether this link connects members on one host; both ends see the same."""
+    return sock is not None and sock.family == socket.AF_UNIX
+
+
+def lost(peer: str, error: OSError | None) -> RoundAborted:
+    """Return the abort for the end of the link to ``peer``."""
+    detail = "its end of the ring closed"
+    if error is not None:
+        detail = os.strerror(error.errno).lower() if error.errno else str(error)
+    return RoundAborted(f"the ring link to {peer} was lost: {detail}", peer)
+
+
 class EpochLinks:
     """The links of one epoch. ``wake`` is an eventfd that is readable once the epoch is aborted."""
 
@@ -63,6 +77,7 @@ class EpochLinks:
         self.previous = previous_socket
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.cause: tuple[str, str] | None = None
+        self._came_back = bytearray()
         self._lock = threading.RLock()
         self._in_use = False
         self._closing = False
@@ -100,6 +115,28 @@ class EpochLinks:
 
     def aborted(self, why: str, about: str) -> None:
         """Do the rest of an abort, once; may not block."""
+
+    @contextmanager
+    def reading_back(self) -> Iterator[bytearray]:
+        """Read what the next member sent back, and take messages off it inside the block.
+
+        Raises RoundAborted at the end of the link, and for a ProtocolError in the block.
+        """
+        assert self.next is not None
+        peer = self.ring.next
+        try:
+            data = self.next.recv(_READ_BYTES)
+            if not data:
+                raise lost(peer, None)
+            self._came_back += data
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise lost(peer, error) from error
+        try:
+            yield self._came_back
+        except ProtocolError as error:
+            raise RoundAborted(f"{peer} answered on the ring with garbage: {error}", peer) from error
 
     def close(self, why: str) -> None:
         """Abort, and close the sockets as soon as no exchange uses them; idempotent."""

@@ -6,7 +6,6 @@ back.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -326,11 +325,6 @@ class _TraceClocks:
     def renew(self, units: Units, at_s: Times) -> None:
         for unit, at in zip(units.tolist(), at_s.tolist(), strict=True):
             self.next_s[unit] = self._after(unit, at)
-
-
-def mean_gap_s(events: Sequence[tuple[float, int]], span_s: float) -> float:
-    """Return the mean time between failures of the system in recorded ``events``."""
-    return span_s / max(1, len(events))
 
 
 def _positive(name: str, value: float) -> None:

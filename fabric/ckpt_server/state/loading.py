@@ -36,14 +36,6 @@ def at_once(work: Callable[[], _T]) -> _T:
     return work()
 
 
-class Loadable(Protocol):
-    """One object of the shared state."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
 def check_fit(name: str, live: object, value: Any) -> None:
     """Raises StateError that names the first difference between decoded ``value`` and ``live``."""
     if isinstance(live, torch.nn.Module):

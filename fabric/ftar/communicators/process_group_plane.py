@@ -23,8 +23,7 @@ import torch
 
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
 from fabric.ftar.device import frames
-from fabric.ftar.device.device_links import lost
-from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane
+from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, lost
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
 

@@ -15,11 +15,11 @@ import select
 import time
 
 from fabric.errors import ProtocolError, RoundAborted
-from fabric.ftar.device.device_links import DeviceLinks, lost
+from fabric.ftar.device.device_links import DeviceLinks
 from fabric.ftar.device.piece_order import PieceOrder
 from fabric.ftar.device.pieces import Incoming, Outgoing
 from fabric.ftar.device.workspace import DeviceWorkspace, ReductionTask
-from fabric.ftar.epochs import Bounds, Waiting
+from fabric.ftar.epochs import Bounds, Waiting, lost
 
 
 class DeviceExchange:

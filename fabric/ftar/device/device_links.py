@@ -5,19 +5,16 @@ receiver reads chunks in it where it can. The socket then carries their headers,
 slot that was read. Everywhere else the bytes go over the socket.
 """
 
-import os
 import socket
 from contextlib import suppress
 
 import torch
 
-from fabric.errors import ProtocolError, RoundAborted
+from fabric.errors import RoundAborted
 from fabric.ftar.device import frames
 from fabric.ftar.device.device_api import Device
-from fabric.ftar.epochs import EpochLinks
+from fabric.ftar.epochs import EpochLinks, is_shared, lost
 from fabric.ftar.plane import Ring
-
-_READ_BYTES = 4096
 
 
 class DeviceLinks(EpochLinks):
@@ -38,7 +35,6 @@ class DeviceLinks(EpochLinks):
         self.accepted: bool | None = None if self.offers else False
         self.inbox: torch.Tensor | None = None
         self.credits = 0
-        self._back = bytearray()
 
     def make_offer(self, device: Device, nbytes: int) -> bytes:
         """Allocate the outbox; return the bytes that offer it."""
@@ -78,22 +74,9 @@ class DeviceLinks(EpochLinks):
 
     def hear_back(self) -> None:
         """Read answers and credits from the next member; raises RoundAborted at a notice or its end."""
-        assert self.next is not None
-        peer = self.ring.next
-        try:
-            data = self.next.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise lost(peer, error) from error
-        if not data:
-            raise lost(peer, None)
-        self._back += data
-        try:
-            while (frame := frames.take_back(self._back)) is not None:
+        with self.reading_back() as back:
+            while (frame := frames.take_back(back)) is not None:
                 self._handle(frame)
-        except ProtocolError as error:
-            raise RoundAborted(f"{peer} answered on the ring with garbage: {error}", peer) from error
 
     def _handle(self, frame: frames.BackwardFrame) -> None:
         if frame.kind == frames.ABORT:
@@ -104,16 +87,3 @@ class DeviceLinks(EpochLinks):
             self.accepted = bool(frame.value) and self.outbox is not None
             if not self.accepted:
                 self.outbox = None
-
-
-def is_shared(sock: socket.socket | None) -> bool:
-    """Whether this link connects members on one host; both ends see the same."""
-    return sock is not None and sock.family == socket.AF_UNIX
-
-
-def lost(peer: str, error: OSError | None) -> RoundAborted:
-    """Return the abort for the end of the link to ``peer``."""
-    detail = "its end of the ring closed"
-    if error is not None:
-        detail = os.strerror(error.errno).lower() if error.errno else str(error)
-    return RoundAborted(f"the ring link to {peer} was lost: {detail}", peer)

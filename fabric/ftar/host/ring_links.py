@@ -17,15 +17,12 @@ An eventfd wakes the thread that polls. Descriptors are closed only when that th
 by the next poll a closed number could belong to another file.
 """
 
-import os
 import socket
 from contextlib import suppress
 
-from fabric.errors import ProtocolError, RoundAborted
-from fabric.ftar.epochs import EpochLinks
+from fabric.errors import RoundAborted
+from fabric.ftar.epochs import EpochLinks, is_shared
 from fabric.ftar.host.chunk_headers import (
-    HEADER_BYTES,
-    MAX_NOTICE_BYTES,
     ChunkHeader,
     ExchangeSpec,
     all_read,
@@ -36,8 +33,6 @@ from fabric.ftar.host.chunk_headers import (
 from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments
 from fabric.ftar.host.shm_transport import Inbox, Outbox
 from fabric.ftar.plane import Ring
-
-_NOTICE_LIMIT_BYTES = HEADER_BYTES + MAX_NOTICE_BYTES
 
 
 class RingLinks(EpochLinks):
@@ -63,7 +58,6 @@ class RingLinks(EpochLinks):
         )
         # The newest READ message of each member, by position.
         self._readers: dict[int, ChunkHeader] = {}
-        self._came_back = bytearray()
 
     def aborted(self, why: str, about: str) -> None:
         """Raise the guard and tell the previous member, before the exchange can return."""
@@ -109,37 +103,11 @@ class RingLinks(EpochLinks):
 
         Returns where no complete message has come. Passes a READ message on to the members that it concerns.
         """
-        assert self.next is not None
-        peer = self.ring.next
-        try:
-            data = self.next.recv(_NOTICE_LIMIT_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise lost(peer, error) from error
-        if not data:
-            raise lost(peer, None)
-        self._came_back += data
-        try:
-            while (message := take_back(self._came_back)) is not None:
+        with self.reading_back() as back:
+            while (message := take_back(back)) is not None:
                 if not isinstance(message, ChunkHeader):
                     why, about = message
                     raise RoundAborted(why, about if about in self.ring.names else "")
                 self._readers[message.source] = message
                 if message.source != (self.ring.position - 1) % self.ring.world:
                     self._send_back(pack(message))
-        except ProtocolError as error:
-            raise RoundAborted(f"{peer} answered on the ring with garbage: {error}", peer) from error
-
-
-def is_shared(sock: socket.socket) -> bool:
-    """Whether the link shares memory."""
-    return sock.family == socket.AF_UNIX
-
-
-def lost(peer: str, error: OSError | None) -> RoundAborted:
-    """Return the abort for the end of the link to ``peer``."""
-    detail = "its end of the ring closed"
-    if error is not None:
-        detail = os.strerror(error.errno).lower() if error.errno else str(error)
-    return RoundAborted(f"the ring link to {peer} was lost: {detail}", peer)

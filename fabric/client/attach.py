@@ -29,9 +29,8 @@ from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.unshared_schedulers import UNSHARED, UnsharedWatch
 from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.excepthook import install_excepthook
-from fabric.client.process.incarnation_lock import claim_identity
+from fabric.client.process.incarnation_lock import ProcessIdentity, claim_identity
 from fabric.client.process.journal import Journal
-from fabric.client.process.process_identity import ProcessIdentity
 from fabric.client.process.rank_group import RankGroup
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints

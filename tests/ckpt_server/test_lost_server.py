@@ -20,8 +20,8 @@ from fabric.ckpt_server.reshard.relayout import Layout
 from fabric.ckpt_server.state.snapshot import CpuCopier
 from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.gradients.gradient_slots import GradientSlots
+from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
-from fabric.client.process.process_identity import ProcessIdentity
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread

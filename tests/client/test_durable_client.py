@@ -11,8 +11,8 @@ from protocol.makers import record_of
 
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard.relayout import Layout
+from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
-from fabric.client.process.process_identity import ProcessIdentity
 from fabric.client.state import durable_policy as client_durable
 from fabric.client.state.durable_policy import DurableCheckpoints, StorageUnavailable
 from fabric.client.state.fetch_thread import FetchThread
@@ -129,7 +129,7 @@ class TestStorageThatDoesNotAnswer:
 
     def test_storage_keeps_no_replica_out_whose_peers_hold_the_state(self, monkeypatch, capfd):
         monkeypatch.setattr(
-            client_durable.peer_state_query, "peers_hold_state", lambda _: Stuck.asked.is_set()
+            client_durable, "peers_hold_state", lambda _: Stuck.asked.is_set()
         )
         assert durable("stuck://x", contact_s=0.0).find() is None
         said = capfd.readouterr().err
@@ -143,7 +143,7 @@ class TestStorageThatDoesNotAnswer:
             return False
 
         times: list[int] = []
-        monkeypatch.setattr(client_durable.peer_state_query, "peers_hold_state", held)
+        monkeypatch.setattr(client_durable, "peers_hold_state", held)
         assert durable("stuck://x", contact_s=0.0).find() == () and len(times) >= 5
         said = capfd.readouterr().err
         assert (

@@ -7,8 +7,7 @@ import time
 from types import SimpleNamespace
 
 from fabric.client.loop import start
-from fabric.client.process.incarnation_lock import claim
-from fabric.client.process.process_identity import ProcessIdentity
+from fabric.client.process.incarnation_lock import ProcessIdentity, claim
 from fabric.runtime.config import Settings
 
 CLAIM = """

@@ -14,7 +14,7 @@ from protocol.makers import record_of
 
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.lighthouse.connections.admission_queue import MOST_WAITING, AdmissionQueue
-from fabric.lighthouse.jobs.epoch_notice import notice_of
+from fabric.lighthouse.connections.connection import notice_of
 from fabric.lighthouse.jobs.term_context import TermContext
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire

@@ -10,7 +10,7 @@ from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.loop.loop_progress import LoopProgress
-from fabric.client.process.process_identity import ProcessIdentity
+from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.state.small_entries import small_entries
 from fabric.ftar.buckets import FlatGradients
 from fabric.model import SnapshotRef

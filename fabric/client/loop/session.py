@@ -43,7 +43,7 @@ from fabric.client.loop.start import TrainingSetup, begin, make_engine
 from fabric.client.loop.step import Step
 from fabric.client.process.error_text import name_samples
 from fabric.client.process.excepthook import before_report
-from fabric.client.process.process_identity import ProcessIdentity
+from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
 from fabric.client.process.wait_log import FIRST_S, WaitLogger, describe_wait
 from fabric.client.state.durable_policy import StorageUnavailable, writer_of

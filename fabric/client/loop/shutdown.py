@@ -14,7 +14,7 @@ from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.process import excepthook
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
-from fabric.client.process.process_identity import ProcessIdentity
+from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import FabricError
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io

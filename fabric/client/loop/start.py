@@ -11,7 +11,7 @@ from typing import Any
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
 from fabric.client.loop import job_end_note
-from fabric.client.process.process_identity import ProcessIdentity
+from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import ConfigError
 from fabric.model import EVERYTHING, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.member.core import MemberCore

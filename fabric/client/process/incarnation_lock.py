@@ -3,9 +3,9 @@
 import fcntl
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from fabric.client.process.process_identity import ProcessIdentity
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.runtime.config import Settings
@@ -18,6 +18,25 @@ _REMEMBERED = 16
 
 # The kernel releases the lock when the process ends, so these descriptors stay open.
 _claims: list[int] = []
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """Which process this is."""
+
+    incarnation: int
+    # Incarnations that ran on this host before and have ended, newest first.
+    predecessors: tuple[int, ...]
+    # The ranks of this replica, None where it is one process.
+    group: RankGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank if self.group is not None else 0
+
+    @property
+    def size(self) -> int:
+        return self.group.size if self.group is not None else 1
 
 
 def claim_identity(settings: Settings, group: RankGroup | None) -> ProcessIdentity:

@@ -6,8 +6,9 @@ so when the writer dies the next name writes the next checkpoint that is due."""
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.durable.reader import (
@@ -17,12 +18,12 @@ from fabric.ckpt_server.durable.reader import (
     list_checkpoints,
 )
 from fabric.ckpt_server.durable.storage import Storage, StorageError
+from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
-from fabric.client.process.process_identity import ProcessIdentity
-from fabric.client.state import peer_state_query
-from fabric.errors import Refused, StateError
+from fabric.errors import Refused, StateError, Unreachable
 from fabric.model import Record, SnapshotRef
 from fabric.runtime.config import Settings
+from fabric.runtime.http.lighthouse_client import Lighthouses
 
 _MOST_LISTED = 16  # checkpoints that are declared to the lighthouse; the others are older
 _LOOK_AGAIN_S = 1.0
@@ -107,7 +108,7 @@ class DurableCheckpoints:
                 return look.wait(_LOOK_AGAIN_S if waits else _ANSWER_S)
             except StorageError as error:
                 trouble, may_come = error, isinstance(error, NoAnswer)
-            peers_hold = peer_state_query.peers_hold_state(self._settings)
+            peers_hold = peers_hold_state(self._settings)
             if peers_hold:
                 self._say(f"{trouble}: it is left for later, for others hold the job's state")
                 return None
@@ -203,3 +204,24 @@ def writer_of(record: Record | None) -> str:
         [x.replica for x in record.roster if not x.joining and not x.leaving] if record is not None else []
     )
     return min(names, default="")
+
+
+def peers_hold_state(settings: Settings) -> bool | None:
+    """Whether the job needs no storage to begin: another live member has the state, or the job is over.
+
+    None where no lighthouse answers. Raises Unauthorized.
+    """
+    lighthouses = Lighthouses(settings.lighthouse, settings.job, settings.token.decode(), settings.tls)
+    with ThreadPoolExecutor(1, "fabric-ask") as pool:  # the caller's own thread may be in an event loop
+        try:
+            job = pool.submit(lighthouses.ask, lighthouses.path()).result()
+        except Unreachable:
+            return None
+        except Refused:
+            return False
+    over = bool(job["record"] and job["record"]["complete"])
+    return over or any(_lives(member) for member in job["members"] if member["replica"] != settings.replica)
+
+
+def _lives(member: dict[str, Any]) -> bool:
+    return bool(member["connected"] and not member["joining"] and member["verdict"] == "alive")

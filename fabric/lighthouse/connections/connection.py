@@ -14,8 +14,9 @@ from functools import partial
 
 from aiohttp import web
 
+from fabric.model import Record
 from fabric.protocol.messages import wire
-from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage
+from fabric.protocol.messages.network import EpochNotice, HeartbeatAck, LeaderMessage
 
 # Our own close codes; 1008 is the standard's "policy violation", for a message that cannot be understood.
 NOT_THE_LEADER = 4001
@@ -33,6 +34,8 @@ _MAX_CLOSE_REASON = 123
 # The number of messages kept as frames: those of one epoch change.
 _FRAMES = 16
 _TEXT, _BINARY = 0x81, 0x82
+# Checkpoint servers of a large job send their status less often, down to once a second.
+_STATUSES_PER_S = 2000
 # Frames from this size on are paced by bytes per turn of the loop, bytes per second, and pieces of work per
 # turn (some 20 microseconds each). A first roster for 10,000 members is 1.8 GB: sent at once, it would fill
 # the kernel's buffers and the network, and delay heartbeats for seconds.
@@ -70,6 +73,14 @@ class FrameCache:
 def text_frame(text: str) -> bytes:
     """Return the frame of an encoded text."""
     return _frame(_TEXT, text.encode())
+
+
+def notice_of(record: Record) -> str:
+    """Build the notice that tells checkpoint servers which epoch is in force, as text."""
+    every_s = min(len(record.roster) / _STATUSES_PER_S, 1.0)
+    return wire.encode(
+        EpochNotice(record.fence, record.incident_id, record.reason, every_s, record.complete)
+    ).decode()
 
 
 def _frame(kind: int, data: bytes) -> bytes:

@@ -271,3 +271,19 @@ def _fill_return(
 def _micro_batches(view: LeaderView) -> int:
     peers = list(view.peers.values())
     return peers[0].session.micro_batches if peers else 0
+
+
+def recoverable(view: LeaderView, now: float) -> dict[str, Any] | None:
+    """The freshest state that checkpoint servers hold between them, every lane of it, and how old that is: in
+    committed steps, and in seconds since it was the trainers'."""
+    roster = view.record.roster if view.record is not None else ()
+    ref = view.liveness.newest_state(max((len(x.addresses) for x in roster), default=1))
+    if ref is None:
+        return None
+    same = view.record is not None and view.record.generation == ref.generation
+    age_s = view.liveness.state_age_s(ref, now)
+    return {
+        **asdict(ref),
+        "steps_behind": max(0, view.top_step() - ref.step) if same else None,
+        "age_s": None if age_s is None else round(age_s, 3),
+    }

@@ -6,7 +6,7 @@ from typing import Any
 from fabric.lighthouse.diagnosis.server_states import silence
 from fabric.lighthouse.diagnosis.shard_readers import shard_readers
 from fabric.lighthouse.diagnosis.status_text import time_of_day, waiting_for
-from fabric.lighthouse.history.recoverable import recoverable
+from fabric.lighthouse.history.recovery import recoverable
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import Member, Record, counted
 from fabric.protocol.leader.liveness import LastStatus, Peer

@@ -15,15 +15,13 @@ from functools import partial
 
 from fabric.errors import StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
-from fabric.lighthouse.connections.connection import MemberConnection, WorkQueue, text_frame
+from fabric.lighthouse.connections.connection import MemberConnection, WorkQueue, notice_of, text_frame
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.peer_addresses import PeerAddresses
 from fabric.lighthouse.diagnosis.server_states import CheckpointServers
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
 from fabric.lighthouse.history.ledger import GoodputLedger
-from fabric.lighthouse.history.recoverable import recoverable
-from fabric.lighthouse.history.recovery import Recoveries
-from fabric.lighthouse.jobs.epoch_notice import notice_of
+from fabric.lighthouse.history.recovery import Recoveries, recoverable
 from fabric.lighthouse.jobs.job_connections import JobConnections
 from fabric.lighthouse.jobs.job_events import EventLog
 from fabric.lighthouse.jobs.job_history import JobHistory

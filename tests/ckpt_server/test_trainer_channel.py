@@ -30,7 +30,7 @@ class Raw:
 
     def __init__(self, handle: ServerHandle) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        with socket_path(handle._spec.run_dir) as path:
+        with socket_path(handle._settings.run_dir) as path:
             self._socket.connect(path)
         self._socket.settimeout(20)
         self._file = self._socket.makefile("rb")

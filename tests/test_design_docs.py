@@ -76,7 +76,7 @@ def test_words_are_counted():
 
 
 def test_headings_are_few():
-    assert 22 <= len(SECTIONS) <= 30
+    assert 22 <= len(SECTIONS) <= 36
 
 
 # --- docs/decisions ---------------------------------------------------------------------------------------

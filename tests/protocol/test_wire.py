@@ -107,9 +107,9 @@ def test_a_refusal_is_understood_in_every_version():
     [
         ("NaN", "not a JSON message"),
         ("-Infinity", "not a JSON message"),
-        ("1e999", r"Contribution\.weight"),
+        ("1e999", r"Contribution\.weight must be a number of 64 bits"),
         ("1" * 400, r"Contribution\.weight"),
-        ("null", r"Contribution\.weight: must be a number, not null"),
+        ("null", r"Contribution\.weight must be a number, not null"),
     ],
 )
 def test_non_finite_numbers_never_pass(number, words):
@@ -151,15 +151,15 @@ def test_text_that_is_not_utf_8_is_refused():
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("step", "7", "Report.step: must be an integer, not a string"),
-        ("step", 7.0, "Report.step: must be an integer, not a number"),
-        ("step", True, "Report.step: must be an integer, not true or false"),
-        ("step", 2**63, "Report.step: must be an integer <= 9223372036854775807"),
-        ("step", -(2**70), "Report.step: must be an integer >= -9223372036854775807"),
-        ("prepared", 1, "Report.prepared: must be true or false, not an integer"),
-        ("have", [1, "x"], "Report.have[1]: must be an integer, not a string"),
-        ("round_roster", "r1", "Report.round_roster: must be a list, not a string"),
-        ("fence", [], "Report.fence: must be an object, not a list"),
+        ("step", "7", "Report.step must be an integer, not a string"),
+        ("step", 7.0, "Report.step must be an integer, not a number"),
+        ("step", True, "Report.step must be an integer, not true or false"),
+        ("step", 2**63, "Report.step must be an integer <= 9223372036854775807"),
+        ("step", -(2**70), "Report.step must be an integer >= -9223372036854775807"),
+        ("prepared", 1, "Report.prepared must be true or false, not an integer"),
+        ("have", [1, "x"], "Report.have[1] must be an integer, not a string"),
+        ("round_roster", "r1", "Report.round_roster must be a list, not a string"),
+        ("fence", [], "Report.fence must be an object, not a list"),
         ("fence", {"store_id": "s", "generation": 1}, "Report.fence.epoch is missing"),
     ],
 )
@@ -175,7 +175,7 @@ def test_keys_of_a_map_are_integers_of_64_bits():
     data = wire.encode(beat)
     assert wire.decode(data) == beat
     for key in (b"x", b"05", b"1.0", b"%d" % 2**63):
-        with pytest.raises(ProtocolError, match=r"^Heartbeat.times.work: must be an integer"):
+        with pytest.raises(ProtocolError, match=r"^Heartbeat.times.work must be an integer"):
             wire.decode(data.replace(b'{"5":', b'{"%b":' % key))
 
 

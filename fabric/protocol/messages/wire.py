@@ -155,7 +155,9 @@ def _sentence(path: str, offence: str) -> str:
     if expected.startswith("Object missing"):
         return f"{place}.{expected.split('`')[1]} is missing"
     wanted = expected.replace("Expected", "must be").replace(", got", ", not")
-    return f"{place}: {_TYPE.sub(lambda name: _WORDS.get(name[1], name[1]), wanted)}"
+    if expected.endswith("out of range"):
+        wanted = "must be a number of 64 bits"
+    return f"{place} {_TYPE.sub(lambda name: _WORDS.get(name[1], name[1]), wanted)}"
 
 
 def _short(value: object) -> str:

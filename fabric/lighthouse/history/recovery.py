@@ -274,8 +274,9 @@ def _micro_batches(view: LeaderView) -> int:
 
 
 def recoverable(view: LeaderView, now: float) -> dict[str, Any] | None:
-    """The freshest state that checkpoint servers hold between them, every lane of it, and how old that is: in
-    committed steps, and in seconds since it was the trainers'."""
+    """Return the freshest state of which checkpoint servers hold every lane, and its age.
+
+    The age is in committed steps, and in seconds since it was the trainers' state."""
     roster = view.record.roster if view.record is not None else ()
     ref = view.liveness.newest_state(max((len(x.addresses) for x in roster), default=1))
     if ref is None:

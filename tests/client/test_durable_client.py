@@ -128,9 +128,7 @@ class TestStorageThatDoesNotAnswer:
         Stuck.back.set()
 
     def test_storage_keeps_no_replica_out_whose_peers_hold_the_state(self, monkeypatch, capfd):
-        monkeypatch.setattr(
-            client_durable, "peers_hold_state", lambda _: Stuck.asked.is_set()
-        )
+        monkeypatch.setattr(client_durable, "peers_hold_state", lambda _: Stuck.asked.is_set())
         assert durable("stuck://x", contact_s=0.0).find() is None
         said = capfd.readouterr().err
         assert "stuck://x/job has not answered for 0 s: it is left for later, for others hold" in said

@@ -1,15 +1,14 @@
 """A replica of several ranks (FSDP2, TP, PP inside) as one member of the job. Pure.
 
-Rank 0 runs the member core, which knows nothing of ranks: ``Ranks`` stands between it and the ranks. Every
-operation that the core orders becomes one order per rank, and their outcomes become the one event that the
-core awaits: linked when all are, exchanged when all are, failed as soon as one fails. So a round is held
-when its shard is reduced at every rank, a commit is decided once, and commit, abort and switch reach
-each rank in order over its own link. A replica's digests are digests of all its ranks' digests. Messages to
-peers and to the leader are rank 0's alone.
+Rank 0 runs the member core, which has no ranks: ``Ranks`` stands between it and the ranks. Every effect of
+the core becomes one command per rank. Their outcomes become the one event that the core awaits: linked when
+all are, exchanged when all are, failed as soon as one fails. So a round is prepared when its shard is
+reduced at every rank, and a commit is decided once. Commit, abort and switch reach each rank in order over
+its own link. A replica's digests combine its ranks' digests. Only rank 0 talks to peers and the leader.
 
-A rank that is lost ends the replica: what the others hold is half of a state that nobody can complete.
+A lost rank ends the replica, because no other process can complete its part of the state.
 
-``FollowerRank`` is the other side: it obeys, answers, and remembers which generation and epoch it is in.
+``FollowerRank`` is the other side: it obeys, answers, and remembers its generation and epoch.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from fabric.protocol.messages.rank_messages import (
     urls_of_rank,
 )
 
-# Rounds whose digests by rank are remembered: a commit follows its round at once.
+# The digests by rank of so many rounds are kept; a commit follows its round at once.
 _MAX_ROUNDS = 8
 _RESTART = 75
 
@@ -56,7 +55,7 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True)
 class EndReplica:
-    """Something outside of the core ends this replica, e.g. a lighthouse that refuses it."""
+    """The shell ends this replica, for example because a lighthouse refuses it."""
 
     code: int
     reason: str
@@ -64,7 +63,7 @@ class EndReplica:
 
 @dataclass(frozen=True, slots=True)
 class ToRank:
-    """Have rank ``rank`` perform this order; for rank 0 that is here."""
+    """Let rank ``rank`` perform this command; rank 0 is here."""
 
     rank: int
     command: RankCommand
@@ -73,47 +72,45 @@ class ToRank:
 Event = io.Event | FromRank | RankLost | EndReplica
 Effect = io.SendPeer | io.SendLeader | io.WriteJournal | io.Probe | ToRank
 
-# Outcomes of the main threads. Of all but the digest each thread has one order at a time, so one of each
-# rank makes the answer. The core waits for no digest, and may order more before every rank has told its own.
+# Outcomes of the main threads. Each thread has one command at a time besides TellDigest, so one outcome of
+# each rank makes the answer. The core does not wait for digests, and may command more before every rank has
+# told one.
 _MAIN = (io.Ready, io.Digested, io.Computed, io.Installed, io.InstallFailed, io.Closing)
 _FETCHES = (io.FetchState, io.FetchGradient)
 
 
 @dataclass(slots=True)
 class _Fetching:
-    """The newest fetch: its order's number, and how it ended where it has."""
+    """The newest fetch."""
 
-    number: int = 0
+    number: int = 0  # of its command
     command: io.FetchState | io.FetchGradient | None = None
-    ended: dict[int, RankEvent] = field(default_factory=dict)
+    ended: dict[int, RankEvent] = field(default_factory=dict)  # outcome by rank
 
 
 class Ranks:
-    """``member`` is the replica's core, ``groups`` says for each rank which part of a micro-batch it
-    computes: ranks of one group (tensor or pipeline parallel) see the same samples."""
+    """Rank 0's adapter between the member core and the ranks."""
 
     def __init__(self, member: MemberCore, groups: tuple[int, ...]) -> None:
         self.member = member
-        self.groups = groups
-        self.over = False  # told to finish or to stop: ranks that go now go because they were told to
-        self.lost = False  # a rank went that was not told to
+        self.groups = groups  # by rank; ranks of one group (tensor or pipeline parallel) see the same samples
+        self.over = False  # the ranks were told to finish or to stop
+        self.lost = False  # a rank ended without being told to
         self._number = 0
         self._main: dict[int, RankEvent] = {}
-        self._digested: dict[int, io.Digested] = {}  # the answers to the one TellDigest that is under way
-        self._closing: io.Closing | None = None  # told when the snapshot that is under way has ended
+        self._digested: dict[int, io.Digested] = {}  # the answers to the TellDigest under way
+        self._closing: io.Closing | None = None  # waits for the end of the snapshot under way
         self._linked: dict[int, set[int]] = {}  # epoch -> ranks whose links of it stand
         self._reduced: dict[tuple[int, int], dict[int, io.Exchanged]] = {}  # round -> result by rank
         self._fetching = _Fetching()
         self._snapshots: dict[tuple[int, int], dict[int, str]] = {}  # (generation, step) -> digest by rank
         self._durable: set[tuple[int, int]] = set()  # those of them that become durable checkpoints
-        self._naming: dict[
-            tuple[int, int], tuple[str, dict[int, bool]]
-        ] = {}  # the digest of all, who has done it
+        # The digest of all ranks, and by rank whether it has named its part.
+        self._naming: dict[tuple[int, int], tuple[str, dict[int, bool]]] = {}
         self._effects: list[Effect] = []
 
     @property
     def size(self) -> int:
-        """How many ranks the replica has."""
         return len(self.groups)
 
     # --- the contract ------------------------------------------------------------------------------
@@ -130,8 +127,8 @@ class Ranks:
                 self._take(event.rank, event.outcome, now)
         else:
             if isinstance(event, io.LinkLost):
-                # Only rank 0 has links to other members. Epochs that list this one must be linked anew, as
-                # the core has it; of others nothing is lost.
+                # Only rank 0 has links to other members. As in the core, epochs that list this one must be
+                # linked again.
                 for record in (self.member.view.current, self.member.view.newest):
                     if record is not None and record.lists(event.replica, event.incarnation):
                         self._linked.get(record.epoch, set()).discard(0)
@@ -142,7 +139,7 @@ class Ranks:
         """When to call again with Tick at the latest."""
         return None if self.over else self.member.next_deadline()
 
-    # --- the core's orders, to every rank ----------------------------------------------------------
+    # --- the core's effects, to every rank ---------------------------------------------------------
 
     def _record_event(self, event: io.Event, now: float) -> None:
         for effect in self.member.handle(event, now) if not self.over else ():
@@ -168,12 +165,12 @@ class Ranks:
         self._send(effect)
 
     def _send(self, effect: RankEffect) -> None:
-        for rank in reversed(range(self.size)):  # rank 0 last: what ends it must have been sent to the others
+        for rank in reversed(range(self.size)):  # rank 0 last: it may end by a command that the others need
             command = RankCommand(self._number, self.member.view.generation, self._part(effect, rank))
             self._effects.append(ToRank(rank, command))
 
     def _part(self, effect: RankEffect, rank: int) -> RankEffect:
-        """What ``rank`` must do for ``effect``: the same, with its own addresses and digests."""
+        """The effect for ``rank``: the same, with its own addresses and digests."""
         if isinstance(effect, io.LinkUp):
             return io.LinkUp(seen_by_rank(effect.record, rank)) if rank else effect
         if isinstance(effect, io.Switch):
@@ -189,13 +186,13 @@ class Ranks:
         return effect
 
     def _urls(self, urls: tuple[str, ...], rank: int) -> tuple[str, ...]:
-        """The servers that hold this rank's part of what those of ``urls`` hold."""
-        found = list(urls_of_rank(urls, rank))
+        """The servers of this rank in the replicas that serve ``urls``."""
+        servers = list(urls_of_rank(urls, rank))
         newest = self.member.view.newest
         for x in newest.roster if newest is not None and rank else ():
             if x.ckpt in urls and rank < len(x.addresses):
-                found.extend(urls_of_rank((x.addresses[rank].ckpt,), rank))
-        return tuple(dict.fromkeys(found))
+                servers.extend(urls_of_rank((x.addresses[rank].ckpt,), rank))
+        return tuple(dict.fromkeys(servers))
 
     def _snapshot(self, step: int, durable: bool = False) -> None:
         key = (self.member.view.generation, step)
@@ -214,7 +211,7 @@ class Ranks:
         if isinstance(event, _MAIN):
             self._on_main(rank, event, now)
         elif isinstance(event, io.LoopRaised):
-            # The others are stuck in a collective with this one, or soon will be: they have nothing to add.
+            # The others are stuck in a collective with this one, or soon will be, so do not wait for them.
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif isinstance(event, io.Busy):
             self._record_event(event, now)
@@ -246,30 +243,30 @@ class Ranks:
         self._main[rank] = event
         if len(self._main) < self.size:
             return
-        said, self._main = [self._main[rank] for rank in range(self.size)], {}
-        failed = [(rank, e) for rank, e in enumerate(said) if isinstance(e, io.InstallFailed)]
+        outcomes, self._main = [self._main[rank] for rank in range(self.size)], {}
+        failed = [(rank, e) for rank, e in enumerate(outcomes) if isinstance(e, io.InstallFailed)]
         if failed:
             self._record_event(io.InstallFailed(self._by(failed[0][0], failed[0][1].why)), now)
             return
-        first = said[0]
-        if not self._stand_together(said):
+        first = outcomes[0]
+        if not self._stand_together(outcomes):
             return
         if isinstance(first, io.Ready):
-            later = any(event.later for event in said if isinstance(event, io.Ready))
-            self._record_event(replace(first, digest="" if later else _digest_of(said), later=later), now)
+            later = any(event.later for event in outcomes if isinstance(event, io.Ready))
+            self._record_event(replace(first, digest="" if later else _digest_of(outcomes), later=later), now)
         elif isinstance(first, io.Computed):
-            self._on_computed(first, said, now)
+            self._on_computed(first, outcomes, now)
         elif isinstance(first, io.Installed):
-            self._record_event(replace(first, digest=_digest_of(said)), now)
+            self._record_event(replace(first, digest=_digest_of(outcomes)), now)
         else:
             assert isinstance(first, io.Closing)
             self._closing = first
             self._close_when_kept(now)
 
-    def _stand_together(self, said: Sequence[RankEvent]) -> bool:
-        """Whether all ranks answer the same order; where they do not, the replica ends."""
-        first = said[0]
-        for rank, event in enumerate(said):
+    def _stand_together(self, outcomes: Sequence[RankEvent]) -> bool:
+        """Whether all ranks answer the same command; stop the replica otherwise."""
+        first = outcomes[0]
+        for rank, event in enumerate(outcomes):
             if type(event) is not type(first) or getattr(event, "step", 0) != getattr(first, "step", 0):
                 self._stop(
                     1,
@@ -280,27 +277,27 @@ class Ranks:
         return True
 
     def _on_digested(self, rank: int, event: io.Digested, now: float) -> None:
-        """A rank is asked again only after its next Ready, which it says after this answer."""
+        """Collect the digests; the next TellDigest follows a rank's next Ready, and so this answer."""
         self._digested[rank] = event
         if len(self._digested) < self.size:
             return
-        said = [self._digested.pop(rank) for rank in range(self.size)]
-        if self._stand_together(said):
-            self._record_event(replace(said[0], digest=_digest_of(said)), now)
+        digests = [self._digested.pop(rank) for rank in range(self.size)]
+        if self._stand_together(digests):
+            self._record_event(replace(digests[0], digest=_digest_of(digests)), now)
 
     def _close_when_kept(self, now: float) -> None:
-        """The last snapshot may be the job's last durable checkpoint: the replica has not finished before."""
+        """Finish after the snapshot under way, which may be the job's last durable checkpoint."""
         if self._closing is not None and not self._snapshots and not self._naming:
             closing, self._closing = self._closing, None
             self._record_event(closing, now)
 
-    def _on_computed(self, first: io.Computed, said: list[Any], now: float) -> None:
+    def _on_computed(self, first: io.Computed, outcomes: list[Any], now: float) -> None:
         try:
-            weight, metrics = replica_share(self.groups, [(e.weight, e.metrics) for e in said])
+            weight, metrics = replica_share(self.groups, [(e.weight, e.metrics) for e in outcomes])
         except ProtocolError as error:
             self._stop(1, f"step {first.step}: {error}")
             return
-        redo = next((e.redo for e in said if e.redo), "")
+        redo = next((e.redo for e in outcomes if e.redo), "")
         self._record_event(io.Computed(first.step, first.micro_batches, weight, metrics, redo), now)
 
     def _on_linked(self, rank: int, event: io.Linked, now: float) -> None:
@@ -310,7 +307,7 @@ class Ranks:
             self._record_event(event, now)
 
     def _on_exchanged(self, rank: int, event: io.Exchanged, now: float) -> None:
-        """Held by the replica when every rank has reduced its shard: never one rank at a time."""
+        """Tell the core of the exchange when every rank has reduced its shard."""
         key = (event.epoch, event.step)
         results = self._reduced.setdefault(key, {})
         while len(self._reduced) > _MAX_ROUNDS:
@@ -318,15 +315,15 @@ class Ranks:
         results[rank] = event
         if len(results) < self.size:
             return
-        found = [results[r] for r in range(self.size)]
-        whole = io.Exchanged(
+        shards = [results[r] for r in range(self.size)]
+        reduced = io.Exchanged(
             event.epoch,
             event.step,
-            replica_digest([x.gradient_digest for x in found]),
-            next((x.nonfinite for x in found if x.nonfinite), ""),
-            next((x.nonfinite_input for x in found if x.nonfinite_input), ""),
+            replica_digest([x.gradient_digest for x in shards]),
+            next((x.nonfinite for x in shards if x.nonfinite), ""),
+            next((x.nonfinite_input for x in shards if x.nonfinite_input), ""),
         )
-        self._record_event(whole, now)
+        self._record_event(reduced, now)
 
     def _digest(self, by_rank: dict[int, str]) -> str:
         return replica_digest([by_rank[rank] for rank in range(self.size)])
@@ -337,7 +334,7 @@ class Ranks:
             return
         fetching.ended[rank] = outcome.event
         if len(fetching.ended) < self.size:
-            return  # who is still writing into its memory must have ended before anything else is fetched
+            return  # a rank that still writes into its memory must end before the next fetch
         command, self._fetching = fetching.command, _Fetching()
         assert isinstance(command, io.FetchState)
         failed = [(r, e) for r, e in sorted(fetching.ended.items()) if isinstance(e, io.FetchFailed)]
@@ -354,13 +351,13 @@ class Ranks:
             return
         fetching.ended[rank] = event
         if isinstance(event, io.GradientGone):
-            # The others need not wait for theirs: without this one theirs are of no use.
+            # The other ranks' gradients are of no use without this one.
             self._command(io.CancelFetch())
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif len(fetching.ended) == self.size:
             self._fetching = _Fetching()
-            found = [fetching.ended[r] for r in range(self.size)]
-            digest = replica_digest([e.gradient_digest for e in found if isinstance(e, io.GradientFetched)])
+            parts = [fetching.ended[r] for r in range(self.size)]
+            digest = replica_digest([e.gradient_digest for e in parts if isinstance(e, io.GradientFetched)])
             assert isinstance(event, io.GradientFetched)
             self._record_event(io.GradientFetched(event.step, digest), now)
 
@@ -399,7 +396,7 @@ class Ranks:
         if not self.over:
             self.lost = True
             self._stop(
-                _RESTART, f"rank {event.rank} of this replica is lost ({event.why}): all ranks start anew"
+                _RESTART, f"rank {event.rank} of this replica is lost ({event.why}): all ranks start again"
             )
 
     def _stop(self, code: int, reason: str) -> None:
@@ -411,8 +408,8 @@ class Ranks:
         return f"rank {rank}: {why}" if rank else why
 
 
-def _digest_of(said: list[Any]) -> str:
-    return replica_digest([event.digest for event in said])
+def _digest_of(outcomes: list[Any]) -> str:
+    return replica_digest([event.digest for event in outcomes])
 
 
 def _where(event: RankEvent) -> str:
@@ -422,14 +419,11 @@ def _where(event: RankEvent) -> str:
 
 
 class FollowerRank:
-    """A rank other than 0: performs orders in the order in which they come, and answers them.
-
-    ``generation``, ``current`` (the epoch in force), ``newest`` are as rank 0 last said.
-    """
+    """A rank other than 0: performs commands in their order, and answers them."""
 
     def __init__(self, rank: int) -> None:
         if rank < 1:
-            raise IllegalTransition(f"rank {rank} follows nobody")
+            raise IllegalTransition(f"rank {rank} follows no other rank")
         self.rank = rank
         self.generation = 0
         self.current: Record | None = None
@@ -437,7 +431,7 @@ class FollowerRank:
         self.over = False
 
     def obey(self, command: RankCommand) -> RankEffect | None:
-        """What to perform now; None after the end."""
+        """Return the effect to perform now; None after the end."""
         if self.over:
             return None
         effect = command.effect
@@ -451,8 +445,8 @@ class FollowerRank:
         return effect
 
     def lost(self, why: str) -> io.Stop | None:
-        """The link to rank 0 ended: nobody decides for this rank any more."""
+        """Stop, because the link to rank 0, which decides, has ended."""
         if self.over:
             return None
         self.over = True
-        return io.Stop(_RESTART, f"rank 0 of this replica is lost ({why}): all ranks start anew")
+        return io.Stop(_RESTART, f"rank 0 of this replica is lost ({why}): all ranks start again")

@@ -203,7 +203,7 @@ def test_a_step_of_total_weight_0_has_no_update_and_is_reported(zygote, tmp_path
         assert steps == [f"step {i} {i == 2} {i == 2}" for i in range(4)], said
         assert "r0: step 2 was committed with total weight 0, as no member had data" in said
         (told,) = job.told("empty step")
-        assert told["why"] == "step 2 was committed with total weight 0: nobody had data for it"
+        assert told["why"] == "step 2 was committed with total weight 0: no member had data for it"
         assert [e["weight"] for e in job.events("r0", "commit")] == [1.0, 1.0, 0.0, 1.0]
 
 

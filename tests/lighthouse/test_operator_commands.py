@@ -50,9 +50,9 @@ async def test_a_replica_is_drained_and_evicted_with_who_and_why_on_record(light
 async def test_an_impossible_command_is_one_sentence(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=1, job=job)
     evict = ("evict", "r0", *common(lighthouse, job), "--why", "to see")
-    assert "nobody else in the roster" in sentence_of(fabric(*evict))
+    assert "no other member knows" in sentence_of(fabric(*evict))
     drain = ("drain", "r0", *common(lighthouse, job), "--why", "to see")
-    assert "r0 is not drained: nobody else would stay" in sentence_of(fabric(*drain))
+    assert "r0 is not drained: no other member would stay" in sentence_of(fabric(*drain))
     unknown = ("drain", "r9", *common(lighthouse, job), "--why", "to see")
     assert "knows no replica r9" in sentence_of(fabric(*unknown))
     assert "no job is named" in sentence_of(fabric("drain", "r0", "--lighthouse", "http://x", "--why", "y"))

@@ -475,7 +475,7 @@ def empty(lighthouse, name, step, said, generation=1):
 def test_a_step_without_data_is_told_once():
     lighthouse = started()
     assert empty(lighthouse, "a", 6, said=5) == [
-        "step 5 was committed with total weight 0: nobody had data for it"
+        "step 5 was committed with total weight 0: no member had data for it"
     ]
     lighthouse.wait(1.1)
     assert empty(lighthouse, "b", 6, said=5) == []

@@ -514,7 +514,7 @@ def test_the_last_member_that_would_stay_is_not_drained():
     order(lighthouse, "drain", "a")
     order(lighthouse, "drain", "b")
     (told,) = lighthouse.told("not drained")
-    assert "nobody else would stay" in told.why and list(lighthouse.core.orders.draining) == ["a"]
+    assert "no other member would stay" in told.why and list(lighthouse.core.orders.draining) == ["a"]
     assert not lighthouse.core.orders.objection(io.Operator("drain", "a", "ann", "again")), (
         "it is leaving already"
     )

@@ -440,7 +440,7 @@ def test_a_gradient_that_never_comes_makes_it_ask_where_to_look():
     trainer = outside()
     for _ in range(3):
         trainer.do(io.GradientGone(5, gone=False, why="not published"))
-    assert "nobody delivers the gradient of step 5" in trainer.said(m.RequestState)[0].why
+    assert "no server delivers the gradient of step 5" in trainer.said(m.RequestState)[0].why
     trainer.leader(m.StateSources(FIRST.fence, SnapshotRef(1, 5, "d5"), ("http://elsewhere",)))
     (fetch,) = trainer.found(io.FetchGradient)
     assert "http://elsewhere" in fetch.urls and fetch.step == 5

@@ -162,7 +162,7 @@ def test_nobody_waits_for_itself():
     trainer.do(io.Tick())
     (aborted,) = trainer.said(m.Aborted)
     assert aborted.waiting_for == () and aborted.about == ""
-    assert "and I wait for nobody in particular" in aborted.why
+    assert "and I wait for no member in particular" in aborted.why
 
 
 def test_a_beat_of_an_older_version_misses_nobody():

@@ -389,7 +389,7 @@ def test_a_follower_obeys_until_the_end():
     follower.obey(ro.RankCommand(2, 5, io.LinkUp(FIRST)))
     assert follower.newest == FIRST
     assert follower.lost("reset") == io.Stop(
-        75, "rank 0 of this replica is lost (reset): all ranks start anew"
+        75, "rank 0 of this replica is lost (reset): all ranks start again"
     )
     assert follower.obey(order) is None and follower.lost("again") is None
 
@@ -398,7 +398,7 @@ def test_a_follower_that_was_told_to_finish_does_not_miss_rank_0():
     follower = FollowerRank(1)
     follower.obey(ro.RankCommand(1, 1, io.Finish(9)))
     assert follower.lost("closed") is None
-    with pytest.raises(IllegalTransition, match="rank 0 follows nobody"):
+    with pytest.raises(IllegalTransition, match="rank 0 follows no other rank"):
         FollowerRank(0)
 
 

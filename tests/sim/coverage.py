@@ -93,7 +93,7 @@ def told(counts: Counter[str], effect: io.RecordEvent) -> None:
     for words, name in (*LATE_REASONS.items(), *STALL_REASONS.items()):
         if words in effect.why and effect.kind == "epoch":
             counts[name] += 1
-    if effect.kind == "aborted" and " stalled: everybody is in it" in effect.why:
+    if effect.kind == "aborted" and " stalled: all members are in it" in effect.why:
         counts["stall: round given up"] += 1
     if effect.kind == "heard again":
         counts["path: heard again"] += 1

@@ -20,7 +20,7 @@ AIMS: tuple[Aims, ...] = (
 )
 # What the leader says when it keeps somebody out, or lets them in again.
 REASONS = {
-    "nobody is admitted: paused": "orders: kept out by a pause",
+    "joins are paused": "orders: kept out by a pause",
     "it is not admitted before": "orders: kept out by a penalty",
     "this one stands by": "orders: stood by",
     "in the last days": "orders: stood by on a suspect host",

@@ -1,4 +1,4 @@
-"""Which newcomers may join, and why the others may not."""
+"""The newcomers that may join, and why the others may not."""
 
 from dataclasses import dataclass, field
 
@@ -12,24 +12,24 @@ from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import Healing
 
-# Seconds that an evicted process waits before it is admitted again, doubled every time.
+# Seconds that an evicted process waits before its readmission, doubled every time.
 READMIT_S = 0.25
 READMIT_LIMIT_S = 30.0
-# A slow joiner waits so many times as long as the others waited for it.
+# A blocking join that failed waits so many times as long as the others waited for it.
 READMIT_STALLS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How often a process was evicted, and from when on it may be admitted again."""
+    """The wait of an evicted process."""
 
-    times: int = 0
+    times: int = 0  # how often it was evicted
     until: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Admission:
-    """Decides which newcomers are kept out: by operators, failures, missing links or a backoff."""
+    """Rule 4: keeps newcomers out for an operator, failures, missing links or a backoff."""
 
     state: JobState
     outbox: LeaderOutbox
@@ -39,21 +39,20 @@ class Admission:
     endings: Endings
     readmission_backoff: dict[ReplicaProcess, Backoff] = field(default_factory=dict)
     healing: Healing = field(default_factory=Healing)
-    # The step at which the process stood. The others would only wait for it again.
-    evicted_in_user_code: dict[ReplicaProcess, int] = field(default_factory=dict)
-    waiting_outside: dict[str, str] = field(default_factory=dict)  # newcomer -> why, as it was told
+    evicted_in_user_code: dict[ReplicaProcess, int] = field(default_factory=dict)  # at which step
+    waiting_outside: dict[str, str] = field(default_factory=dict)  # newcomer -> why, as in its last message
 
     def kept_out(self, peer: Peer) -> str:
-        """Why this newcomer is not let in although it could be, in a sentence, or empty."""
+        """Why this newcomer is kept out, in a sentence, or empty."""
         record, name = self.state.record, peer.session.replica
         if record is None or record.member(name) is not None:
             return ""
         if name in self.orders.draining:
             return self.orders.draining[name]
         if self.limits.overrides.paused:
-            return f"nobody is admitted: paused {self.limits.overrides.paused}; `fabric resume` ends that"
+            return f"joins are paused {self.limits.overrides.paused}; `fabric resume` ends that"
         penalty = self.evidence.penalty_of(as_member(peer.session))
-        # A penalty that would keep the whole job standing is none.
+        # A penalty does not keep the whole job waiting.
         if penalty is not None and len(record.roster) >= self.limits.least:
             return penalty.sentence
         return self._cut_off(record, peer) or self._surplus(record, peer)
@@ -76,8 +75,10 @@ class Admission:
         return why
 
     def _cut_off(self, record: Record, peer: Peer) -> str:
-        """Why this newcomer would only be left out again for its links, in a sentence, or empty. A job that
-        is short of members does not wait for links to prove themselves."""
+        """Why this newcomer's links are not good enough, in a sentence, or empty.
+
+        A job that is short of members does not wait for links to prove themselves.
+        """
         missing = self.out_of_reach(record, peer)
         if missing:
             names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
@@ -97,19 +98,19 @@ class Admission:
         return [name for name in unreachable if record.member(name) is not None]
 
     def is_penalised(self, record: Record, peer: Peer) -> bool:
-        """Whether its failures keep this newcomer out. They do not while the job is short of members."""
+        """Whether its failures keep this newcomer out; they do not while the job is short of members."""
         return (
             len(record.roster) >= self.limits.least
             and self.evidence.penalty_of(as_member(peer.session)) is not None
         )
 
     def notify_kept_out(self, record: Record) -> None:
-        """Tell each newcomer that waits outside why, once for every reason."""
+        """Tell each newcomer outside why it waits, once for every reason."""
         peers = self.state.liveness.peers
         for name in sorted(record.strangers(peers.keys()) | (self.waiting_outside.keys() & peers.keys())):
             peer = peers[name]
             why = self.kept_out(peer) if peer.connected and name not in self.orders.draining else ""
-            # The session of a process that has ended may stand for a while: that one does not wait.
+            # The session of a process that has ended may stand for a while, but does not wait.
             why = "" if why and self.state.suspicion(peer) else why
             if why == self.waiting_outside.get(name, ""):
                 continue
@@ -120,7 +121,7 @@ class Admission:
                 self.outbox.send(name, m.Rejected(why, retry=True))
 
     def _is_backing_off(self, peer: Peer) -> bool:
-        """Whether it was evicted a moment ago, or is still in the user code that it was evicted for."""
+        """Whether it was evicted lately, or is still in the user code for which it was evicted."""
         process = peer.process
         return (
             self.state.now < self.readmission_backoff.get(process, Backoff()).until
@@ -128,7 +129,7 @@ class Admission:
         )
 
     def note_return(self, peer: Peer, beat: m.Heartbeat) -> None:
-        """A beat from outside: the process has come back from its user code, or its links are still cut."""
+        """Note by a heartbeat from outside that the user code is over, or that links are still cut."""
         process = peer.process
         if self.state.record is not None and beat.unreachable and self.out_of_reach(self.state.record, peer):
             self.healing.missed(process, self.state.now)
@@ -136,35 +137,34 @@ class Admission:
             self.evicted_in_user_code.pop(process, None)
 
     def back_off(self, record: Record) -> None:
-        """An evicted process waits before it is admitted again, longer every time: its return stops no
-        member, but its next eviction would."""
+        """Let evicted processes wait, longer every time: a return stops no member, but an eviction does."""
         for member in self.state.record.roster if self.state.record is not None else ():
             if record.lists(member.replica, member.incarnation) or member.leaving:
                 continue
             self.outbox.loss_incidents[member.replica] = record.incident_id
-            key = member.process
+            process = member.process
             if member.replica in self.state.epoch.cut_off:
-                self.healing.left_out(key, self.state.now)
+                self.healing.left_out(process, self.state.now)
                 continue
-            times = self.readmission_backoff.get(key, Backoff()).times + 1
+            times = self.readmission_backoff.get(process, Backoff()).times + 1
             wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
             if member.replica in self.state.epoch.slow_joiners:
                 wait_s = max(wait_s, READMIT_STALLS * self.state.join_stall_s(member.replica))
-            self.readmission_backoff[key] = Backoff(times, self.state.now + wait_s)
+            self.readmission_backoff[process] = Backoff(times, self.state.now + wait_s)
 
     def readmit(self, about: str) -> None:
-        """An operator wants this replica back at once."""
+        """Readmit a replica at once, because an operator wants it back."""
         for key in [k for k in self.readmission_backoff if k.replica == about]:
             del self.readmission_backoff[key]
         self.healing.forget(about)
 
     def is_welcome(self, record: Record, peer: Peer) -> bool:
-        """Whether nothing is against this newcomer but perhaps its step."""
+        """Whether only its step may keep this newcomer out."""
         if not peer.connected or peer.beat is None or self.kept_out(peer):
             return False
         if record.member(peer.session.replica) is not None or peer.session.replica in self.endings.finished:
             return False
         if self._is_backing_off(peer):
             return False
-        # Else it does not know yet that it is outside, or would be evicted at once.
+        # It must know that it is outside, and must not be evicted again at once.
         return peer.beat.epoch == record.epoch and not self.state.suspicion(peer)

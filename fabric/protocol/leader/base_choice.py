@@ -10,7 +10,7 @@ from fabric.protocol.messages import network as m
 
 @dataclass(slots=True, eq=False)
 class BaseChoice:
-    """Knows which states are held where, and which of them proved to be of no use."""
+    """Rule 6: knows where each state is held, and which states proved to be of no use."""
 
     state: JobState
     unusable: dict[SnapshotRef, str] = field(default_factory=dict)  # could not be loaded -> why
@@ -20,9 +20,11 @@ class BaseChoice:
     steps_lost: int | None = None  # by the newest cold start, where that is known
 
     def choose(self, peers: list[Peer]) -> tuple[Base | None, str]:
-        """The highest (generation, step) that a server or durable storage still holds, memory first where
-        both do. States that could not be loaded before, or were called wrong, are passed over. None when no
-        other state is left. The text says what was passed over."""
+        """The highest (generation, step) that a server or durable storage holds, memory first where both do.
+
+        Pass over states that could not be loaded before or were called wrong. Return None when no other state
+        is left. The text names the states that were passed over.
+        """
         states = self.held_states(peers)
         for ref in self.state.liveness.durable():
             states.setdefault(ref, set()).add(DURABLE)
@@ -32,7 +34,7 @@ class BaseChoice:
         skipped = "; ".join(f"step {x.step} of generation {x.generation} {passed[x]}" for x in newest_first)
         usable = {ref: urls for ref, urls in states.items() if ref not in passed}
         if any(ref.generation for ref in self.unusable):
-            # The job has been further: the initial state of its new processes stands for none of that.
+            # The job has been further, so the initial state of its new processes is no substitute.
             usable = {ref: urls for ref, urls in usable.items() if ref.generation}
         if states and not usable:
             return None, skipped
@@ -44,22 +46,22 @@ class BaseChoice:
         return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), skipped
 
     def held_states(self, peers: list[Peer]) -> dict[SnapshotRef, set[str]]:
-        """What the checkpoint servers have in memory, every lane of it, and who has it: by their own word. Of
-        a server that is not heard its trainer's word counts."""
+        """The complete states in checkpoint servers' memory, with their URLs, by the servers' own word.
+
+        If a server is not heard, its trainer's session counts.
+        """
         states = self.state.liveness.whole(1 + len(peers[0].session.ranks))
         heard = self.state.liveness.heard_servers()
         for peer in self.state.liveness.peers.values():
             urls = {a.ckpt for a in as_member(peer.session).addresses}
             if not peer.connected or urls & heard or urls & self.silent_servers:
                 continue
-            # Its checkpoint server does not talk to me: what the trainer says of it may be out of date.
             for ref in peer.session.snapshots:
                 states.setdefault(ref, set()).update(urls)
         return states
 
     def mistrust(self, names: tuple[str, ...], why: str) -> None:
-        """Of these members the state is wrong, and since when nobody knows: no generation begins from what
-        their checkpoint servers alone have in memory."""
+        """Mistrust every state that only these members' checkpoint servers hold: their states went wrong."""
         record, held = self.state.record, self.state.liveness.held()
         wrong = [x for x in record.roster if x.replica in names] if record is not None else []
         urls = {url for member in wrong for url in self.state.liveness.ckpts(member)}
@@ -72,7 +74,7 @@ class BaseChoice:
         self.mistrusted.clear()
 
     def note_cannot_load(self, message: m.CannotContinue, record: Record) -> None:
-        """A member could not load the base. A silent source that delivers nothing counts no more."""
+        """A member could not load the base. Sources that are silent and delivered nothing count no more."""
         if message.unusable and self.base_loaded_generation != record.generation:
             self.unusable.setdefault(base_ref(record), message.why)
         self.silent_servers.update(set(record.base.sources) - self.state.liveness.heard_servers())

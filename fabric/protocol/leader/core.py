@@ -1,9 +1,8 @@
 """The leader core: one job's membership, as the elected lighthouse decides it. Pure.
 
-It is made of parts that own their fields and take each other as arguments: the job's state, evidence, the
-writer of the record, and one part for each kind of move. After every event the core goes through
-``plan.PLAN_RULES`` and makes the first move that is due. It announces nothing before the store has committed
-it (rule 1).
+Its parts own their fields and take each other as arguments: the job's state, evidence, the writer of the
+record, and one part for each kind of move. After every event the core goes through ``plan.PLAN_RULES`` and
+makes the first move that is due. It announces no record before the store has committed it (rule 1).
 """
 
 import math
@@ -35,12 +34,11 @@ from fabric.protocol.messages import network as m
 
 __all__ = ["MANY", "LeaderConfig", "LeaderCore"]
 
-# Seconds without any event, though a deadline is due at least twice in them, after which a leader takes it
-# that it was itself away.
+# After so many seconds without an event, though two deadlines fall into them, the leader was itself away.
 DEAF_S = 1.2
-# Seconds after the first frequent event of a large job until the leader looks at all of them.
+# Seconds after the first frequent event of a large job until the leader plans for all of them.
 TOGETHER_S = 0.05
-# An event that tells nothing new of a member may wait for longer.
+# A routine event may wait for longer.
 ROUTINE_S = 0.25
 _FREQUENT = (
     io.FromMember,
@@ -82,7 +80,6 @@ class LeaderCore:
 
     @property
     def view(self) -> LeaderView:
-        """What a shell may read of this core."""
         return LeaderView(self)
 
     # --- the contract ----------------------------------------------------------------------------------
@@ -91,7 +88,7 @@ class LeaderCore:
         """Take one event at time ``now`` (monotonic seconds); return the effects to perform in order."""
         state = self.state
         if now - state.now > DEAF_S:
-            # The leader itself was stopped: that it heard nothing meanwhile says nothing of the others.
+            # The leader itself was stopped, so its silence is no evidence against the members.
             state.liveness.elected = now
         if isinstance(event, io.LeaderTick):
             state.liveness.tick_was_late(max(0.0, now - self.timer.due), now)
@@ -106,8 +103,10 @@ class LeaderCore:
         return self.outbox.effects
 
     def _plan_when_due(self, event: io.Event) -> None:
-        """A plan looks at every replica. Where they are thousands it is made for many events together, by the
-        timer alone: then how late that is tells how late everything is that I hear."""
+        """Plan now, or in a large job by the timer, because a plan looks at every replica.
+
+        The timer's delay then tells the delay of every message.
+        """
         if self.state.is_large and isinstance(event, _FREQUENT):
             patience_s = ROUTINE_S if self._is_routine(event) else TOGETHER_S
             self.timer.plan_at = min(self.timer.plan_at, self.state.now + patience_s)
@@ -117,8 +116,7 @@ class LeaderCore:
         self.timer.deadline = self._next_deadline()
 
     def _is_routine(self, event: io.Event) -> bool:
-        """Whether this says no more than that somebody lives and where it is, that one more has come, or one
-        of those who all must answer has."""
+        """Whether the event only shows life, one more session, or one of the answers that all must give."""
         if isinstance(event, io.TrainerStatusSeen):
             return event.status.trainer == "running"
         if isinstance(event, io.FromMember):
@@ -133,7 +131,7 @@ class LeaderCore:
         """When to call again with Tick at the latest."""
         timer = self.timer
         if self.state.leading and timer.deadline is not None and self.state.is_large:
-            # However many events come meanwhile: what each of them would postpone would never be.
+            # Events that come meanwhile do not postpone it, or it would never be due.
             due: float | None = min(timer.deadline, timer.plan_at)
         else:
             due = self._next_deadline()
@@ -160,7 +158,7 @@ class LeaderCore:
     # --- the record ------------------------------------------------------------------------------------
 
     def on_elected(self, event: io.Elected) -> None:
-        """Give everybody the full grace period, and announce the record to all sessions."""
+        """Give every member the full grace period, and announce the record to all sessions."""
         state, record = self.state, event.record
         state.leading = True
         state.store_id = event.store_id
@@ -181,7 +179,7 @@ class LeaderCore:
             self._adopt(writing)
 
     def on_write_failed(self, event: io.WriteFailed) -> None:
-        """Rule 1: an indefinite write is re-read; so is a refused one, which tells who wrote instead."""
+        """Rule 1: read the record again after an indefinite or a refused write."""
         writing = self.writer.writing
         if writing is not None and writing.nonce == event.nonce:
             self.writer.reading = True
@@ -198,11 +196,11 @@ class LeaderCore:
             self.outbox.emit(io.StepDown("another lighthouse has written the job's record"))
 
     def _adopt(self, record: Record) -> None:
-        """The store has committed it: now, and only now, it is announced."""
+        """Announce a record that the store has committed."""
         state, before = self.state, self.state.record
         self.writer.writing = None
         if before is not None and self.writer.says_the_same(record, before):
-            state.record = record  # only what concerns those to come has changed
+            state.record = record  # the change concerns only replicas to come
             return
         is_new_generation = before is None or before.generation != record.generation
         if is_new_generation:
@@ -276,30 +274,30 @@ class LeaderCore:
         self._greet(session)
 
     def _greet(self, session: m.OpenSession) -> None:
-        """Tell a session that begins what is in force."""
+        """Tell a session that begins the record in force."""
         record, announcement = self.state.record, self.writer.announcement
         if record is None:
             return
         if session.finished and session.generation == record.generation:
             self.endings.finished[session.replica] = session.step
         if announcement is not None:
-            self.outbox.send(session.replica, announcement.told_to(session))
+            self.outbox.send(session.replica, announcement.for_session(session))
             self.joins.serve_again(session.replica)
             if record.complete:
                 self.outbox.send(session.replica, m.Complete(record.fence, record.base.step))
 
-    def _take_session(self, session: m.OpenSession, known: Peer | None) -> None:
+    def _take_session(self, session: m.OpenSession, former: Peer | None) -> None:
         """Take a session. Keep the facts about a replaced process as long as a record names it."""
         member = self.state.record.member(session.replica) if self.state.record is not None else None
         if member is not None:
-            self.state.liveness.note_end(member)  # perhaps by the word of the session that is replaced now
+            self.state.liveness.note_end(member)  # perhaps the session that is replaced now proves it
         records = [x for x in (self.state.record, self.writer.writing) if x is not None]
-        is_named = known is not None and any(x.lists(session.replica, known.incarnation) for x in records)
+        is_named = former is not None and any(x.lists(*former.process) for x in records)
         self.state.liveness.opened(session, self.state.now, is_named)
         self.state.autonomy_s = max(self.state.autonomy_s, session.autonomy_s)
 
     def _refusal(self, session: m.OpenSession) -> m.Rejected | None:
-        """Why this session cannot be: in a sentence that says what to do."""
+        """The refusal of this session, in a sentence that says what to do, or None."""
         live, record = self.state.liveness, self.state.record
         replaced = refusal.replaced(session, live)
         if replaced:
@@ -317,33 +315,28 @@ class LeaderCore:
             peer.closed = self.state.now
 
     def on_status(self, event: io.TrainerStatusSeen) -> None:
-        status, member = (
-            event.status,
-            self.state.record.member(event.status.replica) if self.state.record else None,
-        )
+        status, record = event.status, self.state.record
+        member = record.member(status.replica) if record is not None else None
         before = self.state.liveness.hear(status, member, self.state.now)
         if member is not None and status.trainer == "gone":
             self.state.liveness.note_end(member)
         listed = member is not None and member.incarnation == status.incarnation
         counts = listed or self.state.liveness.statuses_of(status.rank)[status.replica].says(status)
         if counts and (before is None or not before.says(status)) and status.trainer in ("gone", "stopped"):
-            incident_id = (
-                self.state.next_incident_id()
-                if listed and not (self.state.record and self.state.record.complete)
-                else ""
-            )
+            answered = listed and not (record is not None and record.complete)
+            incident_id = self.state.next_incident_id() if answered else ""
             self.outbox.record_event(
                 "trainer " + status.trainer, status.replica, "seen by its checkpoint server", incident_id
             )
         self.endings.note_ended(status.replica, status.ended)
         self._record_durable(status, before)
 
-    def _record_durable(self, status: m.TrainerStatus, known: LastStatus | None) -> None:
-        if status.durable and (known is None or status.durable != known.durable):
+    def _record_durable(self, status: m.TrainerStatus, before: LastStatus | None) -> None:
+        if status.durable and (before is None or status.durable != before.durable):
             self.outbox.record_event(
                 "durable", status.replica, f"the checkpoint of step {status.durable[-1].step} is complete"
             )
-        if status.durable_error and (known is None or status.durable_error != known.durable_error):
+        if status.durable_error and (before is None or status.durable_error != before.durable_error):
             self.outbox.record_event("durable failed", status.replica, status.durable_error)
 
     def on_status_closed(self, event: io.TrainerStatusClosed) -> None:
@@ -354,10 +347,8 @@ class LeaderCore:
         if status is None:
             return
         belongs = event.replica in self.state.liveness.peers or self.state.lists(event.replica)
-        if not (belongs or status.deaths or status.durable):
-            del self.state.liveness.statuses_of(event.rank)[
-                event.replica
-            ]  # it was never let in, and leaves nothing to know
+        if not (belongs or status.deaths or status.durable):  # it was never admitted
+            del self.state.liveness.statuses_of(event.rank)[event.replica]
 
     def on_member(self, event: io.FromMember) -> None:
         peer = self.state.liveness.peers.get(event.replica)
@@ -376,7 +367,7 @@ class LeaderCore:
             self.progress.last_step_at = self.state.now
             self.rebuilds.note_step()
         if peer.beat is not None and beat.busy != peer.beat.busy:
-            # The announced work is over, or other work begins: its time counts from now.
+            # The announced work is over, or other work begins, with a time of its own from now on.
             self.evictions.stragglers.came(peer.session.replica)
         peer.beat = beat
         self.progress.record_empty_step(peer, beat)
@@ -387,7 +378,7 @@ class LeaderCore:
         self.bases.note_loaded(beat.generation)
         writing, record = self.writer.writing, self.state.record
         if writing is None or record is None or writing.generation == record.generation:
-            # Else a member might go on in a generation that the write in flight ends.
+            # Rule 1: otherwise a member might go on in a generation that the write in flight ends.
             self.outbox.send(peer.session.replica, m.HeartbeatAck(beat.number))
         self.evictions.evict_stragglers(peer, beat)
 

@@ -1,4 +1,4 @@
-"""How members go on after a forced epoch."""
+"""The decision of a forced epoch, from the reports to the members."""
 
 from dataclasses import dataclass, replace
 
@@ -30,7 +30,6 @@ class Decisions:
             self.outbox.send(peer.session.replica, self.row(peer.session.replica))
 
     def decide_epoch(self, record: Record) -> None:
-        """Rule 5."""
         reports = self.state.epoch.reports
         if not record.is_forced or self.state.epoch.decision is not None:
             return
@@ -59,12 +58,12 @@ class Decisions:
                 self.outbox.send(member.replica, self.row(member.replica))
 
     def row(self, replica: str) -> m.Resume:
-        """The decision as this member is told it: most have nothing to add, and are told the same object."""
+        """The decision with this member's row; members without a row share one object."""
         assert self.state.epoch.no_row is not None
         return self.state.epoch.rows.get(replica, self.state.epoch.no_row)
 
     def _stop_job(self, record: Record, reason: str) -> None:
-        """A person is needed: said once to everybody."""
+        """Tell every member once that a person is needed."""
         if self.state.epoch.stopped:
             return
         self.state.epoch.stopped = reason

@@ -1,10 +1,8 @@
-"""How a job ends: complete, or failed for good (a user's loop that raised, a micro-batch that kills); and
-what outlives that.
+"""How a job ends: complete, or failed for good (a user's loop that raised, a micro-batch that kills).
 
-A failed job says why in its record, so that it is told to every process that comes, whichever lighthouse
-leads: those that run, and those that a launcher starts again, however often it does. Launchers restart what
-ends with exit code 1, and the same mistake comes again. So the job begins again, from what memory still
-holds, by an operator's word alone.
+The record of a failed job says why, so every leader tells it to every process that comes. Launchers restart
+processes that end with exit code 1, and the same mistake comes again. So only an operator's word begins the
+job again, from the states that are still in memory.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,7 +22,7 @@ from fabric.protocol.rules.assignment import lost_parts
 
 @dataclass(slots=True, eq=False)
 class Endings:
-    """Decides when a job is over, and tells it to every process that comes."""
+    """Rules 10 and 11: decides when a job is over, and tells it to every process that comes."""
 
     state: JobState
     outbox: LeaderOutbox
@@ -44,22 +42,20 @@ class Endings:
                 self.outbox.record_event("finished", peer.session.replica, message.why)
 
     def note_ended(self, replica: str, ended: JobEnd | None) -> None:
-        """A member finished and this leader did not hear it. If no member went on since, that was the end
-        of this generation's job, whatever epochs were written since."""
+        """A member finished and this leader did not hear it.
+
+        If no member went on since, that was the end of this generation's job, in spite of later epochs.
+        """
         record = self.state.record
         if ended is None or record is None or record.failed:
             return
-        of_mine = (ended.fence.store_id, ended.fence.generation) == (record.store_id, record.generation)
-        if (
-            of_mine
-            and record.lists(replica, ended.incarnation)
-            and ended.step >= (self.progress.highest_step or 0)
-        ):
+        if (ended.fence.store_id, ended.fence.generation) != (record.store_id, record.generation):
+            return
+        if record.lists(replica, ended.incarnation) and ended.step >= (self.progress.highest_step or 0):
             self.end_step = ended.step
 
     def refuse_early_ends(self, record: Record) -> None:
-        """Whose loop has ended outside, and the job has gone on: it would wait for an end that is not its
-        own. It is told so, and goes."""
+        """Refuse replicas whose loop ended outside while the job went on: they would wait for another end."""
         if not self.finished:
             return
         for name in [n for n in self.finished if not self.state.lists(n)]:
@@ -75,8 +71,11 @@ class Endings:
             self.outbox.send(name, m.Rejected(why))
 
     def complete(self, record: Record) -> bool:
-        """Rule 10: all that stay have finished; where nobody stays, all. A newcomer that has entered no round
-        gets into none any more, for nobody contributes: published gradients take it to the end, if any."""
+        """Rule 10: all members that stay have finished; if none stays, all.
+
+        A newcomer that has entered no round enters none any more, because no member contributes. Published
+        gradients take it to the end, if any.
+        """
         if self.end_step is not None:
             self.writer.write_complete(record, self.end_step)
             return True
@@ -98,7 +97,7 @@ class Endings:
         return True
 
     def begin_epoch(self, record: Record, is_new_generation: bool) -> None:
-        """Forget what the epoch before made of the end."""
+        """Forget the end of the epoch before."""
         if is_new_generation:
             self.end_step = None
         if is_new_generation or record.failed:
@@ -118,11 +117,11 @@ class Endings:
         name, record = peer.session.replica, self.state.record
         why = f"{name} failed at step {message.step}: {message.why}"
         if record is None or record.complete or record.failed or not self.state.in_force(peer):
-            # The others know nothing of what this one does: its mistake is its own.
+            # Only this process computes that, so its mistake is its own.
             self.outbox.record_event("failed outside", name, message.why)
             self.outbox.send(name, m.Rejected(why))
         elif not self.failure and message.fence.generation == record.generation:
-            # By its own word: its last beat may be from before this generation began.
+            # The message names the generation: the last heartbeat may be from before it began.
             self.failure = why
 
     def fail(self, record: Record) -> bool:
@@ -136,9 +135,8 @@ class Endings:
             self.failure = self.failure or poison.sentence(deaths)
         elif lost and record.roster:
             self.failure = self.failure or (
-                f"no member can read shard {lost[0]}: bring back one of the replicas that can, and start"
-                f" the job "
-                'again, or let it wait for one with on_loss="wait"'
+                f"no member can read shard {lost[0]}: bring back one of the replicas that can, and start the "
+                'job again, or let it wait for one with on_loss="wait"'
             )
         elif poison.size(poisoned) > poison.MOST:
             self.failure = (
@@ -148,14 +146,10 @@ class Endings:
         if not self.failure:
             return False
         failed = self.failure[:MAX_REASON_CHARACTERS]
-        reason = f"failed: {failed}"
+        incident_id = self.state.next_incident_id()
         self.writer.write(
             replace(
-                record,
-                failed=failed,
-                reason=reason,
-                incident_id=self.state.next_incident_id(),
-                poison=poisoned,
+                record, failed=failed, reason=f"failed: {failed}", incident_id=incident_id, poison=poisoned
             )
         )
         return True
@@ -163,14 +157,11 @@ class Endings:
     @property
     def refused_for(self) -> str:
         """Why every new process of a failed job is refused, or empty."""
-        return (
-            self.state.record.failed
-            if self.state.record is not None and not self.restart_after_failure
-            else ""
-        )
+        record = self.state.record
+        return record.failed if record is not None and not self.restart_after_failure else ""
 
     def refusal_as_failed(self, session: m.OpenSession) -> m.Rejected | None:
-        """Every replica of a failed job is told so once."""
+        """Tell each replica of a failed job once that it has failed."""
         record = self.state.record
         if record is None or not record.failed:
             return None
@@ -184,7 +175,7 @@ class Endings:
         return m.Rejected(why, poison=record.poison)
 
     def retry(self, event: io.Operator) -> None:
-        """From now on new processes are let in, and begin the job again when enough of them are there."""
+        """Let new processes in from now on; they begin the job again when enough of them are there."""
         if self.state.record is not None and self.state.record.failed and not self.restart_after_failure:
             self.restart_after_failure = True
             why = f"by {event.who}: {event.why}; it had failed: {self.state.record.failed}"

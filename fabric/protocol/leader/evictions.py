@@ -1,4 +1,4 @@
-"""Which members are left out of the next epoch."""
+"""The members that the next epoch leaves out."""
 
 from dataclasses import dataclass, field
 
@@ -39,18 +39,18 @@ class Evictions:
         self.outbox.record_event("evicting", replica, reason, self.state.next_incident_id())
 
     def cancel(self, record: Record) -> None:
-        """No other member could take over: each one that is heard again, and whose state is good, goes on."""
+        """Pardon each member that is heard again and has a good state, because no other could take over."""
         epoch = self.state.epoch
         for member in record.roster:
             if member.replica not in epoch.pending_evictions or member.replica in epoch.cannot_continue:
                 continue
             if not self.state.liveness.failure_reason(member, self.state.now):
                 del epoch.pending_evictions[member.replica]
-                why = "it goes on, for nobody could take over"
+                why = "it goes on, because no other member could take over"
                 self.outbox.record_event("heard again", member.replica, why)
 
     def evict(self, record: Record) -> bool:
-        """Rule 2, and the wait for a cold start when nobody who knows the job's state is left."""
+        """Rule 2, and the wait for a cold start when no member that knows the job's state is left."""
         for member in self.state.liveness.suspects(record.roster, self.state.now):
             if member.replica not in self.state.epoch.pending_evictions:
                 reason = self.state.liveness.failure_reason(member, self.state.now)
@@ -72,15 +72,17 @@ class Evictions:
         return True
 
     def evict_unresponsive(self, record: Record) -> None:
-        """A member that lives may take as long for its answer to a forced epoch as for its user code, which
-        may hold the interpreter's lock. Then the others go on."""
+        """Evict a living member that takes longer for its report than its user code may take.
+
+        User code may hold the interpreter's lock, so until then the others wait.
+        """
         reports, pending = self.state.epoch.reports, self.state.epoch.pending_evictions
         if not record.is_forced or self.state.epoch.decision is not None:
             return
         answered = (x for x in record.roster if x.replica in reports and x.replica not in pending)
         if not any(self.state.knows(x) for x in answered):
             return
-        # Since this leader could hear it: not while it was itself stopped, or another led.
+        # From when this leader could hear it, so not while it was itself stopped, or another one led.
         waited_s = self.state.now - max(self.state.epoch.since, self.state.liveness.elected)
         for member in record.roster:
             peer = self.state.liveness.peers.get(member.replica)
@@ -91,7 +93,7 @@ class Evictions:
             )
 
     def evict_stragglers(self, peer: Peer, beat: m.Heartbeat) -> None:
-        """The others wait for user code only as long as ``user_code_s`` or ``busy`` says."""
+        """Evict members whose user code takes longer than ``user_code_s``, or than ``busy`` announced."""
         name = peer.session.replica
         if beat.step > self.stragglers.since.get(name, (beat.step, 0.0))[0]:
             self.stragglers.came(name)
@@ -118,7 +120,7 @@ class Evictions:
                 self.schedule(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
 
     def evict_slow_joiners(self, record: Record) -> None:
-        """The others wait for the state of a blocking join at most as long as for one exchange."""
+        """Evict blocking joins whose state does not arrive within the time of one exchange."""
         for name in self.state.blocking_joiners(record):
             limit_s = self.state.join_stall_s(name)
             if self.state.now - self.state.epoch.decided_at >= limit_s:

@@ -21,14 +21,13 @@ MAX_WHY_CHARACTERS = 120
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """``about`` (``kind``: replica or host) failed ``times`` times and is kept out until ``until``, Unix
-    seconds; ``why`` it failed last."""
+    """A replica or host that failed too often, and is kept out."""
 
-    kind: str
+    kind: str  # replica or host
     about: str
     times: int
-    until: float
-    why: str
+    until: float  # Unix seconds
+    why: str  # it failed last
 
     @property
     def sentence(self) -> str:
@@ -41,13 +40,13 @@ class Penalty:
 
 @dataclass(slots=True, eq=False)
 class FailureEvidence:
-    """Counts failures by replica and host, and keeps out who failed too often."""
+    """Rule 7: counts failures by replica and host, and keeps out those that failed too often."""
 
     state: JobState
     failures: tuple[HostFailure, ...] = ()
     hosts: tuple[HostHistory, ...] = ()
     forgiven_deaths: set[tuple[str, Death]] = field(default_factory=set)
-    # When, from what, and the result: the same question comes for every newcomer.
+    # The time, the arguments and the result: the same question comes for every newcomer.
     _penalties: tuple[float, tuple[HostFailure, ...], Record | None, list[Penalty]] = (0.0, (), None, [])
 
     def recall(self, record: Record) -> None:
@@ -57,7 +56,7 @@ class FailureEvidence:
         self.hosts = host_history.by_this_clock(record.hosts, now)
 
     def note_failures(self, record: Record) -> None:
-        """Before the epoch without them is written. Once per epoch, however often that write is tried."""
+        """Note the pending evictions as failures, once per epoch even if its write is tried again."""
         now = self.state.unix_now
         noted = {(x.replica, x.epoch) for x in self.failures}
         new = [
@@ -79,8 +78,7 @@ class FailureEvidence:
         return self.state.unix_now - failure.at
 
     def penalties(self) -> list[Penalty]:
-        """Of replicas and hosts, as the evidence has them now. A host is to blame only where the job has
-        another one."""
+        """The penalties of replicas and hosts now. A host is to blame only if the job has another one."""
         if self._penalties[:3] != (self.state.now, self.failures, self.state.record):
             self._penalties = (self.state.now, self.failures, self.state.record, self.find_penalties())
         return self._penalties[3]
@@ -101,7 +99,7 @@ class FailureEvidence:
         return penalties
 
     def _penalty(self, kind: str, about: str, failures: list[HostFailure]) -> Penalty:
-        """It ends when fewer than the limit lie within the window."""
+        """The penalty, which ends when fewer failures than the limit lie within the window."""
         newest = sorted(failures, key=self._age_s)
         until = newest[self.state.config.failures - 1].at + self.state.config.failures_s
         return Penalty(kind, about, len(failures), until, newest[0].why)
@@ -125,7 +123,7 @@ class FailureEvidence:
         return about in accused or any(about in (x.replica, host_of(x)) for x in members)
 
     def forgive_past(self, about: str) -> None:
-        """Of a host, or of a replica and so of the hosts that it failed on and is on now."""
+        """Forget the failures of a host, or of a replica and of the hosts where it failed and is now."""
         peer = self.state.liveness.peers.get(about)
         hosts = {about, *(x.host for x in self.failures if x.replica == about)}
         hosts |= {host_of(as_member(peer.session))} if peer is not None else set()
@@ -133,7 +131,7 @@ class FailureEvidence:
         self.hosts = tuple(x for x in self.hosts if x.host not in hosts)
 
     def suspect_host(self, peer: Peer) -> HostHistory | None:
-        """Its host, where that has failed so often in the last days that it is likely to fail again."""
+        """Its host's history, if that host has failed so often that it is likely to fail again."""
         host, now = host_of(as_member(peer.session)), self.state.unix_now
         if not self.state.config.failures or not self.hosts or not self._has_other_host(host):
             return None
@@ -141,7 +139,7 @@ class FailureEvidence:
         return next((x for x in histories if self.host_score(x, now) >= host_history.SUSPECT), None)
 
     def hosts_that_failed(self) -> list[dict[str, Any]]:
-        """For people, the most suspect first: what is remembered, what it comes to now, and who is there."""
+        """For people: each host's history, its score now and its replicas, the most suspect host first."""
         now = self.state.unix_now
         there = defaultdict[str, set[str]](set)
         for member in (
@@ -165,23 +163,23 @@ class FailureEvidence:
         return host_history.score(host, unix_s, self.state.config.half_life_s)
 
     def stands_by(self, peer: Peer) -> bool:
-        """Whether it takes part only while members are missing: it asked to, or its host is suspect."""
+        """Whether it contributes only while members are missing: it is a spare, or its host is suspect."""
         return peer.session.spare or self.suspect_host(peer) is not None
 
     def known_poison(self, record: Record) -> tuple[Poison, ...]:
-        """The poison of the next forced record: that of this one, and what was proven since."""
+        """The poison of the next forced record: that of this one, and the poison proven since."""
         if record.sharing.on_poison != "skip":
             return ()
         return poison.merged(record.poison, poison.proven(self.state.deaths(), self.forgiven_deaths))
 
     def forgive_deaths(self) -> None:
-        """Somebody has looked at it and starts again: what killed before counts no more."""
+        """An operator has looked at the job and starts it again: earlier deaths count no more."""
         self.forgiven_deaths = {
             (replica, death) for replica, deaths in self.state.deaths() for death in deaths
         }
 
 
 def host_of(member: Member) -> str:
-    """Where all of its ranks are reached, or empty."""
+    """The host of all of its ranks; empty if they are on several."""
     hosts = {x.link.rpartition(":")[0] for x in member.addresses}
     return hosts.pop() if len(hosts) == 1 else ""

@@ -1,4 +1,4 @@
-"""How newcomers get the state, and enter the roster."""
+"""Joins: how newcomers get the state, and enter the roster."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -12,27 +12,23 @@ from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.messages import network as m
 
-# Seconds before members that all missed a step are asked for another one.
+# Seconds before the leader asks members that all missed a step for another one.
 SERVE_AGAIN_S = 0.1
-# A newcomer whose distance to the job has not shrunk for so many steps will not get there by replay.
+# A newcomer whose gap has not shrunk for so many steps does not get there by replay.
 GAP_STEPS = 10
 
 
 @dataclass(slots=True)
 class Serving:
-    """A snapshot promised to one newcomer: the step, and who has answered how.
-
-    ``tries`` counts the snapshots it was told of, ``gap`` is the smallest distance to the job's step that it
-    had since the newest, ``gap_at`` the job's step then. ``fallback``: why it comes in while the others wait.
-    """
+    """A snapshot promised to one newcomer, and the members' answers."""
 
     step: int = -1
     epoch: int = 0
-    tries: int = 0
+    tries: int = 0  # how many snapshots the newcomer was told of
     again: bool = False
-    gap: int = -1
-    gap_at: int = 0
-    blocking_reason: str = ""
+    gap: int = -1  # its smallest distance to the job's step since the newest snapshot
+    gap_at: int = 0  # the job's step then
+    blocking_reason: str = ""  # why it enters by a blocking join; empty: it does not
     asked: set[str] = field(default_factory=set)
     taken: dict[str, str] = field(default_factory=dict)  # replica -> digest
     missed: set[str] = field(default_factory=set)
@@ -42,7 +38,7 @@ class Serving:
 
 @dataclass(slots=True, eq=False)
 class Joins:
-    """Serves newcomers and admits them."""
+    """Rule 4: serves newcomers and admits them."""
 
     state: JobState
     outbox: LeaderOutbox
@@ -53,7 +49,7 @@ class Joins:
     serving: dict[str, Serving] = field(default_factory=dict)
 
     def on_request_state(self, peer: Peer, message: m.RequestState) -> None:
-        """A newcomer that falls off starts again from a newer snapshot once; then the others wait for it."""
+        """Let a newcomer whose replay failed start again from a newer snapshot once; then the others wait."""
         if self.state.in_force(peer):
             return
         name = peer.session.replica
@@ -77,7 +73,7 @@ class Joins:
             serving.missed.add(peer.session.replica)
 
     def serve(self, record: Record) -> None:
-        """Catch-up: have the members snapshot at a step to come, and tell the newcomer who did."""
+        """Ask the members to snapshot at a later step, and tell the newcomer the sources."""
         if not self.serving:
             return
         names = {x.replica for x in record.roster}
@@ -91,7 +87,7 @@ class Joins:
             elif inside or serving.blocking_reason or self.admission.is_penalised(record, peer):
                 continue
             elif self.admission.out_of_reach(record, peer):
-                continue  # what the members would keep for it does not get to it
+                continue  # it could not fetch the published gradients
             elif serving.has_sources:
                 self._watch_gap(record, peer, serving)
             else:
@@ -104,7 +100,7 @@ class Joins:
                     self.ask_to_serve(record, joiner, step)
 
     def _watch_gap(self, record: Record, peer: Peer, serving: Serving) -> None:
-        """Replay that does not gain on the job leads nowhere, however long it lasts."""
+        """End a replay that does not gain on the job."""
         if not self.state.is_of_generation(peer):
             return
         top = self.state.top_step()
@@ -141,7 +137,7 @@ class Joins:
                 serving.asked.clear()
 
     def serve_again(self, replica: str) -> None:
-        """A session began again: requests and answers on the one before may have been lost."""
+        """Repeat requests to a session that began again: those of the earlier one may be lost."""
         own = self.serving.get(replica)
         if own is not None and self.state.is_blocking_join(replica):
             own.has_sources = False
@@ -160,7 +156,7 @@ class Joins:
         self.outbox.send(joiner, m.StateSources(record.fence, state, urls, serving.again))
 
     def serve_blocking_joins(self, record: Record) -> None:
-        """The members stand at the step that was decided: they snapshot it, and the newcomer fetches that."""
+        """Let the members snapshot the decided step, at which they stand, for the newcomer to fetch."""
         for name in self.state.blocking_joiners(record):
             assert self.state.epoch.decision is not None
             serving = self.serving.get(name)
@@ -176,7 +172,7 @@ class Joins:
                 self.ask_to_serve(record, name, self.state.epoch.decision.step)
 
     def admit_blocking_join(self, record: Record) -> bool:
-        """A newcomer that cannot catch up while the others step: they stop once, and wait for its state."""
+        """Admit a newcomer that cannot catch up while the others step: they wait once for its state."""
         for name, serving in self.serving.items():
             peer = self.state.liveness.peers.get(name)
             if not serving.blocking_reason or peer is None or not self.admission.is_welcome(record, peer):
@@ -218,25 +214,17 @@ class Joins:
         ready = wanted + spares[: max(0, self.limits.full - len(record.roster) - len(wanted))]
         since = record.epoch + 1
         newcomers = tuple(replace(as_member(p.session), joining=True, since=since) for p in ready)
-        names = ", ".join(x.replica for x in newcomers)
+        names, losses = ", ".join(x.replica for x in newcomers), self.outbox.loss_incidents
         self.writer.write_epoch(
             record,
             record.roster + newcomers,
             forced=self.state.is_parked(record),
             why=f"{names} joins",
-            incident_id=next(
-                (
-                    self.outbox.loss_incidents[x.replica]
-                    for x in newcomers
-                    if x.replica in self.outbox.loss_incidents
-                ),
-                "",
-            ),
+            incident_id=next((losses[x.replica] for x in newcomers if x.replica in losses), ""),
         )
         return True
 
     def _may_join(self, record: Record, peer: Peer, near: int) -> bool:
-        """``near``: the step that it must have come to."""
         if peer.generation != record.generation or peer.step < near:
             return False
         return self.admission.is_welcome(record, peer)

@@ -1,4 +1,4 @@
-"""Operators' orders about members: drains, other limits, and objections to an order."""
+"""Operators' orders about members: drains, limits, and objections to an order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ class OperatorOrders:
     draining: dict[str, str] = field(default_factory=dict)  # replica -> by whom and why
 
     def rescale(self, record: Record) -> bool:
-        """Members learn how many are needed from their epoch: a forced one, as it parks or wakes them all."""
+        """Write a forced epoch, from which the members learn a new minimum, if that parks or wakes them."""
         if (len(record.roster) < self.limits.least) == (
             self.state.is_decided(record) and self.state.is_short(record)
         ):
@@ -38,7 +38,7 @@ class OperatorOrders:
         return True
 
     def _drain_surplus(self, record: Record) -> None:
-        """More members than there may be: the newest of them leave at a step boundary."""
+        """Drain the newest members above the maximum."""
         if not self.limits.overrides.max_replicas:
             return
         staying = [x for x in record.roster if not x.leaving and x.replica not in self.draining]
@@ -66,7 +66,7 @@ class OperatorOrders:
         return True
 
     def _dismiss(self, record: Record) -> None:
-        """Tell replicas that are to leave, and are outside already, that they need not come back."""
+        """Tell drained replicas outside the roster that they need not come back."""
         for name in [n for n in self.draining if record.member(n) is None]:
             reason = f"{name} is {self.draining[name]}: start it again when it is wanted"
             self.outbox.send(name, m.Rejected(reason))
@@ -82,23 +82,22 @@ class OperatorOrders:
             return f"{gone}; say it again when a process of it is connected"
         others = [x for x in record.roster if not x.leaving and x.replica not in (name, *self.draining)]
         if member is not None and not member.leaving and not others:
-            return "nobody else would stay, and a job needs a member: to stop it, end its processes"
+            return "no other member would stay, and a job needs one: to stop the job, end its processes"
         shard = self._shard_that_only(name, record, others)
         if shard is not None:
             return (
-                f"no other member can read shard {shard}, and the job would wait for one that can: bring"
-                f" one back "
-                "first, or end the process"
+                f"no other member can read shard {shard}, and the job would wait for one that can: bring one "
+                "back first, or end the process"
             )
         return ""
 
     def _objection_to_evict(self, record: Record, name: str) -> str:
         if record.member(name) is None:
             return f"it is no member; where a process of it waits outside, `fabric drain {name}` ends that"
-        return "" if self.state.is_spared_by(name) else "nobody else in the roster knows the job's state"
+        return "" if self.state.is_spared_by(name) else "no other member knows the job's state"
 
     def _shard_that_only(self, name: str, record: Record, others: Sequence[Member]) -> int | None:
-        """A shard that the replica ``name`` can read and none of ``others`` can, where the job would wait."""
+        """A shard that only the replica ``name`` can read and none of ``others``, if the job would wait."""
         if not waits_for_data(record.sharing, others):
             return None
         peer, member = self.state.liveness.peers.get(name), record.member(name)
@@ -109,13 +108,13 @@ class OperatorOrders:
         return next((part for part in lost if data_slot in readers_of(part, record.sharing)), None)
 
     def objection(self, asked: io.Operator) -> str:
-        """Why what an operator asks for cannot be, in a sentence, or empty."""
+        """Why this order cannot be followed, in a sentence, or empty."""
         record = self.state.record
         if record is None:
             return f"job {self.state.job} has not started: say this when it has its first epoch"
         if record.complete:
             step = record.base.step
-            return f"job {self.state.job} is complete at step {step}: nobody joins or leaves it any more"
+            return f"job {self.state.job} is complete at step {step}: no replica joins or leaves it any more"
         if asked.action == "retry" and not record.failed:
             return f"job {self.state.job} has not failed: there is nothing to begin again"
         if asked.action not in ("drain", "evict"):

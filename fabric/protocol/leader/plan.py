@@ -1,4 +1,4 @@
-"""The plan: what a leader does next, as a table of rules in order. And when it looks at the table again."""
+"""The plan of a leader: a table of rules in order, and the time of the next pass over it."""
 
 import math
 from collections.abc import Callable
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanRule:
-    """One row of the plan. ``apply`` returns whether the rule made the move of this pass, which then ends."""
+    """One row of the plan."""
 
     name: str
-    apply: Callable[["LeaderCore", Record], bool]
+    apply: Callable[["LeaderCore", Record], bool]  # whether the rule made the move of this pass, which ends
 
 
 def first_move(rules: tuple[PlanRule, ...], leader: "LeaderCore", record: Record) -> bool:
@@ -25,7 +25,7 @@ def first_move(rules: tuple[PlanRule, ...], leader: "LeaderCore", record: Record
 
 
 def _and_go_on(act: Callable[["LeaderCore", Record], object]) -> Callable[["LeaderCore", Record], bool]:
-    """A rule that never ends the pass."""
+    """Make a rule that never ends the pass."""
 
     def apply(leader: "LeaderCore", record: Record) -> bool:
         act(leader, record)
@@ -48,7 +48,7 @@ def _change_settled_roster(leader: "LeaderCore", record: Record) -> None:
         first_move(SETTLED_RULES, leader, record)
 
 
-# Of these the first that applies makes the move. They wait until every member runs in the epoch in force.
+# The first that applies makes the move. They wait until every member runs in the epoch in force.
 SETTLED_RULES: tuple[PlanRule, ...] = (
     PlanRule("rescale", lambda leader, record: leader.orders.rescale(record)),
     PlanRule("drain", lambda leader, record: leader.orders.drain(record)),
@@ -96,6 +96,6 @@ def make_plan(leader: "LeaderCore") -> None:
 class PlanTimer:
     """When the leader plans, and when it asked to be called."""
 
-    plan_at: float = math.inf  # when the events since the last plan are looked at, at the latest
+    plan_at: float = math.inf  # when the leader plans for the events since the last plan, at the latest
     deadline: float | None = None  # as the last plan left it
     due: float = math.inf  # when the leader asked for a tick

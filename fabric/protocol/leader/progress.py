@@ -1,4 +1,4 @@
-"""How far the job has come, by the word of its members."""
+"""The progress of the job, by its members' heartbeats."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,12 @@ class Progress:
 
     state: JobState
     outbox: LeaderOutbox
-    last_step_at: float  # when a member last told of a further step
+    last_step_at: float  # when a member last reported a further step
     highest_step: int | None = None  # of this generation; None: an earlier leader may know of more
     empty: tuple[int, int] = (0, -1)  # generation and number of the newest step of weight 0 in an event
     empty_due: float = 0.0  # when the next such event may follow
 
     def note_step(self, peer: Peer) -> None:
-        """A member stands at this step."""
         if self.state.in_force(peer) and self.state.is_of_generation(peer):
             self.highest_step = max(self.highest_step or 0, peer.step)
 
@@ -34,5 +33,5 @@ class Progress:
             return
         if self.state.in_force(peer) and self.state.is_of_generation(peer):
             self.empty, self.empty_due = newest, self.state.now + EMPTY_S
-            why = f"step {beat.empty} was committed with total weight 0: nobody had data for it"
+            why = f"step {beat.empty} was committed with total weight 0: no member had data for it"
             self.outbox.record_event("empty step", "", why)

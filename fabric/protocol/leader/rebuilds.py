@@ -1,5 +1,4 @@
-"""The answer to an abort: the same members rebuild their ring, or leave out members without links, or members
-that hold the others up."""
+"""The answer to an abort: the members rebuild their ring, perhaps without those that they cannot reach."""
 
 from dataclasses import dataclass, field
 
@@ -13,8 +12,8 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import missing_links, reachable_set
 from fabric.protocol.rules.wait_graph import RingRebuilds, blamed_link, ring_order, root_waiters
 
-# Seconds since a process was last heard, by either source, after which a missing link to it may be its death.
-# Then the verdict on that is waited for, which says more.
+# A process that was not heard for so many seconds, by either source, may be dead: then a missing link to it
+# waits for that verdict.
 QUIET_S = 0.75
 
 
@@ -29,14 +28,16 @@ class RingRebuilder:
     ring_rebuilds: RingRebuilds = field(default_factory=RingRebuilds)
 
     def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
-        """An abort in any epoch since the last forced one ends only with the next forced one: a planned epoch
-        helps nobody who waits in the one before it. A leaving member's abort holds the others up too. A
-        process that no such epoch listed was in no such round, whatever it says."""
+        """Note an abort in any epoch since the last forced one: only the next forced one ends it.
+
+        A planned epoch does not free members that wait in the one before it, and a leaving member's abort
+        stops the others too. A process that none of these epochs listed was in none of their rounds.
+        """
         name = peer.session.replica
         if not self.state.in_force(peer) and peer.process not in self.state.epoch.departed:
             return
         if message.waiting_for or message.stalled:
-            # It was in the round that ends: if the others wait for it in the next one, that counts from then.
+            # It was in the round that ends. A wait for it in the next round counts from then.
             self.evictions.stragglers.came(name)
         if not self.state.is_recent(message.fence):
             return
@@ -54,7 +55,7 @@ class RingRebuilder:
             self.ring_rebuilds = RingRebuilds()
 
     def _note_missing(self, name: str, message: m.Aborted) -> None:
-        """One that has spoken may learn of more links that are cut."""
+        """Note further cut links of a member that may have reported others before."""
         epoch, earlier = self.state.epoch, self.state.epoch.unreachable.get(name, ())
         if not set(message.unreachable) - set(earlier):
             return
@@ -63,9 +64,12 @@ class RingRebuilder:
         epoch.unreachable[name] = tuple(dict.fromkeys((*earlier, *message.unreachable)))
 
     def rebuild(self, record: Record) -> bool:
-        """Rule 3: every abort leads to a new epoch. Left out are those that others cannot reach, newcomers
-        without links, and a member that stalled the exchange twice without an excuse. Else the same
-        members go on, in a ring order without the links complained of."""
+        """Answer every abort with a new epoch.
+
+        Leave out members that others cannot reach, newcomers without links, and a member that stalled the
+        exchange twice without an excuse. Otherwise the same members go on, in a ring order without the links
+        complained of.
+        """
         epoch = self.state.epoch
         if not epoch.aborted or self.state.now < self.rebuild_due:
             return False
@@ -82,41 +86,43 @@ class RingRebuilder:
         return True
 
     def _leave_out_unreachable(self, record: Record) -> bool:
-        """The largest set of members goes on whose members reach each other; of equal ones the more senior. A
-        missing link is nobody's failure. A member that is silent may have died of more than its link."""
+        """Keep the largest set of members that reach each other; of equal sets the more senior.
+
+        Wait while a member without a link is silent, because it may be dead.
+        """
         missing = missing_links(self.state.epoch.unreachable, record.names)
         if not missing:
             return False
         seniority = sorted(record.roster, key=lambda x: (x.since, x.data_slot, x.replica))
         newcomers = [x.replica for x in seniority if not self.state.knows(x)]
         kept = set(reachable_set([x.replica for x in seniority], missing, newcomers))
-        torn: dict[str, set[str]] = {}
+        cut: dict[str, set[str]] = {}
         for a, b in missing:
-            torn.setdefault(a, set()).add(b)
-            torn.setdefault(b, set()).add(a)
-        if any(x.replica in torn and self._is_quiet(x) for x in record.roster):
+            cut.setdefault(a, set()).add(b)
+            cut.setdefault(b, set()).add(a)
+        if any(x.replica in cut and self._is_quiet(x) for x in record.roster):
             self.state.epoch.complained_at = self.state.now
             return True
         for member in record.roster:
             if member.replica not in kept:
-                others = sorted(torn[member.replica] & kept)
+                others = sorted(cut[member.replica] & kept)
                 self._leave_out(member, f"it and {_some(others)} cannot reach each other")
         return True
 
     def _leave_out(self, member: Member, why: str) -> None:
-        """Nobody's failure: it keeps its state, and comes back when its links have held for a while."""
+        """Leave a member out that did not fail: it comes back when its links have been whole for a while."""
         self.state.epoch.not_counted_as_failure.add(member.replica)
         self.state.epoch.cut_off.add(member.replica)
         self.evictions.schedule(member.replica, why)
         self.ring_rebuilds = RingRebuilds()
 
     def _is_quiet(self, member: Member) -> bool:
-        """Whether neither its session nor its checkpoint server was heard just now."""
+        """Whether neither its session nor its checkpoint server was heard lately."""
         heard = self.state.liveness.heard_at(member)
         return self.state.now - max(heard, self.state.liveness.elected) > QUIET_S
 
     def _leave_out_newcomers(self, record: Record) -> bool:
-        """A newcomer that somebody could not link to, and that has entered no round: nobody waits for it."""
+        """Leave out newcomers that a member could not link to and that have entered no round."""
         about = {a.about for a in self.state.epoch.aborted.values()}
         out = [x for x in record.roster if x.joining and not x.blocking_join and x.replica in about]
         out = [x for x in out if x.replica not in self.state.epoch.running]
@@ -139,13 +145,12 @@ class RingRebuilder:
             ring_rebuilds.stuck.update(root_waiters(waiting, record.names))
 
     def worst(self, record: Record) -> tuple[str, str]:
-        """Whom to leave out, and why; two empty strings where the links or nobody is to blame."""
+        """The member to leave out, and why; two empty strings if no member is to blame."""
         ring_rebuilds = self.ring_rebuilds
         stuck = [name for name, times in ring_rebuilds.stuck.items() if times > 1 and self.state.lists(name)]
         if len(stuck) == 1:
-            return stuck[
-                0
-            ], f"all others waited for it in {ring_rebuilds.stuck[stuck[0]]} rounds, it for nobody"
+            rounds = ring_rebuilds.stuck[stuck[0]]
+            return stuck[0], f"all others waited for it in {rounds} rounds, and it waited for none of them"
         if ring_rebuilds.tries <= 3 or not ring_rebuilds.blame:
             return "", ""
         most = max(ring_rebuilds.blame.values())
@@ -158,7 +163,7 @@ class RingRebuilder:
 
     @property
     def rebuild_due(self) -> float:
-        """When the same members form again after an abort, unless a death shows itself before."""
+        """When the same members form again after an abort, unless a death is noticed before."""
         if self.state.epoch.unreachable:
             return self.state.epoch.complained_at + self.state.config.complaints_s
         delay_s = min(

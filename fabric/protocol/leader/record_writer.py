@@ -13,12 +13,12 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
 from fabric.protocol.rules.assignment import seated
 
-# A record stays small however many have something to say.
+# A record stays small, also if many members give reasons.
 MAX_REASON_CHARACTERS = 1000
 
 
 class RosterAnnouncement:
-    """The record in force as the messages that tell it, made once: all members get the same objects."""
+    """The messages that announce the record in force, made once: all members get the same objects."""
 
     def __init__(self, record: Record, before: Record | None) -> None:
         self.record = record
@@ -26,8 +26,8 @@ class RosterAnnouncement:
         self._again = roster_delta.change(record, record)
         self.change = self.whole if before is None else roster_delta.change(before, record)
 
-    def told_to(self, session: m.OpenSession) -> m.Epoch | m.RosterDelta:
-        """The message for a session that begins: no more of the roster than it lacks."""
+    def for_session(self, session: m.OpenSession) -> m.Epoch | m.RosterDelta:
+        """The message for a session that begins, with the part of the roster that it lacks."""
         for message in (self._again, self.change):
             if isinstance(message, m.RosterDelta) and message.before == session.roster:
                 return message
@@ -49,11 +49,11 @@ class RecordWriter:
     data_slots: dict[str, int] = field(default_factory=dict)  # replica -> its newest data slot
 
     def resolve(self, record: Record | None) -> Record | None:
-        """The write in flight, if this record, read from the store, is the one that was written."""
+        """Return this record, read from the store, if it is the write in flight; forget that write."""
         self.reading = False
         written, self.writing = self.writing, None
-        is_mine = written is not None and record is not None and record.nonce == written.nonce
-        return record if is_mine else None
+        is_own = written is not None and record is not None and record.nonce == written.nonce
+        return record if is_own else None
 
     def write(self, record: Record) -> None:
         nonce = record.nonce
@@ -99,11 +99,10 @@ class RecordWriter:
         return f"{self.entropy.getrandbits(64):016x}"
 
     def announce(self, record: Record, before: Record | None) -> None:
-        """To everybody, as the difference to what was announced ``before`` where that is understood."""
-        # As they were announced it: its digest is known already.
-        announced = (
-            self.announcement.record if self.announcement is not None and before is not None else before
-        )
+        """Announce ``record`` to every session, as the difference to ``before`` where that is understood."""
+        announced = before
+        if self.announcement is not None and before is not None:
+            announced = self.announcement.record  # the same roster, with its digest cached
         self.announcement = RosterAnnouncement(roster_delta.for_members(record), announced)
         if record.failed:
             return  # its replicas are rejected instead
@@ -117,7 +116,7 @@ class RecordWriter:
 
     @property
     def has_unwritten_overrides(self) -> bool:
-        """Whether a leader that followed now would not know them."""
+        """Whether the record lacks overrides or evidence, so that the next leader would not know them."""
         record = self.state.record
         return record is None or (self.limits.overrides, self.evidence.failures, self.evidence.hosts) != (
             record.overrides,
@@ -126,7 +125,7 @@ class RecordWriter:
         )
 
     def write_overrides(self, record: Record) -> bool:
-        """Write within the epoch what concerns newcomers only: the members need not notice."""
+        """Write, within the epoch, changes that concern newcomers only."""
         if not self.has_unwritten_overrides:
             return False
         self.write(record)
@@ -134,7 +133,7 @@ class RecordWriter:
 
     @staticmethod
     def says_the_same(record: Record, other: Record) -> bool:
-        """Whether it means the same to its members."""
+        """Whether both records mean the same to the members."""
         after = (record.fence, record.complete, record.failed)
         return after == (other.fence, other.complete, other.failed)
 
@@ -144,5 +143,5 @@ class RecordWriter:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a record is being written, or will be without those who are condemned."""
+        """Whether a record is being written, or an eviction is pending."""
         return self.writing is not None or bool(self.state.epoch.pending_evictions)

@@ -5,12 +5,12 @@ from fabric.protocol.leader.liveness import Liveness, as_member, vouches
 from fabric.protocol.messages.network import OpenSession
 from fabric.protocol.rules.compatibility import incompatibility
 
-# Seconds after which a session that says nothing is taken for one that a dead process has left open.
+# A silent session counts after so many seconds as left open by a dead process.
 HALF_OPEN_S = 10.0
 
 
 def replaced(session: OpenSession, liveness: Liveness) -> str:
-    """A newer process of the same replica is here already."""
+    """Refuse a session if a newer process of its replica is here."""
     peer = liveness.peers.get(session.replica)
     if peer is None or peer.incarnation <= session.incarnation:
         return ""
@@ -18,7 +18,7 @@ def replaced(session: OpenSession, liveness: Liveness) -> str:
 
 
 def taken(session: OpenSession, liveness: Liveness, record: Record | None, now: float) -> str:
-    """An older process of the same replica lives, as its session or its checkpoint server says."""
+    """Refuse a session if an older process of its replica lives, by its session or checkpoint server."""
     peer = liveness.peers.get(session.replica)
     entry = record.member(session.replica) if record is not None else None
     older = [as_member(peer.session)] if peer is not None else []
@@ -28,8 +28,8 @@ def taken(session: OpenSession, liveness: Liveness, record: Record | None, now: 
             continue
         if liveness.proven_dead(member):
             continue
-        is_known = peer is not None and peer.incarnation == member.incarnation
-        is_heard = peer is not None and is_known and peer.connected and now - peer.seen < HALF_OPEN_S
+        is_same = peer is not None and peer.incarnation == member.incarnation
+        is_heard = peer is not None and is_same and peer.connected and now - peer.seen < HALF_OPEN_S
         if is_heard or liveness.says_running(member, now):
             return (
                 f"replica id {session.replica} is taken by a living process: give every replica its own "
@@ -39,7 +39,7 @@ def taken(session: OpenSession, liveness: Liveness, record: Record | None, now: 
 
 
 def unlike(session: OpenSession, liveness: Liveness) -> str:
-    """Another replica has other settings, or asks for the same data slot."""
+    """Refuse a session if another replica has other settings, or asks for the same data slot."""
     for other in liveness.peers.values():
         # A replica that is away does not count: a whole job may come back with other settings.
         if other.session.replica == session.replica or not other.connected:
@@ -49,9 +49,9 @@ def unlike(session: OpenSession, liveness: Liveness) -> str:
                 f"{session.replica} and {other.session.replica} both ask for data slot "
                 f"{session.data_slot}: give every replica one of its own"
             )
-        apart = incompatibility(session, other.session)
-        if apart:
-            return apart
+        why = incompatibility(session, other.session)
+        if why:
+            return why
         if session.data_slot < 0:
-            break  # the others are like this one: they were let in
+            break  # the others were compared with this one when they came
     return ""

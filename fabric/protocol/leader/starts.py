@@ -1,4 +1,4 @@
-"""How a job begins, the first time and from a base after a loss."""
+"""How a job begins: the first time, and from a base after a loss."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.rules.assignment import seated
 
-# Seconds that a job which has already run waits for the rest of its replicas before it begins again.
+# Seconds that a job that has run waits for the rest of its replicas before it begins again.
 COLD_WAIT_S = 5.0
 
 
@@ -30,8 +30,10 @@ class Starts:
     waiting_since: float | None = None
 
     def start_again(self, record: Record) -> bool:
-        """Rule 6: only when no member that may still commit is merely out of contact. A replica that reached
-        the end of the job from outside has proved that nothing is left to do."""
+        """Start again once no member that may still commit is merely out of contact.
+
+        A replica that reached the end of the job from outside has proved that the job is complete.
+        """
         if self.endings.finished:
             self.writer.write_complete(record, max(self.endings.finished.values()))
             return True
@@ -47,7 +49,7 @@ class Starts:
         return True
 
     def start(self, record: Record | None) -> None:
-        """Rule 6: begin a generation from the newest state that any server still holds."""
+        """Begin a generation from the newest state that any server holds."""
         open_ = self.candidates()
         regular = [p for p in open_ if not p.session.spare]
         if not self._may_start(record, open_, regular):
@@ -70,7 +72,7 @@ class Starts:
         epoch = newest[1] + 1
         sharing = peers[0].session.sharing
         starting = [replace(as_member(p.session), since=epoch) for p in peers]
-        # Above the base's too: a durable checkpoint may be of a job whose record is gone.
+        # Above the base's too, because a durable checkpoint may be of a job whose record is gone.
         generation = max(newest[0], base.generation) + 1
         self.writer.write(
             Record(
@@ -91,8 +93,10 @@ class Starts:
         )
 
     def _may_start(self, record: Record | None, open_: list[Peer], regular: list[Peer]) -> bool:
-        """Whether the job begins now: the replicas are enough, and the rest had its time to come. If the job
-        has run, each checkpoint server that may hold its newest state must have been heard."""
+        """Whether the job begins now: the replicas are enough, and the rest had its time to come.
+
+        If the job has run, each checkpoint server that may hold its newest state must have been heard.
+        """
         if not open_ or len(open_) < self.limits.least:
             self.waiting_since = None
             return False
@@ -109,8 +113,10 @@ class Starts:
         return True
 
     def awaited_own_state(self, peers: list[Peer]) -> Peer | None:
-        """The replica whose script begins at the latest step of a checkpoint of its own, while no server says
-        that it holds that state. It has the grace period: a trainer copies its state while it registers."""
+        """The replica whose script begins at the newest step, while no server says that it holds that state.
+
+        It has the grace period, because a trainer copies its state while it registers.
+        """
         if not peers:
             return None
         live, newest = self.state.liveness, max(peers, key=lambda p: p.session.step)
@@ -122,25 +128,27 @@ class Starts:
         return newest if all(ref.step < newest.session.step for ref in held) else None
 
     def own_state_until(self, peer: Peer) -> float:
-        """Until when the own state of this replica is waited for."""
+        """Until when the start waits for this replica's own state."""
         return max(self.state.liveness.elected, peer.opened) + self.state.liveness.config.grace_s
 
     @property
     def start_wait_s(self) -> float:
-        """How long a start waits for all its replicas. A job that has run goes on soon with those that are
-        there, for the others join while it runs."""
+        """How long a start waits for all its replicas.
+
+        A job that has run goes on soon with those present, because the others join while it runs.
+        """
         wait_s = self.state.config.policy.start_wait_s
         return wait_s if self.state.record is None else min(wait_s, COLD_WAIT_S)
 
     def startable(self) -> int:
-        """How many could begin a generation now."""
         return len(self.candidates())
 
     def candidates(self) -> list[Peer]:
-        """The replicas that could begin a generation, those with penalties only where too few are left else.
+        """The replicas that could begin a generation, those with penalties only if the others are too few.
 
-        The first generation takes every session that no kernel contradicts: while thousands come, some are
-        always silent for a while. After a loss, silence may be the only sign of the lost ones, and counts."""
+        The first generation takes every session that no kernel contradicts, because some of thousands are
+        always silent for a while. After a loss, silence may be the only sign of the lost ones, and counts.
+        """
         live, now = self.state.liveness, self.state.now
         there = [p for p in live.peers.values() if p.connected]
         suspects = live.suspects([p.session for p in there], now)
@@ -163,7 +171,7 @@ class Starts:
         if record is not None and steps is None:
             lost = (
                 ", and how many steps were lost is not known: this lighthouse was elected since, and heard "
-                f"nobody of generation {record.generation}"
+                f"no member of generation {record.generation}"
             )
         where = ", a durable checkpoint" if base.sources == (DURABLE,) else ""
         passed = f" ({passed})" if passed else ""
@@ -172,8 +180,9 @@ class Starts:
     def newest_of_another_store(self) -> tuple[int, int]:
         """The newest generation and epoch that the sessions have known although the store is empty.
 
-        The store was wiped or replaced while their job ran. The next generation is above both, for the
-        processes know links, published gradients and states by these numbers. Their step counts, too."""
+        The store was wiped or replaced while their job ran. The next generation is above both, because these
+        numbers name links, published gradients and states. The processes' step counts too.
+        """
         peers = [p for p in self.state.liveness.peers.values() if p.connected]
         generation = max((p.generation for p in peers), default=0)
         if generation:

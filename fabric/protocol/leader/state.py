@@ -17,25 +17,23 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.assignment import waits_for_data
 
-# From so many replicas on, what they say often is looked at together.
+# With so many replicas the leader plans for many frequent events together.
 MANY = 256
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderConfig:
-    """Seconds. ``coalesce_s``: deaths noticed within it share one epoch. ``rebuild_s``: how long after an
-    abort a death may still show itself before the same members form again; doubled per try. ``complaints_s``:
-    how long after the first word of a missing link the others are waited for, as a cut mostly has many."""
+    """Settings of a leader; times in seconds."""
 
     policy: Policy = field(default_factory=Policy)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
-    coalesce_s: float = 0.01
-    rebuild_s: float = 0.1
+    coalesce_s: float = 0.01  # deaths noticed within it share one epoch
+    rebuild_s: float = 0.1  # from an abort until the same members form again; doubled with every try
     rebuild_limit_s: float = 5.0
-    complaints_s: float = 0.3
+    complaints_s: float = 0.3  # from the first word of a missing link until the leader answers it
     autonomy_s: float = 1800.0
     autonomy_margin_s: float = 60.0
-    failures: int = 3  # so many within ``failures_s`` keep a replica or a host out (0: never)
+    failures: int = 3  # so many within ``failures_s`` keep a replica or a host out; 0: never
     failures_s: float = 1800.0
     half_life_s: float = 86400.0  # after so long a failure makes its host half as suspect
 
@@ -47,32 +45,28 @@ class EpochState:
     since: float
     reports: dict[str, m.Report] = field(default_factory=dict)
     decision: m.Resume | None = None
-    rows: dict[str, m.Resume] = field(default_factory=dict)  # the decision as each is told it, where it adds
-    no_row: m.Resume | None = None  # and as all others are told it
+    rows: dict[str, m.Resume] = field(default_factory=dict)  # the decision for each member with a row
+    no_row: m.Resume | None = None  # the decision for all others
     stopped: str = ""  # why it cannot be decided: the job needs a person
     running: dict[str, int] = field(default_factory=dict)  # replica -> a round of it that it entered
     aborted: dict[str, m.Aborted] = field(default_factory=dict)
     aborted_at: float = 0.0
-    unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by whom, whom
-    complained_at: float = 0.0  # when somebody first said so, or the leader last waited for more
-    cut_off: set[str] = field(default_factory=set)  # condemned for a missing link
+    unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by the member that complains
+    complained_at: float = 0.0  # when the first complaint came, or the leader last waited for more
+    cut_off: set[str] = field(default_factory=set)  # left out for a missing link
     pending_evictions: dict[str, str] = field(default_factory=dict)
     decided_at: float = 0.0
-    not_counted_as_failure: set[str] = field(
-        default_factory=set
-    )  # evicted because a person or a link says so
-    slow_joiners: set[str] = field(default_factory=set)  # held the others up, and did not get in
-    cannot_continue: set[str] = field(
-        default_factory=set
-    )  # their state is of no use: they said so, or it is wrong
+    not_counted_as_failure: set[str] = field(default_factory=set)  # evicted for an operator, link or state
+    slow_joiners: set[str] = field(default_factory=set)  # blocking joins that did not get in
+    cannot_continue: set[str] = field(default_factory=set)  # their state is of no use, or wrong
     evictions_since: float = 0.0
     # Processes that an epoch since the last forced one listed, and that the record does not.
     departed: frozenset[ReplicaProcess] = frozenset()
-    ended_at: float | None = None  # when all had finished but newcomers that take part in no round
+    ended_at: float | None = None  # when all had finished but newcomers without a round
 
 
 class JobState:
-    """The committed record, all processes, the answers in the epoch in force, and questions to them."""
+    """The committed record, all processes, and the answers in the epoch in force."""
 
     def __init__(self, job: str, config: LeaderConfig, now: float) -> None:
         self.job = job
@@ -92,8 +86,10 @@ class JobState:
         return self.now + self.unix_offset_s
 
     def top_step(self) -> int:
-        """The highest step that a member has told of, else where the generation began; of a complete job its
-        last. It looks at everybody."""
+        """The highest step of any member, else that of the base; the last one of a complete job.
+
+        The call looks at every peer.
+        """
         record = self.record
         if record is None:
             return 0
@@ -105,8 +101,10 @@ class JobState:
 
     @property
     def out_of_sight_s(self) -> float:
-        """A process that has been out of contact for so long commits no more. A trainer has its own setting,
-        and the record knows those of members that this leader has not heard."""
+        """A process that has been out of contact for so long commits no more.
+
+        A trainer has its own setting. The record knows those of members that this leader has not heard.
+        """
         named = self.record.autonomy_s if self.record is not None else 0.0
         return max(self.config.autonomy_s, self.autonomy_s, named) + self.config.autonomy_margin_s
 
@@ -121,12 +119,12 @@ class JobState:
         return self.record is not None and fence == self.record.fence
 
     def join_stall_s(self, replica: str) -> float:
-        """How long the others wait for this newcomer's state when it comes in by the fallback."""
+        """How long the others wait for this newcomer's state in a blocking join."""
         peer = self.liveness.peers.get(replica)
         return peer.session.exchange_s if peer is not None else 0.0
 
     def patience_s(self, peer: Peer) -> float:
-        """How long the others wait for this member's user code: as agreed, or as it has announced."""
+        """How long the others wait for this member's user code: the setting, or the announced time."""
         busy = peer.beat is not None and peer.beat.busy
         return peer.beat.busy_s if busy and peer.beat is not None else peer.session.user_code_s
 
@@ -134,15 +132,17 @@ class JobState:
         return self.record is not None and peer.generation == self.record.generation
 
     def is_recent(self, fence: Fence) -> bool:
-        """Whether no forced epoch came since: what a member says of itself there still holds. At the end its
-        links end because all go."""
+        """Whether no forced epoch came since ``fence``, so that a member's message about it still counts.
+
+        None counts at the end of the job, where links end because all members go.
+        """
         record = self.record
         if record is None or record.complete or fence.generation != record.generation:
             return False
         return record.forced <= fence.epoch <= record.epoch
 
     def is_parked(self, record: Record) -> bool:
-        """Whether its members stand still: they are too few, or none of them can read a part of the data."""
+        """Rule 7: whether its members stand still: they are too few, or none can read a part of the data."""
         if not self.is_decided(record):
             return False
         return self.is_short(record) or waits_for_data(record.sharing, record.roster)
@@ -164,8 +164,11 @@ class JobState:
         return self.liveness.suspicion(peer.session, self.now)
 
     def knows(self, member: Member) -> bool:
-        """Whether it knows every step that may be committed: it is not fresh, or has entered a round of
-        this epoch with its own state there, so that nothing is committed without it from then on."""
+        """Whether it knows every step that may be committed.
+
+        A joining member does once it has entered a round of this epoch with its own state there: from then on
+        no step is committed without it.
+        """
         if not member.joining:
             return True
         entered, peer = self.epoch.running.get(member.replica), self.liveness.peers.get(member.replica)
@@ -174,13 +177,13 @@ class JobState:
         return peer.step >= entered >= 0 and self.is_of_generation(peer)
 
     def is_spared_by(self, replica: str) -> bool:
-        """Whether the job goes on without this one: somebody else knows its state."""
+        """Whether the job goes on without this member, because another one knows the state."""
         assert self.record is not None
         others = [x for x in self.record.roster if x.replica not in (replica, *self.epoch.pending_evictions)]
         return any(self.knows(x) for x in others)
 
     def addressed(self, member: Member) -> Member:
-        """With its checkpoint servers where they are now: one that died was started again elsewhere."""
+        """The entry with the present URLs of its checkpoint servers, which may have moved."""
         status = self.liveness.statuses.get(member.replica)
         if not member.ranks and (status is None or status.ckpt == member.ckpt):
             return member
@@ -191,14 +194,15 @@ class JobState:
         return replace(member, ckpt=urls[0], ranks=ranks)
 
     def proven(self, member: Member) -> Member:
+        """The entry for the next epoch: without the mark of a newcomer that has proven itself."""
         knows, entry = self.knows(member), self.addressed(member)
         awaited = member.blocking_join and not knows
         if (entry.joining, entry.blocking_join) == (not knows, awaited):
-            return entry  # nearly everybody: a new epoch of thousands copies hardly any entry
+            return entry  # nearly all: a new epoch of thousands copies hardly any entry
         return replace(entry, joining=not knows, blocking_join=awaited)
 
     def deaths(self) -> list[tuple[str, tuple[Death, ...]]]:
-        """Which micro-batches processes died at, as their checkpoint servers say."""
+        """The micro-batches at which processes died, by replica, as the checkpoint servers say."""
         statuses = self.liveness.statuses.items()
         return [(replica, status.deaths) for replica, status in statuses if status.deaths]
 
@@ -206,12 +210,12 @@ class JobState:
         return next(iter(self.liveness.peers.values())).session.micro_batches
 
     def next_incident_id(self) -> str:
-        """The cause of what no epoch has answered yet."""
+        """The id of an incident that no epoch has answered yet."""
         return incident_id_of((self.record.epoch if self.record else 0) + 1)
 
     @property
     def is_large(self) -> bool:
-        """By those who are here, and by those who were members when another led and come back now."""
+        """Whether the sessions, or the members that may still come back to this leader, are many."""
         return len(self.liveness.peers) >= MANY or (
             self.record is not None and len(self.record.roster) >= MANY
         )
@@ -221,13 +225,13 @@ class JobState:
         return member is not None and member.blocking_join
 
     def blocking_joiners(self, record: Record) -> list[str]:
-        """Those for whose state the others wait in the round that was decided."""
+        """The newcomers for whose state the others wait in the decided round."""
         if self.epoch.decision is None:
             return []
         return [x.replica for x in record.roster if x.blocking_join and x.replica not in self.epoch.running]
 
     def departed(self, record: Record) -> frozenset[ReplicaProcess]:
-        """Those that a planned epoch left out may still stand in a round of an epoch before it."""
+        """Processes that planned epochs left out; they may still be in a round of an earlier epoch."""
         if record.is_forced or self.record is None:
             return frozenset()
         listed = (x.process for x in self.record.roster)
@@ -236,12 +240,10 @@ class JobState:
 
 @dataclass(slots=True, eq=False)
 class RosterLimits:
-    """How many members a job needs and may have: as operators want, else as the sessions ask."""
+    """How many members a job needs and may have, by operators' overrides, else by the sessions."""
 
     state: JobState
-    overrides: OperatorOverrides = field(
-        default_factory=OperatorOverrides
-    )  # the record has them with the next write
+    overrides: OperatorOverrides = field(default_factory=OperatorOverrides)  # in the next record
 
     @property
     def least(self) -> int:
@@ -250,18 +252,17 @@ class RosterLimits:
 
     @property
     def most(self) -> int:
-        """How many members there may be."""
         return self.overrides.max_replicas or max(
             self.state.config.policy.max_replicas, self.overrides.min_replicas
         )
 
     @property
     def full(self) -> int:
-        """With how many members no spare is needed."""
+        """With so many members no spare is needed."""
         return min(self.overrides.max_replicas or self.state.config.policy.start_replicas, self.most)
 
     def apply(self, event: io.Operator) -> None:
-        """Pause, resume or scale; saying it again changes nothing."""
+        """Pause, resume or scale; the same order again changes nothing."""
         orders, by = self.overrides, f"by {event.who}: {event.why}"
         if event.action == "pause":
             orders = orders if orders.paused else replace(orders, paused=by)
@@ -271,10 +272,10 @@ class RosterLimits:
             orders = self._scaled(event, by)
         self.overrides = orders
 
-    def _scaled(self, event: io.Operator, said: str) -> OperatorOverrides:
+    def _scaled(self, event: io.Operator, by: str) -> OperatorOverrides:
         old = self.overrides
         least = old.min_replicas if event.min_replicas is None else event.min_replicas
         most = old.max_replicas if event.max_replicas is None else event.max_replicas
         if (least, most) == (old.min_replicas, old.max_replicas):
             return old
-        return replace(old, min_replicas=least, max_replicas=most, scaled=said if least or most else "")
+        return replace(old, min_replicas=least, max_replicas=most, scaled=by if least or most else "")

@@ -1,7 +1,7 @@
-"""The read-only view of a leader core: everything that a lighthouse may read, each under a name of its own.
+"""The read-only view of a leader core: everything that a lighthouse may read.
 
-A shell gives events to ``LeaderCore.handle`` and reads here; it touches nothing else of a core. The view
-holds no state: every property shows the core as it is when it is read.
+A shell gives events to ``LeaderCore.handle`` and reads here; it touches nothing else of a core. The view has
+no state of its own: every property reads the core.
 """
 
 from collections.abc import Mapping
@@ -92,8 +92,7 @@ class LivenessView:
 
 
 class EpochView:
-    """Reports, aborts and decision of one epoch. The view goes on to show that epoch when another is in
-    force."""
+    """Reports, aborts and decision of one epoch, also after its end."""
 
     __slots__ = ("_epoch",)
 
@@ -271,8 +270,7 @@ class LeaderView:
 
     @property
     def awaited_own_state(self) -> tuple[Peer, float] | None:
-        """The replica whose own checkpoint the first start waits for, and until when; None where it waits for
-        none."""
+        """The replica whose own checkpoint the first start waits for, and until when; or None."""
         starts = self._core.starts
         peer = starts.awaited_own_state(starts.candidates()) if self.record is None else None
         return (peer, starts.own_state_until(peer)) if peer is not None else None
@@ -317,11 +315,11 @@ class LeaderView:
 
     @property
     def has_unwritten_overrides(self) -> bool:
-        """Whether the next leader would not know the newest orders."""
+        """Whether the next leader would not know the newest overrides."""
         return self._core.writer.has_unwritten_overrides
 
     def objection(self, asked: io.Operator) -> str:
-        """Why the leader refuses this order, or empty."""
+        """Why the leader refuses this order, in a sentence, or empty."""
         return self._core.orders.objection(asked)
 
     def knows_of(self, about: str) -> bool:

@@ -1,7 +1,7 @@
-"""Catching up by what others hold: a state, then published gradients.
+"""Catch-up: a state from other servers, then published gradients.
 
-One fetch at a time. A state is fetched, then installed by the main thread; published gradients are fetched
-one by one and applied by the user's own update code, until the member is where it must be.
+One fetch runs at a time. The main thread installs a fetched state. The user's update code applies published
+gradients one by one, until the member is at its step.
 """
 
 from fabric.model import SnapshotRef
@@ -16,7 +16,7 @@ from fabric.protocol.messages import network as m
 
 
 class CatchUp:
-    """Bring a member that is behind to where it must be."""
+    """Brings a member that is behind to its step."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class CatchUp:
             return
         if self._epochs.mode not in (Mode.OUTSIDE, Mode.JOINED):
             return
-        mine, theirs = self._memory.state, message.state
-        if mine.digest and (mine.step, mine.digest) == (theirs.step, theirs.digest):
-            # What I hold is what they hold, whatever generation I had it from.
-            self._memory.state = MemberState(newest.generation, mine.step, mine.digest)
-        if self._memory.state.generation != newest.generation or theirs.step > mine.step:
+        own, theirs = self._memory.state, message.state
+        if own.digest and (own.step, own.digest) == (theirs.step, theirs.digest):
+            # My state equals theirs, though it is of another generation.
+            self._memory.state = MemberState(newest.generation, own.step, own.digest)
+        if self._memory.state.generation != newest.generation or theirs.step > own.step:
             self._memory.state.generation = 0
             self.want(theirs, message.urls)
         else:
             self.fetch = Fetch(urls=message.urls)
 
     def _start_from(self, message: m.StateSources) -> None:
-        """Drop what I have and what I do, and load this state, unless I am there or on the way already."""
+        """Load this state in place of mine, unless mine is there or on the way already."""
         assert self._epochs.newest is not None
         wanted = message.state
         there = (
@@ -69,7 +69,7 @@ class CatchUp:
         self.want(wanted, message.urls)
 
     def want(self, wanted: SnapshotRef | None, urls: tuple[str, ...] = ()) -> None:
-        """Fetch this state next (None: nothing); what is under way ends first, and counts for nothing."""
+        """Fetch this state next (None: nothing). The fetch under way ends first, without effect."""
         old = self.fetch
         if old.doing == "gradient":
             self._context.emit(io.CancelFetch())
@@ -93,7 +93,7 @@ class CatchUp:
             self._context.stop(1, event.why)
         elif not fetch.void:
             self.fetch = Fetch()
-            # A state of the last generation says nothing of this one, which begins from another.
+            # Rule 8: a state of the last generation does not matter in this one, which begins from another.
             if self._epochs.newest is not None and fetch.generation == self._epochs.newest.generation:
                 self.cannot_catch_up(event.why, event.unusable)
 
@@ -140,8 +140,8 @@ class CatchUp:
             and self._epochs.mode is Mode.OUTSIDE
             and self._session.contact.connected
         ):
-            # Perhaps nobody steps; perhaps the servers that I ask are not where they were.
-            self._request_state(f"nobody delivers the gradient of step {event.step}")
+            # Perhaps the job stands still; perhaps the servers have moved.
+            self._request_state(f"no server delivers the gradient of step {event.step}")
 
     def _request_state(self, why: str) -> None:
         assert self._epochs.newest is not None
@@ -158,14 +158,14 @@ class CatchUp:
             self._context.emit(io.SendLeader(self._session.contact.fallen))
 
     def is_behind(self) -> bool:
-        """Whether my state must be brought up from what others hold."""
+        """Whether my state must catch up with the others'."""
         if self._session.contact.finished:
             return False
         if self._epochs.mode in (Mode.OUTSIDE, Mode.JOINED):
             return self._epochs.newest is not None
         if self._epochs.mode is Mode.CATCH_UP:
             assert self._epochs.resume is not None
-            # Of this generation: a state of the last one may have been on its way into memory.
+            # Rule 8: a state of the last generation may have been on its way into memory.
             generation = self._epochs.resume.fence.generation
             return (
                 self._memory.state.generation != generation
@@ -189,13 +189,13 @@ class CatchUp:
             fetch.doing, fetch.void, fetch.generation = "state", False, newest.generation
             self._context.emit(io.FetchState(fetch.wanted, fetch.urls))
         elif self._epochs.is_awaiting():
-            return  # the leader says where the state is
+            return  # the leader sends the sources
         elif not self._context.config.replay and self._epochs.mode is Mode.OUTSIDE:
             if self._session.contact.connected:
                 self._request_state("I do not catch up by replay")
         elif self._memory.state.generation == newest.generation:
             if not self._memory.waiting:
-                return  # the main thread may still read the buffer of the last one
+                return  # the main thread may still read the buffer of the last gradient
             roster = [x.ckpt for x in newest.roster if x.replica != self._context.replica]
             urls = tuple(dict.fromkeys([*self.fetch.urls, *roster]))
             fetch.doing = "gradient"

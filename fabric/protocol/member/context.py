@@ -1,4 +1,4 @@
-"""What the parts of a member core share: who it is, its settings, the time, and the effects of this turn."""
+"""The parts of a member core share its identity, its settings, the time, and the effects of this turn."""
 
 from fabric.model import Poison
 from fabric.protocol.member.state import MemberConfig, MemberIdentity
@@ -6,18 +6,17 @@ from fabric.protocol.messages import member_events as io
 
 
 class CoreContext:
-    """One for a core; every part has it. Times are monotonic seconds."""
+    """The context of one core, in each of its parts. Times are monotonic seconds."""
 
     def __init__(self, identity: MemberIdentity, config: MemberConfig, now: float) -> None:
         self.identity = identity
         self.config = config
-        self.now = now  # of the event that is being handled
-        self.effects: list[io.Effect] = []  # what that event has led to so far, in order
-        self.stopped = False  # nothing is handled any more
+        self.now = now  # when the present event came
+        self.effects: list[io.Effect] = []  # of that event so far, in order
+        self.stopped = False  # the core handles no further event
 
     @property
     def replica(self) -> str:
-        """This member's name."""
         return self.identity.replica
 
     def stop(self, code: int, reason: str, poison: tuple[Poison, ...] = ()) -> None:

@@ -1,12 +1,13 @@
 """The member core: one replica's part in epochs, rounds, recovery and joining. Pure.
 
-``handle(event, now)`` returns the effects to perform, ``next_deadline()`` when to call again with Tick.
-The rules are those of docs/protocol.md, numbered alike. Three things move independently and meet here:
-the main thread (user code, then waiting), the round (exchange and commit barrier), and the epochs that the
-leader announces. After every event ``_advance`` starts whatever has become possible.
+``handle(event, now)`` returns the effects to perform, ``next_deadline()`` the time of the next Tick. Rule
+numbers are those of docs/protocol.md. Three things move independently and meet here: the main thread (user
+code, then waiting), the round (exchange and votes), and the epochs that the leader announces. After every
+event
+``_advance`` starts every stage that has become possible.
 
-The core is made of parts. Each owns its fields, and is given the parts that it needs, which never need it:
-``memory``, ``epochs``, ``session``, ``serving``, ``rounds``, ``catch_up``, ``ending``, ``link_watch`` and
+Each part of the core owns its fields and takes the parts that it needs, which never need it: ``memory``,
+``epochs``, ``session``, ``serving``, ``rounds``, ``catch_up``, ``ending``, ``link_watch`` and
 ``membership``, in this order.
 """
 
@@ -31,7 +32,7 @@ from fabric.protocol.messages import network as m
 
 
 class MemberCore:
-    """See the module. ``snapshots`` are those that my checkpoint server still holds from before."""
+    """Takes events and returns effects. My checkpoint server still holds ``snapshots`` from before."""
 
     def __init__(
         self,
@@ -109,10 +110,10 @@ class MemberCore:
         context.effects = []
         if not context.stopped:
             self._handlers[type(event)](event)
-            if not isinstance(event, io.RingWaitsFor):  # it makes nothing possible: it is only told on
+            if not isinstance(event, io.RingWaitsFor):  # it starts no stage
                 self._advance()
                 self.link_watch.probe_when_due()
-                if self.session.is_beat_due:  # of thousands of members it takes long to say who is missing
+                if self.session.is_beat_due:  # to name the missing of thousands of members takes long
                     self.session.beat(self.rounds.missing())
         return context.effects
 
@@ -136,7 +137,7 @@ class MemberCore:
         self.ending.end_when_due()
 
     def _advance_main(self) -> None:
-        """Give the waiting main thread something to do, where there is something."""
+        """Give the waiting main thread its next work, if there is any."""
         epochs = self.epochs
         if self.memory.kept_gradient.stale:
             self.memory.drop_kept()
@@ -156,18 +157,17 @@ class MemberCore:
         """Time has passed: ``_advance`` looks at what is due."""
 
     def on_peer(self, event: io.FromPeer) -> None:
-        """Take a member's message: it has finished, or it is of a round."""
+        """Take a member's message, about its end or a round."""
         if isinstance(event.message, m.Finished):
             self.ending.on_finished(event, event.message)
         elif self.rounds.on_peer(event):
             self.membership.first_data()
 
     def on_leader(self, event: io.FromLeader) -> None:
-        """Take a message of the leader."""
         self._leader_handlers[type(event.message)](event.message)
 
     def on_connected(self, _: io.LeaderConnected) -> None:
-        """Open the session. What was asked in the last one may never have arrived."""
+        """Open the session; forget a request of the last one, which may never have arrived."""
         self.session.open(self.serving.snapshots)
         if self.catch_up.fetch.doing == "asked":
             self.catch_up.fetch.doing = ""

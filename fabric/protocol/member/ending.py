@@ -1,14 +1,14 @@
-"""How a member's loop ends: rule 12 of docs/protocol.md.
+"""The end of a member's loop: rule 12 of docs/protocol.md.
 
-The first step at which a member has finished is the end of the job: nobody commits a step beyond it, for that
-would take this member's contribution. So members tell each other over their own links. A loop that wants more
-ends there with an error; a loop that ended before it had caught up with the job ends with an error at once.
-When all members have finished, the job is over, whether a lighthouse is there to say so or not.
+The first step at which a member has finished is the end of the job, because a further commit needs that
+member's contribution. So members tell each other over their own links. A loop that wants more ends there
+with an error. A loop that ended before it had caught up ends with an error at once. When all members have
+finished, the job is over, with or without a lighthouse.
 """
 
 from collections.abc import Iterator
 
-from fabric.model import JobEnd, Record
+from fabric.model import JobEnd, Record, ReplicaProcess
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.epochs import KnownEpochs
@@ -21,19 +21,19 @@ from fabric.protocol.member.state import (
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# Once all members have finished, so many seconds are left to a leader to say that the job is complete: to one
-# that answers, whose store may be away, and to one that may come back.
+# Once all members have finished, a leader has so many seconds to mark the job complete: one that answers, as
+# its store may be away, and one that may come back.
 LEADER_S = 30.0
 NO_LEADER_S = 5.0
-# What was heard of so many processes is kept; beyond that only of those in the newest roster.
+# A member remembers so many finished processes; beyond that only those in the newest roster.
 MOST_HEARD = 4096
-# The moves that only a process makes that is, or was until a moment ago, where its job is.
+# The modes of a process that is, or was until a moment ago, at the step of its job.
 _THERE = (Mode.RUN, Mode.ABORTED, Mode.REPORTED)
 _ADVICE = "let it count session.committed_step, so that all loops end at the same step"
 
 
 class Ending:
-    """Know when the job is over, and end this member then."""
+    """Knows when the job is over, and ends this member then."""
 
     def __init__(
         self,
@@ -50,13 +50,12 @@ class Ending:
         self._session = session
         self._rounds = rounds
         self._catch_up = catch_up
-        # (replica, incarnation) -> the (generation, step) at which that process has said that it finished
-        self.finished_peers: dict[tuple[str, int], tuple[int, int]] = {}
-        self.notified_epochs: set[int] = set()  # whose members I have told that I finished
+        self.finished_peers: dict[ReplicaProcess, tuple[int, int]] = {}  # at which (generation, step)
+        self.notified_epochs: set[int] = set()  # their members have heard that I finished
         self.all_finished_since = -1.0  # when I first knew that all members have finished; negative before
 
     def on_finished(self, event: io.FromPeer, message: m.Finished) -> None:
-        """Note that a process has finished: that stays true, whatever epoch it said it in."""
+        """Note that a process has finished; that stays true in later epochs."""
         heard, newest = self.finished_peers, self._epochs.newest
         if message.why and self._session.contact.finished:
             why = f"{event.replica} wanted more when this loop ended, which was the end of the job"
@@ -65,42 +64,48 @@ class Ending:
                     "loops differ", self._epochs.epoch(), self._memory.state.step, why, event.replica
                 )
             )
-        heard[event.replica, event.incarnation] = (message.fence.generation, message.step)
+        heard[ReplicaProcess(event.replica, event.incarnation)] = (message.fence.generation, message.step)
         if len(heard) > MOST_HEARD:
             listed = {key: at for key, at in heard.items() if newest is not None and newest.lists(*key)}
             self.finished_peers = listed
 
     def on_complete(self, message: m.Complete) -> None:
-        """The shell knows what to do with a loop that still runs; one that has ended must hold this state."""
-        state, told = self._memory.state, (message.fence.generation, message.step)
-        if not self._session.contact.finished or (state.generation, state.step) == told:
+        """End the process: well only if a loop that has ended holds the final state (rule 12).
+
+        The shell ends a loop that still runs.
+        """
+        state, final = self._memory.state, (message.fence.generation, message.step)
+        if not self._session.contact.finished or (state.generation, state.step) == final:
             self._context.emit(io.Finish(message.step))
             self._context.stopped = True
             return
         why = f"the job is complete at step {message.step}, and this loop ended at step {state.step}"
         if state.step == message.step:
-            # Of a generation that was given up, or of a state that was called wrong.
+            # Its generation was given up, or its state was called wrong.
             self._context.stop(
                 0, f"{why} with another state: the final state is with the replicas that finished"
             )
         else:
             self._context.stop(1, f"{why}: {_ADVICE}")
 
-    def _has_finished(self, replica: str, incarnation: int) -> bool:
-        """Whether this process has told me so, in the generation of my state."""
-        heard = self.finished_peers.get((replica, incarnation))
+    def _has_finished(self, process: ReplicaProcess) -> bool:
+        """Whether this process has said so, in the generation of my state."""
+        heard = self.finished_peers.get(process)
         return heard is not None and heard[0] == self._memory.state.generation
 
-    def has_said_all(self, replica: str, incarnation: int) -> bool:
-        """Whether no round needs this process any more: it has finished, or it is being drained and holds the
-        last round before it goes, as I do. It may have heard everybody's vote before me."""
-        if self._has_finished(replica, incarnation):
+    def has_said_all(self, process: ReplicaProcess) -> bool:
+        """Whether no round needs this process any more (rule 5).
+
+        It has finished, or it is drained and has prepared the last round, as I have. It may have heard every
+        vote before me.
+        """
+        if self._has_finished(process):
             return True
         round_, current = self._rounds.round, self._epochs.current
-        member = current.member(replica) if current is not None else None
-        if round_ is None or member is None or member.incarnation != incarnation or not member.leaving:
+        member = current.member(process.replica) if current is not None else None
+        if round_ is None or member is None or member.process != process or not member.leaving:
             return False
-        return replica in round_.votes and self._context.replica in round_.votes
+        return process.replica in round_.votes and self._context.replica in round_.votes
 
     def end_when_due(self) -> None:
         if self._context.stopped:
@@ -121,27 +126,26 @@ class Ending:
             self._end_alone_when_due()
 
     def _records(self) -> Iterator[Record]:
-        """Epochs that list me, whose members I can talk to."""
+        """The linked epochs that list me."""
         epochs, identity = self._epochs, self._context.identity
         if epochs.mode not in (Mode.RUN, Mode.JOINED):
             return
         for record in (epochs.current, epochs.newest)[epochs.newest is epochs.current :]:
             if record is None or record.epoch not in epochs.links.up:
                 continue
-            # A drained member links the epoch without it, to get ready; it says nothing there.
+            # A drained member links the epoch without it, to get ready, and sends nothing there.
             if record.lists(identity.replica, identity.incarnation):
                 yield record
 
     def _takes_part(self) -> bool:
-        """Whether rounds wait for my own state: it is where the job is. Not that of a newcomer, before its
-        first commit: it says nothing of when the job ends."""
+        """Whether rounds wait for my own state. They do not wait for a newcomer's before its first commit."""
         if self._epochs.mode not in _THERE or self._epochs.current is None:
             return False
         me = self._epochs.current.member(self._context.replica)
         return me is not None and (not me.joining or self._rounds.committed_in >= 0)
 
     def _stop_when_others_have_finished(self) -> None:
-        """My loop asks for a round at a step where others have finished. The end of the job is theirs."""
+        """Rule 12: stop if my loop asks for a round at a step where others have finished."""
         record = self._epochs.newest if self._epochs.mode is Mode.JOINED else self._epochs.current
         round_, step = self._rounds.round, self._memory.state.step
         asks = self._memory.waiting or (round_ is not None and round_.step == step)
@@ -150,9 +154,9 @@ class Ending:
         if not self.finished_peers or self._memory.state.generation != record.generation:
             return
         steps = {
-            x.replica: self.finished_peers[x.replica, x.incarnation][1]
+            x.replica: self.finished_peers[x.process][1]
             for x in record.roster
-            if self._has_finished(x.replica, x.incarnation)
+            if self._has_finished(x.process)
         }
         first = min(steps.values(), default=step + 1)
         if step < first:
@@ -160,13 +164,12 @@ class Ending:
         names = _listed([name for name, at in steps.items() if at == first])
         why = f"{names} finished at step {first}, and this loop wants more"
         self._tell_members(why)
-        # So that nobody waits for me: my state is the final one, too.
+        # So that no member waits for me, whose state is the final one too.
         self._context.emit(io.SendLeader(m.Finished(record.fence, step, why)))
         self._context.stop(1, f"{why}: {_ADVICE}")
 
     def _stop_when_left_behind(self) -> None:
-        """My loop has ended, and the job is further on: nothing could bring me there, for replay is my own
-        loop's work. Nobody waits for me from now on."""
+        """Rule 12: stop if my loop has ended before I caught up: replay is my own loop's work."""
         if self._takes_part():
             return
         step, ahead = self._memory.state.step, self._step_of_the_others()
@@ -177,8 +180,10 @@ class Ending:
         self._context.stop(1, f"this replica cannot go on: {why}; {_ADVICE}")
 
     def _step_of_the_others(self) -> int | None:
-        """Where the others are, if my state cannot be brought there any more. A newcomer in front of a round
-        that others have entered is behind too: it ends the job for nobody."""
+        """The others' step, if my state cannot get there any more.
+
+        A newcomer in front of a round that others have entered is behind too: it does not end the job.
+        """
         step, round_ = self._memory.state.step, self._rounds.round
         if self._epochs.mode is Mode.CATCH_UP:
             return (
@@ -197,16 +202,18 @@ class Ending:
             if entered and max(entered) >= step:
                 return max(entered)
         if self._epochs.mode in (Mode.RUN, Mode.JOINED):
-            finished = [at for key, (_, at) in self.finished_peers.items() if self._has_finished(*key)]
+            finished = [at for process, (_, at) in self.finished_peers.items() if self._has_finished(process)]
             if finished and max(finished) > step:
                 return max(finished)
         return None
 
     def _tell_members(self, why: str = "") -> None:
-        """Once per epoch, as soon as it is linked: what is sent to a member without a link is lost.
-        A newcomer says it only after others, and only of the same step."""
+        """Tell the members of each epoch once, when it is linked, that I have finished.
+
+        A newcomer tells it only after others, and only of the same step.
+        """
         step = self._memory.state.step
-        follows = any(at == step and self._has_finished(*key) for key, (_, at) in self.finished_peers.items())
+        follows = any(at == step and self._has_finished(x) for x, (_, at) in self.finished_peers.items())
         if not (self._takes_part() or follows):
             return
         for record in self._records():
@@ -218,7 +225,7 @@ class Ending:
                         self._context.emit(io.SendPeer(x.replica, x.incarnation, message))
 
     def end_deadline(self) -> float | None:
-        """When I end by myself, if no leader says before that the job is complete."""
+        """Rule 12: when I end alone, if no leader says before that the job is complete."""
         if not self._session.contact.finished:
             return None
         autonomy_end = self._session.contact.last + self._context.config.autonomy_s
@@ -262,7 +269,7 @@ class Ending:
         step = self._memory.state.step
         return self._takes_part() and all(
             x.replica == self._context.replica
-            or self.finished_peers.get((x.replica, x.incarnation)) == (record.generation, step)
+            or self.finished_peers.get(x.process) == (record.generation, step)
             for x in record.roster
         )
 

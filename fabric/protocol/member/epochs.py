@@ -14,14 +14,14 @@ from fabric.protocol.messages import network as m
 
 
 class KnownEpochs:
-    """The epoch in force and the newest one, what was answered and decided of it, and the links of both."""
+    """The epoch in force and the newest one, my report, the decision, and the links of both."""
 
     def __init__(self, context: CoreContext, memory: MemberMemory) -> None:
         self._context = context
         self._memory = memory
         self.mode = Mode.OUTSIDE
         self.current: Record | None = None  # the epoch I run in (or last ran in)
-        self.newest: Record | None = None  # the newest that was announced to me
+        self.newest: Record | None = None  # the newest that I have heard of
         self.report: m.Report | None = None  # my answer to the newest forced epoch
         self.resume: m.Resume | None = None  # the decision of the epoch in force
         self.links = LinkState()
@@ -47,7 +47,7 @@ class KnownEpochs:
         return record.fence if record is not None else Fence("", 0, 0)
 
     def is_awaited(self, record: Record) -> bool:
-        """Whether the others wait in this epoch until my state has arrived."""
+        """Whether the others wait in this epoch for my state."""
         me = record.member(self._context.replica)
         return me is not None and me.blocking_join and me.incarnation == self._context.identity.incarnation
 
@@ -60,7 +60,7 @@ class KnownEpochs:
         return member is not None and not member.joining and isinstance(event.message, m.Contribution)
 
     def is_past(self, fence: Fence) -> bool:
-        """Whether this store has said something newer. What another store says is never of the past."""
+        """Whether I know a newer epoch of the same store."""
         newest = self.newest
         return newest is not None and fence.store_id == newest.store_id and fence < newest.fence
 

@@ -1,5 +1,6 @@
 """Links of epochs: made, failed, lost, and probed from outside the roster."""
 
+from fabric.model import ReplicaProcess
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.ending import Ending
 from fabric.protocol.member.epochs import KnownEpochs
@@ -10,15 +11,15 @@ from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# A newcomer asks itself so often whether it reaches the members: when all was well, and when it was not.
+# Seconds between two probes of the members: while all are reached, and while a link flaps.
 PROBE_S = 5.0
 PROBE_AGAIN_S = 0.5
-# In larger rosters only those are probed that could not be reached before.
+# In larger rosters a newcomer probes only members that it could not reach before.
 MAX_PROBED = 64
 
 
 class LinkWatch:
-    """What follows from the state of the links, which is kept with the epochs."""
+    """Acts on the state of the links, which lies with the epochs."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class LinkWatch:
             self._complain(event.why, event.about)
 
     def _complain(self, why: str, about: str) -> None:
-        """The newest epoch cannot be linked."""
+        """Tell the leader that the newest epoch cannot be linked."""
         assert self._epochs.newest is not None
         fence, step = self._epochs.newest.fence, self._memory.state.step
         self._session.send_aborted(
@@ -59,8 +60,8 @@ class LinkWatch:
         )
 
     def on_link_lost(self, event: io.LinkLost) -> None:
-        if self._ending.has_said_all(event.replica, event.incarnation):
-            return  # it leaves, and no round needs it any more; a death is the leader's to tell
+        if self._ending.has_said_all(ReplicaProcess(event.replica, event.incarnation)):
+            return  # rule 5: it leaves, and no round needs it any more
         if event.silent:
             self._epochs.links.silent.add(event.replica)
         for record in (self._epochs.current, self._epochs.newest):
@@ -73,14 +74,14 @@ class LinkWatch:
             and self._epochs.current is not None
             and self._epochs.current.lists(event.replica, event.incarnation)
         ):
-            if not self._session.contact.finished:  # else I am in no round
+            if not self._session.contact.finished:  # otherwise I am in no round
                 self._rounds.abort(f"the link to {event.replica} ended: {event.why}", event.replica)
             return
         newest = self._epochs.newest if self._epochs.mode is not Mode.OUTSIDE else None
         if newest is None or not newest.lists(event.replica, event.incarnation):
             return
         if event.silent:
-            # Nothing is gained by another try first: the leader weighs all complaints of a cut together.
+            # Complain before another try: the leader weighs all complaints of a cut together.
             self._complain(f"the link to {event.replica} ended: {event.why}", event.replica)
         self._context.emit(io.LinkUp(newest))
 
@@ -95,8 +96,7 @@ class LinkWatch:
         )
 
     def probe_when_due(self) -> None:
-        """From outside: whoever cannot reach a member would be left out again. Of thousands only those are
-        probed that could not be reached before."""
+        """Probe the members from outside: a replica that cannot reach one would be left out again."""
         links, newest = self._epochs.links, self._epochs.newest
         if newest is None or self._context.now < links.next_probe or not self.may_probe():
             return
@@ -108,7 +108,7 @@ class LinkWatch:
     def on_probed(self, event: io.Probed) -> None:
         links = self._epochs.links
         links.probing = False
-        # A link that was cut may flap: it is looked at often until all links of an epoch have stood.
+        # A link that was cut may flap: probe often until all links of an epoch have stood.
         links.flaps = links.flaps or bool(links.silent or event.unreachable)
         links.next_probe = self._context.now + (PROBE_AGAIN_S if links.flaps else PROBE_S)
         if self._epochs.mode is not Mode.OUTSIDE:

@@ -1,4 +1,4 @@
-"""Epochs as the leader announces them: join, leave, report, resume. Rules 5 to 9 of docs/protocol.md."""
+"""A member's answers to epochs: join, leave, report, resume. Rules 6 to 9 of docs/protocol.md."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from fabric.protocol.messages import roster_delta
 
 
 class Membership:
-    """A member among the epochs: what it answers to each."""
+    """Answers the epochs that the leader announces."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Membership:
         self._catch_up = catch_up
 
     def _leave(self, why: str) -> None:
-        """Rule 6, not in the roster: what I kept for a round counts for nothing; my state may."""
+        """Rule 6, not in the roster: drop the prepared round and the kept gradient, keep the state."""
         if self._rounds.round is not None and self._epochs.current is not None:
             self._context.emit(io.AbortExchange(self._epochs.current.epoch, why))
         me = self._epochs.current.member(self._context.replica) if self._epochs.current is not None else None
@@ -98,7 +98,7 @@ class Membership:
         self._hear_of(message.record)
 
     def on_change(self, message: m.RosterDelta) -> None:
-        """The same for who holds the roster before it; else it is asked for, unless it is of the past."""
+        """Take an epoch as a roster delta; ask for all of it if I do not hold the roster before (rule 6)."""
         self._session.contact.changes = True
         record = roster_delta.applied(message, self._epochs.newest)
         if record is not None:
@@ -115,7 +115,7 @@ class Membership:
         if not self._is_news(record):
             return
         if self._epochs.newest is not None and record.generation != self._epochs.newest.generation:
-            self._catch_up.want(None)  # what is on its way is a state of a generation that is over
+            self._catch_up.want(None)  # the state on its way is of a generation that is over
         self._epochs.newest = record
         if self._is_leaving(record):
             self._context.emit(io.LinkUp(record))
@@ -123,7 +123,7 @@ class Membership:
         if not record.lists(self._context.replica, self._context.identity.incarnation):
             if self._epochs.mode is not Mode.OUTSIDE:
                 self._leave(f"epoch {record.epoch} goes on without me: {record.reason}")
-            # Only who is known to know the epoch is admitted to the next.
+            # Rule 4 of the leader: it admits only a newcomer that has heard of this epoch.
             self._session.contact.next_beat = self._context.now
             return
         if self._epochs.mode is Mode.OUTSIDE:
@@ -148,21 +148,20 @@ class Membership:
         if newest is None:
             return True
         if record.store_id != newest.store_id:
-            return self._begin_anew(record)
+            return self._begin_another_life(record)
         if record.fence == newest.fence:
             self._repeat_answer()
         return record.fence > newest.fence
 
-    def _begin_anew(self, record: Record) -> bool:
-        """The store was wiped or replaced. Its record is another life of the job: nothing that was agreed in
-        the last one counts, and my state only where the new life begins from it. Returns whether I go on."""
+    def _begin_another_life(self, record: Record) -> bool:
+        """Rule 6, another store: forget the last life of the job; return whether I go on."""
         assert self._epochs.newest is not None
         if self._epochs.mode is not Mode.OUTSIDE:
             self._leave("the control store was wiped or replaced: the job begins again")
         if self._context.stopped:
             return False
         if record.epoch <= self._epochs.newest.epoch:
-            # Links and exchanges are named by epochs, which must only grow in the life of a process.
+            # Epochs name links and exchanges, so they must only grow in the life of a process.
             self._context.stop(
                 75,
                 f"the control store was replaced by one whose job is at epoch {record.epoch}, and this "
@@ -182,15 +181,15 @@ class Membership:
         if self._catch_up.fetch.doing == "asked":
             self._catch_up.fetch.doing = ""
         if self._epochs.is_awaited(record):
-            # The others wait for me with a state of theirs: what I hold counts for nothing.
+            # The others wait with a state of theirs, so mine does not count.
             self._memory.state.generation = 0
             self._catch_up.want(None)
         elif not record.is_forced and self._memory.state.generation != record.generation:
-            # Admitted for a state that I have lost since.
+            # I was admitted for a state that I have lost since.
             self._catch_up.cannot_catch_up("I hold no state of this generation any more")
 
     def _is_leaving(self, record: Record) -> bool:
-        """A drained member stays in its round until everybody is ready for the epoch without it."""
+        """Whether I am drained: then I stay in my round until all are ready for the epoch without me."""
         if record.is_forced or self._epochs.current is None or self._epochs.mode is not Mode.RUN:
             return False
         me = self._epochs.current.member(self._context.replica)
@@ -198,14 +197,14 @@ class Membership:
         return me is not None and me.leaving and not listed and not self._is_broken_by(record)
 
     def _is_broken_by(self, record: Record) -> bool:
-        """Rule 6: I missed a forced epoch, or somebody of my roster who was not leaving is gone."""
+        """Rule 6: whether I missed a forced epoch, or a member of my roster that was not leaving is gone."""
         current = self._epochs.current
         assert current is not None
         gone = [x for x in current.roster if not x.leaving and not record.lists(x.replica, x.incarnation)]
         return current.epoch < record.forced or bool(gone)
 
     def _repeat_answer(self) -> None:
-        """Rule 6, same epoch announced again (a new leader asks): say again what was answered."""
+        """Rule 6, the same epoch again: repeat my answers, because a new leader asks."""
         assert self._epochs.newest is not None
         if self._session.contact.fallen is not None:
             self._context.emit(io.SendLeader(self._session.contact.fallen))
@@ -225,7 +224,7 @@ class Membership:
             )
 
     def _report(self, record: Record) -> None:
-        """Rule 7: built once per forced epoch, a promise to take no part in older ones."""
+        """Rule 7: build the report, a promise to take no part in older epochs."""
         if (
             self._epochs.mode is not Mode.REPORTED
             or self._epochs.report is None
@@ -249,7 +248,7 @@ class Membership:
             outvoted=self._memory.state.outvoted,
             parted=self._memory.state.parted,
             unconfirmed=entry is not None and self._memory.agreed < entry.since,
-            # What the main thread is computing is promised: it is finished before I contribute again.
+            # Micro-batches under way count: the main thread finishes them before I contribute again.
             have=() if self._memory.kept_gradient.stale else tuple(sorted(self._memory.kept_gradient.have)),
             committed_digest=self._memory.state.committed_digest,
         )
@@ -257,7 +256,7 @@ class Membership:
         self._context.emit(io.LinkUp(record))
 
     def _send_report(self, report: m.Report, record: Record) -> None:
-        """In short where the leader understands that: whom of this epoch the round lacked."""
+        """Name only the members that the round lacked, if the leader understands that."""
         if self._session.contact.changes:
             there = frozenset(report.round_roster)
             lacked = tuple(n for n in record.names if n not in there) if report.round_epoch else ()
@@ -271,7 +270,7 @@ class Membership:
             return
         assert record.is_forced
         if self._context.now - self._session.contact.last > self._context.config.autonomy_s:
-            # It may be of long ago, and a new generation have begun since: an answered beat tells.
+            # Rule 10: a new generation may have begun since; an answered heartbeat tells.
             self._session.contact.unheeded = message
             self._session.contact.next_beat = self._context.now
             return
@@ -280,7 +279,7 @@ class Membership:
         self._context.emit(io.WriteJournal("resume", record.epoch, message.step, message.reason))
         outdated = self._memory.state.generation != record.generation and not self._epochs.is_awaited(record)
         if record.cold == record.epoch or outdated:
-            # The second: the cold start's own decision never reached me, or my fetch of its base failed.
+            # Outdated: the decision of the cold start never reached me, or my fetch of its base failed.
             self._start_generation(record)
         prepared = self._rounds.prepared
         if prepared is not None and self._may_commit(prepared, message):
@@ -315,7 +314,7 @@ class Membership:
         self._rounds.prepared, self._session.contact.fallen = None, None
         self._memory.drop_kept()
         if self._context.identity.storage_unread and not base.generation:
-            # Nobody else has read it either, and it may hold what this job has come to.
+            # Rule 8: no other replica has read it either, and it may hold a state of this job.
             self._context.stop(
                 75, "the job would begin from nothing, and durable storage has not been read here"
             )

@@ -6,14 +6,14 @@ from fabric.protocol.messages import member_events as io
 
 
 class MemberMemory:
-    """What the trainer process holds. Only its main thread changes it, while that has an order."""
+    """The memory of the trainer process. Only the main thread changes it, while it performs an effect."""
 
     def __init__(self, context: CoreContext, state: MemberState) -> None:
         self._context = context
         self.state = state
         self.kept_gradient = KeptGradient()
         self.waiting = False  # whether the main thread waits for a Compute, Apply, Install, ...
-        self.loaded = -1  # the step of the state that was loaded last: its digest says nothing of my updates
+        self.loaded = -1  # the step of the state that was loaded last: its digest does not prove my updates
         self.empty = -1  # the newest step that was committed with total weight 0
         self.agreed = 0  # the newest epoch in which a later state of mine had another member's digest
 
@@ -27,8 +27,7 @@ class MemberMemory:
         self.kept_gradient = KeptGradient()
 
     def lacks_digest(self) -> bool:
-        """Whether my state's digest is to be compared and not taken to its end. Others count the time of a
-        round from when everybody is in it, so I am not before that is done."""
+        """Whether my state's digest is due and still being taken (rule 1); ask for it then."""
         state = self.state
         if state.later and not state.asked:
             state.asked = True

@@ -1,7 +1,7 @@
-"""Rounds: compute, contribute, exchange, hold, commit. Rules 1 to 4 and 9 of docs/protocol.md.
+"""Rounds: compute, contribute, exchange, prepare, commit. Rules 1 to 5 and 9 of docs/protocol.md.
 
-Each stage starts when what it needs is there, whatever came last: the main thread's gradient, the links, the
-reduction, the others' contributions, their votes.
+Each stage starts when all that it needs is there: the main thread's gradient, the links, the reduction, the
+others' contributions, their votes.
 """
 
 from fabric.errors import IllegalTransition
@@ -24,7 +24,7 @@ from fabric.protocol.rules.adaptive_timeout import AdaptiveTimeout
 from fabric.protocol.rules.assignment import Work, share_out, waits_for_data
 from fabric.protocol.rules.divergence import bounded
 
-# At most this often is a step told while nothing is going on; a newcomer's request ends that for a while.
+# Rule 11: a heartbeat for a step goes at most this often, but at once for a while after a newcomer's request.
 STEP_BEAT_S = 0.25
 FOLLOWED_S = 5.0
 
@@ -48,13 +48,13 @@ class Rounds:
         self.round: Round | None = None
         self.prepared: io.PreparedRound | None = None  # a promise: it outlives an abort, until the decision
         self.last_round = LastRound()
-        self.disputed = (0, 0)  # the (epoch, step) of a round that ended so, see ``Round.is_disputed``
+        self.disputed = (0, 0)  # the (epoch, step) of a round that ended disputed
         self.committed_in = -1  # the newest epoch in which I committed a round, since I joined
         self.round_timeout = AdaptiveTimeout(context.config.exchange_s)
         self.ring_waits_for = ""  # the member whose bytes the data plane waits for
 
     def _waits_for(self) -> tuple[str, ...]:
-        """Name the members this round waits for: the ring neighbour, else those whose vote or part lacks."""
+        """The members that this round waits for: the ring neighbour, or those whose message is missing."""
         round_ = self.round
         if round_ is None or not round_.contributed:
             return ()
@@ -65,8 +65,10 @@ class Rounds:
         return tuple(n for n in round_.missing() if n != self._context.replica)
 
     def abort(self, why: str, about: str, stalled: bool = False, mismatch: bool = False) -> None:
-        """Rule 5: once per round; the kept gradient and the hold stay. Without ``retain`` the gradient was
-        reduced where it lay, so that what has begun to be exchanged is gone."""
+        """Rule 5: once per round; the kept gradient and the prepared round stay.
+
+        Without ``retain`` the gradient is reduced in place, so a started exchange has destroyed it.
+        """
         assert self._epochs.current is not None
         if self._epochs.mode is Mode.ABORTED:
             return
@@ -87,7 +89,7 @@ class Rounds:
         )
 
     def leave_round(self) -> None:
-        """What others have said of it outlives the round, for they may be gone when somebody asks."""
+        """Leave the round, and remember a dispute: the other voters may be gone when the leader asks."""
         round_, self.round = self.round, None
         if round_ is None:
             return
@@ -132,33 +134,27 @@ class Rounds:
         self._memory.state.entries = bounded(event.entries)
         self._memory.waiting = True
         self._session.last_times = event.times
-        # A step that nobody waits to hear of need not cost a message: the next beat tells it.
+        # Rule 11: a step that is not awaited waits for the next heartbeat.
         contact = self._session.contact
         due = self._context.now if event.digest or self._is_followed() else contact.beaten + STEP_BEAT_S
         contact.next_beat = min(contact.next_beat, max(due, self._context.now))
 
     def on_digested(self, event: io.Digested) -> None:
         if self._memory.state.later and event.step == self._memory.state.step:
-            self._memory.state.digest, self._memory.state.later, self._memory.state.asked = (
-                event.digest,
-                False,
-                False,
-            )
-            self._memory.state.entries = bounded(event.entries)
+            state = self._memory.state
+            state.digest, state.later, state.asked = event.digest, False, False
+            state.entries = bounded(event.entries)
             self._session.contact.next_beat = self._context.now
 
     def _is_followed(self) -> bool:
-        """Whether the leader needs my step at once: in a new epoch, and while somebody joins."""
-        contact = self._session.contact
+        """Whether the leader needs my step at once: in a new epoch, and while a replica joins."""
+        contact, epochs = self._session.contact, self._epochs
         settled = (
-            self._epochs.mode is Mode.RUN
-            and self._epochs.newest is not None
-            and not self._session.contact.finished
-        )
-        settled = (
-            settled
-            and self._epochs.newest is self._epochs.current
-            and contact.beaten_epoch == self._epochs.epoch()
+            epochs.mode is Mode.RUN
+            and not contact.finished
+            and epochs.newest is not None
+            and epochs.newest is epochs.current
+            and contact.beaten_epoch == epochs.epoch()
         )
         return not settled or bool(self._serving.listeners) or self._context.now - contact.asked < FOLLOWED_S
 
@@ -175,13 +171,13 @@ class Rounds:
             return
         kept.computing = ()
         if event.weight == 0 and self._context.identity.sharing.policy == "shrink":
-            # Nothing was put in for them (data of another step were discarded): they are skipped.
+            # They contributed nothing (data of another step were discarded), so they are skipped.
             kept.have -= set(event.micro_batches)
         kept.weight += event.weight
         for name, value in event.metrics:
             kept.metrics[name] = kept.metrics.get(name, 0.0) + value
         if event.redo and self.round is not None and self.round.exchanging:
-            # Nobody holds this round yet: that takes my contribution, which has not been sent.
+            # Rule 1: no member has prepared this round yet, because I have not sent my contribution.
             self.abort(event.redo, "")
 
     def on_exchanged(self, event: io.Exchanged) -> None:
@@ -191,12 +187,12 @@ class Rounds:
             self.round.nonfinite, self.round.nonfinite_input = event.nonfinite, event.nonfinite_input
 
     def on_ring_waits_for(self, event: io.RingWaitsFor) -> None:
-        """Note whose bytes are due in the ring: an abort names that member."""
+        """Note the member whose bytes are due in the ring: an abort names it."""
         self.ring_waits_for = event.replica
 
     def on_exchange_failed(self, event: io.ExchangeFailed) -> None:
         if self._is_round(event.epoch, event.step):
-            # The exchange is over by now; what it waited for then tells who held it up.
+            # The exchange is over; the member that it waited for at its end is the one to name.
             self.ring_waits_for = event.waited_for
             self.abort(event.why, event.about, mismatch=event.mismatch)
             self.ring_waits_for = ""
@@ -211,7 +207,7 @@ class Rounds:
             return False
         newest = self._epochs.newest
         if newest is not None and fence.store_id != newest.store_id and fence.epoch <= newest.epoch:
-            return False  # of a store that is no more, or of one whose job I cannot follow
+            return False  # rule 6: its store is gone, or I cannot follow its job
         if self._is_round(fence.epoch, message.step):
             self._collect(event.replica, event.incarnation, message)
             return False
@@ -235,7 +231,7 @@ class Rounds:
         round_.contributions.setdefault(replica, message)
 
     def enter_round(self) -> None:
-        """Rules 1, 4, 7 and 10: what is my share of the next round?"""
+        """Rules 1, 4, 7 and 10: open the next round with my share, unless the member parks or stops."""
         record = self._epochs.current
         assert record is not None
         if self._session.contact.finished or len(record.roster) < (
@@ -249,7 +245,7 @@ class Rounds:
         self.open_round(self._memory.state.step, self._share(record))
 
     def _is_on_its_own_for_too_long(self) -> bool:
-        """Rule 10: from now on a new generation may begin without me, so I begin no round and commit none."""
+        """Rule 10: stop if a new generation may have begun without me, before a round or a commit."""
         if self._context.now - self._session.contact.last <= self._context.config.autonomy_s:
             return False
         self._context.stop(
@@ -285,7 +281,7 @@ class Rounds:
             self._context.emit(io.Compute(step, share))
 
     def _note_poison(self, record: Record, step: int) -> None:
-        """What nobody computes is recorded, once per round that leaves it out."""
+        """Record the poison that this round leaves out."""
         ids = tuple(sorted(record.poisoned(step)))
         if ids:
             self._context.emit(
@@ -293,7 +289,7 @@ class Rounds:
             )
 
     def contribute_when_computed(self) -> None:
-        """Only once linked: what is sent to a member without a link is lost."""
+        """Rule 1: contribute once linked, because earlier messages get lost."""
         round_ = self.round
         if round_ is None or round_.contributed or self._memory.kept_gradient.computing:
             return
@@ -316,8 +312,7 @@ class Rounds:
         self._to_roster(message)
 
     def exchange_when_linked(self) -> None:
-        """With what I have contributed, or with what is about to be: its bytes may go ahead of its message,
-        for a hold needs both."""
+        """Exchange my contribution, or its first bytes ahead of it: a prepared round needs both (rule 1)."""
         round_, kept = self.round, self._memory.kept_gradient
         if round_ is None or round_.exchanging or round_.record.epoch not in self._epochs.links.up:
             return
@@ -332,7 +327,7 @@ class Rounds:
             )
 
     def _newcomers_first(self, round_: Round) -> bool:
-        """Whether somebody may still be catching up in it: then it is the user's update that takes long."""
+        """Whether a newcomer may still be catching up in it, by updates in user code."""
         first = self._epochs.links.first_step == round_.step
         return first and any(x.joining for x in round_.record.roster)
 
@@ -341,8 +336,10 @@ class Rounds:
         return self.round.missing() if self.round is not None and self.round.contributed else ()
 
     def stall_deadline(self) -> float | None:
-        """When the round is given up, once everybody is in it; None while somebody has an excuse. What was
-        learned says nothing of a newcomer's first; its updates, before it can hold, are user code."""
+        """When to give the round up; None before every member is in it.
+
+        A newcomer's first round has the whole setting, and time for its updates, which are user code.
+        """
         round_ = self.round
         if round_ is None or round_.begun < 0:
             return None
@@ -364,13 +361,13 @@ class Rounds:
         ):
             return
         waits = self._waits_for()
-        took, whom = self._context.now - round_.begun, ", ".join(waits) or "nobody in particular"
+        took, whom = self._context.now - round_.begun, ", ".join(waits) or "no member in particular"
         self.round_timeout.stalled()
-        why = f"round {round_.step} stalled: everybody is in it for {took:.1f} s, and I wait for {whom}"
+        why = f"round {round_.step} stalled: all members are in it for {took:.1f} s, and I wait for {whom}"
         self.abort(why, waits[0] if waits else "", stalled=True)
 
     def prepare_when_reduced(self) -> None:
-        """Rule 2: from here on the hold is a promise."""
+        """Rule 2: vote once the round is prepared; from then on it is a promise."""
         round_ = self.round
         if round_ is None or self._context.replica in round_.votes or not self._memory.waiting:
             return
@@ -399,7 +396,7 @@ class Rounds:
         self._to_roster(vote)
 
     def commit_when_agreed(self) -> None:
-        """Rule 3: everybody holds, so it is committed; digests that differ abort instead."""
+        """Rule 3: commit when all votes are here; abort if their digests differ."""
         round_, prepared = self.round, self.prepared
         if round_ is None or prepared is None or not round_.complete() or self._context.stopped:
             return
@@ -407,7 +404,7 @@ class Rounds:
         if disagreement:
             self._memory.state.parted = round_.parted()
             self.abort(disagreement, "")
-            # Evicted for this, I would not trust my own state either.
+            # If I am evicted for this, my state is not to be trusted.
             self._epochs.links.suspect = True
             return
         if self._is_on_its_own_for_too_long():
@@ -437,7 +434,7 @@ class Rounds:
         if not prepared.weight:
             self._memory.empty = prepared.step
         following = prepared.step + 1
-        mine = dict(prepared.contributions).get(self._context.replica, ())
+        own = dict(prepared.contributions).get(self._context.replica, ())
         every = self._context.config.digest_every
         self._memory.state = MemberState(
             self._memory.state.generation, following, "", prepared.gradient_digest
@@ -447,17 +444,17 @@ class Rounds:
         self._memory.waiting = False
         self._context.emit(io.Publish(self._memory.state.generation, prepared))
         wanted = bool(every) and (first_of_epoch or following % every == 0)
-        self._context.emit(io.Apply(prepared.step, prepared, contributed=bool(mine), digest=wanted))
+        self._context.emit(io.Apply(prepared.step, prepared, contributed=bool(own), digest=wanted))
 
     def _judge_nonfinite(self, prepared: io.PreparedRound) -> bool:
-        """The sum is the same on all members, and so is what they make of it: whether that is to stop."""
+        """Judge a sum that is not finite, alike on all members; return whether that ends the job."""
         culprits = self.round.culprits() if self.round is not None else ""
         why = f"the averaged gradient of {prepared.nonfinite} at step {prepared.step} is not finite"
-        why += f": so was what {culprits} put in" if culprits else ""
+        why += f": nor is the contribution of {culprits}" if culprits else ""
         if self._context.config.on_nan != "stop":
             self._context.emit(io.WriteJournal("skipped", self._epochs.epoch(), prepared.step, why))
             return False
-        why += '; look at its data and loss, or set on_nan to "skip" or "pass"'
+        why += '; look at its data and loss, or set on_nan to "skip" or "propagate"'
         self._context.emit(io.SendLeader(m.LoopFailed(self._epochs.fence(), prepared.step, why)))
         self._context.stop(1, why)
         return True

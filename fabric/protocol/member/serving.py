@@ -1,4 +1,4 @@
-"""Serving joining members: snapshots that were promised to them, and published gradients."""
+"""Serving joining members: snapshots promised to them, and published gradients."""
 
 from fabric.model import SnapshotRef
 from fabric.protocol.member.context import CoreContext
@@ -11,7 +11,7 @@ from fabric.protocol.messages import network as m
 
 
 class SnapshotServing:
-    """What others behind this member need of it."""
+    """Keeps this member's promises to joining members."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class SnapshotServing:
             self._context.emit(
                 io.SendLeader(m.SnapshotMissed(self._epochs.fence(), message.joiner, message.step))
             )
-            # The leader counted on an older step of mine: it hears this one, and the next ones as they come.
+            # The leader knows an older step of mine: it hears this one, and the next ones as they come.
             self._session.contact.next_beat = self._session.contact.asked = self._context.now
             return
         self.promised[message.joiner] = message.step

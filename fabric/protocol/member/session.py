@@ -1,4 +1,4 @@
-"""The session with the lighthouse: it opens with who I am, beats, and repeats what must not be lost."""
+"""The session with the lighthouse: it opens, sends heartbeats, and repeats messages that must arrive."""
 
 from fabric.model import Fence, SnapshotRef, StepTimes
 from fabric.protocol.member.context import CoreContext
@@ -8,25 +8,25 @@ from fabric.protocol.member.state import Contact, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# A heartbeat names so many that are waited for; the others are named when these have come or were left out.
+# A heartbeat names so many awaited members; it names others when these have come or were left out.
 MAX_NAMED = 64
 
 
 class LighthouseSession:
-    """What the leader is told, and when."""
+    """Sends this member's messages to the leader when they are due."""
 
     def __init__(self, context: CoreContext, memory: MemberMemory, epochs: KnownEpochs) -> None:
         self._context = context
         self._memory = memory
         self._epochs = epochs
         self.contact = Contact(last=context.now, next_beat=context.now)
-        self.busy = ""  # what the user's code does for long, for people
-        self.busy_s = 0.0  # and how long that may last
+        self.busy = ""  # the long work that the user's code announced, for people
+        self.busy_s = 0.0  # how long that may last
         self.last_times: StepTimes | None = None  # of the newest step, for the next heartbeat
 
     @property
     def phase(self) -> str:
-        """Some words for people: the mode, whether links are being made, and what the main thread does."""
+        """Words for people: the mode, whether links are being made, and whether the main thread waits."""
         mode = self._epochs.mode
         if self.contact.finished:
             return f"{mode.value}, finished"
@@ -34,7 +34,7 @@ class LighthouseSession:
         return f"{mode.value}{m.LINKING if linking else ''}{', waiting' if self._memory.waiting else ''}"
 
     def on_busy(self, event: io.Busy) -> None:
-        """Said at once: the others' patience depends on it."""
+        """Send it at once, because the others' patience depends on it."""
         self.busy, self.busy_s = event.reason, event.at_most_s
         self.contact.next_beat = self._context.now
 
@@ -47,13 +47,13 @@ class LighthouseSession:
         self._context.emit(io.SendLeader(m.Finished(fence, self._memory.state.step)))
 
     def on_failed(self, event: io.LoopRaised) -> None:
-        """The user's loop has raised: said until the leader answers, who stops the job or me alone."""
+        """Tell the leader until it answers that the user's loop has raised."""
         self._memory.waiting = False
         self.contact.failed = m.LoopFailed(self._epochs.fence(), self._memory.state.step, event.why)
         self._context.emit(io.SendLeader(self.contact.failed))
 
     def unreachable(self) -> tuple[str, ...]:
-        """Members of the newest epoch to which nothing gets through, as far as I know."""
+        """Members of the newest epoch that I cannot reach, as far as I know."""
         newest = self._epochs.newest
         if newest is None or not self._epochs.links.silent:
             return ()
@@ -65,11 +65,10 @@ class LighthouseSession:
 
     @property
     def is_beat_due(self) -> bool:
-        """Whether a heartbeat is to go now."""
         return self.contact.connected and self._context.now >= self.contact.next_beat
 
     def beat(self, waiting_for: tuple[str, ...]) -> None:
-        """Send a heartbeat; ``waiting_for``: the members that my round lacks something of."""
+        """Send a heartbeat; my round waits for a message of each member in ``waiting_for``."""
         contact = self.contact
         contact.number += 1
         contact.sent[contact.number] = self._context.now
@@ -97,7 +96,7 @@ class LighthouseSession:
         self.last_times = None
 
     def open(self, snapshots: tuple[SnapshotRef, ...]) -> None:
-        """Begin a session with who I am; what else the leader must know is said again."""
+        """Begin a session; repeat the other messages that the leader must know."""
         self.contact.connected = True
         self.contact.changes = False
         self.contact.next_beat = self._context.now
@@ -142,7 +141,7 @@ class LighthouseSession:
         if self.contact.failed is not None:
             self._context.emit(io.SendLeader(self.contact.failed))
         if self.contact.unsaid:
-            # The leader may have answered it already, and does not know that I had been in that round.
+            # The leader may have answered the abort already, and does not know that I was in that round.
             self.contact.unsaid = False
             self.repeat_aborted()
 

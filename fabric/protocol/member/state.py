@@ -1,5 +1,4 @@
-"""The parts of a member core's state: its mode and the moves between modes, what its memory holds, the
-gradient it keeps, what it fetches, its session with the leader, and its links."""
+"""The state of a member core: mode, training state, kept gradient, fetch, leader session and links."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,9 +8,9 @@ from fabric.model import EVERYTHING, JobEnd, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# Rounds that peers may be ahead of me with their first messages: the next step, and the next epoch's.
+# The first messages of so many later rounds are kept: of the next step, and of the next epoch.
 MAX_EARLY_ROUNDS = 8
-# How often in a row a gradient that must exist may not be delivered before another way is sought.
+# After so many failures in a row to get a gradient that must exist, the member seeks another way.
 MAX_MISSES = 3
 
 
@@ -36,10 +35,7 @@ TRANSITIONS: dict[Mode, frozenset[Mode]] = {
 
 @dataclass(frozen=True, slots=True)
 class MemberIdentity:
-    """Who this process is; the same in every session it opens. ``predecessors``: the incarnations that ran on
-    this host before and have ended, newest first. ``durable``: the durable checkpoints that it found when it
-    started; ``storage_unread``: storage could not be listed then. ``ended``: an earlier process left word of
-    the job's end here."""
+    """The identity of this process, the same in every session; fields as in ``OpenSession``."""
 
     replica: str
     incarnation: int
@@ -55,8 +51,8 @@ class MemberIdentity:
     ranks: tuple[RankAddress, ...] = ()
     tensors: tuple[str, ...] = ()
     plane: str = ""
-    durable: tuple[SnapshotRef, ...] = ()
-    storage_unread: bool = False
+    durable: tuple[SnapshotRef, ...] = ()  # as storage listed them at the start
+    storage_unread: bool = False  # storage could not be listed then
     spare: bool = False
     ended: JobEnd | None = None
     secret: str = ""
@@ -65,51 +61,44 @@ class MemberIdentity:
 
 @dataclass(frozen=True, slots=True)
 class MemberConfig:
-    """Times in seconds. ``digest_every``: steps between digests of the shared state (0: never). ``retain``:
-    whether the kept gradient survives the exchange, so that a retry need not compute it again.
-    ``replay``: whether to catch up by applying published gradients, or by a state that the others wait for.
-    ``exchange_s`` and ``user_code_s``: the time budget, see ``budget``. ``on_nan``: what becomes of a step
-    whose averaged gradient is not finite."""
+    """Settings of a member; times in seconds."""
 
     min_replicas: int = 1
     autonomy_s: float = 1800.0
     beat_s: float = 1.0
-    digest_every: int = 1
-    retain: bool = True
-    replay: bool = True
-    exchange_s: float = 60.0
-    user_code_s: float = 1800.0
-    on_nan: str = "propagate"
+    digest_every: int = 1  # steps between digests of the shared state; 0: never
+    retain: bool = True  # the kept gradient survives the exchange, so a retry need not compute it again
+    replay: bool = True  # catch up by published gradients; False: by a blocking join
+    exchange_s: float = 60.0  # of the time budget
+    user_code_s: float = 1800.0  # of the time budget
+    on_nan: str = "propagate"  # for a step whose averaged gradient is not finite
 
 
 @dataclass(slots=True)
 class MemberState:
-    """What my memory holds: ``generation`` 0 is a state that nobody vouches for. ``later``: its digest is
-    being taken, and ``asked`` for once it is needed. ``outvoted``: most members of a round have called it
-    wrong. ``entries``: small ones of it, known with the digest. ``parted``: where it differs from others'."""
+    """The training state in this member's memory."""
 
-    generation: int = 0
+    generation: int = 0  # 0: a state that no other member confirms
     step: int = 0
     digest: str = ""
-    committed_digest: str = ""
-    later: bool = False
-    asked: bool = False
-    outvoted: bool = False
-    entries: tuple[tuple[str, str], ...] = ()
-    parted: str = ""
+    committed_digest: str = ""  # of the gradient that led to ``step``
+    later: bool = False  # its digest is being taken
+    asked: bool = False  # TellDigest has asked for it
+    outvoted: bool = False  # most members of a round have called it wrong
+    entries: tuple[tuple[str, str], ...] = ()  # small ones of it, known with the digest
+    parted: str = ""  # where it differs from the others'
 
 
 @dataclass(slots=True)
 class KeptGradient:
-    """The kept gradient of the current step, and what the main thread is adding to it. ``streaming`` is
-    what it will stand for when the backward under way, the last one, has ended; 0 before that."""
+    """The kept gradient of the current step."""
 
-    have: set[int] = field(default_factory=set)
-    computing: tuple[int, ...] = ()
-    streaming: float = 0.0
+    have: set[int] = field(default_factory=set)  # its micro-batches, with those under way
+    computing: tuple[int, ...] = ()  # those that the main thread is adding
+    streaming: float = 0.0  # its weight when the last backward, now under way, has ended; 0 before that
     weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    stale: bool = False
+    stale: bool = False  # drop it when the main thread has finished adding
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,60 +116,51 @@ class LastRound:
 
 @dataclass(slots=True)
 class Fetch:
-    """Catch-up: what is under way (``asked``, ``state``, ``install``, ``gradient`` or nothing), what is
-    wanted and what lies ready. ``void``: what is under way is no longer wanted. ``generation``: which one
-    the state being loaded will belong to. ``misses``: how often in a row nobody had the gradient."""
+    """The fetch of a catch-up."""
 
-    doing: str = ""
-    void: bool = False
-    generation: int = 0
-    misses: int = 0
-    wanted: SnapshotRef | None = None
+    doing: str = ""  # ``asked``, ``state``, ``install``, ``gradient`` or nothing
+    void: bool = False  # its result is no longer wanted
+    generation: int = 0  # to which the state being loaded will belong
+    misses: int = 0  # how often in a row no source had the gradient
+    wanted: SnapshotRef | None = None  # to fetch next
     urls: tuple[str, ...] = ()
-    state: SnapshotRef | None = None
-    gradient: io.GradientFetched | None = None
+    state: SnapshotRef | None = None  # ready to install
+    gradient: io.GradientFetched | None = None  # ready to apply
 
 
 @dataclass(slots=True)
 class Contact:
-    """The session with the leader: ``last`` is when the newest answered beat was sent, ``beaten`` when any
-    was, and ``beaten_epoch`` what it said of the newest epoch. ``asked`` is when a newcomer last needed to
-    know my step. ``changes``: this leader understands short reports, see ``messages.Epoch``. ``unsaid``:
-    there was no session when ``aborted`` had to be said. ``unheeded``: a decision that came after the end of
-    my autonomy, and waits for an answered beat."""
+    """The session with the leader."""
 
-    last: float
+    last: float  # when the newest answered heartbeat was sent
     next_beat: float
-    beaten: float = -math.inf
-    beaten_epoch: int = -1
-    asked: float = -math.inf
+    beaten: float = -math.inf  # when the newest heartbeat was sent
+    beaten_epoch: int = -1  # the newest epoch in it
+    asked: float = -math.inf  # when a newcomer last needed to know my step
     connected: bool = False
-    changes: bool = False
-    number: int = 0
-    sent: dict[int, float] = field(default_factory=dict)
-    aborted: m.Aborted | None = None
-    unsaid: bool = False
-    fallen: m.CannotContinue | None = None
-    failed: m.LoopFailed | None = None
+    changes: bool = False  # as in ``Epoch.changes``
+    number: int = 0  # of the newest heartbeat
+    sent: dict[int, float] = field(default_factory=dict)  # when each unanswered heartbeat was sent
+    aborted: m.Aborted | None = None  # my newest one
+    unsaid: bool = False  # there was no session to send ``aborted`` on
+    fallen: m.CannotContinue | None = None  # repeated until it is heard
+    failed: m.LoopFailed | None = None  # repeated until it is heard
     finished: bool = False
-    unheeded: m.Resume | None = None
+    unheeded: m.Resume | None = None  # it came after the end of my autonomy, and waits for an answer
 
 
 @dataclass(slots=True)
 class LinkState:
-    """Epochs whose links are up, and messages of rounds that I have not entered yet (bounded). ``silent``:
-    members to which nothing gets through, as far as I know. From outside the roster all members are probed:
-    ``probing`` while that is under way, and the next time at ``next_probe``. ``flaps``: one of them could not
-    be reached since I was linked last."""
+    """The links of epochs, and messages that came before their round."""
 
-    up: set[int] = field(default_factory=set)
-    silent: set[str] = field(default_factory=set)
-    probing: bool = False
-    flaps: bool = False
+    up: set[int] = field(default_factory=set)  # epochs whose links are up
+    silent: set[str] = field(default_factory=set)  # members that I cannot reach, as far as I know
+    probing: bool = False  # a probe from outside the roster is under way
+    flaps: bool = False  # a member could not be reached since I was linked last
     next_probe: float = -math.inf
-    early: dict[tuple[int, int], list[io.FromPeer]] = field(default_factory=dict)
-    first_step: int = -1
-    suspect: bool = False
+    early: dict[tuple[int, int], list[io.FromPeer]] = field(default_factory=dict)  # by epoch and step
+    first_step: int = -1  # of the epoch in force
+    suspect: bool = False  # digests differed: if I am evicted for that, my state is not to be trusted
 
     def keep_early(self, key: tuple[int, int], event: io.FromPeer, floor: int) -> None:
         self.early = {k: v for k, v in self.early.items() if k[0] >= floor}

@@ -1,4 +1,4 @@
-"""What a shell may read of a member core. Facts that another thread reads may be a moment apart."""
+"""The read-only view of a member core. Facts that another thread reads may be a moment apart."""
 
 from collections.abc import Mapping, Set
 
@@ -40,17 +40,15 @@ class MemberView:
 
     @property
     def identity(self) -> MemberIdentity:
-        """Who this process is."""
         return self._context.identity
 
     @property
     def config(self) -> MemberConfig:
-        """Its settings."""
         return self._context.config
 
     @property
     def generation(self) -> int:
-        """Of the state in memory; 0: nobody vouches for it."""
+        """Of the state in memory; 0: no other member confirms it."""
         return self._memory.state.generation
 
     @property
@@ -97,7 +95,7 @@ class MemberView:
 
     @property
     def own_contribution(self) -> m.Contribution | None:
-        """What this member has sent for the round that is under way."""
+        """The contribution that this member has sent for the round under way."""
         round_ = self._rounds.round
         return round_.contributions.get(self._context.replica) if round_ is not None else None
 
@@ -110,17 +108,17 @@ class MemberView:
 
     @property
     def busy(self) -> str:
-        """What the user's code does for long; empty: nothing that it named."""
+        """The long work that the user's code announced; empty: none."""
         return self._session.busy
 
     @property
     def fetching(self) -> str:
-        """What is under way to catch up: ``asked``, ``state``, ``install``, ``gradient`` or nothing."""
+        """The catch-up under way: ``asked``, ``state``, ``install``, ``gradient`` or nothing."""
         return self._catch_up.fetch.doing
 
     @property
     def fetched_generation(self) -> int:
-        """Which generation the state being loaded will belong to."""
+        """The generation to which the state being loaded will belong."""
         return self._catch_up.fetch.generation
 
     @property

@@ -24,8 +24,8 @@ def test_all_skip_it_together(zygote, tmp_path):
         for replica in ("r0", "r1", "r2"):
             [told] = job.events(replica, "skipped")
             assert told["step"] == 6
-            expected = "the averaged gradient of 0.weight at step 6 is not finite: nor is the contribution of r1 (its 0.weight)"
-            assert told["why"].startswith(expected)
+            expected = "0.weight at step 6 is not finite: nor is the contribution of r1 (its 0.weight)"
+            assert expected in told["why"]
             assert [e["step"] for e in job.events(replica, "commit")] == list(range(20))
 
 

@@ -1,0 +1,149 @@
+"""The calls of all processes side by side: who came to which collective, and who is still to come."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fabric.collectives.recording import Group, Process, RecordedCollective, Recording
+
+_DEFAULT_GROUP = "default_pg"
+_LISTED = 8
+# No process leaves one of these before every process of the group has come.
+_SYNCHRONISING = frozenset(
+    (
+        "all_reduce",
+        "barrier",
+        "all_gather",
+        "all_to_all",
+        "reduce_scatter",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupId:
+    """One group of one replica. Our own exchange is a group of the whole job: ``replica`` is empty then, and
+    ``rank`` says which ranks of the replicas exchange."""
+
+    replica: str
+    name: str
+    ranks: tuple[int, ...] = ()
+    rank: int = -1
+
+
+@dataclass(slots=True)
+class GroupCalls:
+    """The calls in one group: by number and process, and the members as far as they are known."""
+
+    group: Group
+    is_own: bool
+    members: set[Process] = field(default_factory=set)
+    are_members_known: bool = False
+    by_number: dict[int, dict[Process, RecordedCollective]] = field(default_factory=dict)
+    sends: dict[Process, list[RecordedCollective]] = field(default_factory=dict)  # and receives
+    last: dict[Process, int] = field(default_factory=dict)  # the newest number that a process came to
+
+    def by_rank(self, rank: int) -> Process | None:
+        """The member with this rank within the group."""
+        members = sorted(self.members) if self.are_members_known else []
+        return members[rank] if rank < len(members) else None
+
+
+@dataclass(slots=True)
+class AllCalls:
+    """The recordings of all processes, by group. ``unread``: why the recording of a process is missing."""
+
+    recordings: tuple[Recording, ...]
+    unread: Mapping[Process, str]
+    groups: dict[GroupId, GroupCalls] = field(default_factory=dict)
+    names: dict[Process, str] = field(default_factory=dict)
+    has_recorded: set[tuple[Process, bool]] = field(default_factory=set)  # with is_own
+
+    def name(self, process: Process) -> str:
+        return self.names.get(process, process.name)
+
+    def listed(self, processes: Iterable[Process]) -> str:
+        """The processes as a list in a sentence."""
+        words = [self.name(process) for process in sorted(processes)]
+        words = words[:_LISTED] + ([f"{len(words) - _LISTED} more"] if len(words) > _LISTED else [])
+        return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+    def last_call(self, process: Process) -> RecordedCollective | None:
+        """The newest call of the process in any group."""
+        calls = [c for x in self.recordings if x.process == process for c in x.collectives[-1:]]
+        return max(calls, key=lambda call: call.created_ns, default=None)
+
+    def recording(self, process: Process) -> Recording | None:
+        return next((x for x in self.recordings if x.process == process), None)
+
+
+def side_by_side(recordings: Iterable[Recording], unread: Mapping[Process, str] | None = None) -> AllCalls:
+    """All calls by group and number. Two recordings of one process are of torch and of our own exchange."""
+    everything = AllCalls(tuple(recordings), dict(unread or {}))
+    for recording in everything.recordings:
+        everything.has_recorded.add((recording.process, recording.is_own))
+        for call in recording.collectives:
+            calls = _calls_of(everything, recording, call.group)
+            if call.is_p2p:
+                calls.sends.setdefault(recording.process, []).append(call)
+                continue
+            # Of a coalesced launch the last entry stands for all.
+            calls.by_number.setdefault(call.number, {})[recording.process] = call
+            calls.last[recording.process] = max(calls.last.get(recording.process, -1), call.number)
+        for group in recording.groups.values():
+            if group.ranks or group.replicas:
+                _calls_of(everything, recording, group)
+    for group_id, calls in everything.groups.items():
+        if not calls.are_members_known:
+            _guess_members(everything, group_id, calls)
+    _name_processes(everything)
+    return everything
+
+
+def is_over(call: RecordedCollective, awaited: Iterable[Process]) -> bool:
+    """Whether a call has done its work. Gloo marks a call that timed out like one that is done; only where a
+    member has never come to it, it cannot be done."""
+    if call.is_pending or call.has_failed:
+        return False
+    return call.backend != "gloo" or call.operation not in _SYNCHRONISING or not any(awaited)
+
+
+def _calls_of(everything: AllCalls, recording: Recording, group: Group) -> GroupCalls:
+    process = recording.process
+    if recording.is_own:
+        group_id = GroupId("", group.name, (), process.rank)
+        members = {Process(replica, process.rank) for replica in group.replicas}
+    else:
+        group_id = GroupId(process.replica, group.name, group.ranks)
+        members = {Process(process.replica, rank) for rank in group.ranks}
+    calls = everything.groups.get(group_id)
+    if calls is None:
+        calls = everything.groups[group_id] = GroupCalls(group, recording.is_own)
+    calls.members |= members
+    calls.are_members_known = calls.are_members_known or bool(members)
+    if not members:
+        calls.members.add(process)
+    return calls
+
+
+def _guess_members(everything: AllCalls, group_id: GroupId, calls: GroupCalls) -> None:
+    """Gloo does not record members. All ranks that are known are in the default group; another group has
+    the processes that have called in it, and in a world of two it has both."""
+    if calls.is_own:
+        return
+    replica = [x for x in everything.recordings if x.process.replica == group_id.replica and not x.is_own]
+    ranks = {x.process.rank for x in replica} | {rank for x in replica for rank in x.ranks_named}
+    ranks |= {x.rank for x in everything.unread if x.replica == group_id.replica}
+    world = {Process(group_id.replica, rank) for rank in range(max(ranks, default=-1) + 1)}
+    if calls.group.description == _DEFAULT_GROUP or len(world) == 2:
+        calls.members |= world
+        calls.are_members_known = True
+
+
+def _name_processes(everything: AllCalls) -> None:
+    """A replica of one process needs no rank in its name."""
+    processes = {x.process for x in everything.recordings} | set(everything.unread)
+    processes |= {member for calls in everything.groups.values() for member in calls.members}
+    several = {x.replica for x in processes if x.rank > 0}
+    for process in processes:
+        is_single = process.replica and process.replica not in several
+        everything.names[process] = process.replica if is_single else process.name

@@ -1,0 +1,349 @@
+"""The recorded collectives of one process, parsed and checked: torch's Flight Recorder and our own exchange.
+
+A recording is JSON or the plain part of a pickle, of gloo, NCCL or ``fabric``. Every field is checked before
+any of it is used, so a damaged recording is refused as a whole.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fabric.collectives.plain_pickle import MAX_VALUES, BadRecording, load_plain
+
+MAX_BYTES = 64 << 20
+_MAX_ENTRIES = 200_000
+_MAX_TENSORS = 10_000
+_TEXT = 200
+_MAX_RANKS = 1 << 20
+_PEER = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})", re.ASCII)
+_INTEGER = re.compile(r"-?\d{1,19}", re.ASCII)
+# Frames of the library say nothing of where the user's program is.
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/fabric/(?:client|ftar)/|^<frozen ")
+
+SCHEDULED, STARTED, DONE = "scheduled", "started", "done"
+OWN_BACKEND = "fabric"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Process:
+    """One process of a job: rank ``rank`` of the replica ``replica``, which is empty where files have no name
+    for it."""
+
+    replica: str
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.replica} rank {self.rank}" if self.replica else f"rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The processes that call the same collectives in the same order, as one process names them. ``ranks``:
+    the members by rank, ``replicas`` by replica; both empty where the recording does not say."""
+
+    name: str
+    description: str = ""
+    ranks: tuple[int, ...] = ()
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        described = self.description not in ("", "undefined")
+        return f"group {self.name} ({self.description})" if described else f"group {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCollective:
+    """One call of a process."""
+
+    group: Group
+    number: int  # place in the sequence of the group; of a send or receive, in that of its sends and receives
+    backend: str
+    operation: str
+    input_sizes: tuple[tuple[int, ...], ...]
+    output_sizes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[str, ...]
+    output_dtypes: tuple[str, ...]
+    state: str
+    has_failed: bool = False  # given up before its end: a time-out, or an aborted round
+    created_ns: int = 0  # Unix time by the clock of its host; 0 where unknown
+    completed_ns: int = 0
+    duration_ms: float | None = None
+    is_p2p: bool = False  # numbered apart from the collectives, and by each process for itself
+    peer: int | None = None  # the other rank of a send or receive, within the group
+    at: str = ""  # file, line and function of the user's program
+    note: str = ""
+
+    @property
+    def is_pending(self) -> bool:
+        return self.state != DONE
+
+    @property
+    def words(self) -> str:
+        """Name it in a sentence."""
+        if self.backend == OWN_BACKEND:
+            return f"the exchange of step {self.number}"
+        if self.peer is not None:
+            direction = "to" if self.operation == "send" else "from"
+            return f"{self.operation} {direction} rank {self.peer} of {self.group.words}"
+        return f"{self.operation} (number {self.number} of {self.group.words})"
+
+    @property
+    def shape_words(self) -> str:
+        sizes = self.input_sizes or self.output_sizes
+        dtypes = self.input_dtypes or self.output_dtypes
+        if not sizes:
+            return "no tensor"
+        shown = ", ".join("x".join(map(str, size)) or "a scalar" for size in sizes[:3])
+        more = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
+        return f"{shown}{more} {'/'.join(dict.fromkeys(dtypes))}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """All that one process has recorded, oldest first. ``is_partial``: older entries were overwritten."""
+
+    process: Process
+    source: str
+    collectives: tuple[RecordedCollective, ...] = ()
+    is_partial: bool = False
+    is_own: bool = False  # of our own exchange, not of torch
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    ranks_named: frozenset[int] = frozenset()  # members of groups that gloo gives no name
+    main: tuple[str, ...] = ()  # the main thread's stack, innermost first; only of living processes
+    process_state: str = ""  # the kernel's word of the process; only of living processes
+
+
+def read_recording(data: bytes, process: Process, source: str) -> Recording:
+    """Return the recording in ``data``. Raises BadRecording with one sentence that names ``source``."""
+    try:
+        return parse_recording(_body(data), process, source)
+    except BadRecording as error:
+        raise BadRecording(f"{source}: {error}") from None
+
+
+def parse_recording(body: object, process: Process, source: str) -> Recording:
+    """Return the recording that a parsed dump describes. Raises BadRecording."""
+    if not isinstance(body, Mapping):
+        raise BadRecording("it is not a recording: it holds no table of fields")
+    if "entries" not in body and "pg_config" not in body:
+        raise BadRecording("it is not a recording of torch's Flight Recorder: it lacks entries and pg_config")
+    entries = body.get("entries", [])
+    if not isinstance(entries, list | tuple) or len(entries) > _MAX_ENTRIES:
+        raise BadRecording(f"its entries are no list of at most {_MAX_ENTRIES}")
+    groups = _groups(body.get("pg_config", {}))
+    nameless = groups.pop("", None)
+    calls, first_id = [], 0
+    for place, entry in enumerate(entries):
+        try:
+            calls.append(_collective(entry, groups))
+            if not place:
+                first_id = _integer(entry, "record_id", default=0)
+        except BadRecording as error:
+            raise BadRecording(f"its entry {place} is damaged: {error}") from None
+    return Recording(
+        process,
+        source,
+        _with_coalesced(calls),
+        is_partial=first_id > 0,
+        is_own=body.get("recorder") == OWN_BACKEND,
+        groups=groups,
+        ranks_named=frozenset(nameless.ranks if nameless is not None else ()),
+    )
+
+
+# --- the bytes ----------------------------------------------------------------------------------------
+
+
+def _body(data: bytes) -> object:
+    if len(data) > MAX_BYTES:
+        raise BadRecording(f"it has more than {MAX_BYTES >> 20} MiB, which no recording needs")
+    if not data.strip():
+        raise BadRecording("it is empty: the process wrote no recording")
+    if data[:1] == b"\x80":
+        return load_plain(data)
+    if data.lstrip()[:1] != b"{":
+        raise BadRecording("it is neither JSON nor a pickle: give a dump of torch's Flight Recorder")
+    if sum(map(data.count, (b"{", b"[", b","))) > MAX_VALUES:
+        raise BadRecording(f"its JSON has more than {MAX_VALUES} values: it is no recording")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise BadRecording("its JSON is nested too deeply for a recording") from None
+    except ValueError as error:
+        raise BadRecording(f"its JSON breaks off or is damaged ({str(error)[:_TEXT]})") from None
+
+
+# --- groups -------------------------------------------------------------------------------------------
+
+
+def _groups(config: object) -> dict[str, Group]:
+    """Groups by name. Gloo writes one group without a name, with the ranks of the group made last."""
+    if not isinstance(config, Mapping):
+        raise BadRecording("its pg_config is not a table of groups")
+    groups = {}
+    for name, value in config.items():
+        if not isinstance(value, Mapping):
+            raise BadRecording(f"its group {_short(name)} is not described")
+        ranks, replicas = _members(value.get("ranks", "[]"))
+        groups[_short(name)] = Group(_short(name), _short(value.get("desc", "")), ranks, replicas)
+    return groups
+
+
+def _members(value: object) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The members, which torch writes as a text such as ``[0, 1]``; our own exchange lists names."""
+    if isinstance(value, str):
+        parts: list[object] = [part.strip() for part in value.strip().strip("[]").split(",") if part.strip()]
+    elif isinstance(value, list | tuple):
+        parts = list(value)
+    else:
+        raise BadRecording("its pg_config names the members of a group in no known form")
+    if len(parts) > _MAX_RANKS:
+        raise BadRecording(f"its pg_config lists more than {_MAX_RANKS} members")
+    if parts and all(isinstance(part, str) and not _INTEGER.fullmatch(part) for part in parts):
+        return (), tuple(_short(part) for part in parts)
+    ranks = []
+    for part in parts:
+        number = int(part) if isinstance(part, str) and _INTEGER.fullmatch(part) else part
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _MAX_RANKS:
+            raise BadRecording(f"its pg_config lists {_short(part)!r} as a rank")
+        ranks.append(number)
+    return tuple(sorted(set(ranks))), ()
+
+
+# --- entries ------------------------------------------------------------------------------------------
+
+
+def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
+    if not isinstance(entry, Mapping):
+        raise BadRecording("it is not a table of fields")
+    name = entry.get("profiling_name")
+    if not isinstance(name, str):
+        raise BadRecording("it has no profiling_name")
+    backend, _, operation = name.rpartition(":")
+    is_p2p = entry.get("is_p2p", False) is True
+    peer = None
+    if (match := _PEER.fullmatch(operation)) is not None:
+        # ``send 0->1`` and ``recv 1<-0``: this process comes first, the other one second.
+        operation, peer, is_p2p = match[1], int(match[3]), True
+    state, has_failed = _state(entry, backend)
+    duration = entry.get("duration_ms")
+    if isinstance(duration, bool) or not isinstance(duration, int | float | None):
+        raise BadRecording("its duration_ms is no number")
+    return RecordedCollective(
+        group=_group(entry.get("process_group"), groups),
+        number=_integer(entry, "p2p_seq_id" if is_p2p else "collective_seq_id"),
+        backend=_short(backend),
+        operation=_short(operation),
+        input_sizes=_sizes(entry, "input_sizes"),
+        output_sizes=_sizes(entry, "output_sizes"),
+        input_dtypes=_texts(entry, "input_dtypes"),
+        output_dtypes=_texts(entry, "output_dtypes"),
+        state=state,
+        has_failed=has_failed,
+        created_ns=_integer(entry, "time_created_ns", default=0),
+        completed_ns=_integer(entry, "time_discovered_completed_ns", default=0),
+        duration_ms=None if duration is None else float(duration),
+        is_p2p=is_p2p,
+        peer=peer,
+        at=_user_frame(entry.get("frames", ())),
+        note=_short(entry.get("note", "")),
+    )
+
+
+def _state(entry: Mapping[Any, Any], backend: str) -> tuple[str, bool]:
+    """The state, and whether it was given up. Gloo's state stays ``scheduled``: ``retired`` is its end."""
+    state, is_retired = entry.get("state"), entry.get("retired", False) is True
+    if state == "completed":
+        return DONE, False
+    if state not in ("scheduled", "started"):
+        raise BadRecording(f"its state is {_short(state)!r}")
+    if is_retired:
+        return DONE, backend != "gloo"
+    return str(state), False
+
+
+def _with_coalesced(calls: list[RecordedCollective]) -> tuple[RecordedCollective, ...]:
+    """The calls of a coalesced launch, which have no state of their own, take that of the launch's entry.
+
+    Torch gives them the sequence number of the entry ``coalesced`` that follows them in their group.
+    """
+    result = list(calls)
+    launches: dict[tuple[str, str, bool, int], RecordedCollective] = {}
+    for place in reversed(range(len(calls))):
+        call = calls[place]
+        key = (call.group.name, call.backend, call.is_p2p, call.number)
+        if call.operation == "coalesced" or call.operation.endswith("_coalesced"):
+            launches[key] = call
+        elif (launch := launches.get(key)) is not None:
+            result[place] = replace(
+                call, state=launch.state, has_failed=launch.has_failed, completed_ns=launch.completed_ns
+            )
+    return tuple(result)
+
+
+def _group(value: object, groups: dict[str, Group]) -> Group:
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= 2:
+        raise BadRecording("it names no process_group")
+    name, description = _short(value[0]), _short(value[1] if len(value) > 1 else "")
+    group = groups.get(name)
+    if group is None or group.description != description:
+        group = Group(name, description, group.ranks if group else (), group.replicas if group else ())
+        groups[name] = group
+    return group
+
+
+def _integer(entry: Mapping[Any, Any], name: str, default: int | None = None) -> int:
+    value = entry.get(name, default)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
+        raise BadRecording(f"its {name} is no number")
+    return value
+
+
+def _sizes(entry: Mapping[Any, Any], name: str) -> tuple[tuple[int, ...], ...]:
+    value = entry.get(name, [])
+    if not isinstance(value, list | tuple) or len(value) > _MAX_TENSORS:
+        raise BadRecording(f"its {name} are no list of at most {_MAX_TENSORS} tensors")
+    sizes = []
+    for size in value:
+        if not isinstance(size, list | tuple) or len(size) > 64:
+            raise BadRecording(f"its {name} are no sizes of tensors")
+        for length in size:
+            if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length < 2**63:
+                raise BadRecording(f"its {name} are no sizes of tensors")
+        sizes.append(tuple(size))
+    return tuple(sizes)
+
+
+def _texts(entry: Mapping[Any, Any], name: str) -> tuple[str, ...]:
+    value = entry.get(name, [])
+    if not isinstance(value, list | tuple) or len(value) > _MAX_TENSORS:
+        raise BadRecording(f"its {name} are no list of at most {_MAX_TENSORS} names")
+    if not all(isinstance(text, str) for text in value):
+        raise BadRecording(f"its {name} are no names")
+    return tuple(text[:_TEXT] for text in value)
+
+
+def _user_frame(frames: object) -> str:
+    """The innermost frame outside of the libraries, as ``file:line function``; empty where there is none."""
+    if not isinstance(frames, list | tuple):
+        return ""
+    for frame in frames[:200]:
+        if not isinstance(frame, Mapping):
+            continue
+        file = frame.get("filename")
+        if isinstance(file, str) and not _LIBRARY.search(file):
+            return f"{file[-_TEXT:]}:{_short(frame.get('line', 0))} {_short(frame.get('name', ''))}"
+    return ""
+
+
+def _short(value: object) -> str:
+    """A text of a stranger, cut; anything but a text or a number is empty."""
+    if isinstance(value, str):
+        return value[:_TEXT]
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else ""

@@ -1,0 +1,58 @@
+"""Real gloo processes that record their collectives, for tests: started, brought into trouble, ended."""
+
+import multiprocessing
+from pathlib import Path
+
+import gloo_rank
+
+# Processes are forked from one that has imported torch, and dynamo, which a pickle dump needs.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+DEADLINE_S = 180.0  # of what takes a second: a loaded machine is no failure
+
+
+class GlooWorld:
+    """``ranks`` processes of ``gloo_rank.py``; they are ended with the context."""
+
+    def __init__(self, folder: Path, ranks: int, trouble: str, buffer: int = 200) -> None:
+        self.folder = folder
+        self._lines, self._processes = [], []
+        for rank in range(ranks):
+            here, there = CONTEXT.Pipe()
+            arguments = (folder, rank, ranks, trouble, buffer, there)
+            process = CONTEXT.Process(target=gloo_rank.run, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self._lines.append(here)
+            self._processes.append(process)
+
+    def __enter__(self) -> "GlooWorld":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, line in zip(self._processes, self._lines, strict=True):
+            process.kill()
+            process.join()
+            line.close()
+
+    def _hear(self, rank: int, word: str) -> None:
+        assert self._lines[rank].poll(DEADLINE_S), f"rank {rank} said nothing"
+        assert self._lines[rank].recv() == word
+
+    def get_into_trouble(self, *, one_by_one: bool = False) -> None:
+        """Until every rank has dumped. ``one_by_one``: a rank ends before the next one calls, so that no
+        byte of a call that does not fit arrives: gloo would abort the process."""
+        for rank in range(len(self._lines)):
+            self._hear(rank, "ready")
+        for rank, line in enumerate(self._lines):
+            line.send("go on")
+            if one_by_one:
+                self._hear(rank, "dumped")
+                self._processes[rank].kill()
+                self._processes[rank].join()
+        for rank in range(len(self._lines)) if not one_by_one else ():
+            self._hear(rank, "dumped")
+
+    def files(self, form: str) -> list[Path]:
+        """The dumps in one form: ``json`` or ``pickle``."""
+        return sorted(self.folder.glob("rank*.json" if form == "json" else "trace_*"))

@@ -1,0 +1,119 @@
+"""Dumps of real gloo processes in trouble: each is read in both forms and explained."""
+
+from pathlib import Path
+
+from gloo_rank import LATE_ROUNDS
+from gloo_world import GlooWorld
+
+from fabric.collectives.recording import Process, Recording, read_recording
+from fabric.collectives.report import CollectiveReport, explain
+
+
+def recordings(files: list[Path]) -> list[Recording]:
+    ranks = [int("".join(c for c in path.stem if c.isdigit())) for path in files]
+    return [
+        read_recording(path.read_bytes(), Process("", rank), path.name)
+        for path, rank in zip(files, ranks, strict=True)
+    ]
+
+
+def explained(folder: Path, ranks: int, trouble: str, *, one_by_one: bool = False) -> CollectiveReport:
+    with GlooWorld(folder, ranks, trouble) as world:
+        world.get_into_trouble(one_by_one=one_by_one)
+        by_json = explain(recordings(world.files("json")))
+        by_pickle = explain(recordings(world.files("pickle")))
+    # Between the two forms a call may have learned that the process at its other end is gone.
+    assert one_by_one or by_json.conclusions[0].why == by_pickle.conclusions[0].why
+    assert by_json.conclusions[0].verdict == by_pickle.conclusions[0].verdict
+    return by_pickle  # it has the lines of the program, which the JSON has not
+
+
+def test_ranks_in_order(tmp_path):
+    report = explained(tmp_path, 3, "in_order")
+    [conclusion] = report.conclusions
+    assert conclusion.verdict == "nothing found" and "24 calls of 3 processes fit together" in conclusion.why
+
+
+def test_a_rank_that_never_comes(tmp_path):
+    report = explained(tmp_path, 3, "absent")
+    [conclusion] = report.conclusions
+    assert (conclusion.verdict, conclusion.about) == ("absent rank", ("rank 2",))
+    assert conclusion.why == (
+        "rank 2 has not come to all_reduce (number 5 of group 0 (default_pg)),"
+        " in which rank 0 and rank 1 wait"
+    )
+    assert "the last that it came to is barrier (number 4" in conclusion.evidence[0]
+    assert any("gloo_rank.py" in line and line.endswith(" absent") for line in conclusion.evidence[1:])
+
+
+def test_a_rank_whose_dump_is_missing(tmp_path):
+    with GlooWorld(tmp_path, 3, "absent") as world:
+        world.get_into_trouble()
+        left = recordings(world.files("pickle")[:2])
+    [conclusion] = explain(left, {Process("", 2): "no answer within 3 s"}).conclusions
+    assert (conclusion.verdict, conclusion.about) == ("absent rank", ("rank 2",))
+    assert conclusion.why.endswith("and rank 2 was not read: no answer within 3 s")
+
+
+def test_another_operation(tmp_path):
+    conclusion = explained(tmp_path, 3, "operation").conclusions[0]
+    assert (conclusion.verdict, conclusion.about) == ("mismatched operation", ("rank 0",))
+    assert "rank 0 is in broadcast where rank 1 and rank 2 are in all_reduce" in conclusion.why
+
+
+def test_another_size(tmp_path):
+    conclusion = explained(tmp_path, 2, "sizes", one_by_one=True).conclusions[0]
+    assert (conclusion.verdict, conclusion.about) == ("mismatched sizes", ("rank 0", "rank 1"))
+    assert "all_reduce of 5 Float" in conclusion.why and "all_reduce of 3 Float" in conclusion.why
+
+
+def test_another_dtype(tmp_path):
+    conclusion = explained(tmp_path, 2, "dtype", one_by_one=True).conclusions[0]
+    assert (conclusion.verdict, conclusion.about) == ("mismatched dtype", ("rank 0", "rank 1"))
+    assert "5 Float" in conclusion.why and "5 Long" in conclusion.why
+
+
+def test_two_groups_in_another_order(tmp_path):
+    conclusion = explained(tmp_path, 3, "deadlock").conclusions[0]
+    assert (conclusion.verdict, conclusion.about) == ("deadlock", ("rank 0", "rank 1", "rank 2"))
+    assert conclusion.why == (
+        "rank 0 waits in all_reduce (number 2 of group 1 (first)) for rank 1; rank 1 waits in all_reduce"
+        " (number 2 of group 2 (second)) for rank 0: each waits for the next, so none of them goes on"
+    )
+
+
+def test_two_groups_in_another_order_of_a_world_of_two(tmp_path):
+    conclusion = explained(tmp_path, 2, "strangers").conclusions[0]
+    assert (conclusion.verdict, conclusion.about) == ("deadlock", ("rank 0", "rank 1"))
+
+
+def test_groups_whose_members_gloo_does_not_record(tmp_path):
+    absent, stuck = explained(tmp_path, 3, "strangers").conclusions
+    assert (absent.verdict, absent.about) == ("absent rank", ()) and "are not recorded" in absent.why
+    assert (stuck.verdict, stuck.about) == ("stuck transfer", ("rank 1", "rank 2"))
+    assert "an unrecorded member of the group may be absent" in stuck.why
+
+
+def test_a_rank_that_comes_last(tmp_path):
+    report = explained(tmp_path, 3, "straggler")
+    [conclusion] = report.conclusions
+    assert (conclusion.verdict, conclusion.about) == ("straggler", ("rank 2",))
+    late = report.arrivals[Process("", 2)].late_ms
+    assert sum(ms >= 5 for ms in late) >= LATE_ROUNDS, late
+
+
+def test_a_call_that_timed_out_is_not_done(tmp_path):
+    with GlooWorld(tmp_path, 2, "timeout") as world:
+        world.get_into_trouble()
+        read = recordings(world.files("pickle"))
+    [conclusion] = explain(read).conclusions
+    assert (conclusion.verdict, conclusion.about) == ("absent rank", ("rank 1",))
+    assert "(number 1 of group 1 (first)), in which rank 0 wait" in conclusion.why
+
+
+def test_a_buffer_that_has_gone_round(tmp_path):
+    with GlooWorld(tmp_path, 2, "straggler", buffer=3) as world:
+        world.get_into_trouble()
+        read = recordings(world.files("pickle"))
+    assert all(x.is_partial and len(x.collectives) == 3 for x in read)
+    assert {c.verdict for c in explain(read).conclusions} <= {"nothing found", "straggler"}

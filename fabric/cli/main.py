@@ -23,6 +23,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "fabric.cli.demo.command:demo",
         "Train with replicas, kill one, and prove that nothing is lost.",
     ),
+    "diagnose": (
+        "fabric.cli.collectives.command:diagnose",
+        "Say what holds a job up, from recorded collectives.",
+    ),
     "diff": ("fabric.cli.states.inspect:diff", "Show where two states differ, files or URLs."),
     "doctor": ("fabric.cli.doctor:doctor", "Check this host, and say what to do."),
     "drain": ("fabric.cli.operate:drain", "Let a replica leave its job at a step boundary."),

@@ -38,6 +38,7 @@ class GroupCalls:
     is_own: bool
     members: set[Process] = field(default_factory=set)
     are_members_known: bool = False
+    are_members_guessed: bool = False  # a process that has no recording may be missing among them
     by_number: dict[int, dict[Process, RecordedCollective]] = field(default_factory=dict)
     sends: dict[Process, list[RecordedCollective]] = field(default_factory=dict)  # and receives
     last: dict[Process, int] = field(default_factory=dict)  # the newest number that a process came to
@@ -136,7 +137,7 @@ def _guess_members(everything: AllCalls, group_id: GroupId, calls: GroupCalls) -
     world = {Process(group_id.replica, rank) for rank in range(max(ranks, default=-1) + 1)}
     if calls.group.description == _DEFAULT_GROUP or len(world) == 2:
         calls.members |= world
-        calls.are_members_known = True
+        calls.are_members_known = calls.are_members_guessed = True
 
 
 def _name_processes(everything: AllCalls) -> None:

@@ -219,19 +219,20 @@ def _stuck(everything: AllCalls, pending: Sequence[Wait], now_ns: int) -> Iterat
             by_call.setdefault((wait.group_id, wait.call.is_p2p, wait.call.number), []).append(wait)
     for (group_id, _, number), in_call in sorted(by_call.items(), key=lambda item: item[0]):
         calls, call = everything.groups[group_id], in_call[0].call
-        is_certain = calls.are_members_known or call.is_p2p
+        is_certain = (calls.are_members_known and not calls.are_members_guessed) or call.is_p2p
         evidence = bounded([_evidence(everything, w) for w in in_call])
-        if not is_certain and len(calls.by_number.get(number, ())) < 2:
+        if not calls.are_members_known and not call.is_p2p and len(calls.by_number.get(number, ())) < 2:
             why = (
                 f"{everything.name(in_call[0].process)} waits in {call.words}, to which no other rank that"
                 " was read has come; the members of that group are not recorded"
             )
             yield Conclusion(ABSENT, (), why, evidence)
             continue
-        hint = "" if is_certain else "an unrecorded member of the group may be absent; else "
+        read = "" if is_certain else " that was read"
+        hint = "" if is_certain else "a rank that was not read may be absent; else "
         why = (
-            f"every rank{'' if is_certain else ' that is known'} has come to {call.words}, and it has not"
-            f" ended{_since(call, now_ns)}: {hint}look at the network or the devices of the ranks in it"
+            f"every rank{read} has come to {call.words}, and it has not ended{_since(call, now_ns)}:"
+            f" {hint}look at the network or the devices of the ranks in it"
         )
         yield Conclusion(STUCK, tuple(everything.name(w.process) for w in in_call), why, evidence)
 

@@ -144,12 +144,16 @@ def parse_recording(body: object, process: Process, source: str) -> Recording:
                 first_id = _integer(entry, "record_id", default=0)
         except BadRecording as error:
             raise BadRecording(f"its entry {place} is damaged: {error}") from None
+    is_own = body.get("recorder") == OWN_BACKEND
+    replica, rank = body.get("replica"), body.get("rank")
+    if is_own and isinstance(replica, str) and isinstance(rank, int) and 0 <= rank < _MAX_RANKS:
+        process = Process(_short(replica), int(rank))
     return Recording(
         process,
         source,
         _with_coalesced(calls),
         is_partial=first_id > 0,
-        is_own=body.get("recorder") == OWN_BACKEND,
+        is_own=is_own,
         groups=groups,
         ranks_named=frozenset(nameless.ranks if nameless is not None else ()),
     )

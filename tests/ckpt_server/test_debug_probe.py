@@ -127,6 +127,11 @@ def test_a_trainer_that_is_well_sticks_in_c_is_stopped_and_dies(tmp_path):
         told = fetch(url, "/debug/flight").json
         assert [e["profiling_name"] for e in told["entries"]] == ["gloo:all_reduce"]
 
+        told = fetch(url, "/debug/exchange")
+        assert told.status == 404 and "knows no answer to 'exchange'" in told.error, (
+            "a trainer of an older version"
+        )
+
         assert trainer.do("stick") == "sticking"
 
         def by_signal() -> dict | None:
@@ -152,7 +157,7 @@ def test_a_trainer_that_is_well_sticks_in_c_is_stopped_and_dies(tmp_path):
 
         os.kill(trainer.pid, signal.SIGKILL)
         wait_for(lambda: fetch(url, "/debug/state").json["trainer"]["state"] == "gone", "the death")
-        for path in ("/debug/stacks", "/debug/flight"):
+        for path in ("/debug/stacks", "/debug/flight", "/debug/exchange"):
             told = fetch(url, path)
             assert told.status == 409 and f"process {trainer.pid}, has ended" in told.error
 

@@ -132,3 +132,12 @@ async def test_the_lighthouses_own_token_is_shown_to_no_checkpoint_server_of_a_t
     assert tokens.shown_to_servers("gpt", is_trusted=True) == "own", "its member has it already"
     assert Tokens("own").shown_to_servers("gpt", is_trusted=False) == "own", "everybody has it already"
     assert Tokens(None).shown_to_servers("gpt", is_trusted=False) is None
+
+
+async def test_a_person_is_told_which_token_is_for_checkpoint_servers(folder):
+    """One that opens every job is not, where jobs have their own."""
+    tokens = Tokens("own", folder)
+    await tokens.refresh()
+    assert not tokens.may_reach_servers(tokens.scope("own"))
+    assert tokens.may_reach_servers(frozenset({"gpt"}))
+    assert Tokens("own").may_reach_servers(Tokens("own").scope("own"))

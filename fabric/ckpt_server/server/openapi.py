@@ -164,6 +164,10 @@ DOCUMENT: dict[str, Any] = {
             _get("Torch's recording of the trainer's collectives.", _JSON, _LAST),
             {"404": "The trainer has no recording.", "504": "The trainer did not answer in time."},
         ),
+        "/debug/exchange": _of_the_trainer(
+            _get("The trainer's recording of its newest exchanges with the other replicas.", _JSON),
+            {"404": "The trainer has no recording.", "504": "The trainer did not answer in time."},
+        ),
         "/v1/snapshots": _get("The snapshots held, oldest first.", _JSON),
         "/v1/snapshots/{step}/manifest": _get(
             "A snapshot's manifest.", _JSON, _STEP, _GENERATION, _TENSORS, *_TAGS

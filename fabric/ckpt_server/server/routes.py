@@ -86,6 +86,7 @@ def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[
     app.router.add_get("/debug/state", routes.state)
     app.router.add_get("/debug/stacks", routes.stacks)
     app.router.add_get("/debug/flight", routes.flight)
+    app.router.add_get("/debug/exchange", routes.exchange)
     app.router.add_get("/v1/snapshots", routes.snapshots)
     app.router.add_get("/v1/snapshots/{step}/manifest", routes.manifest)
     app.router.add_get("/v1/snapshots/{step}/data", routes.data)
@@ -272,6 +273,17 @@ class CkptRoutes:
         if last is not None and isinstance(flight, dict) and isinstance(flight.get("entries"), list):
             flight = {**flight, "entries": flight["entries"][-last:]}
         return web.json_response(flight)
+
+    async def exchange(self, request: web.Request) -> web.Response:
+        """The trainer's recording of its newest exchanges with the other replicas."""
+        self._parts.probe.require_process()
+        try:
+            answer = await self._parts.probe.ask("exchange")
+        except TrainerSilent as error:
+            return json_error(504, str(error))
+        except Refused as error:
+            return json_error(404, str(error))
+        return web.json_response({name: value for name, value in answer.items() if name != "ok"})
 
     def find(self, request: web.Request) -> SharedSlot | web.Response:
         """Answer with the slot that holds the snapshot which the path names, or the answer that it is not

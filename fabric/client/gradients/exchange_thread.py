@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from fabric.client.gradients.bucket_stream import BucketReadiness
+from fabric.client.gradients.exchange_recorder import ExchangeEntry, ExchangeRecorder
 from fabric.client.gradients.gradient_backend import GradientBackend, HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.process.worker import Worker
@@ -48,6 +49,8 @@ class ExchangeThread:
         self._points = points
         self._worker = Worker("fabric-exchange", on_crash)
         self._newest: tuple[int, BucketReadiness | None] = (0, None)
+        self._dtypes = tuple(sorted({str(b.dtype).removeprefix("torch.") for b in gradients.buckets}))
+        self.recorder = ExchangeRecorder()
         self.seconds = 0.0
         self.waiting_s: dict[str, float] = {}
 
@@ -69,15 +72,19 @@ class ExchangeThread:
     ) -> None:
         epoch, step = order.fence.epoch, order.step
         self._points.hit("before-ring", step)
+        entry = self.recorder.begin(epoch, step, self._gradients.nbytes, self._dtypes)
         try:
             buffer = self._slots.for_round(epoch, step).buffer
             with self._backend.round(buffer) as flat:
-                digest = self._exchange(order, stream, buffer, flat)
+                digest = self._exchange(order, stream, buffer, flat, entry)
+            self.recorder.end(entry)
         except RoundAborted as error:
+            self.recorder.end(entry, str(error))
             lost = (error.about, str(error), error.waited_for, error.mismatch)
             post(io.ExchangeFailed(epoch, step, *lost))
             return
         except ConfigError as error:
+            self.recorder.end(entry, str(error))
             # The gradient has a form that cannot be summed: a mistake of the user that shows here.
             post(io.LoopRaised(str(error)))
             return
@@ -86,7 +93,12 @@ class ExchangeThread:
         post(io.Exchanged(epoch, step, digest, nonfinite, own_nonfinite))
 
     def _exchange(
-        self, order: io.StartExchange, stream: BucketReadiness | None, slot: torch.Tensor, flat: torch.Tensor
+        self,
+        order: io.StartExchange,
+        stream: BucketReadiness | None,
+        slot: torch.Tensor,
+        flat: torch.Tensor,
+        entry: ExchangeEntry,
     ) -> str:
         """Reduce all buckets in ``flat``, copy them to ``slot``, and return the digest of its bytes."""
         if order.weight == 0:
@@ -99,7 +111,10 @@ class ExchangeThread:
             try:
                 self._reduce(order, bucket, flat)
             finally:
-                self.seconds += time.monotonic() - started
+                seconds = time.monotonic() - started
+                self.seconds += seconds
+                entry.reduce_s += seconds
+            entry.buckets += 1
             self._backend.copy_to_slot(slot, bucket.gap, bucket.end)
             if bucket.gap == digested:
                 # In the order of the bytes, while other members work on the next bucket.

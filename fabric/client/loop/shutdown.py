@@ -44,7 +44,12 @@ class Shutdown:
         def state() -> dict[str, object]:
             return {"at": list(progress.at or ()), **engine.describe()}
 
-        answers = {"stacks": stacks, "flight": flight, "state": state}
+        def exchange() -> dict[str, object]:
+            roster = engine.current.names if engine.current is not None else ()
+            recorder = parts.exchange.recorder
+            return recorder.to_json(settings.replica, process.rank, engine.epoch, roster)
+
+        answers = {"stacks": stacks, "flight": flight, "state": state, "exchange": exchange}
         self._debug_endpoint = DebugEndpoint(settings.home, answers)
 
     def watch_uncaught(self) -> None:

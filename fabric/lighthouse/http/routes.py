@@ -219,6 +219,7 @@ class LighthouseRoutes:
             "id": term.store_id if term else "",
             "election_key": term.key if term else election.prefix,
         }
+        body["token_for_servers"] = request.get("may_reach_servers", True)
         body["lighthouse"] = {**asdict(election.me), "term": term.revision if term else 0}
         return web.json_response(body)
 

@@ -61,6 +61,11 @@ class Tokens:
         """Whether requests need no token."""
         return self._own.is_open and self._folder is None
 
+    def may_reach_servers(self, scope: Scope) -> bool:
+        """Whether a person may show checkpoint servers the token that has this scope: it opens no other job
+        than theirs, or no job has a token of its own."""
+        return scope is not None or self._folder is None
+
     def scope(self, given: str) -> Scope:
         """Return the scope of this token. Raises Unauthorized for an unknown token, and StoreUnavailable
         where the tokens cannot be read now."""
@@ -205,6 +210,7 @@ def token_required(
                 f"this token is not that of job {job[:64]}: use the token file that the job was given"
             )
         request["scope"] = scope
+        request["may_reach_servers"] = tokens.may_reach_servers(scope)
         return await handler(request)
 
     return check

@@ -1,0 +1,1 @@
+"""``fabric diagnose``: recorded collectives from files, servers or a living job, explained."""

@@ -1,0 +1,100 @@
+"""``fabric diagnose --job`` asks living jobs: one that runs, a replica that hangs, a rank that stays away."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from click.testing import CliRunner
+from job import Job
+from rank_job import RankJob
+
+from fabric.cli.collectives.command import diagnose
+
+STEP = 8
+
+
+def asked(job: Job, *more: str) -> dict:
+    arguments = ["--lighthouse", job.url, "--job", "test", "--token-file", str(job.token), "--json", *more]
+    outcome = CliRunner().invoke(diagnose, arguments, catch_exceptions=False)
+    return json.loads(outcome.stdout)
+
+
+def diagnosed(job: Job, verdict: str, *more: str) -> dict:
+    """The report, once it has this verdict: a look at a job that is under way may come too early."""
+    reports: list[dict] = []
+
+    def has_come() -> bool:
+        reports.append(asked(job, *more))
+        return reports[-1]["verdict"] == verdict
+
+    job.wait_for(has_come, f"the verdict {verdict}")
+    return reports[-1]
+
+
+def test_a_replica_that_hangs_in_user_code(zygote, tmp_path):
+    """The others wait for r0 in our own exchange; what was read says the same again from its folder."""
+    with Job(zygote, tmp_path / "job", environment={"TINY_STEPS": "500"}) as job:
+        job.start_all({"r0": f"forward@{STEP}=wait:{tmp_path / 'go-on'}"})
+        job.wait_for(lambda: len(job.events("r0", "commit")) == STEP, "the steps before")
+        saved = tmp_path / "saved"
+        report = diagnosed(job, "absent rank", "--settle-s", "0.2", "--save", str(saved))
+        [conclusion] = report["conclusions"]
+        assert conclusion["about"] == ["r0"]
+        assert (
+            f"r0 has not come to the exchange of step {STEP}, in which r1 and r2 wait for "
+            in conclusion["why"]
+        )
+        assert any("r0: its main thread is at" in line for line in conclusion["evidence"])
+        assert {x["recorder"] for x in report["processes"]} == {"fabric"}
+        again = CliRunner().invoke(diagnose, ["--json", str(saved)], catch_exceptions=False)
+        [later] = json.loads(again.stdout)["conclusions"]
+        assert (later["verdict"], later["about"]) == ("absent rank", ["r0"])
+
+
+def test_a_job_that_runs_is_accused_of_nothing(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "2000"}) as job:
+        job.start_all()
+        job.wait_for(lambda: len(job.events("r0", "commit")) > 3, "the first steps")
+
+        def is_well() -> bool:
+            # On a loaded machine one step may last from one look to the next.
+            report = asked(job, "--settle-s", "0.5")
+            return {c["verdict"] for c in report["conclusions"]} <= {"nothing found", "straggler"}
+
+        job.wait_for(is_well, "a report without an accusation")
+
+
+def test_a_rank_that_stays_away_holds_up_other_replicas(zygote, tmp_path):
+    """Rank 0 of r1 waits in a collective of torch's, and both ranks of r0 wait in the exchange."""
+    environment = {"SHARDED": "fsdp2", "TINY_STEPS": "500", "TORCH_FR_BUFFER_SIZE": "2000"}
+    with RankJob(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start("r0")
+        job.start("r1", TEST_TRAINER="stuck_trainer", STUCK="absent")
+        job.wait_for(lambda: job.events("r0", "commit"), "the first step")
+        report = diagnosed(job, "absent rank", "--settle-s", "0.2")
+        conclusion = report["conclusions"][0]
+        assert conclusion["about"] == ["r1 rank 1"], report
+        assert "r1 rank 1 has not come to all_reduce" in conclusion["why"]
+        assert any("stay_away" in line for line in conclusion["evidence"])
+        urls = [x["source"].partition(" ")[0] for x in report["processes"] if x["process"] == "r1 rank 0"]
+        lone = CliRunner().invoke(
+            diagnose, [urls[0], "--token-file", str(job.token), "--settle-s", "0"], catch_exceptions=False
+        )
+        assert "r1 rank 0: waits in all_reduce" in lone.output, lone.output
+
+
+def test_a_stopped_process_says_so(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "500", "FABRIC_USER_CODE_S": "120"}) as job:
+        job.start_all({"r1": f"forward@{STEP}=stop"})
+        job.wait_for(lambda: job.is_stopped("r1"), "the stop")
+        report = asked(job, "--settle-s", "0")
+        [why] = [why for process, why in report["unread"].items() if process == "r1"]
+        assert "is stopped" in why
+        os.kill(job.pids["r1"], signal.SIGCONT)
+
+
+def test_a_mistake_is_one_sentence(tmp_path):
+    outcome = CliRunner().invoke(diagnose, ["--lighthouse", "http://127.0.0.1:9", "--job", "test"])
+    assert "no lighthouse answers" in str(outcome.exception)
+    assert not Path(tmp_path / "saved").exists()

@@ -96,7 +96,6 @@ class GroupLinks(EpochLinks):
         self._factory = factory
         self._make_s = make_s
         self._rendezvous_bytes = bytearray()
-        self._came_back = bytearray()
         self._met = threading.Event()
         self._where: Rendezvous | None = None
         self._begun: Communicator | None = None

@@ -1,4 +1,4 @@
-"""``fabric doctor``: what on this host would keep a replica from working, and what to do about each."""
+"""``fabric doctor``: the problems of this host that would stop a replica, each with a remedy."""
 
 import asyncio
 import email.utils
@@ -31,7 +31,7 @@ from fabric.store import EtcdAccess, open_store
 _ANSWER_S = 3.0
 _OPEN_FILES = 1024
 _CLOCK_S = 5.0
-# A snapshot's two slots, and six of gradients (once somebody has caught up), a third as large with AdamW.
+# Two slots of snapshots, and six of gradients (after a catch-up), a third as large with AdamW.
 _STATE_COPIES = 4.0
 _UNIX_PATH_BYTES = 107
 _LONGEST_SOCKET_NAME = len("/server.sock") + 8
@@ -66,7 +66,7 @@ def doctor(store: str, state_gb: float, replica: str, **access: Any) -> None:
 def examine(
     store: str, state_gb: float, access: EtcdAccess | None = None, *, replica: bool = True
 ) -> Iterator[Finding]:
-    """Yield all findings, as they are made; without ``replica`` none about the settings of one."""
+    """Yield all findings; without ``replica`` none about a replica's settings."""
     yield from _versions()
     if replica:
         yield from _settings()
@@ -219,7 +219,7 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str, chosen: Settings) -
 
 
 async def _refuses(http: aiohttp.ClientSession, url: str, chosen: Settings) -> str:
-    """Why this lighthouse does not let this job in, empty where it does; it need not lead for that."""
+    """Return why this lighthouse refuses this job, or an empty string; it need not lead for that."""
     try:
         token = chosen.token.decode()
     except ConfigError:

@@ -1,4 +1,4 @@
-"""``fabric events``: what happened to a job, and with ``--follow`` what happens now."""
+"""``fabric events``: the events of a job, and with ``--follow`` new ones as they come."""
 
 import asyncio
 import json

@@ -29,14 +29,14 @@ _OPTIONS = (
 
 
 def lighthouse_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--lighthouse``, ``--job`` and ``--token-file``: what ``lighthouses_of`` takes."""
+    """Add ``--lighthouse``, ``--job`` and ``--token-file``, for ``lighthouses_of``."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def lighthouses_of(lighthouse: str, job: str, token_file: Path | None, *, needs_job: bool) -> Lighthouses:
-    """From the options. Raises ConfigError for what cannot be meant."""
+    """Make the client of the lighthouses in the options. Raises ConfigError for impossible options."""
     urls = tuple(part.strip().rstrip("/") for part in lighthouse.split(",") if part.strip())
     if not urls:
         raise ConfigError(

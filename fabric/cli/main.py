@@ -15,7 +15,7 @@ from fabric.cli.tls import tls_options
 from fabric.errors import FabricError
 from fabric.runtime.http.tls import Tls
 
-# Name of the command -> where it is, and what it says of itself in the list.
+# Name of the command -> its module, and its line in the list.
 _COMMANDS: dict[str, tuple[str, str]] = {
     "admit": ("fabric.cli.operate:admit", "Let in a replica or a host that failures keep out."),
     "ckpt-server": ("fabric.cli.ckpt_server:ckpt_server", "Hold and serve one replica's snapshots."),
@@ -76,7 +76,7 @@ def cli(context: click.Context, tls_cert: Path | None, tls_key: Path | None, tls
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line."""
     if sys.argv[1:2] == ["run"]:
         run = importlib.import_module("fabric.cli.run")
         # A script's errors are for its own hooks, so it runs outside of the error handling below.

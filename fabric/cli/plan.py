@@ -1,4 +1,4 @@
-"""``fabric plan``: what each failure policy would give on a cluster, and what to run."""
+"""``fabric plan``: compares failure policies for a cluster, and recommends one."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def _refuse(sentence: object) -> NoReturn:
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The cluster's options; each overrides the preset's value."""
+    """Add the cluster's options; each overrides the preset's value."""
     for option in reversed(
         (
             click.option(
@@ -160,7 +160,7 @@ def _given(options: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _from_job(job: str, options: dict[str, Any]) -> tuple[dict[str, float], str]:
-    """MTBF, stall and restart time from a running job's records, and their source for people."""
+    """Return MTBF, stall and restart time from a running job's records, and their source for people."""
     lighthouses = lighthouses_of(options["lighthouse"], job, options["token_file"], needs_job=True)
     phases = phases_of(lighthouses.ask_lines(lighthouses.path("recoveries")))
     measured = {"mtbf_s": phases.mtbf_s}

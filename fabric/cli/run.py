@@ -1,4 +1,4 @@
-"""``fabric run``: start a training script so that its start does not slow those that train on this host."""
+"""``fabric run``: starts a training script without slowing replicas that train on this host."""
 
 import importlib
 import runpy
@@ -12,7 +12,7 @@ from fabric.errors import FabricError
 from fabric.runtime.config import settings
 from fabric.runtime.priority import run_low_priority
 
-# So long a start waits for what a lighthouse says of the job.
+# So long a start waits for a lighthouse's word on the job.
 _LOOK_S = 2.0
 
 
@@ -54,10 +54,10 @@ def run_program(words: list[str]) -> None:
 
 
 def why_refused() -> str:
-    """Return the sentence for a job that has failed, whose new processes would be refused, or empty.
+    """Return the sentence of a failed job, which refuses new processes, or an empty string.
 
-    Launchers restart what ends with exit code 1. Importing torch for that would cost seconds every time.
-    Where no lighthouse tells in time, ``attach`` finds out.
+    Launchers restart a trainer that ends with exit code 1, and an import of torch would cost seconds every
+    time. Where no lighthouse answers in time, ``attach`` finds out.
     """
     answers: list[str] = []
     looking = threading.Thread(target=lambda: answers.append(_ask()), name="fabric-look", daemon=True)
@@ -71,12 +71,12 @@ def _ask() -> str:
         chosen = settings()
         if chosen.disable:
             return ""
-        # Here, for it imports what a script without services needs not.
+        # Imported here, because a script without services does not need it.
         lighthouses = importlib.import_module("fabric.runtime.http.lighthouse_client")
         job = lighthouses.Lighthouses(chosen.lighthouse, chosen.job, chosen.token.decode(), chosen.tls)
         why = job.ask(job.path()).get("failed", "")
     except (FabricError, AttributeError):
-        return ""  # settings that cannot be, or a job that nobody knows: attach says it
+        return ""  # impossible settings, or an unknown job: attach says it
     if not why:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""``fabric status`` and ``fabric top``: what the lighthouse knows, once or live, for people or as JSON."""
+"""``fabric status`` and ``fabric top``: the lighthouse's view of jobs, once or live, as text or JSON."""
 
 import json
 import time
@@ -70,7 +70,7 @@ def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> N
 
 
 def _print_again_and_again(lighthouses: Lighthouses, console: Console, every_s: float) -> None:
-    """Into a file or a pipe: one picture after the other."""
+    """Print one picture after the other, into a file or a pipe."""
     try:
         while True:
             try:
@@ -114,7 +114,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     columns = ["replica", "role", "phase", "step", "session", "trainer", "verdict"]
     table = Table()
     for name in (*columns, *(["status", "checkpoint server"] if wide else [])):
-        table.add_column(name, overflow="fold")  # a name that is cut off could be anybody's
+        table.add_column(name, overflow="fold")  # a name that is cut off could be that of several replicas
     for entry, role in rows:
         table.add_row(*_row(entry, role, wide))
     lighthouse, store = job["lighthouse"], job["store"]
@@ -194,7 +194,7 @@ def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
 
 
 def _hosts(hosts: Sequence[dict[str, Any]]) -> list[str]:
-    """Those that failed in the last days, the most suspect first."""
+    """Describe the hosts that failed in the last days, the most suspect first."""
     lines = [
         f"host {x['host']} ({', '.join(x['replicas']) or 'nobody is there'}) failed "
         f"{counted(x['times'], 'time')}, last {time.strftime('%d %b %H:%M', time.localtime(x['at']))}: "
@@ -217,7 +217,7 @@ def _trouble(job: dict[str, Any], rows: list[tuple[dict[str, Any], str]]) -> lis
 
 
 def _goodput(ledger: dict[str, Any]) -> list[str]:
-    """Return where the job's time went, once there is any."""
+    """Describe where the job's time went, once there is any."""
     if ledger.get("goodput") is None:
         return []
     spent = ", ".join(f"{name} {ledger[name]:.0f} s" for name in _SPENT)
@@ -249,5 +249,5 @@ def _age(seconds: float | None) -> str:
 
 
 def _cells(*values: object) -> list[Text]:
-    # Text, so that brackets in what others wrote are not taken for markup.
+    # Text, so that brackets in words of other processes are not taken for markup.
     return [Text(str(value)) for value in values]

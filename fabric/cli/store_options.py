@@ -21,7 +21,7 @@ _OPTIONS = (
 
 
 def store_access_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--store-ca`` and its like: what ``store_access`` takes."""
+    """Add ``--store-ca`` and the like, for ``store_access``."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

@@ -1,7 +1,7 @@
-"""Words of others on a person's terminal: shown as they are, but for what would steer the terminal.
+"""Prints text of other processes on a terminal without its control characters.
 
 Names of tensors, reasons and addresses come from other processes, some of them from strangers. A control
-character in them could hide a line, or write one that nobody has said.
+character in them could hide a line, or forge one.
 """
 
 from collections.abc import Iterator

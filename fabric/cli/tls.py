@@ -17,7 +17,7 @@ _WHAT = {
 
 
 def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--tls-cert``, ``--tls-key`` and ``--tls-ca``."""
+    """Add ``--tls-cert``, ``--tls-key`` and ``--tls-ca``."""
     for name, what in reversed(_WHAT.items()):
         variable = f"FABRIC_TLS_{name.upper()}"
         option = click.option(

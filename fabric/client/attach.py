@@ -183,7 +183,8 @@ def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
 
 
 def _server_port(ports: str) -> str:
-    """A range is for all processes of a replica; a single port is for the trainer's links."""
+    """Return the server's ports: a range serves all processes of a replica, a single port the trainer's
+    links."""
     return ports if len(parse_ports(ports)) > 1 else "0"
 
 
@@ -212,7 +213,7 @@ class _Trainer:
         slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
 
         def recover() -> None:
-            """The checkpoint server is gone: start another one, with new memory for the rounds to come."""
+            """Start another checkpoint server in place of the lost one, with new memory for later rounds."""
             with contextlib.suppress(FabricError):
                 if handle.ensure():
                     slots.reset()

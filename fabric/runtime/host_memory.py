@@ -1,11 +1,11 @@
-"""How much memory this process may still take: what the machine has, and what its cgroups allow."""
+"""The memory that this process may still take, by the machine and by its cgroups."""
 
 import contextlib
 from pathlib import Path
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return bytes that can still be taken: the least of what the machine has and what its cgroups allow."""
+    """Return the bytes that can still be taken: the least that the machine and the cgroups allow."""
     limits = [_mem_available(proc / "meminfo")]
     with contextlib.suppress(OSError):
         for line in (proc / "self/cgroup").read_text().splitlines():

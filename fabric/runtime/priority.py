@@ -12,8 +12,9 @@ from typing import TypeVar
 # tenth. At 10 the fetch of a joining member on a crowded host would hardly move, and it would never catch up.
 BACKGROUND = 5
 LOW_PRIORITY = 10
-# A host is crowded where low-priority work has waited for a processor this many times as long as it had one,
-# and longer than a moment: it waits within a step of the others, and goes on between their steps.
+# A host is crowded where low-priority work has waited for a processor this many times as long as it ran. A
+# wait of a moment does not count: the work waits during a step of the others, and goes on between their
+# steps.
 _CROWDED, _LEAST_WAIT_S = 2.0, 2.0
 
 _T = TypeVar("_T")
@@ -29,9 +30,9 @@ def lower_priority(niceness: int = BACKGROUND) -> None:
 class LowPriorityRunner:
     """Runs work at low priority; only the caller waits for its end.
 
-    Each call gets a thread of its own, of niceness ``LOW_PRIORITY``, that ends with it: priority is lowered
-    for good, so no thread that is needed later may do such work. On a crowded host, where that would take for
-    ever, the caller does it itself.
+    Each call gets a thread of niceness ``LOW_PRIORITY`` that ends with it. A thread cannot raise its priority
+    again, so no thread that is needed later may do such work. On a crowded host, where the work would take
+    for ever, the caller does it.
     """
 
     def __init__(self) -> None:

@@ -178,7 +178,7 @@ class Store(Protocol):
 
 
 def key_bytes(key: str) -> bytes:
-    """Return the key as UTF-8. Raises StoreError when it is empty, too long or no text."""
+    """Return the key as UTF-8. Raises StoreError when it is empty, too long or not text."""
     try:
         encoded = key.encode()
     except UnicodeEncodeError as error:
@@ -189,7 +189,7 @@ def key_bytes(key: str) -> bytes:
 
 
 def key_text(key: bytes) -> str:
-    """Invert ``key_bytes``, also for keys that another program wrote."""
+    """Invert ``key_bytes``, also for another program's keys."""
     return key.decode("utf-8", "surrogateescape")
 
 
@@ -203,7 +203,7 @@ def key_range(prefix: str) -> tuple[bytes, bytes]:
 
 
 def check_transaction(compares: Sequence[Compare], operations: Sequence[Operation]) -> None:
-    """Refuse what one of the backends could not apply. Raises StoreError."""
+    """Refuse a transaction that one of the backends could not apply. Raises StoreError."""
     if len(compares) > MAX_COMPARES or len(operations) > MAX_OPERATIONS:
         raise StoreError(
             f"A transaction of {len(compares)} guards and {len(operations)} operations was refused: "

@@ -25,7 +25,7 @@ class EtcdAccess:
     password_file: Path | None = None
 
     def check(self) -> None:
-        """Raises ConfigError for what does not fit together, or cannot be read."""
+        """Raise ConfigError for options that do not fit together, or files that cannot be read."""
         if not self.tls and (self.ca_file or self.cert_file or self.key_file):
             raise ConfigError("Certificates are given for a store without TLS: write its URL as etcds://...")
         if (self.cert_file is None) != (self.key_file is None):

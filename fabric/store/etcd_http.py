@@ -64,7 +64,7 @@ class Gateway:
     async def post(
         self, endpoint: str, path: str, request: Json, *, fresh: bool = False
     ) -> Json | GatewayFailure:
-        """One request, one answer.
+        """Send one request; return its answer.
 
         Raises StoreUnavailable when it was not sent, StoreIndefinite when the answer was lost or cannot
         be understood, StoreError when the user is refused.
@@ -78,7 +78,7 @@ class Gateway:
         return answer
 
     def forget(self, token: str) -> None:
-        """This token (see ``token``) was refused: the next request asks for another one."""
+        """Forget a refused token (see ``token``): the next request asks for another one."""
         if self._token == token:
             self._token = ""
 
@@ -137,8 +137,9 @@ class Gateway:
     async def stream(
         self, endpoint: str, path: str, request: Json, *, silence_s: float
     ) -> AsyncGenerator[Json | GatewayFailure, None]:
-        """One request, many answers, until the other side ends it or nothing has come for ``silence_s``:
-        where nothing happens that is as it should be, and only asking again tells it from a lost host.
+        """Send one request; yield its answers until the other side ends it or is silent for ``silence_s``.
+
+        Silence may be normal, and only another request tells it from a lost host.
 
         Raises StoreUnavailable when the connection is lost, or does not begin within the attempt's timeout.
         """

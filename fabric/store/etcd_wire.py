@@ -132,7 +132,7 @@ def _operation(operation: Operation) -> Json:
 
 
 def parse(body: bytes) -> Json:
-    """Return the object in a body. Raises StoreError when it is none."""
+    """Return the JSON object in a body. Raises StoreError for any other body."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -172,7 +172,7 @@ def stream_result(answer: Json) -> Json | GatewayFailure:
 
 
 def revision_of(answer: Json) -> int:
-    """Return the store's revision in an answer's header, 0 when not told."""
+    """Return the store's revision in an answer's header, 0 without one."""
     return integer(_object(answer.get("header", {})), "revision")
 
 

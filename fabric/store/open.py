@@ -1,4 +1,4 @@
-"""From a URL to a store, refusing what cannot be meant before anything is touched."""
+"""Opens a store by its URL, and refuses an impossible one before anything is touched."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -28,7 +28,7 @@ from fabric.store.base import (
 )
 from fabric.store.sqlite_file import Cursor, SqliteFile
 
-# How soon a watch sees what another process wrote, and how soon leases end while somebody watches.
+# How soon a watch sees another process's write, and how soon leases end during a watch.
 POLL_S = 0.05
 
 Answer = TypeVar("Answer")
@@ -121,7 +121,7 @@ class SqliteStore:
     async def _call(self, operation: Callable[[SqliteFile], Answer]) -> Answer:
         file, thread = self._file, self._thread
         if file is None or thread is None:
-            # Where the last attempt to connect failed, that is what is wrong.
+            # The reason is that of the last failed attempt to connect.
             unasked = f"The store {self._path} is not connected: call connect() first."
             raise StoreError(self._problem or unasked)
         return await asyncio.get_running_loop().run_in_executor(thread, operation, file)

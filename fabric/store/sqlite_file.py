@@ -193,13 +193,14 @@ class SqliteFile:
         return connection
 
     def _make_private(self) -> None:
-        """Make the file, closed to other users; SQLite gives the files beside it the same mode. Another user
-        that can read one of them can hold a lock on it, for which a lighthouse waits."""
+        """Make the file, closed to other users; SQLite gives its other files the same mode.
+
+        A user that can read one of them can hold a lock on it, for which a lighthouse waits."""
         with suppress(OSError):  # it is there already, or SQLite will say why it cannot be
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        # Before anything is changed: is this file ours, new, or somebody else's?
+        # Before anything is changed: is this file ours, new, or another program's?
         with self._transaction(connection, "BEGIN"):
             self._check_owner(connection)
         self._switch_to_log(connection)

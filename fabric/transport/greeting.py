@@ -32,7 +32,7 @@ MAX_NAME_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """A dialler's description of itself; ``to`` is the replica that it wants to reach, empty for any.
+    """A dialler's description of itself; ``to``: the replica that it wants to reach, empty for any.
 
     ``kind`` is ``control`` for an ordered message link, ``data`` for a ring link of ``epoch``, ``rank`` for
     the link of rank ``rank`` to rank 0 of its own replica, ``probe`` for one that ends with the greeting.

@@ -38,7 +38,7 @@ class MessageLink(Protocol):
         """
 
     async def close(self, linger_s: float = 1.0) -> None:
-        """Say goodbye, get what was sent across, wait for the peer's end at most ``linger_s``."""
+        """Say goodbye, deliver queued messages, wait for the peer's end at most ``linger_s``."""
 
     def abort(self, reason: str) -> None:
-        """Close at once; what was queued may be lost."""
+        """Close at once; queued messages may be lost."""

@@ -174,7 +174,7 @@ class Link:
         self._deliver()
 
     def _deliver(self) -> None:
-        """At once, in the callback of the event loop: a task in between would cost a turn of the loop."""
+        """Deliver in the callback of the event loop: a task would cost a turn of the loop."""
         messages = self._inbox.messages
         try:
             while messages and self._on_message is not None and not self._leaving:
@@ -235,12 +235,12 @@ class _Outbox:
         self._append(frame(payload, self._frame_limit_bytes))
 
     def end(self) -> None:
-        """After what is queued: the goodbye, and no more."""
+        """Queue the goodbye; send nothing after it."""
         self._append(GOODBYE)
         self._ending = True
 
     def flush(self) -> bool:
-        """Write what the socket takes; whether something is left to write."""
+        """Write as much as the socket takes; return whether something is left."""
         try:
             return self._flush()
         except OSError as error:

@@ -1,10 +1,9 @@
 """Links between processes on one host: a unix socket beside the TCP one, found by the port of that.
 
-The name is abstract and holds the port, so it is there exactly where the port is: in the same network
-namespace, which need not be so for two containers on one machine. A process that
-connects runs the handshake of any link, so one that took the name cannot pass for a member. Both ends ask the
-kernel for the other's user: these links share memory, and a job without a token must not share it with
-another user.
+The name is abstract and holds the port, so it exists in the port's network namespace alone; two containers on
+one machine may have different ones. Both ends run the handshake of any link, so a process that took the name
+cannot pass for a member. Both ends ask the kernel for the other's user: these links share memory, and a job
+without a token must not share it with another user.
 """
 
 import os

@@ -64,7 +64,7 @@ class ListenerIdentity:
 
 
 def admit_everybody(_greeting: Greeting) -> str:
-    """The default admission: no reason to refuse."""
+    """Admit every peer: the default."""
     return ""
 
 
@@ -214,11 +214,10 @@ async def dial(
 ) -> socket.socket:
     """Return a connected, authenticated, non-blocking socket to ``address`` ("host:port").
 
-    With ``local`` it is a unix socket where whom the greeting names listens on this host.
+    With ``local`` it is a unix socket if the replica in the greeting listens on this host.
 
-    Raises Unreachable where no process answers within ``timeout_s``, Unconnected where not even a connection
-    comes about, Unauthorized, Refused or ProtocolError as the handshake ends, ConfigError for an address that
-    is none.
+    Raises Unreachable where no process answers within ``timeout_s``, Unconnected without a connection,
+    Unauthorized, Refused or ProtocolError by the handshake, ConfigError for a malformed address.
     """
     host, port = parse_address(address)
     whom = f"{greeting.to or 'a peer'} at {address}"
@@ -256,7 +255,7 @@ async def _connected(whom: str, host: str, port: int, within_s: float) -> socket
 async def _dial_locally(
     port: int, greeting: Greeting, token: bytes, timeout_s: float
 ) -> socket.socket | None:
-    """None where another process, or none, answers: the port may be of another host."""
+    """Dial the unix socket; None where another process or none answers: the port may be of another host."""
     sock = connect_locally(port)
     if sock is None:
         return None
@@ -272,7 +271,7 @@ async def _dial_locally(
 
 
 def tune(sock: socket.socket, kind: str) -> None:
-    """No delay for small messages, keepalive for idle links, a bound on unacknowledged bytes."""
+    """Set no delay for small messages, keepalive for idle links, a bound on unacknowledged bytes."""
     if sock.family not in _INTERNET:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -285,7 +284,7 @@ def tune(sock: socket.socket, kind: str) -> None:
 
 
 def _retry_s(sock: socket.socket) -> float:
-    """After how many seconds without an acknowledgement the kernel sends again, by the round trips so far."""
+    """Return the seconds after which the kernel resends unacknowledged bytes, by the round trips so far."""
     state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     return float(_TCP_INFO.unpack(state)[0]) / 1e6
 

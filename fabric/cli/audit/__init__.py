@@ -1,1 +1,1 @@
-"""Judging a run from the journals of its replicas: what was promised, and whether it was kept."""
+"""Judges a run from the journals of its replicas: whether it kept the promises of the protocol."""

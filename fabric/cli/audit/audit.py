@@ -1,12 +1,17 @@
 """Whether a run kept the promises of the protocol, judged from the journals of all its replicas.
 
-Four questions, each over independent records. Agreement: all replicas that committed a step of a generation
-wrote down the same gradient, contributions and metrics, and all states of a step have one digest.
-Plus one: every process commits step after step (``walk``). Exactly once: the micro-batches of a step
-are each in its gradient once, and their samples, as the contributors listed them, are those that the
-data order prescribes. Nothing lost: every member of a round committed it, every step is there, and
-everybody ends with the same state. Where the supervisor kept a log, the journals must also be as long
-as it saw them grow, and a process it killed must have stopped.
+Four questions, each over independent records:
+
+- Agreement: all replicas that committed a step of a generation wrote the same gradient, contributions and
+  metrics, and all states of a step have one digest.
+- Plus one: every process commits step after step (``walk``).
+- Exactly once: each micro-batch of a step is in its gradient once, and its samples, as the contributors
+listed
+  them, are those of the data order.
+- Nothing lost: every member of a round committed it, every step is there, and all end with the same state.
+
+Where the supervisor kept a log, the journals must also be as long as it saw them grow, and a process that it
+killed must have stopped.
 """
 
 from collections import Counter
@@ -98,7 +103,7 @@ def audit(evidence: Evidence) -> list[str]:
 
 
 def finished(lines: Sequence[JournalLine]) -> bool:
-    """Whether this incarnation ended of its own accord, with nothing left to do."""
+    """Whether this incarnation ended normally, with nothing left to do."""
     return any(
         line.event == "finish" or (line.event == "stop" and line.integer("code") == 0) for line in lines
     )
@@ -129,7 +134,7 @@ def digests_equal(evidence: Evidence) -> bool:
     for lines in evidence.commits.values():
         if len({line.text("gradient_digest") for line in lines}) > 1:
             return False
-    # Generation 0 is what a process starts with, before anybody has vouched for one state of all.
+    # A process starts with generation 0, before the leader has chosen the base of all members.
     return all(
         generation == 0 or len({line.text("digest") for line in lines}) == 1
         for (generation, _), lines in evidence.states.items()
@@ -186,7 +191,7 @@ def _agreement(evidence: Evidence) -> list[str]:
 
 
 def _rosters(evidence: Evidence) -> list[str]:
-    """Records of one epoch are the same everywhere, and rounds are made by members of theirs alone."""
+    """Check that all have the same record of an epoch, and that only its members took part in its rounds."""
     broken: list[str] = []
     records: dict[tuple[int, int], list[JournalLine]] = {}
     decisions: dict[int, list[JournalLine]] = {}
@@ -215,9 +220,9 @@ def _rosters(evidence: Evidence) -> list[str]:
 
 
 def _samples_of(evidence: Evidence, replica: str, commit: JournalLine) -> dict[int, list[int]]:
-    """Return the samples that ``replica`` wrote down for the step of ``commit``, by micro-batch.
+    """Return the samples that ``replica`` listed for the step of ``commit``, by micro-batch.
 
-    All attempts of the step count: what a contribution kept from an aborted round it listed there.
+    All attempts of the step count: a gradient kept from an aborted round was listed there.
     """
     generation, step = commit.integer("generation"), commit.integer("step")
     samples: dict[int, list[int]] = {}
@@ -267,7 +272,7 @@ def _prescribed(order: DataOrder, line: JournalLine) -> list[str]:
 
 
 def _contributed(evidence: Evidence) -> list[str]:
-    """A commit counts for a replica exactly the contribution that this replica wrote down before."""
+    """Check that a commit counts for a replica exactly the contribution that it listed before."""
     broken: list[str] = []
     for (generation, step), lines in evidence.commits.items():
         commit = lines[0]
@@ -357,7 +362,7 @@ def _ends(evidence: Evidence) -> list[str]:
 
 
 def absent(evidence: Evidence) -> list[str]:
-    """Return replicas none of whose processes ever held the final state."""
+    """Return the replicas without a process that held the final state."""
     end = max(evidence.lineage(), default=-1) + 1
     return sorted(
         replica
@@ -368,7 +373,7 @@ def absent(evidence: Evidence) -> list[str]:
 
 
 def _supervised(run: RecordedRun) -> list[str]:
-    """The journals against what the supervisor, a process of its own, saw of them."""
+    """Compare the journals with the supervisor's log of them."""
     broken: list[str] = []
     for event in run.supervisor:
         replica = str(event.get("replica", ""))

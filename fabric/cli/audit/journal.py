@@ -1,10 +1,9 @@
-"""Reading the journals of a run: what each replica wrote down while it trained.
+"""Reads the journals of a run, which the replicas wrote while they trained.
 
-A journal is one file of JSON lines per replica, appended by every incarnation of its trainer. It is
-evidence, so nothing in it is trusted: sizes are bounded before memory is taken, every line must have
-the fields of its event with the right types, and what does not is reported as a sentence instead of
-being skipped. One exception: a process that is killed in the middle of a write leaves a torn line,
-which is accepted as the last line of an incarnation and nowhere else.
+A journal is one file of JSON lines per replica, appended by every incarnation of its trainer. It is evidence,
+so nothing in it is trusted. Sizes are bounded before memory is taken. Every line must have the fields of its
+event with the right types; a wrong line is reported with a sentence. A process that is killed in mid-write
+leaves a torn line, which may be the last line of an incarnation only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -163,7 +162,7 @@ class ReplicaJournal:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """All evidence of one run: the journals by replica, and what the supervisor saw (may be empty)."""
+    """All evidence of one run: the journals by replica, and the supervisor's events (may be empty)."""
 
     journals: Mapping[str, ReplicaJournal]
     supervisor: tuple[Mapping[str, Any], ...] = ()
@@ -187,7 +186,7 @@ def read_run(directory: Path) -> RecordedRun:
 
 
 def parse_journal(replica: str, content: bytes) -> ReplicaJournal:
-    """Parse the bytes of one journal; what is wrong with it is listed in ``broken``."""
+    """Parse the bytes of one journal; list its errors in ``broken``."""
     lines: list[JournalLine] = []
     broken: list[str] = []
     torn: int | None = None

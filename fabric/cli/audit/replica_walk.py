@@ -1,4 +1,4 @@
-"""The life of one trainer process, replayed line by line against what the protocol allows.
+"""Checks the life of one trainer process, line by line, against the rules of the protocol.
 
 A committed step rises by exactly one, from zero or from the step that was fetched in a ``join``; the
 digest of the state follows every commit; a contribution is written once per round and before its
@@ -66,7 +66,7 @@ def walk(lines: Sequence[JournalLine]) -> list[str]:
 
 
 def _settled(state: ReplicaWalk) -> list[str]:
-    """The digest of the state, or the commit, that was due is not coming any more."""
+    """Report the digest or commit that was due and did not come."""
     broken: list[str] = []
     if state.due is not None:
         broken.append(f"has no digest of its state at step {state.due}")
@@ -77,8 +77,8 @@ def _settled(state: ReplicaWalk) -> list[str]:
 
 
 def _ahead(state: ReplicaWalk, step: int) -> bool:
-    """Whether ``step`` is one ahead: committed already, by the thread that decides, but not yet by the
-    one that writes the commit line, which must come next."""
+    """Whether ``step`` is one ahead: the deciding thread has committed it, and its commit line must come
+    next."""
     if step == state.next_step + 1:
         state.promised = state.next_step
         return True
@@ -184,14 +184,14 @@ def _resume(state: ReplicaWalk, line: JournalLine) -> list[str]:
         state.decided = state.next_step
         state.joining = True
     if step < state.next_step and state.called > state.generation:
-        state.joining = True  # a cold start: what it has is not what the new generation begins from
+        state.joining = True  # a cold start: its state is not the base of the new generation
     elif step < state.next_step:
         return [f"is told to go on at step {step} with the state of step {state.next_step}"]
     return []
 
 
 def _outside(state: ReplicaWalk, line: JournalLine) -> list[str]:
-    """Evicted while alive: its state is good, so it replays what it missed and joins again."""
+    """Take an eviction of a live process: its state is good, so it replays missed steps and joins again."""
     state.joining = True
     return []
 

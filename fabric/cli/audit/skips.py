@@ -1,9 +1,9 @@
-"""Which micro-batches a commit may leave out, and whether the journals explain those that it did.
+"""Checks that the journals explain every micro-batch that a commit leaves out.
 
-Two reasons are known. Poison: two processes died at a micro-batch, and the members recorded that nobody
-computes it. Data slots: under policy ``shrink`` a part of the batch belongs to one data slot, and where only
-some replicas can read a part it is theirs alone; it is left out when none of them contributed. The commit
-itself must list every skipped micro-batch.
+There are two reasons. Poison: two processes died at a micro-batch, and the record excludes it. Data slots:
+under policy ``shrink`` a part of the batch belongs to one data slot, and a part that only some replicas can
+read belongs to these; it is left out when none of them contributed. The commit itself must list every skipped
+micro-batch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -60,7 +60,7 @@ class SkippedSamples:
 
 
 def _part_of(micro_batch: int, total: int, parts: int) -> int:
-    """Return the part that a micro-batch lies in, of ``parts`` as even as can be, the larger ones first."""
+    """Return the number of a micro-batch's part among ``parts`` even ones, the larger ones first."""
     size, larger = divmod(total, parts)
     if micro_batch < larger * (size + 1):
         return micro_batch // (size + 1)

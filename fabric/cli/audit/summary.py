@@ -18,7 +18,7 @@ from fabric.cli.audit.journal import JournalLine, lines_of
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDeath:
-    """One process that died. Seconds after its death, None where nobody recorded it.
+    """One process that died. Times are seconds after its death, None where no journal has them.
 
     ``detected_s`` is the first abort of a survivor, ``epoch_s`` the first epoch without the dead
     replica, ``first_commit_s`` the first step that a survivor committed in that epoch or later.
@@ -34,7 +34,7 @@ class ReplicaDeath:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJoin:
-    """One process that entered the running job: what it fetched, and how it caught up.
+    """One process that entered the running job, its fetch and its catch-up.
 
     ``catch_up_s`` runs from the start of its fetch to the first step that it committed with the others.
     """
@@ -64,7 +64,7 @@ class RunSummary:
     join_list: tuple[ReplicaJoin, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON object, with the counts of failures and joins beside their lists."""
+        """Return the JSON object, with the lists of failures and joins and their counts."""
         document = asdict(self)
         lists = {name: list(document.pop(name)) for name in ("failure_list", "join_list")}
         document["failures"] = len(self.failure_list)

@@ -1,7 +1,7 @@
 """``fabric demo verify``: recompute a run's summary from its journals and judge it.
 
-Nothing that the demo said about itself is believed: ``summary.json`` is only compared with what the
-journals amount to, and the promises of the protocol are checked on the journals (``audit``).
+The demo's own claims do not count: ``summary.json`` is only compared with the summary of the journals, and
+the promises of the protocol are checked on the journals (``audit``).
 """
 
 import json
@@ -90,7 +90,7 @@ def _shown(value: object) -> str:
 
 
 def _same(left: object, right: object) -> bool:
-    """Equality as JSON has it: floats may lose their last digit, true is not 1."""
+    """Whether two values are equal in JSON: floats may lose their last digit, true is not 1."""
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
     if isinstance(left, int | float) and isinstance(right, int | float):

@@ -1,4 +1,4 @@
-"""Following the journals of a running job: what the supervisor knows of it, line by line as it grows."""
+"""Follows the journals of a running job for the supervisor, line by line as they grow."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,8 +10,10 @@ from fabric.cli.audit.summary import loss_per_unit
 
 
 class JournalFollower:
-    """Reads what was appended to one journal since the last look; ``counts`` has the number of whole
-    lines of each of its processes, as evidence of its own against the journal."""
+    """Reads the lines appended to one journal since the last look.
+
+    ``counts`` has the number of complete lines of each process, to check the journal later.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

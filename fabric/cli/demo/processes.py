@@ -1,12 +1,11 @@
 """The processes of a demo run: started with a mark in their environment, ended by that mark.
 
-A launcher starts trainers in sessions of their own, and a trainer a checkpoint server that outlives it
-on purpose. So process groups do not lead to all of them; the mark, which every descendant inherits,
-does. Signals go through a pidfd: the process is opened first and recognised second, so that a number
-that has been given to somebody else in between is never hit.
+A launcher starts trainers in sessions of their own, and a trainer starts a checkpoint server that outlives
+it. So process groups do not find all of them, but every descendant inherits the mark. Signals go through a
+pidfd: the process is opened first and recognised second, so that a reused number is never hit.
 
-Where the supervisor itself is killed with SIGKILL it can end nobody. So a guard, a process without the mark,
-waits for the end of a pipe that the supervisor alone holds open, and then ends all that carry it.
+A supervisor that is killed with SIGKILL cannot end its processes. So a guard, a process without the mark,
+waits for the end of a pipe that the supervisor alone holds open. Then it ends all that carry the mark.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ class Processes:
         return self._children[name].poll()
 
     def kill(self, pid: int) -> bool:
-        """SIGKILL process ``pid`` if it is one of ours; says whether it was."""
+        """SIGKILL process ``pid`` if it is one of ours; return whether it was."""
         return self._signal(pid, signal.SIGKILL)
 
     def end(self, grace_s: float = 5.0) -> None:
@@ -128,14 +127,15 @@ class Processes:
 
 
 def guard(mark: str) -> "subprocess.Popen[bytes]":
-    """Return a process that ends all that carry ``mark`` once its standard input ends: when it is closed, or
-    when this process has ended, however that came."""
+    """Start a process that ends all that carry ``mark`` once its standard input ends.
+
+    That is when the input is closed, or when this process has ended for any reason."""
     return subprocess.Popen(
         [sys.executable, "-m", "fabric.cli.demo.processes", mark],
         stdin=subprocess.PIPE,
         # Where this very package is imported from, installed or not.
         cwd=Path(fabric.__file__).resolve().parent.parent,
-        # Not to be hit by what hits its maker.
+        # A signal for its maker's group must not hit it.
         start_new_session=True,
     )
 

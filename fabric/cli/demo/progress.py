@@ -36,7 +36,7 @@ class DemoProgress:
             self._live.stop()
 
     def say(self, *lines: str) -> None:
-        """One line per sentence, with the seconds since the beginning before the first."""
+        """Print one line per sentence, the first one with the seconds since the start."""
         for index, line in enumerate(lines):
             stamp = f"{time.monotonic() - self._began:6.1f} s  " if index == 0 else " " * 10
             self._console.print(Text(stamp + line), soft_wrap=True)

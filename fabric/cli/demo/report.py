@@ -1,4 +1,4 @@
-"""``report.html`` and ``events.jsonl``: a run as people look at it.
+"""``report.html`` and ``events.jsonl``: a run for people to look at.
 
 The page stands alone (no network, no other file) and is written from the same evidence as the
 verdict; it shows a broken run as readily as a good one.

@@ -1,8 +1,8 @@
 """Runs the demo: starts the processes, kills one trainer, waits, and has the journals judged.
 
-The supervisor decides nothing about the training. It learns of it only as any observer would, by
-reading the journals, and writes down what it did and saw (``supervisor.jsonl``). Restarting the killed
-trainer is torchrun's work, in a world of its own per replica.
+The supervisor decides nothing about the training. It reads the journals like any observer, and writes its
+actions and observations to ``supervisor.jsonl``. torchrun restarts the killed trainer, in one world per
+replica.
 """
 
 import json
@@ -75,7 +75,7 @@ def supervise(options: DemoOptions, console: Console) -> int:
 
 
 def _conclude(options: DemoOptions, console: Console) -> int:
-    """Everything that is claimed about the run, from its journals alone."""
+    """Judge the run and write its summary, from its journals alone."""
     out = options.out
     verdict = judge(read_run(out))
     write_summary(out, verdict.summary)
@@ -107,7 +107,7 @@ class _Supervisor:
         self._lighthouse = ""
 
     def run(self, show: DemoProgress) -> None:
-        """From the first process to the exit of the last launcher."""
+        """Run from the first process to the exit of the last launcher."""
         deadline = time.monotonic() + TIME_LIMIT_S
         options = self._options
         self._note("demo", replicas=options.replicas, steps=options.steps, kill_at=options.kill_at)
@@ -248,7 +248,7 @@ def last_words(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - MAX_LOG_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    # torchrun adds a page of its own after what the trainer said.
+    # torchrun prints a page of its own after the trainer's output.
     sentences = [line[line.index("fabric: ") :] for line in lines if "fabric: " in line]
     if sentences:
         return f"it said: {sentences[-1]} (log: {log})"

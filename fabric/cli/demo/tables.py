@@ -33,7 +33,7 @@ def overview_rows(summary: RunSummary) -> TextTable:
 
 
 def failure_rows(summary: RunSummary) -> TextTable:
-    """One row per process that died; times count from its death."""
+    """Return one row per process that died; times count from its death."""
     head = ("replica", "at step", "detected", "epoch committed", "first step committed")
     rows: list[tuple[str, ...]] = [
         (f.replica, str(f.step), _s(f.detected_s), _s(f.epoch_s), _s(f.first_commit_s))
@@ -43,7 +43,7 @@ def failure_rows(summary: RunSummary) -> TextTable:
 
 
 def join_rows(summary: RunSummary) -> TextTable:
-    """One row per process that entered the running job; ``replayed`` counts steps."""
+    """Return one row per process that entered the running job; ``replayed`` counts steps."""
     head = ("replica", "at step", "fetched", "in", "rate", "replayed", "caught up")
     rows: list[tuple[str, ...]] = [
         (

@@ -35,7 +35,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross entropy of the bytes of ``batch`` = (tokens, targets), each (samples, CONTEXT)."""
+    """Return the mean cross entropy of ``batch`` = (tokens, targets), each (samples, CONTEXT)."""
     tokens, targets = batch
     logits = model(tokens)
     return functional.cross_entropy(logits.view(-1, BYTES), targets.reshape(-1))
@@ -89,7 +89,7 @@ def train(steps: int, control: ControlRun) -> None:
 
 
 def main() -> None:
-    """The command line of ``python -m fabric.cli.demo.trainer``."""
+    """Run the command line of ``python -m fabric.cli.demo.trainer``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=120, help="train to this committed step")
     parser.add_argument("--drop-inherited", action="store_true", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""``fabric inspect`` and ``fabric diff``: what is in a state, and where two of them differ."""
+"""``fabric inspect`` and ``fabric diff``: show a state, and the difference of two."""
 
 import json
 from pathlib import Path
@@ -95,7 +95,7 @@ def diff(first: str, second: str, token_file: Path | None, as_json: bool) -> Non
 
 
 def differences(a: ReadableState, b: ReadableState) -> list[dict[str, Any]]:
-    """One entry per tensor that is not bitwise equal in both: in the order of ``a``, then of ``b``."""
+    """Return an entry per tensor that is not bitwise equal in both: in the order of ``a``, then of ``b``."""
     entries = []
     for name, span in a.tensors.items():
         other = b.tensors.get(name)
@@ -114,7 +114,7 @@ def differences(a: ReadableState, b: ReadableState) -> list[dict[str, Any]]:
 def _compare(
     a: ReadableState, left_span: TensorSpan, b: ReadableState, right_span: TensorSpan
 ) -> dict[str, Any] | None:
-    """Return how two tensors of one shape differ, None where they are bitwise equal."""
+    """Describe how two tensors of one shape differ; None where they are bitwise equal."""
     size = _PIECE_ELEMENTS * ELEMENT_BYTES[left_span.dtype]
     different, largest, unlike = 0, 0.0, 0
     for offset in range(0, left_span.end - left_span.begin, size):

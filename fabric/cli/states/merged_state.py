@@ -1,8 +1,8 @@
-"""A state of several ranks as the one file that a single process would have written of it: every sharded
-tensor put together from the ranks' parts, piece by piece as it is read.
+"""A state of several ranks as the file that a single process would have written.
 
-An entry that several ranks hold must be equal in all of them: each read compares all copies. Ranks that hold
-different things under one name (the stages of a pipeline) do not make one file, and are refused.
+Sharded tensors are put together from the ranks' parts, piece by piece as they are read. An entry that several
+ranks hold must be equal in all of them: each read compares all copies. Ranks that hold different things under
+one name (the stages of a pipeline) do not make one file, and are refused.
 """
 
 import math
@@ -50,8 +50,10 @@ class _RankPart:
 
 
 class MergedState:
-    """``parts`` are those of all ranks of one state. Raises StateError where they are not, or do not make one
-    file. ``preamble`` is what that file begins with, ``manifest`` has the digest that the job knows it by."""
+    """The file of ``parts``, one of each rank of a state. Raises StateError where they do not make one file.
+
+    ``preamble``: the file's beginning. ``manifest`` has the digest by which the job knows the state.
+    """
 
     def __init__(self, name: str, parts: "Sequence[BlockState]") -> None:
         self.name = name
@@ -124,7 +126,7 @@ class MergedState:
         return descriptions[0]
 
     def _find(self, tensor: str) -> tuple[str, tuple[int, ...], list[_RankPart]]:
-        """Return the dtype and shape of the whole tensor, and who holds what of it."""
+        """Return the dtype and shape of the full tensor, and each rank's part of it."""
         held: list[_RankPart] = []
         wholes = set()
         for state in self._states:

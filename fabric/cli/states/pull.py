@@ -114,7 +114,7 @@ def _open(part: Path) -> BinaryIO:
 
 
 def _make_room(descriptor: int, here: int, nbytes: int) -> None:
-    """A disk that has no room for all of it says so now, and is left as it was."""
+    """Allocate the file, so that a full disk shows now and stays as it was."""
     os.truncate(descriptor, nbytes)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -124,7 +124,7 @@ def _make_room(descriptor: int, here: int, nbytes: int) -> None:
 
 
 def _fetch(state: BlockState, first: int, count: int) -> Iterator[memoryview]:
-    """Yield some blocks, verified; what fails is tried again from there on."""
+    """Yield some blocks, verified; after a failure try again from there on."""
     left, tries = count, 0
     while left:
         try:

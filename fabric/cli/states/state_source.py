@@ -50,8 +50,10 @@ _SNAPSHOTS = "/v1/snapshots/"
 
 
 class ReadableState(Protocol):
-    """``name`` is what the user called it; ``tensors`` are in file order. ``rank`` of ``ranks`` has this part
-    of it (0 of 1: it is all there)."""
+    """A state that can be read. ``name``: the user's name of it; ``tensors``: in file order.
+
+    ``rank`` of ``ranks`` has this part of it (0 of 1: all of it).
+    """
 
     name: str
     step: int
@@ -79,8 +81,9 @@ def open_state(name: str, token: str) -> Iterator[ReadableState]:
 
 
 def open_manifested(name: str, token: str, stack: ExitStack) -> "BlockState | MergedState":
-    """Return a state that comes with a manifest: a checkpoint server's, or a durable one, which ``stack``
-    closes. Of a state of several ranks the whole, where ``name`` names all of them. Raises FabricError."""
+    """Open a state with a manifest: a checkpoint server's, or a durable one, which ``stack`` closes.
+
+    ``name`` may name all ranks of a state: then it is the merged state. Raises FabricError."""
     parts: list[BlockState]
     if name.startswith(("http://", "https://")):
         parts = [stack.enter_context(closing(RemoteState(url, token))) for url in name.split(",")]
@@ -132,10 +135,10 @@ class FileState:
 
 
 class BlockState:
-    """One rank's file of a state, whose manifest names every block: what is read is verified, or refused.
+    """One rank's file of a state, whose manifest has every block's digest: each read is verified.
 
-    ``name`` is what the user called it, ``tensors`` are in file order, ``rank`` of ``ranks`` has this file;
-    ``shards`` says which of its tensors are parts of larger ones.
+    ``name``: the user's name of it; ``tensors``: in file order; ``rank`` of ``ranks`` has this file;
+    ``shards``: its tensors that are parts of larger ones.
     """
 
     def __init__(self, name: str, manifest: dict[str, Any]) -> None:
@@ -161,8 +164,8 @@ class BlockState:
         """Let go of it."""
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes of the file. The blocks that hold them are kept for the next call: neighbours are
-        asked for one after the other, and are often small."""
+        """Return bytes of the file. Keep their blocks for the next call, which often wants a small
+        neighbour."""
         if begin >= end:
             return memoryview(b"")
         size = self.manifest["block_bytes"]
@@ -247,7 +250,7 @@ class SnapshotAddress:
 
     @classmethod
     def parse(cls, url: str) -> "SnapshotAddress":
-        """From ``http://host:port``, with ``/v1/snapshots/STEP`` after it or without. Raises ConfigError."""
+        """Parse ``http://host:port``, with or without ``/v1/snapshots/STEP``. Raises ConfigError."""
         parts = urlsplit(url)
         base, mark, rest = parts.path.partition(_SNAPSHOTS)
         step = rest.split("/")[0] if mark else "latest"

@@ -224,7 +224,7 @@ class Engine:
         readiness: Callable[[], BucketReadiness | None],
         samples: Callable[[int, tuple[int, ...]], dict[str, list[int]]],
     ) -> None:
-        """Take from the training loop what the core does not carry.
+        """Connect the training loop's data that does not go through the core.
 
         ``readiness``: of the gradient that backward computes now. ``samples``: of a step's micro-batches.
         """

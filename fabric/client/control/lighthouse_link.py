@@ -84,7 +84,7 @@ class LighthouseLink:
                     await self._session(http, url, feed)
                 except aiohttp.WSServerHandshakeError as error:
                     if error.status == 429:
-                        # Thousands of members come back at once. It says when to return; spread them out.
+                        # Thousands of members come back at once. The answer says when to return; spread them.
                         self._reached = True
                         await asyncio.sleep(come_back_s(error.headers or {}) * jitter.uniform(0.5, 1.0))
                         continue
@@ -178,7 +178,7 @@ class LighthouseLink:
             await socket.send_str(data.decode())
 
     async def drain(self, within_s: float) -> None:
-        """Wait until what was sent has left, at most ``within_s``."""
+        """Wait until all sent messages have left, at most ``within_s``."""
         deadline = asyncio.get_running_loop().time() + within_s
         while self._outbox is not None and not self._outbox.empty():
             if asyncio.get_running_loop().time() > deadline:

@@ -134,7 +134,7 @@ class Peers:
     # --- bringing epochs up -----------------------------------------------------------------------
 
     def link_up(self, record: Record) -> None:
-        """Make what is missing of the links of ``record``; feeds Linked or LinkFailed."""
+        """Make the missing links of ``record``; feeds Linked or LinkFailed."""
         self._identity.store_id = record.store_id
         if self._me.replica not in record.names:
             # This member was drained: the epoch goes on without it, so no link is missing.

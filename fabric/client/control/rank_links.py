@@ -50,7 +50,7 @@ class HeadLinks:
             task.add_done_callback(self._tasks.discard)
 
     def accept(self, greeting: Greeting, sock: socket.socket) -> None:
-        """A rank has dialled."""
+        """Take the link of a rank that has dialled."""
         rank = greeting.rank
         if greeting.incarnation != self._incarnation or not 0 < rank < self._size or rank in self._links:
             sock.close()  # an earlier process, or no rank of this replica

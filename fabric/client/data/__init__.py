@@ -1,1 +1,1 @@
-"""The order of the data, and what feeds the user's loop. No torch state is kept here."""
+"""The order of the data, and the loaders of the user's loop. No torch state is kept here."""

@@ -5,8 +5,8 @@ replica. Sample number p of the endless repetition of that iteration has positio
 positions [s*G, (s+1)*G). So the committed step is the position, and nothing else is saved. A replica reads
 the whole global batch of a step, because it may inherit any part of it, and keeps it until the next step.
 
-A replica that joins, or a job that goes back to an earlier state, must get to its position: a data set with
-``iterate_from(position)`` is asked for an iterator that begins there; any other is read and skipped.
+A replica that joins, or a job that goes back to an earlier state, must get to its position. A data set with
+``iterate_from(position)`` gives an iterator that begins there; any other is read and skipped.
 """
 
 import threading

@@ -4,10 +4,9 @@ Pass k over the data set is the permutation ``numpy.random.Generator(PCG64([seed
 the passes are concatenated. Step s covers positions [s*G, (s+1)*G) of that, and its micro-batch i covers
 [i*m, (i+1)*m) of those. So the committed step is the data position, and nothing else must be saved.
 
-Data that only some replicas can read (``redundancy`` above 0) are cut into as many shards as there are data
-slots: shard h is the indices [h*size//n, (h+1)*size//n), the micro-batches of a step are divided among the
-shards as evenly as can be, in order, and each shard has an order of its own: pass k of shard h is drawn from
-``PCG64([seed, k, h + 1])``.
+Data that only some replicas can read (``redundancy`` above 0) are cut into one shard per data slot. Shard h
+is the indices [h*size//n, (h+1)*size//n). The micro-batches of a step are divided among the shards in order,
+as evenly as possible. Pass k of shard h has its own order, from ``PCG64([seed, k, h + 1])``.
 
 A data set without a size is a stream; its samples go by their positions (see
 ``fabric.client.data.iterable_stream``).
@@ -87,7 +86,7 @@ class SamplePlan:
         return self.global_batch_size // self.micro_batch_size
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
-        """Data set indices (of a stream: positions) of one micro-batch."""
+        """Return the data set indices (of a stream: positions) of one micro-batch."""
         start = step * self.global_batch_size + micro_batch * self.micro_batch_size
         if self.is_stream:
             return list(range(start, start + self.micro_batch_size))
@@ -129,12 +128,11 @@ class SamplePlan:
 class LoaderOptions:
     """How the batch is shared out, as given to ``session.loader``.
 
-    ``policy``: "constant" or "shrink". ``redundancy``: on how many replicas each part of the data can be
-    read; 0: on all. ``data_slot``: which part of them is this replica's, where ``redundancy`` is given
-    (default: the number at the end of its id; with ``FABRIC_RACK`` the lighthouse chooses one).
-    ``on_poison``: "stop" or "skip". ``on_loss``: what follows when no member can read a shard: "wait" for
-    one, "shrink" (its part is skipped) or "stop" the job. ``scale_lr``: under "shrink", the learning rate of
-    a step times sqrt(present / all).
+    ``policy``: "constant" or "shrink". ``redundancy``: how many replicas can read each shard of the data; 0:
+    all. ``data_slot``: this replica's shard under ``redundancy`` (default: the number at the end of its id;
+    with ``FABRIC_RACK`` the lighthouse chooses one). ``on_poison``: "stop" or "skip". ``on_loss``, when no
+    member can read a shard: "wait" for one, "shrink" (skip its part) or "stop" the job. ``scale_lr``: under
+    "shrink", scale the learning rate of a step by sqrt(present / all).
     """
 
     policy: str = "constant"
@@ -177,7 +175,7 @@ def parse_options(given: dict[str, Any]) -> LoaderOptions:
 
 
 def describe_sharing(sharing: Sharing) -> dict[str, Any]:
-    """For the journal: what differs from "everybody computes everything"."""
+    """Return the settings for the journal that differ from "every replica may compute all"."""
     body: dict[str, Any] = {}
     if sharing.policy != "constant" or sharing.readers:
         body |= {"policy": sharing.policy, "data_slots": sharing.data_slots, "redundancy": sharing.readers}
@@ -236,7 +234,7 @@ class SampleSlice:
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """torch's default: stack tensors, keep the structure."""
+    """Collate as torch does by default: stack tensors, keep the structure."""
     return torch.utils.data.default_collate(list(samples))
 
 
@@ -328,7 +326,7 @@ class Loader:
                 self._ahead[step, micro_batch] = future
 
     def fetch(self, step: int, micro_batch: int) -> Any:
-        """One collated micro-batch."""
+        """Return one collated micro-batch."""
         future = self._ahead.pop((step, micro_batch), None)
         return future.result() if future is not None else self._read(step, micro_batch)
 

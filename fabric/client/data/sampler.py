@@ -3,15 +3,15 @@
 Policy shrink: the global batch of a step is cut into one part per data slot. This replica draws the part of
 its data slot; the part of an absent replica is skipped, which the commit records. A pass over the data set
 has
-``size // global_batch_size`` steps; the samples left over at its end are not used in that pass.
+``size // global_batch_size`` steps and leaves out the remaining samples.
 
 A DataLoader draws ahead of the computation. The part of a data slot does not depend on the roster, so drawing
 ahead is right while steps follow each other. When this replica was away and the job is further on, the
 batches drawn for past steps are discarded: their gradient counts for nothing.
 
-A loop whose batch times its accumulation is another number than ``per_step`` is refused with both numbers.
-Too few samples show in what was drawn. Too many show only in the DataLoader's batch size, for a DataLoader
-may draw ahead as far as it likes.
+A loop whose batch times its accumulation differs from ``per_step`` is refused with both numbers. Too few
+samples show in the number drawn. Too many show only in the DataLoader's batch size, because a DataLoader may
+draw ahead as far as it likes.
 """
 
 import gc
@@ -149,7 +149,7 @@ class SoloSampler(StepSampler):
             step += 1
 
     def take(self, step: int) -> bool:
-        """Count what was drawn, whatever its step."""
+        """Count the samples drawn, of any step."""
         if self._whole and self._mistake():
             self._whole = False
         self._exchanged += 1

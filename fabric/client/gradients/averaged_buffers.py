@@ -1,10 +1,10 @@
 """Buffers that forward changes (BatchNorm's running statistics), averaged by weight at the commit.
 
-All members begin a step with equal buffers; forward moves each member's own. They travel with the gradients:
-every such buffer has a stand-in parameter whose "gradient" is the buffer times the member's weight, so the
-sum over the total weight is the average by weight, published, replayed and digested like any gradient.
-Integer buffers (``num_batches_tracked``) become what one process would have counted: the value before the
-step plus the increments of all members. A dropped gradient undoes its forward passes.
+All members begin a step with equal buffers; forward moves each member's own. They travel with the gradients.
+Every such buffer has a stand-in parameter whose "gradient" is the buffer times the member's weight. So the
+sum over the total weight is the average by weight, published, replayed and digested like any gradient. An
+integer buffer (``num_batches_tracked``) becomes the count of a single process: the value before the step plus
+the increments of all members. A dropped gradient undoes its forward passes.
 """
 
 import torch
@@ -15,7 +15,7 @@ _CHANGING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def changing_buffers(model: torch.nn.Module) -> list[str]:
-    """Names of buffers that forward changes: running statistics of normalisation layers."""
+    """Return the names of buffers that forward changes: running statistics of normalisation layers."""
     return [name for name, _ in model.named_buffers() if name.rsplit(".", 1)[-1] in _CHANGING]
 
 

@@ -85,7 +85,7 @@ class Overlap:
         ]
 
     def watch(self, parameters: bool) -> None:
-        """With False remove the hooks: the caller calls ``ready`` then."""
+        """Set the hooks, or with False remove them: the caller calls ``ready`` then."""
         if not parameters:
             for hook in self._hooks:
                 hook.remove()

@@ -136,10 +136,10 @@ class GradientSlots:
         return GradientSlot(index, buffer)
 
     def publish(self, generation: int, held: PreparedRound) -> None:
-        """Serve the committed gradient that lies in the slot of its round; raises FabricError. Does nothing
-        where a later round has that slot: a cold start may redo a step that is yet to be published.
+        """Serve the committed gradient in the slot of its round. Raises FabricError.
 
-        The slot of the next round is withdrawn with it, where that takes nothing but the one request.
+        Do nothing where a later round has that slot: a cold start may redo an unpublished step. Withdraw the
+        next round's slot too, if one request can do both.
         """
         with self._lock:
             slot = self._of(held)
@@ -156,9 +156,10 @@ class GradientSlots:
                 self._prepared = following
 
     def label(self, generation: int, held: PreparedRound) -> bool:
-        """Publish without a word to the server, which looks when it is asked; never waits. Returns False if
-        something is left to do for ``publish`` and ``prepare``, which may be all of it: while somebody
-        catches up and waits for the news, and where something has to be asked for. Raises FabricError."""
+        """Publish through shared memory, without a request to the server; never wait. Raises FabricError.
+
+        Return False where ``publish`` and ``prepare`` are still needed: while a replica catches up and waits
+        for new gradients, and where the server must be asked."""
         if self.listening or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -176,7 +177,7 @@ class GradientSlots:
             self._lock.release()
 
     def _is_withdrawn(self, slot: GradientSlot) -> bool:
-        """Whether it may be written, without a word to the server: it never was, or only labelled."""
+        """Whether it may be written without a request to the server: unpublished, or only labelled."""
         return not slot.used or (slot.labelled and self.handle.withdraw_via_shm(slot.index))
 
     def _following(self, slot: GradientSlot) -> GradientSlot | None:
@@ -199,14 +200,14 @@ class GradientSlots:
 
     def find(self, step: int) -> torch.Tensor:
         """Return the buffer of the newest round of ``step``."""
-        # Without the lock, which is held while the server answers: the main thread asks for the step that it
-        # is about to apply, and no later round takes that slot before it has.
+        # Without the lock, which is held while the server answers. The main thread wants the step that it
+        # applies next, and no later round takes that slot before.
         slot = self._newest(step)
         assert slot is not None, f"no round of step {step} was reduced here"
         return slot.buffer
 
     def _of(self, held: PreparedRound) -> GradientSlot | None:
-        """Return the slot that its round was reduced into."""
+        """Return the slot that the round was reduced into."""
         slot = self._newest(held.step)
         return slot if slot is not None and slot.epoch == held.epoch else None
 
@@ -230,7 +231,7 @@ class GradientSlots:
 
 
 def _meta(held: PreparedRound) -> dict[str, Any]:
-    """Return the metadata of a gradient that its readers get beside its description."""
+    """Return the metadata of a gradient, which readers get with its description."""
     return {
         "contributions": {name: list(ids) for name, ids in held.contributions},
         "metrics": dict(held.metrics),

@@ -24,7 +24,7 @@ class EmptySteps:
     def has_no_update(self, held: PreparedRound) -> bool:
         """Whether this step is empty and ``.grad`` is to be None; all members decide alike.
 
-        Logs the first such step, and again each time their number has doubled.
+        Log the first such step, and again each time their number has doubled.
         """
         if held.weight > 0:
             return False

@@ -1,6 +1,6 @@
 """The shared state as this process holds it: its digests, its snapshots, and when it may change.
 
-Between a step boundary and the next update the state stands still, so it is digested and copied meanwhile.
+Between a step boundary and the next update the state stands still, so it is digested and copied then.
 """
 
 from collections.abc import Callable

@@ -24,7 +24,7 @@ class LowPrioritySteps:
     def close(self) -> None:
         """Run later steps in the thread that calls them."""
         for optimizer, wrapper in self._wrapped:
-            wrapper.open = False  # for code that has wrapped or kept it meanwhile
+            wrapper.open = False  # for code that has wrapped or kept it since
             if optimizer.__dict__.get("step") is wrapper.method:
                 optimizer.__dict__.pop("step")
                 optimizer.__dict__.update(wrapper.before)
@@ -49,7 +49,7 @@ def _wrap(optimizer: torch.optim.Optimizer) -> _Wrapper:
         own = wrapper.open and not (arguments or named or _is_in_a_mode() or _has_hooks(optimizer))
         return run_low_priority(original) if own else original(*arguments, **named)
 
-    # A scheduler that is made meanwhile wraps it in turn, and takes it for a method.
+    # A scheduler that is made now wraps it too, and takes it for a method.
     before = {"step": optimizer.__dict__["step"]} if "step" in optimizer.__dict__ else {}
     wrapper = _Wrapper(types.MethodType(step, optimizer), before)
     optimizer.step = wrapper.method  # type: ignore[method-assign]
@@ -78,7 +78,7 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_in_a_mode() -> bool:
-    """Whether the calling thread has entered anything that changes what torch's operations do."""
+    """Whether the calling thread has entered a mode that changes torch's operations."""
     inside: Any = torch._C  # noqa: SLF001
     return bool(
         inside._len_torch_function_stack()  # noqa: SLF001

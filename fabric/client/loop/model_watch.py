@@ -1,4 +1,4 @@
-"""Refuses by name what cannot stay equal on all replicas.
+"""Refuses objects that cannot stay equal on all replicas, by name.
 
 These are optimizers that evaluate the loss again, and models that changed after ``attach``.
 """
@@ -15,7 +15,7 @@ LOOK_EVERY = 10
 
 
 def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raises ConfigError for an optimizer that computes gradients of its own inside ``step``."""
+    """Raise ConfigError for an optimizer that computes gradients of its own inside ``step``."""
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise ConfigError(
             "torch.optim.LBFGS evaluates the loss again inside step, on one replica's own data, so that the "

@@ -1,9 +1,9 @@
 """How a joining replica catches up: it loads a fetched state, then replays published gradients.
 
-The other members step on meanwhile and must not be slowed down. On the CPU the heavy work runs at low
-priority (``runtime.priority``) in another thread, and the main thread waits for it: loading and digesting
-the state, writing a replayed gradient into ``.grad``, the steps of torch's own optimizers. The user's code
-runs in the main thread as ever. On a device, and in a replica of several ranks, everything runs there.
+The other members step on and must not be slowed down. On the CPU the heavy work runs at low priority
+(``runtime.priority``) in another thread, and the main thread waits for it: loading and digesting the state,
+writing a replayed gradient into ``.grad``, the steps of torch's own optimizers. User code runs in the main
+thread. On a device, and in a replica of several ranks, all work runs there.
 """
 
 import torch
@@ -29,7 +29,7 @@ class Replay:
         self._steps: LowPrioritySteps | None = None
 
     def begin(self) -> None:
-        """The user's code is about to apply a published gradient."""
+        """Prepare for the user's code to apply a published gradient."""
         self._replayed += 1
         self._progress.behind = True
         if self._state.may_yield:
@@ -37,7 +37,7 @@ class Replay:
             self._steps = LowPrioritySteps([x for x in objects if isinstance(x, torch.optim.Optimizer)])
 
     def end(self) -> None:
-        """The user's code has applied it."""
+        """Note that the user's code has applied the gradient."""
         if self._steps is not None:
             self._steps.close()
             self._steps = None

@@ -1,4 +1,4 @@
-"""The session: what a trainer holds. Steps are the outer loop, micro-batches the inner one.
+"""The session of a trainer: steps are the outer loop, micro-batches the inner one.
 
 The main thread waits in one place only, ``_wait``. It posts where it stands and obeys orders: compute these
 micro-batches, apply this committed gradient, load this state, stop. A replayed step, the first step of a
@@ -270,7 +270,7 @@ class Session:
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
         """Say why this replica is away from the exchange for a while; ``fabric status`` shows it.
 
-        ``at_most_s`` replaces ``user_code_s`` meanwhile. A replica that makes the others wait for longer is
+        Until then ``at_most_s`` replaces ``user_code_s``. A replica that makes the others wait for longer is
         evicted, and catches up later. Raises ConfigError where ``at_most_s`` is not above 0.
         """
         if not 0 < at_most_s < math.inf:
@@ -345,7 +345,7 @@ class Session:
             self._state.snapshot(generation=0)
         parts.snapshot_worker.submit(parts.slots.reserve)
         part = self._loader.slice.index if self._loader is not None else self._process.rank
-        agreed = {**data, **more, "on_nan": settings.on_nan}  # what must be equal on all members
+        agreed = {**data, **more, "on_nan": settings.on_nan}  # this must be equal on all members
         gradients = self._state.gradients
         setup = TrainingSetup(
             micro_batches=self._micro_batches,
@@ -365,7 +365,7 @@ class Session:
             self._shutdown.leave(str(error), 75)
 
     def _ready(self) -> io.Ready:
-        """The user's update has run, or nothing has yet: the state stands at a step boundary."""
+        """Return the event that the state stands at a step boundary, after the update or at the start."""
         self._replay.end()
         self._clock.optimizer_s += self._clock.lap()
         digest, later = self._state.reach_boundary()

@@ -1,4 +1,4 @@
-"""The shared state of a job: model, optimizers and what ``state=`` names, equal on all replicas."""
+"""The shared state of a job: model, optimizers and the objects of ``state=``, equal on all replicas."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

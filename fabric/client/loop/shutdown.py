@@ -53,7 +53,7 @@ class Shutdown:
         self._debug_endpoint = DebugEndpoint(settings.home, answers)
 
     def watch_uncaught(self) -> None:
-        """From now on an exception that nobody catches fails the job."""
+        """Let an uncaught exception fail the job from now on."""
         excepthook.on_uncaught.append(self._on_uncaught)
 
     def leave(self, reason: str, code: int = 0) -> NoReturn:
@@ -90,7 +90,7 @@ class Shutdown:
         self._parts.journal.close()
 
     def _on_uncaught(self, error: BaseException) -> None:
-        """The user's loop has raised: fail the job, then end this process.
+        """Fail the job for an error of the user's loop, then end this process.
 
         The process waits until the lighthouse has heard, which rank 0 tells for all ranks. A device fault is
         a death of this replica alone.
@@ -112,7 +112,7 @@ class Shutdown:
         self.end(finished=False)
 
     def _on_exit(self) -> None:
-        """The interpreter ends without ``close``: Ctrl-C, ``sys.exit``, a loop that was left.
+        """Handle an end of the interpreter without ``close``: Ctrl-C, ``sys.exit``, a loop that was left.
 
         The interpreter's teardown can take seconds. The job does not wait for it: for the job this is a
         death, and the lighthouse hears of it at once.
@@ -128,7 +128,7 @@ class Shutdown:
     def _release_server(self) -> None:
         """End the checkpoint server of a process that was never in the job.
 
-        In every other case the server stays: a successor, or other members, may want what it holds.
+        In every other case the server stays: a successor, or other members, may want its content.
         """
         self._parts.crash_marker.clear()  # an orderly end is not a death at a micro-batch
         newest, handle = self._engine.newest, self._parts.handle

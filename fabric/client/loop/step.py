@@ -39,8 +39,8 @@ class Step:
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Add this micro-batch's gradient: ``loss.backward()`` scaled by ``weight``.
 
-        ``loss`` is a mean over the micro-batch; ``weight`` is what it stands for (default: its number of
-        samples; for a mean over tokens give the number of tokens).
+        ``loss`` is a mean over the micro-batch. ``weight``: the number of samples (the default) or tokens
+        that the mean is over.
         """
         share = self.add_weight(weight)
         with self._session.overlap.backward(self.number, self._weight):

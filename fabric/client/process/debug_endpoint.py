@@ -1,5 +1,4 @@
-"""Answers the checkpoint server's questions: this process's stacks, where it stands, torch's flight
-recording.
+"""Answers the checkpoint server's questions: this process's stacks, its position, torch's flight recording.
 
 The endpoint has a thread and a socket of its own, so it answers while the other threads are stuck, if it gets
 the interpreter lock. Where it does not, a signal makes the interpreter write the stacks without the lock.

@@ -44,7 +44,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-            # A killed predecessor may have left half a line: what follows must not be glued to it.
+            # A killed predecessor may have left half a line: the next line must not be glued to it.
             if path.stat().st_size:
                 with path.open("rb") as file:
                     file.seek(-1, os.SEEK_END)
@@ -88,7 +88,7 @@ class Journal:
                 self._lost_lines += 1
 
     def _put(self, body: Mapping[str, Any]) -> None:
-        """Write one complete line. Raises OSError; the next line then ends what was written of this one."""
+        """Write one complete line. Raises OSError; the next line then ends the torn one."""
         line = json.dumps(body, separators=(",", ":")).encode() + b"\n"
         if self._torn:
             os.write(self._descriptor, b"\n")

@@ -1,4 +1,4 @@
-"""The ranks of this replica, as its own torch.distributed world has them.
+"""The ranks of this replica, from its own torch.distributed world.
 
 Only the start uses this, before links of our own exist: every rank gives all others a few values, as JSON in
 byte tensors. Each replica has a world of its own, so this module reaches no other replica.
@@ -44,7 +44,7 @@ class RankGroup:
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the values of all ranks, in rank order; a collective.
 
-        A rank that is lost meanwhile ends this process with code 75, so that all ranks start again.
+        The loss of a rank ends this process with code 75, so that all ranks start again.
         """
         data = json.dumps(value).encode()
         if len(data) > _MAX_BYTES:

@@ -29,7 +29,7 @@ class WaitLogger:
         self._logged_at = -math.inf
 
     def begin(self) -> None:
-        """Start a wait; orders that do not end it may come meanwhile."""
+        """Start a wait; orders that do not end it may come during it."""
         self._begun = time.monotonic()
 
     def get(self, orders: "queue.SimpleQueue[T]") -> T:

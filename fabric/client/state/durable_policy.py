@@ -1,4 +1,4 @@
-"""Durable checkpoints as a trainer sees them: when one is due, which replica writes it, what storage holds.
+"""Durable checkpoints, seen by a trainer: when one is due, which replica writes it, and those in storage.
 
 The writer is the lowest name among the members that have the state. All members count steps and time alike,
 so when the writer dies the next name writes the next checkpoint that is due."""
@@ -40,7 +40,7 @@ class NoAnswer(StorageError):
 
 
 class _ListingThread:
-    """Lists storage in a thread of its own.
+    """Lists storage in a separate thread.
 
     A mount whose server has vanished blocks for ever, and no call to it can be interrupted.
     """
@@ -128,7 +128,7 @@ class DurableCheckpoints:
                 look = _ListingThread(job, self._settings.job)
 
     def _tell_unless_writable(self) -> None:
-        """Warn now of what the first checkpoint would meet later.
+        """Warn now of a problem that the first checkpoint would meet later.
 
         This does not stop the start: peers' memory needs no storage, and storage may heal during training.
         """

@@ -19,7 +19,7 @@ class SnapshotPolicy(Protocol):
         """Whether the state at ``step`` should be snapshotted at this boundary."""
 
     def taken(self, step: int, now: float, cost_s: float) -> None:
-        """The state that stood at ``step`` at time ``now`` was snapshotted; copying it took ``cost_s``."""
+        """Note a snapshot of ``step``, begun at ``now``, whose copy took ``cost_s``."""
 
 
 @dataclass(slots=True)

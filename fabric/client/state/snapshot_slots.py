@@ -22,7 +22,7 @@ class SnapshotSlots:
     def __init__(self, handle: ServerHandle, copier: Copier) -> None:
         self.handle = handle
         self._copier = copier
-        # Keep what the server still holds as long as possible: overwrite the newest snapshot last.
+        # Keep the server's snapshots as long as possible: overwrite the newest one last.
         self._next = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
         self._preparing = self._lacks = False  # memory is being allocated; the allocation failed
         # Parts that wait for those of the other ranks, by (generation, step): the slot and the manifest.

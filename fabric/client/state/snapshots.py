@@ -1,4 +1,4 @@
-"""How this replica snapshots its state: into two slots of the checkpoint server's memory, in turn.
+"""Takes the snapshots of this replica, into two slots of the checkpoint server's memory by turns.
 
 The copy starts at a step boundary and has read the state before the user's update code runs. A policy says
 when a snapshot is due (``snapshot_policy``); requests of joining members come on top of it.
@@ -83,10 +83,10 @@ class Snapshots:
     ) -> None:
         """Begin to copy ``state``, which must not change until ``wait_copied`` returns.
 
-        The snapshot worker asks the server for the slot and starts the copy; on a device this thread starts
-        it, behind the work that is enqueued so far. The digest in ``state`` is empty where it is not known
-        yet. ``durable``: the snapshot becomes a durable checkpoint. While the server still owes a slot for
-        the last snapshot this one is given up at once. Raises StateError where the last state was changed.
+        The snapshot worker asks the server for the slot and starts the copy. On a device this thread starts
+        it, behind all enqueued work. The digest in ``state`` may be empty. ``durable``: the snapshot becomes
+        a durable checkpoint. This snapshot is given up at once while the server still owes a slot for the
+        last one. Raises StateError where the last state was changed.
         """
         self._wait_last()
         if self._is_copying:

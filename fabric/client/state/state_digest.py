@@ -92,7 +92,7 @@ class Digests:
         """Return the digest that ``begin`` began; the calling thread helps.
 
         Empty where nothing was begun, or the copy was not made. Raises StateError where the user's code has
-        changed the state meanwhile.
+        changed the state.
         """
         self.finish()
         return self._last[1] if self._last[0] == step else ""

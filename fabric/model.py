@@ -279,10 +279,13 @@ class SnapshotRef:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where one step's time went, in seconds."""
+    """Where one step's time went, and the work that it was spent on."""
 
     compute_s: float = 0.0
     exchange_s: float = 0.0
     optimizer_s: float = 0.0
     waiting_s: dict[str, float] = field(default_factory=dict)  # by peer
-    work: dict[Int64, float] = field(default_factory=dict)  # counts, per micro-batch
+    work: dict[Int64, float] = field(default_factory=dict)  # by micro-batch: as declared, else its samples
+    samples: float = 0.0
+    squares: float = 0.0  # sum of the squared lengths of all documents; 0: not declared
+    micro_batches: Int64 = 0  # computed, with repetitions; 0: an older version

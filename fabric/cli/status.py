@@ -134,6 +134,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     lines += _shards(job.get("data_shards"))
     lines += _orders(job, record)
     lines += _trouble(job, rows)
+    lines += _slow(job.get("health"))
     lines += _goodput(ledger)
     # Whole addresses, to be copied: they are not wrapped.
     below = [] if wide else [_address(entry) for entry, _ in rows if entry["ckpt"]]
@@ -214,6 +215,19 @@ def _trouble(job: dict[str, Any], rows: list[tuple[dict[str, Any], str]]) -> lis
         return []
     more = f" and {len(suspects) - _LONG} more" if len(suspects) > _LONG else ""
     return [f"not as they should be: {', '.join(suspects[:_LONG])}{more}"]
+
+
+def _slow(health: dict[str, Any] | None) -> list[str]:
+    """The slow replicas, with the evidence, and the shares that would help."""
+    if not health:
+        return []
+    lines = [f"slow: {x['evidence']}" for x in health["slow"]]
+    if advice := health["advice"]:
+        shares = ", ".join(f"{replica} {count}" for replica, count in advice["micro_batches"].items())
+        lines.append(
+            f"advice: {advice['reason']} (micro-batches: {shares}; throughput +{advice['gain']:.0%})"
+        )
+    return lines
 
 
 def _goodput(ledger: dict[str, Any]) -> list[str]:

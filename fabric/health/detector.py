@@ -17,7 +17,9 @@ from fabric.health.statistics import median
 from fabric.health.work import WorkAmount, is_time
 
 RECENT = 5  # samples that say how slow something is now: two outliers among them change nothing
-SPEED_SAMPLES = 16  # samples that a measured speed rests on
+SPEED_SAMPLES = (
+    15  # samples that a measured speed rests on; odd: between two speeds the middle is one of them
+)
 # A replica that was slow from its first step is compared with the others; their hardware may differ a little.
 ALWAYS_SLOW = 1.25
 MOST_MODELS = 16  # that say what is usual: in a job of thousands, each report asks a few

@@ -16,8 +16,9 @@ class WorkAmount:
 
     @classmethod
     def of_documents(cls, lengths: Sequence[float], samples: float = 1.0) -> "WorkAmount":
-        """One micro-batch of packed documents with a block-diagonal mask."""
-        return cls(float(sum(lengths)), float(sum(x * x for x in lengths)), samples)
+        """One micro-batch of packed documents with a block-diagonal mask; one length below zero spoils it."""
+        tokens = float(sum(lengths)) if min(lengths, default=0) >= 0 else -1.0
+        return cls(tokens, float(sum(x * x for x in lengths)), samples)
 
     @classmethod
     def total(cls, amounts: Iterable["WorkAmount"]) -> "WorkAmount":

@@ -19,6 +19,8 @@ from fabric.runtime.http.tls import Tls
 from fabric.runtime.logs import FORMATS
 from fabric.runtime.systemd import Supervisor
 
+ADAPT_MODES = ("off", "advise")
+
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("", "0", "false", "no", "off"), False
 )
@@ -45,6 +47,9 @@ class Settings:
     journal: Path | None = None  # file that gets one JSON line per event
     disable: bool = False  # plain training, without any service
     reproducible: bool = True  # equal gradients give bitwise equal states; off: no digests, no replay
+    adapt: str = (
+        "advise"  # what is done about a slow replica: nothing ("off"), or the page says what would help
+    )
     on_nan: str = "propagate"  # average that is not finite: "propagate", "stop" the job, "skip" the update
     contact_s: float = 60.0  # time to find a lighthouse at the start
     exchange_s: float = 60.0  # time budget of a round once all are in it; its other deadlines follow
@@ -191,10 +196,7 @@ def _anchored(chosen: Settings) -> Settings:
 
 def _checked(chosen: Settings) -> Settings:
     parse_replicas(chosen.replicas)
-    if chosen.on_nan not in ("propagate", "stop", "skip"):
-        raise ConfigError(f'FABRIC_ON_NAN is "{chosen.on_nan}": it must be "propagate", "stop" or "skip"')
-    if chosen.log not in FORMATS:
-        raise ConfigError(f'FABRIC_LOG is "{chosen.log}": it must be "text" or "json"')
+    _check_words(chosen)
     if chosen.disable:
         return chosen
     if not chosen.lighthouse:
@@ -231,6 +233,15 @@ def _checked(chosen: Settings) -> Settings:
     if wrong:
         raise ConfigError(wrong)
     return chosen
+
+
+def _check_words(chosen: Settings) -> None:
+    if chosen.on_nan not in ("propagate", "stop", "skip"):
+        raise ConfigError(f'FABRIC_ON_NAN is "{chosen.on_nan}": it must be "propagate", "stop" or "skip"')
+    if chosen.adapt not in ADAPT_MODES:
+        raise ConfigError(f'FABRIC_ADAPT is "{chosen.adapt}": it must be "off" or "advise"')
+    if chosen.log not in FORMATS:
+        raise ConfigError(f'FABRIC_LOG is "{chosen.log}": it must be "text" or "json"')
 
 
 def _run_folders() -> Path:

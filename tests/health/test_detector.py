@@ -1,5 +1,6 @@
 """The detectors of a pipeline and of a job on synthetic streams."""
 
+import importlib.util
 import math
 import random
 import sys
@@ -13,9 +14,12 @@ from fabric.health.localise import Scope
 from fabric.health.pipeline import PipelineSchedule
 from fabric.health.work import WorkAmount
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
-
-from health_streams import Fault, play
+# By its path: with benchmarks/ on the path, its protocol.py would hide tests/protocol.
+STREAMS = Path(__file__).parent.parent.parent / "benchmarks" / "health_streams.py"
+spec = importlib.util.spec_from_file_location("health_streams", STREAMS)
+streams = sys.modules["health_streams"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(streams)
+Fault, play = streams.Fault, streams.play
 
 BEFORE, NOISE = 120, 0.01
 

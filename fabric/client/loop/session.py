@@ -9,6 +9,7 @@ gradient is already in ``.grad``. So the user's loop has no special case.
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -50,6 +51,7 @@ from fabric.client.state.durable_policy import StorageUnavailable, writer_of
 from fabric.client.state.small_entries import small_entries
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
+from fabric.health.work import WorkAmount
 from fabric.model import EVERYTHING, Sharing, StepTimes
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings, parse_replicas
@@ -205,6 +207,9 @@ class Session:
         assert self._loader is not None
         order, crash_marker = self._first_order, self._parts.crash_marker
         following = order.micro_batches if isinstance(order, io.Compute) else ()
+        self._clock.optimizer_s += (
+            self._clock.lap()
+        )  # the user's code before the micro-batches, such as a test
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
@@ -218,7 +223,7 @@ class Session:
                 step.begin(len(self._loader.slice.cut(samples)))
                 with self.overlap.micro_batch(last=left == 0):
                     yield batch
-                self._clock.work[micro_batch] = float(len(samples))
+                self._clock.count(micro_batch, step.take_work(len(samples)))
             crash_marker.clear()
             self._progress.at = None
             self._loader.expect(order.step + 1, following)
@@ -259,6 +264,8 @@ class Session:
             held = has_data and any(p.grad is not None for p in parameters)
             if held and sampler is not None:
                 self._progress.samples = {i: sampler.indices(order.step) for i in order.micro_batches}
+            if held and not contributed:
+                self._clock.count(0, WorkAmount(weight, 0.0, weight))
             order = self._computed(order, weight if held and not contributed else 0.0)
             contributed = True
         if isinstance(order, io.Finish):
@@ -276,9 +283,11 @@ class Session:
         if not 0 < at_most_s < math.inf:
             raise ConfigError(f"session.busy has at_most_s={at_most_s:g}: give a finite number above 0")
         self._engine.post(io.Busy(f"{reason}, at most {at_most_s:g} s", at_most_s))
+        began = time.monotonic()
         try:
             yield
         finally:
+            self._clock.leave_out(time.monotonic() - began)
             self._engine.post(io.Busy("", 0.0))
 
     def close(self) -> None:

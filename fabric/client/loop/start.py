@@ -108,6 +108,7 @@ def _config(settings: Settings, retain: bool) -> MemberConfig:
         exchange_s=settings.exchange_s,
         user_code_s=settings.user_code_s,
         on_nan=settings.on_nan,
+        adapt=settings.adapt,
         retain=retain,
     )
 

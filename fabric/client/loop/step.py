@@ -1,11 +1,12 @@
 """One step as the user's loop sees it: micro-batches to compute, until the averaged gradient is there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.errors import FabricError
+from fabric.health.work import WorkAmount
 
 if TYPE_CHECKING:
     from fabric.client.loop.session import Session
@@ -26,6 +27,7 @@ class Step:
         self._session = session
         self._samples = 0
         self._weight = 0.0
+        self._work: WorkAmount | None = None  # of the micro-batch under way, as declared
 
     def __iter__(self) -> Iterator[Any]:
         if self.done:
@@ -34,30 +36,54 @@ class Step:
 
     def begin(self, samples: int) -> None:
         """Note that the user's loop gets a micro-batch of ``samples`` samples."""
-        self._samples = samples
+        self._samples, self._work = samples, None
 
-    def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: float | None = None, work: float | Iterable[float] | None = None
+    ) -> None:
         """Add this micro-batch's gradient: ``loss.backward()`` scaled by ``weight``.
 
         ``loss`` is a mean over the micro-batch. ``weight``: the number of samples (the default) or tokens
-        that the mean is over.
+        that the mean is over. ``work`` predicts the time of the micro-batch, so that a long one is not taken
+        for a slow replica: the lengths of its packed documents, or one number (default: the samples).
         """
-        share = self.add_weight(weight)
+        share = self.add_weight(weight, work)
         with self._session.overlap.backward(self.number, self._weight):
             (loss * share).backward()  # type: ignore[no-untyped-call]
 
-    def add_weight(self, weight: float | None = None) -> float:
+    def add_weight(self, weight: float | None = None, work: float | Iterable[float] | None = None) -> float:
         """Count a gradient that other code has added, such as a pipeline schedule; return its weight.
 
-        The gradient must be scaled by ``weight`` (default: the micro-batch's number of samples).
+        The gradient must be scaled by ``weight`` (default: the micro-batch's number of samples). ``work``: as
+        for ``backward``.
         """
+        if work is not None:
+            self._work = _amount(work, self._samples)
         share = float(self._samples if weight is None else weight)
         if not share > 0:
             raise FabricError(f"the weight of a micro-batch must be above 0, not {share:g}")
         self._weight += share
         return share
 
+    def take_work(self, samples: int) -> WorkAmount:
+        """Return the work of the micro-batch that has just ended: as declared, else its ``samples``."""
+        declared, self._work = self._work, None
+        return declared or WorkAmount(float(samples), 0.0, float(samples))
+
     def take_weight(self) -> float:
         """Return the weight added since the last call."""
         weight, self._weight = self._weight, 0.0
         return weight
+
+
+def _amount(work: float | Iterable[float], samples: int) -> WorkAmount:
+    """The declared work: the lengths of documents, or one number. Raises FabricError."""
+    if isinstance(work, Iterable) and getattr(work, "ndim", None) != 0:
+        amount = WorkAmount.of_documents([float(length) for length in work], float(samples))
+    else:
+        amount = WorkAmount(float(work), 0.0, float(samples))  # type: ignore[arg-type]
+    if not amount.is_valid:
+        raise FabricError(
+            "the work of a micro-batch is negative or no number: give its documents' lengths, or a count"
+        )
+    return amount

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from fabric.health.work import WorkAmount
 from fabric.model import StepTimes
 
 
@@ -14,13 +15,27 @@ class StepClock:
     compute_s: float = 0.0
     optimizer_s: float = 0.0
     wait_s: float = 0.0
-    work: dict[int, float] = field(default_factory=dict)  # samples by micro-batch
+    work: dict[int, float] = field(default_factory=dict)  # by micro-batch
+    samples: float = 0.0
+    squares: float = 0.0
+    micro_batches: int = 0
 
     def lap(self) -> float:
         """End a lap; return its seconds."""
         now = time.monotonic()
         seconds, self.mark = now - self.mark, now
         return seconds
+
+    def count(self, micro_batch: int, amount: WorkAmount) -> None:
+        """Note that this micro-batch has been computed, maybe not for the first time."""
+        self.work[micro_batch] = self.work.get(micro_batch, 0.0) + amount.tokens
+        self.samples += amount.samples
+        self.squares += amount.squares
+        self.micro_batches += amount.micro_batches
+
+    def leave_out(self, seconds: float) -> None:
+        """Take time that ends now out of the lap under way."""
+        self.mark = min(time.monotonic(), self.mark + seconds)
 
     def by_phase(self, exchange_s: float) -> dict[str, float]:
         """Return the seconds not yet reported, by phase, for the journal."""
@@ -39,7 +54,11 @@ class StepClock:
             optimizer_s=self.optimizer_s,
             waiting_s=dict(waiting_s),
             work=dict(self.work),
+            samples=self.samples,
+            squares=self.squares,
+            micro_batches=self.micro_batches,
         )
-        self.compute_s = self.optimizer_s = self.wait_s = 0.0
+        self.compute_s = self.optimizer_s = self.wait_s = self.samples = self.squares = 0.0
+        self.micro_batches = 0
         self.work.clear()
         return times

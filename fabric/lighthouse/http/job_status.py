@@ -55,6 +55,7 @@ def job_view(job: Job) -> dict[str, Any]:
         "durable": _durable(view),
         "durable_failing": job.servers.failing,
         "ledger": job.look_at_ledger().to_json(),
+        "health": job.slowness.to_json(view),
     }
 
 

@@ -19,6 +19,7 @@ from fabric.lighthouse.connections.connection import MemberConnection, WorkQueue
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.peer_addresses import PeerAddresses
 from fabric.lighthouse.diagnosis.server_states import CheckpointServers
+from fabric.lighthouse.diagnosis.slowness import SlownessWatch
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
 from fabric.lighthouse.history.ledger import GoodputLedger
 from fabric.lighthouse.history.recovery import Recoveries, recoverable
@@ -73,6 +74,7 @@ class Job:
         self._tensors: tuple[str, ...] = ()  # one list, which thousands of sessions share
         self._answers = WorkQueue()
         self._waits = WaitSentence()
+        self.slowness = SlownessWatch()
         self._diagnosis = DiagnosisTask(
             partial(context.access_to, name),
             self.peer_addresses,
@@ -144,11 +146,15 @@ class Job:
             recoverable_age_s=None if state is None else state["age_s"],
             silent_servers=len(self.servers.silent),
             durable_failing=len(self.servers.failing),
+            slow_replicas=len(self.slowness.slow),
         )
 
     def look_at_ledger(self) -> GoodputLedger:
         """Return the goodput ledger, up to now."""
         self.servers.look(self.view, self.now, self.note)
+        if self.is_running:
+            for event in self.slowness.look(self.view, self.now):
+                self.note(event.kind, event.about, event.why)
         return self.history.sample(self.view, self.now, keep=self.is_running)
 
     def begin(self, record: Record | None) -> None:
@@ -225,6 +231,8 @@ class Job:
         """Take one message of an open session; messages of a replaced session are dropped."""
         if self.connections.is_current(connection):
             self._feed(io.FromMember(connection.replica, connection.incarnation, message))
+            if isinstance(message, m.Heartbeat) and message.times is not None and self.is_running:
+                self.slowness.hear(self.view, connection.replica, connection.incarnation, message)
 
     def defer(self, text: str, work: Callable[[], object]) -> bool:
         """Whether ``work`` on this text waits for its turn. Answers of thousands are handled

@@ -39,6 +39,7 @@ class JobGauges:
     has_failed: bool = False
     silent_servers: int = 0
     durable_failing: int = 0
+    slow_replicas: int = 0
 
 
 class LighthouseMetrics:
@@ -154,6 +155,11 @@ _OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
         "durable_failing",
         "Replicas whose last durable checkpoint could not be written, and nobody has written one since.",
         lambda job: job.durable_failing,
+    ),
+    (
+        "slow_replicas",
+        "Replicas that take longer than predicted for their work; 1 where the whole job does.",
+        lambda job: job.slow_replicas,
     ),
 )
 

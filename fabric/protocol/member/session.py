@@ -127,6 +127,7 @@ class LighthouseSession:
                     sharing=me.sharing,
                     data_slot=me.data_slot,
                     rack=me.rack,
+                    adapt=self._context.config.adapt,
                     ranks=me.ranks,
                     spare=me.spare,
                     secret=me.secret,

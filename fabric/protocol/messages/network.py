@@ -213,6 +213,7 @@ class OpenSession:
     # The job's end, which an earlier process here saw while no lighthouse could be told.
     ended: JobEnd | None = None
     rack: str = ""  # as in ``Member.rack``
+    adapt: str = ""  # its job\'s mode against slow replicas: "off", "advise"; empty: an older version
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,15 @@ function recoverable(job) {
   return `If all trainers died now step ${held.step} would be left${facts.length ? ` (${facts.join(", ")})` : ""}.`;
 }
 
+function slow(health) {
+  if (!health) return "";
+  const advice = health.advice;
+  const shares = advice ? Object.entries(advice.micro_batches).map(([r, n]) => `${r} ${n}`).join(", ") : "";
+  return [...health.slow.map((x) => `Slow: ${x.evidence}.`),
+    advice ? `Advice: ${advice.reason} (micro-batches: ${shares}; throughput +${Math.round(100 * advice.gain)} %).` : ""]
+    .filter(Boolean).join(" ");
+}
+
 function showJob(job) {
   state.view = job;
   $("main").hidden = false;
@@ -142,6 +151,7 @@ function showJob(job) {
   say($("ledger"), ["training", "degraded", "recovering", "stalled"]
     .filter((name) => job.ledger[name]).map((name) => `${name} ${spent(job.ledger[name])}`).join(" \u00b7 "));
   say($("recoverable"), recoverable(job));
+  say($("slow"), slow(job.health));
   const overrides = job.record ? job.record.overrides : {};
   say($("paused"), [job.paused ? `Joins are paused ${job.paused}.` : "",
     overrides.scaled ? `Scaled ${overrides.scaled}.` : ""].filter(Boolean).join(" "));

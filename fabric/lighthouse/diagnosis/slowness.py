@@ -1,0 +1,196 @@
+"""The replicas of a job that are slow, found from the times in their heartbeats, and what would help.
+
+Times count only while the job runs undisturbed: not from a member that joins or stands by, nor while another
+joins, nor from the first step of an epoch. A member that may have failed is neither accused nor compared
+with.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.health.detector import JobDetector, ReplicaSpeed
+from fabric.health.localise import Scope, Slowdown
+from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
+from fabric.health.planning.remedies import ActionRules, JobHealth, RemedyKind, propose
+from fabric.health.work import WorkAmount
+from fabric.model import Record, StepTimes
+from fabric.protocol.leader.view import LeaderView
+from fabric.protocol.messages.network import Heartbeat
+from fabric.protocol.rules.assignment import apportion
+
+OFF, ADVISE = "off", "advise"
+# A replica that costs a step less than this is not worth a word: on a shared host, work of others costs more.
+FLOOR_S = 0.02
+REPLAN = 1.25  # the advice stays while the replicas are slow by about the same factor
+# The layout of every replica, as far as the shares are concerned.
+_LAYOUT = StageLayout(((0,),), (1,))
+_CUT = ModelCut(1, can_repartition=False, can_resize=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SlownessEvent:
+    """Something to tell people."""
+
+    kind: str
+    about: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The shares that would help, and why."""
+
+    micro_batches: Mapping[str, int]  # by replica, of the whole step
+    gain: float  # throughput, as a share
+    reason: str
+
+
+class SlownessWatch:
+    """``hear`` every heartbeat with times; ``look`` a few times a second."""
+
+    def __init__(self) -> None:
+        self._detector = JobDetector(floor_s=FLOOR_S)
+        self._epochs: dict[str, int] = {}  # replica -> the epoch of its newest times
+        self._record: Record | None = None
+        self._is_settled = False  # whether no member of the record is joining
+        self._slow: dict[str, Slowdown] = {}
+        self._advice: Advice | None = None
+        self._planned: dict[str, float] = {}  # replica -> the factor for which the advice was planned
+        self._notes: set[str] = set()
+
+    @property
+    def slow(self) -> Mapping[str, Slowdown]:
+        """The slowdowns of now, by replica; by the empty name where the whole job is slow."""
+        return self._slow
+
+    @staticmethod
+    def mode(view: LeaderView) -> str:
+        """The mode that the job wants: what its most senior member says."""
+        record = view.record
+        for member in record.roster if record is not None else ():
+            if (peer := view.peers.get(member.replica)) is not None:
+                return peer.session.adapt or OFF
+        return OFF
+
+    def hear(self, view: LeaderView, replica: str, incarnation: int, beat: Heartbeat) -> None:
+        """Take the times of this beat, if they count."""
+        record, times = view.record, beat.times
+        if record is None or times is None or not self._counts(record, replica, incarnation):
+            self._epochs.pop(replica, None)
+            return
+        newest, self._epochs[replica] = self._epochs.get(replica), beat.epoch
+        if newest != beat.epoch or beat.busy:
+            return
+        self._detector.observe(replica, incarnation, beat.step, _work(times), times.compute_s)
+
+    def _counts(self, record: Record, replica: str, incarnation: int) -> bool:
+        if record is not self._record:
+            self._record, self._planned = record, {}
+            self._is_settled = not any(member.joining or member.leaving for member in record.roster)
+            self._detector.keep([member.replica for member in record.roster])
+        return self._is_settled and record.lists(replica, incarnation)
+
+    def look(self, view: LeaderView, now: float) -> list[SlownessEvent]:
+        """Judge again; return what is new."""
+        record = view.record
+        if record is None or view.is_complete or self.mode(view) == OFF:
+            self._slow, self._planned, self._advice = {}, {}, None
+            return []
+        failed = {m.replica for m in record.roster if view.liveness.failure_reason(m, now)}
+        before, slowdowns = self._slow, self._detector.slowdowns(failed)
+        self._slow = {x.replica: x for x in slowdowns}
+        events = [
+            SlownessEvent("slow", name, slowdown.evidence)
+            for name, slowdown in self._slow.items()
+            if name not in before
+        ]
+        events += [
+            SlownessEvent("no longer slow", name, f"{name or 'the job'} takes as long as predicted again")
+            for name in before
+            if name not in self._slow
+        ]
+        return events + self._notes_of(self._detector.speeds()) + self._advise(view, record, failed)
+
+    def _notes_of(self, speeds: Sequence[ReplicaSpeed]) -> list[SlownessEvent]:
+        """Say once of each replica that its declared work is of no use."""
+        fresh = [x for x in speeds if x.note and x.replica not in self._notes]
+        self._notes.update(x.replica for x in fresh)
+        return [SlownessEvent("work ignored", x.replica, x.note) for x in fresh]
+
+    def _advise(self, view: LeaderView, record: Record, failed: set[str]) -> list[SlownessEvent]:
+        """Plan shares for the slow replicas; again where others are slow, or by another factor."""
+        factors = {x.replica: x.factor for x in self._slow.values() if x.scope is not Scope.JOB}
+        is_planned = factors.keys() == self._planned.keys() and all(
+            1 / REPLAN <= factor / self._planned[name] <= REPLAN for name, factor in factors.items()
+        )
+        if is_planned:
+            return []
+        before, self._planned = self._advice, factors
+        self._advice = self._plan(view, record, failed) if factors else None
+        if self._advice is None or (
+            before is not None and before.micro_batches == self._advice.micro_batches
+        ):
+            return []
+        return [SlownessEvent("advice", next(iter(factors)), self._advice.reason)]
+
+    def _plan(self, view: LeaderView, record: Record, failed: set[str]) -> Advice | None:
+        speeds = {x.replica: x.speed for x in self._detector.speeds()}
+        members = [m for m in record.roster if m.replica not in failed and m.replica in speeds]
+        sessions = [view.peers[m.replica].session for m in members if m.replica in view.peers]
+        micro_batches = max((session.micro_batches for session in sessions), default=0)
+        if len(members) < 2 or micro_batches < len(members):
+            return None
+        now = apportion(micro_batches, [m.shares for m in members])
+        replicas = tuple(
+            ReplicaHealth(m.replica, m.incarnation, _LAYOUT, (speeds[m.replica],), share)
+            for m, share in zip(members, now, strict=True)
+        )
+        remedies = propose(JobHealth(micro_batches, replicas, _CUT), ActionRules()).remedies
+        shares = next((x for x in remedies if x.kind is RemedyKind.SHARES and not x.undoes), None)
+        if shares is None:
+            return None
+        return Advice({x.replica: x.micro_batches for x in shares.plan.replicas}, shares.gain, shares.reason)
+
+    def to_json(self, view: LeaderView) -> dict[str, Any]:
+        """The detector's knowledge, for people."""
+        advice = self._advice
+        return {
+            "mode": self.mode(view),
+            "slow": [
+                {
+                    "scope": str(x.scope),
+                    "replica": x.replica,
+                    "factor": round(x.factor, 3),
+                    "evidence": x.evidence,
+                }
+                for x in self._slow.values()
+            ],
+            "replicas": {x.replica: _speed_view(x) for x in self._detector.speeds()},
+            "advice": None
+            if advice is None
+            else {
+                "remedy": "shares",
+                "micro_batches": dict(advice.micro_batches),
+                "gain": round(advice.gain, 4),
+                "reason": advice.reason,
+            },
+        }
+
+
+def _work(times: StepTimes) -> WorkAmount:
+    """The work of a step; an older version says only what is declared, which was the number of samples."""
+    tokens = sum(times.work.values())
+    if not times.micro_batches:
+        return WorkAmount(tokens, 0.0, tokens, len(times.work))
+    return WorkAmount(tokens, times.squares, times.samples, times.micro_batches)
+
+
+def _speed_view(speed: ReplicaSpeed) -> dict[str, Any]:
+    return {
+        "seconds": round(speed.seconds, 6),
+        "predicted_s": None if speed.predicted_s is None else round(speed.predicted_s, 6),
+        "ratio": None if speed.ratio is None else round(speed.ratio, 3),
+        "speed": None if speed.relative is None else round(speed.speed, 3),
+        "note": speed.note,
+    }

@@ -1,0 +1,258 @@
+"""The lighthouse finds slow replicas from heartbeats, says so once, and advises shares."""
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from fabric.cli.status import _slow
+from fabric.lighthouse.diagnosis.slowness import FLOOR_S, SlownessWatch
+from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
+from fabric.model import Base, Member, Record, StepTimes
+from fabric.protocol.messages.network import Heartbeat
+
+BEFORE = 80  # steps: the warm-up, and some more
+MICRO_BATCHES = 12
+
+
+def member(name: str, **more) -> Member:
+    return Member(replica=name, incarnation=1, link="", ckpt="", data_slot=int(name[1:]), **more)
+
+
+@dataclass
+class Fleet:
+    """The parts of a leader's view that the watch reads, and members whose times follow their work."""
+
+    names: tuple[str, ...] = ("r0", "r1", "r2")
+    adapt: str = "advise"
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    step: int = 0
+    failed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.watch = SlownessWatch()
+        roster = tuple(member(name) for name in self.names)
+        self.record = Record(
+            store_id="s", generation=1, cold=1, epoch=1, forced=1, nonce="n", roster=roster, base=Base(0, "")
+        )
+        session = SimpleNamespace(adapt=self.adapt, micro_batches=MICRO_BATCHES)
+        self.view = SimpleNamespace(
+            record=self.record,
+            peers={name: SimpleNamespace(session=session) for name in self.names},
+            is_complete=False,
+            liveness=SimpleNamespace(
+                failure_reason=lambda m, _now: "silent" if m.replica in self.failed else ""
+            ),
+        )
+
+    def times(self, name: str, factors: dict[str, float]) -> StepTimes:
+        count = MICRO_BATCHES // len(self.names)
+        lengths = [[self.rng.randrange(100, 2000) for _ in range(8)] for _ in range(count)]
+        tokens = [float(sum(x)) for x in lengths]
+        seconds = sum(1e-5 * t for t in tokens) * self.rng.gauss(1, 0.01) * factors.get(name, 1.0)
+        squares = float(sum(x * x for documents in lengths for x in documents))
+        return StepTimes(
+            compute_s=seconds,
+            work=dict(enumerate(tokens)),
+            samples=2.0 * count,
+            squares=squares,
+            micro_batches=count,
+        )
+
+    def beat(self, name: str, times: StepTimes | None, **more) -> Heartbeat:
+        epoch = self.view.record.epoch
+        return Heartbeat(self.step, epoch, 1, self.step, times=times, **more)
+
+    def run(self, steps: int, **factors: float) -> list[tuple[str, str]]:
+        """Feed ``steps`` and return the events, kind and replica."""
+        events = []
+        for _ in range(steps):
+            self.step += 1
+            for name in self.names:
+                self.watch.hear(self.view, name, 1, self.beat(name, self.times(name, factors)))
+            events += [(x.kind, x.about) for x in self.watch.look(self.view, 0.0)]
+        return events
+
+
+def kinds(events: Iterable[tuple[str, str]]) -> list[str]:
+    return [kind for kind, _ in events]
+
+
+# --- finding ----------------------------------------------------------------------------------------------
+
+
+def test_an_undisturbed_job_is_not_accused_in_five_hundred_steps():
+    assert Fleet().run(500) == []
+
+
+def test_a_slow_replica_is_told_of_once_and_again_when_it_is_well():
+    fleet = Fleet()
+    assert fleet.run(BEFORE) == []
+    assert fleet.run(5, r1=2.0) == [("slow", "r1"), ("advice", "r1")]
+    assert fleet.run(100, r1=2.0) == []
+    assert list(fleet.watch.slow) == ["r1"]
+    assert fleet.run(20) == [("no longer slow", "r1")]
+    assert fleet.watch.slow == {} and fleet.watch.to_json(fleet.view)["advice"] is None
+
+
+def test_the_advice_has_the_shares_by_speed_and_their_gain():
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    fleet.run(10, r2=2.0)
+    shown = fleet.watch.to_json(fleet.view)
+    assert shown["mode"] == "advise"
+    (slow,) = shown["slow"]
+    assert (slow["scope"], slow["replica"]) == ("replica", "r2")
+    assert slow["factor"] == pytest.approx(2.0, rel=0.1)
+    assert shown["advice"]["micro_batches"] == {"r0": 5, "r1": 5, "r2": 2}
+    assert shown["advice"]["gain"] == pytest.approx(8 / 5 - 1, rel=0.05)
+    assert "r2 computes at 0.5" in shown["advice"]["reason"]
+    assert shown["replicas"]["r2"]["speed"] == pytest.approx(0.5, rel=0.1)
+    (said, advice) = _slow(shown)
+    assert said.startswith("slow: replica r2 takes") and "micro-batches: r0 5, r1 5, r2 2" in advice
+
+
+def test_a_slow_job_accuses_nobody_and_moves_nothing():
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    assert fleet.run(30, r0=1.5, r1=1.5, r2=1.5) == [("slow", "")]
+    assert fleet.watch.to_json(fleet.view)["advice"] is None
+    assert fleet.run(30) == [("no longer slow", "")]
+
+
+def test_work_that_explains_nothing_is_said_once_per_replica():
+    fleet = Fleet(("r0", "r1"))
+    events = []
+    for _ in range(BEFORE):
+        fleet.step += 1
+        for name in fleet.names:
+            times = StepTimes(
+                compute_s=0.1 * fleet.rng.gauss(1, 0.01),
+                work={0: fleet.rng.uniform(1, 99)},
+                samples=4.0,
+                micro_batches=1,
+            )
+            fleet.watch.hear(fleet.view, name, 1, fleet.beat(name, times))
+        events += fleet.watch.look(fleet.view, 0.0)
+    assert [(x.kind, x.about) for x in events] == [("work ignored", "r0"), ("work ignored", "r1")]
+    assert "the number of samples stands for it" in events[0].why
+
+
+# --- times that do not count ------------------------------------------------------------------------------
+
+
+def slowly(fleet: Fleet, **more) -> list[tuple[str, str]]:
+    """Thirty steps in which r1 takes three times as long, under some condition."""
+    events = []
+    for _ in range(30):
+        fleet.step += 1
+        for name in fleet.names:
+            fleet.watch.hear(fleet.view, name, 1, fleet.beat(name, fleet.times(name, {"r1": 3.0}), **more))
+        events += [(x.kind, x.about) for x in fleet.watch.look(fleet.view, 0.0)]
+    return events
+
+
+def test_announced_work_does_not_count():
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    assert slowly(fleet, busy="evaluation, at most 60 s") == []
+
+
+def test_nothing_counts_while_a_replica_joins():
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    joining = tuple(replace(m, joining=m.replica == "r2") for m in fleet.record.roster)
+    fleet.view.record = replace(fleet.record, roster=joining)
+    assert slowly(fleet) == []
+
+
+def test_the_first_step_of_an_epoch_does_not_count():
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    for epoch in range(2, 30):
+        fleet.view.record = replace(fleet.record, epoch=epoch)
+        assert fleet.run(1, r1=3.0) == []
+
+
+def test_a_replica_outside_the_roster_does_not_count():
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    fleet.view.record = replace(fleet.record, roster=fleet.record.roster[:1])
+    assert fleet.run(30, r1=3.0) == []
+    assert list(fleet.watch.to_json(fleet.view)["replicas"]) == ["r0"]
+
+
+def test_a_replica_that_may_have_failed_is_not_called_slow():
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    fleet.failed = {"r1"}
+    assert fleet.run(30, r1=3.0) == []
+
+
+def test_a_slowness_of_milliseconds_is_not_told():
+    fleet = Fleet()
+    times = StepTimes(compute_s=FLOOR_S / 4, work={0: 1.0}, samples=1.0, micro_batches=1)
+    for step in range(200):
+        for name in fleet.names:
+            slow = replace(times, compute_s=times.compute_s * (3 if step > BEFORE and name == "r0" else 1))
+            fleet.watch.hear(fleet.view, name, 1, Heartbeat(step, 1, 1, step, times=slow))
+        assert fleet.watch.look(fleet.view, 0.0) == []
+
+
+@pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan, math.inf])
+def test_impossible_times_change_nothing(bad):
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    before = fleet.watch.to_json(fleet.view)
+    for _ in range(30):
+        fleet.step += 1
+        for times in (
+            StepTimes(compute_s=bad, work={0: 1.0}),
+            StepTimes(compute_s=1.0, work={0: -1.0}),
+            StepTimes(),
+        ):
+            fleet.watch.hear(fleet.view, "r1", 1, fleet.beat("r1", times))
+        fleet.watch.hear(fleet.view, "r1", 1, fleet.beat("r1", None))
+        assert fleet.watch.look(fleet.view, 0.0) == []
+    assert fleet.watch.to_json(fleet.view) == before
+
+
+def test_a_member_of_an_older_version_is_followed_by_its_number_of_samples():
+    fleet = Fleet(("r0", "r1"))
+
+    def old(seconds: float) -> StepTimes:
+        return StepTimes(compute_s=seconds, work={0: 4.0, 1: 4.0})
+
+    events = []
+    for step in range(120):
+        for name in fleet.names:
+            seconds = 0.2 * fleet.rng.gauss(1, 0.01) * (2 if step > 100 and name == "r1" else 1)
+            fleet.watch.hear(fleet.view, name, 1, Heartbeat(step, 1, 1, step, times=old(seconds)))
+        events += [(x.kind, x.about) for x in fleet.watch.look(fleet.view, 0.0)]
+    assert kinds(events) == ["slow", "advice"] and events[0] == ("slow", "r1")
+
+
+# --- modes and metrics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapt", ["off", ""])
+def test_a_job_that_wants_none_of_it_is_told_nothing(adapt):
+    fleet = Fleet(adapt=adapt)
+    fleet.run(BEFORE)
+    assert fleet.run(30, r1=3.0) == []
+    shown = fleet.watch.to_json(fleet.view)
+    assert (shown["mode"], shown["slow"], shown["advice"]) == ("off", [], None)
+    assert _slow(shown) == [] and _slow(None) == []
+
+
+def test_the_number_of_slow_replicas_is_a_metric():
+    metrics = LighthouseMetrics()
+    job = JobGauges(job="gpt", epoch=1, step=1, members=3, sessions=3, slow_replicas=2)
+    metrics.observe(lambda: True, lambda: [job])
+    families = {x.name: x for x in text_string_to_metric_families(metrics.render().decode())}
+    (sample,) = families["fabric_lighthouse_slow_replicas"].samples
+    assert (sample.labels, sample.value) == ({"job": "gpt"}, 2.0)

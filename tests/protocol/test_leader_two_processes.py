@@ -178,10 +178,10 @@ def test_who_vouches_for_another_process_vouches_for_nobody_here():
     assert not lighthouse.sent(m.Rejected)
 
 
-def test_a_vouch_of_an_older_version_names_nobody_and_proves_nothing():
+def test_a_successor_that_names_no_predecessor_proves_nothing():
     lighthouse = for_a_minute("a")
     lighthouse.lose("a")
-    lighthouse.open("a", incarnation=2, predecessors_gone=True)
+    lighthouse.open("a", incarnation=2)
     lighthouse.wait(5.0)
     assert lighthouse.record.generation == 1
 

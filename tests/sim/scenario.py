@@ -39,7 +39,7 @@ _HIDDEN = frozenset(
             "roster",
             "ready",
         ),
-        *("micro_batches", "exchange_s", "autonomy_s", "user_code_s", "predecessors_gone", "weight"),
+        *("micro_batches", "exchange_s", "autonomy_s", "user_code_s", "weight"),
     )
 )
 # What a core hears back of its own orders, and what happens many times in every step.

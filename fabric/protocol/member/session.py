@@ -122,7 +122,6 @@ class LighthouseSession:
                     shares=me.shares,
                     snapshots=snapshots,
                     predecessors=me.predecessors,
-                    predecessors_gone=bool(me.predecessors),
                     finished=self.contact.finished,
                     sharing=me.sharing,
                     data_slot=me.data_slot,

@@ -192,7 +192,6 @@ class OpenSession:
     data: str = ""  # the settings that the data order depends on: "name value name value ..."
     shares: Int64 = 1
     snapshots: tuple[SnapshotRef, ...] = ()
-    predecessors_gone: bool = False  # for leaders of an older version, which ask for no names
     finished: bool = False  # the user's loop has ended at this step
     sharing: Sharing = EVERYTHING
     data_slot: Int64 = -1  # the data slot that this replica's data are for; -1: any will do
@@ -377,9 +376,8 @@ class TrainerStatus:
     ages_s: tuple[float, ...] = ()  # for each of ``snapshots``, how long ago it was its trainer's state
     durable: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that this server wrote
     durable_error: str = ""  # why the last one was not written, in a sentence
-    parts: tuple[
-        Int64, ...
-    ] = ()  # for each of ``snapshots``, of how many ranks it is; empty: an older version
+    # For each of ``snapshots``, of how many ranks it is; empty: an older version.
+    parts: tuple[Int64, ...] = ()
     ended: JobEnd | None = None  # the job's end, which the trainer saw without a lighthouse
 
 

@@ -325,7 +325,7 @@ async def test_an_evicted_member_is_left_out(lighthouse, http, job):
     await members[0].next(m.Resume)
     await members[0].run()
     status, body = await post(http, url, {"replica": "r0", "who": "me", "why": "it is slow"})
-    assert status == 409 and "nobody else" in body["error"]
+    assert status == 409 and "no other member" in body["error"]
     status, body = await post(http, url, {"replica": "r9", "who": "me", "why": "it is slow"})
     assert status == 404 and "r9" in body["error"]
     await close_all(members)

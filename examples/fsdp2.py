@@ -1,11 +1,10 @@
 """A replica of several ranks: FSDP2 shards the model within it, fabric averages between replicas.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # why: docs/api.md, "Replicas of several ranks"
-    torchrun --standalone --nproc-per-node 2 --max-restarts 100 examples/fsdp2.py
-    FABRIC_DISABLE=1 torchrun --nproc-per-node 2 examples/fsdp2.py     # the same alone, without services
+    fabric launch --replica r0 --ranks 2 examples/fsdp2.py
+    FABRIC_DISABLE=1 fabric launch --ranks 2 examples/fsdp2.py     # the same alone, without services
 
-Each replica is a torchrun (and a torch.distributed world) of its own; ``FABRIC_REPLICA`` names it. When one
-of its ranks dies the whole replica starts again, fetches live state rank by rank, and joins the others.
+Each replica has a launcher (and a torch.distributed world) of its own. When one of its ranks dies the whole
+replica starts again, fetches live state rank by rank, and joins the others.
 """
 
 import argparse

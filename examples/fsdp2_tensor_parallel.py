@@ -1,6 +1,6 @@
 """A replica of four ranks or more: FSDP2 over one dimension of a mesh, tensor parallel over the other.
 
-As examples/fsdp2.py is started, with --nproc-per-node 4.
+As examples/fsdp2.py is started, with --ranks 4.
 """
 
 import argparse

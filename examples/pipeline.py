@@ -1,8 +1,7 @@
 """A replica of two pipeline stages: torch's schedule runs forward and backward, fabric averages each stage
 with the same stage of the other replicas.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # why: docs/api.md, "Replicas of several ranks"
-    torchrun --standalone --nproc-per-node 2 --max-restarts 100 examples/pipeline.py
+    fabric launch --replica r0 --ranks 2 examples/pipeline.py
 """
 
 import argparse

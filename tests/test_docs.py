@@ -17,6 +17,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *NOTES.glob(
 # Not for users: test points, see fabric/runtime/failpoints.py.
 NOT_DOCUMENTED = {
     "FABRIC_TEST_POINTS",
+    "FABRIC_LAUNCH_MARK",  # marks the processes of one launcher
     "FABRIC_DEMO_MARK",  # marks the demo's own processes, so that it ends no others
 }
 NOT_A_PART = {"__pycache__"}

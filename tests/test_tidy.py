@@ -59,8 +59,8 @@ def test_one_reader_of_the_environment():
         for node in ast.walk(tree(p))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
     }
-    # The demo passes its own environment on to the processes it starts.
-    assert readers - {"fabric/cli/demo/processes.py", "fabric/cli/demo/supervise.py"} <= {
+    # These pass their own environment on to the processes that they start.
+    assert readers - {"fabric/runtime/process_environment.py", "fabric/cli/demo/supervise.py"} <= {
         "fabric/runtime/config.py"
     }
 

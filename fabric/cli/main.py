@@ -33,6 +33,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "events": ("fabric.cli.events:events", "Show what happened to a job, or follow what happens."),
     "evict": ("fabric.cli.operate:evict", "Evict a replica from its job at once."),
     "inspect": ("fabric.cli.states.inspect:inspect_state", "Show what is in a state, a file or a URL."),
+    "launch": (
+        "fabric.cli.launch.command:launch_command",
+        "Start one replica's ranks on this host; start them again where that helps.",
+    ),
     "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Run a lighthouse: watch members, announce epochs."),
     "pause": ("fabric.cli.operate:pause", "Pause joins: no replica enters a job for now."),
     "plan": ("fabric.cli.plan:plan", "Compare failure policies for a cluster, and say what to run."),

@@ -10,6 +10,7 @@ import click
 
 from fabric.errors import FabricError
 from fabric.runtime.config import settings
+from fabric.runtime.exit_codes import DEVICE_FAILED
 from fabric.runtime.priority import run_low_priority
 
 # So long a start waits for a lighthouse's word on the job.
@@ -43,6 +44,18 @@ def run_program(words: list[str]) -> None:
     # Numpy's threads are made when it is imported, and keep the priority that their maker had.
     importlib.import_module("numpy")
     run_low_priority(_import)
+    try:
+        _run(words)
+    except Exception as error:
+        # After ``attach`` the session's own hook does the same.
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(error, torch.AcceleratorError):
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(DEVICE_FAILED) from None
+
+
+def _run(words: list[str]) -> None:
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         sys.path[0] = str(Path.cwd())

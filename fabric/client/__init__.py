@@ -5,15 +5,20 @@ from fabric.client.loop.ddp import ddp
 from fabric.client.loop.session import Session
 from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.step import Step
+from fabric.client.process.asked_layout import layout, refuse_layout
 from fabric.client.state.snapshot_policy import EverySteps, OverheadBudget, SnapshotPolicy
+from fabric.runtime.rank_layout import RankLayout
 
 __all__ = [
     "EverySteps",
     "OverheadBudget",
+    "RankLayout",
     "Session",
     "SnapshotPolicy",
     "SoloSession",
     "Step",
     "attach",
     "ddp",
+    "layout",
+    "refuse_layout",
 ]

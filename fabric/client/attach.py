@@ -47,6 +47,7 @@ from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
+from fabric.runtime.rank_layout import parse_layout
 from fabric.transport.tcp import ListenerIdentity
 
 MAX_STEP = 1 << 60
@@ -120,6 +121,7 @@ def _attach(
     optimizers = optimizers_by_name(optimizer)
     refuse_optimizers(optimizers.values())
     group = RankGroup.find()
+    layout = parse_layout(chosen.layout).over(group.size if group is not None else 1)
     objects = shared_state(model, optimizers, state, choices.buffers)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
@@ -128,7 +130,9 @@ def _attach(
     watch.check()
     if chosen.disable:
         replicas = parse_replicas(chosen.replicas)[1]
-        return SoloSession([p for _, p in parameters], objects, chosen.on_nan, replicas, group, choices.step)
+        return SoloSession(
+            [p for _, p in parameters], objects, chosen.on_nan, replicas, group, choices.step, layout
+        )
     check_serialisable(objects)
     averaged = AveragedBuffers(model, changing_buffers(model) if choices.buffers == "average" else [])
     process = claim_identity(chosen, group)

@@ -17,6 +17,7 @@ from fabric.protocol.rules.adaptive_timeout import problem
 from fabric.runtime.http.http_service import parse_ports, read_token
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.logs import FORMATS
+from fabric.runtime.rank_layout import RankLayout, parse_layout
 from fabric.runtime.systemd import Supervisor
 
 ADAPT_MODES = ("off", "advise")
@@ -34,6 +35,8 @@ class Settings:
     replica: str = ""  # name of this replica within the job
     replicas: str = "1"  # "3": start with 3, go on with 1 or more; "2:8": start with 8, need 2
     spare: bool = False  # hold the state, and contribute only while a member is missing
+    ranks: str = ""  # ranks that `fabric launch` starts: "4", or "1:4"; empty: 1, or as the layout says
+    layout: str = ""  # how this replica's model is spread over its ranks, such as "tp=2,layers=5+7"
     rack: str = ""  # rack of this host: readers of one shard lie in several, see ``loader(redundancy=)``
     lighthouse: tuple[str, ...] = ()  # base URLs of all lighthouses
     token_file: Path | None = None  # file with the job's token
@@ -137,7 +140,7 @@ def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> 
 
 
 def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
-    """Count the ranks that the launcher (torchrun) started for this replica; 1 without one.
+    """Count the ranks that the launcher (`fabric launch`, torchrun) started for this replica; 1 without one.
 
     Raises ConfigError.
     """
@@ -145,6 +148,15 @@ def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
     if not _is_count(text):
         raise ConfigError(f'WORLD_SIZE is "{text[:80]}": it must be the number of ranks of this replica')
     return int(text)
+
+
+def asked_layout(environment: Mapping[str, str] | None = None) -> RankLayout:
+    """Return the layout that this process's environment asks for, over the ranks that were launched.
+
+    Raises ConfigError.
+    """
+    environment = os.environ if environment is None else environment
+    return parse_layout(environment.get("FABRIC_LAYOUT", "")).over(launched_ranks(environment))
 
 
 def supervisor(environment: Mapping[str, str] | None = None) -> Supervisor:
@@ -206,6 +218,7 @@ def _checked(chosen: Settings) -> Settings:
     for url in chosen.lighthouse:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url}": give URLs such as http://host:port')
+    parse_layout(chosen.layout)
     chosen.tls.check()
     _check_ports(str(chosen.ports))
     for name in ("job", "replica", *(["rack"] if chosen.rack else [])):

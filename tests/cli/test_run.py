@@ -76,6 +76,7 @@ def test_torch_is_imported_at_low_priority_and_the_script_runs_at_its_usual_one(
         ("raise SystemExit(75)", 75, ""),
         # What our own commands show as one line is the script's affair here, and for its hooks to see.
         ("from fabric.errors import FabricError\nraise FabricError('x')", 1, "Traceback"),
+        ('import torch\nraise torch.AcceleratorError("CUDA error")', 76, "CUDA error"),
         ("raise KeyboardInterrupt", -2, "KeyboardInterrupt"),
     ],
 )

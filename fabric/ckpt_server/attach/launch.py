@@ -20,6 +20,7 @@ from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, Refused, ServerLost
 from fabric.runtime.private_folder import make_private, open_private
+from fabric.runtime.process_environment import outliving_environment
 
 _MAX_REPORT_BYTES = 64 * 1024
 _LOG_TAIL_BYTES = 2000
@@ -57,7 +58,9 @@ def start(settings: ServerSettings, deadline: float) -> bool:
                 stdout=output,
                 stderr=output,
                 pass_fds=(writer,),
+                # The server outlives its trainer, and the launcher that ends whatever it leaves behind.
                 start_new_session=True,
+                env=outliving_environment(),
                 # Where this very package is imported from, installed or not.
                 cwd=Path(fabric.__file__).resolve().parent.parent,
             )

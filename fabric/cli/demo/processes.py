@@ -1,25 +1,22 @@
 """The processes of a demo run: started with a mark in their environment, ended by that mark.
 
 A launcher starts trainers in sessions of their own, and a trainer starts a checkpoint server that outlives
-it. So process groups do not find all of them, but every descendant inherits the mark. Signals go through a
-pidfd: the process is opened first and recognised second, so that a reused number is never hit.
+it. So process groups do not find all of them, but every descendant inherits the mark.
 
 A supervisor that is killed with SIGKILL cannot end its processes. So a guard, a process without the mark,
 waits for the end of a pipe that the supervisor alone holds open. Then it ends all that carry the mark.
 """
 
 import contextlib
-import os
-import select
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import fabric
+from fabric.runtime.marked_processes import MarkedProcesses
 
 MARK = "FABRIC_DEMO_MARK"
 
@@ -29,6 +26,7 @@ class Processes:
 
     def __init__(self, environment: Mapping[str, str], mark: str = "") -> None:
         self.mark = mark or uuid.uuid4().hex
+        self._marked = MarkedProcesses(MARK, self.mark)
         self._environment = {**environment, MARK: self.mark}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._guard: subprocess.Popen[bytes] | None = None
@@ -54,7 +52,7 @@ class Processes:
 
     def kill(self, pid: int) -> bool:
         """SIGKILL process ``pid`` if it is one of ours; return whether it was."""
-        return self._signal(pid, signal.SIGKILL)
+        return self._marked.signal(pid, signal.SIGKILL)
 
     def end(self, grace_s: float = 5.0) -> None:
         """End every process that carries the mark: with SIGTERM, then after ``grace_s`` with SIGKILL.
@@ -69,14 +67,9 @@ class Processes:
 
     def _end(self, grace_s: float) -> None:
         for pid in self.living():
-            self._signal(pid, signal.SIGTERM)
-        self._wait(grace_s)
-        deadline = time.monotonic() + grace_s
-        # A process may start another while we look: look again until there is none.
-        while (pids := self.living()) and time.monotonic() < deadline:
-            for pid in pids:
-                self._signal(pid, signal.SIGKILL)
-            self._wait(0.5)
+            self._marked.signal(pid, signal.SIGTERM)
+        self._marked.wait(grace_s)
+        self._marked.kill(grace_s)
         for child in self._children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=grace_s)
@@ -87,43 +80,7 @@ class Processes:
 
     def living(self) -> list[int]:
         """Return the pids of all processes that carry the mark, zombies excepted."""
-        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-        return [pid for pid in pids if self._is_ours(pid)]
-
-    def _is_ours(self, pid: int) -> bool:
-        # A zombie's environment is empty, that of another user cannot be read.
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return False
-        return f"{MARK}={self.mark}".encode() in environment.split(b"\0")
-
-    def _signal(self, pid: int, number: signal.Signals) -> bool:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except OSError:
-            return False
-        try:
-            if not self._is_ours(pid):
-                return False
-            signal.pidfd_send_signal(descriptor, number)
-        except ProcessLookupError:
-            return False
-        else:
-            return True
-        finally:
-            os.close(descriptor)
-
-    def _wait(self, within_s: float) -> None:
-        """Wait until the processes that live now have ended, at most ``within_s``."""
-        deadline = time.monotonic() + within_s
-        for pid in self.living():
-            with contextlib.suppress(OSError):
-                descriptor = os.pidfd_open(pid)
-                try:
-                    select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-                finally:
-                    os.close(descriptor)
+        return self._marked.living()
 
 
 def guard(mark: str) -> "subprocess.Popen[bytes]":

@@ -55,6 +55,7 @@ from fabric.health.work import WorkAmount
 from fabric.model import EVERYTHING, Sharing, StepTimes
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings, parse_replicas
+from fabric.runtime.rank_layout import RankLayout, parse_layout
 
 # A foreign loop has no micro-batches of ours. This many tokens stand for them, so that every member of a
 # roster of up to that size contributes.
@@ -130,6 +131,11 @@ class Session:
         It is the same on all ranks of a replica.
         """
         return writer_of(self._engine.current) == self.settings.replica
+
+    @property
+    def layout(self) -> RankLayout:
+        """How this replica's model is spread over its ranks, as ``FABRIC_LAYOUT`` says."""
+        return parse_layout(self.settings.layout).over(self._process.size)
 
     def digest(self) -> str:
         """Return xxh3_128 of the shared state as it is now; equal on all members after the same step."""

@@ -19,6 +19,7 @@ from fabric.errors import FabricError
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
+from fabric.runtime.exit_codes import DEVICE_FAILED
 
 
 class Shutdown:
@@ -98,7 +99,7 @@ class Shutdown:
         if not isinstance(error, Exception):
             return
         if is_device_fault(error):
-            os._exit(75)
+            os._exit(DEVICE_FAILED)
         at = self._progress.at
         samples = self._progress.samples.get(at[1], []) if at is not None else []
         reason = describe(error, at, samples)

@@ -13,6 +13,7 @@ from fabric.client.data.sampler import SoloSampler, StepSampler
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import FabricError
 from fabric.protocol.messages.rank_messages import replica_share
+from fabric.runtime.rank_layout import RankLayout
 
 
 class SoloStep:
@@ -66,9 +67,11 @@ class SoloSession:
         replicas: int = 1,
         group: RankGroup | None = None,
         step: int = 0,
+        layout: RankLayout | None = None,
     ) -> None:
         self._replicas = replicas
         self._group = group
+        self.layout = layout or RankLayout(ranks=1)
         self.committed_step = step
         self._on_nan = on_nan
         self._objects = objects

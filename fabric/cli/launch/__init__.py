@@ -1,0 +1,1 @@
+"""``fabric launch``: one replica's ranks on this host, started again where that helps."""

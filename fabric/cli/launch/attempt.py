@@ -1,0 +1,190 @@
+"""One attempt of a replica: its rank processes, from their start to the end of the last one."""
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from fabric.cli.launch.rank_output import RankOutput
+from fabric.runtime.rank_layout import RankLayout
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptSpec:
+    """The command, environment and layout of one attempt's ranks."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]  # of every rank; each gets its own variables besides
+    layout: RankLayout
+    port: int  # of the rendezvous
+    number: int  # attempts before this one
+    run: str  # name of this attempt's torch.distributed world
+    replica: str = ""
+    log_dir: Path | None = None
+
+    def rank_environment(self, rank: int) -> dict[str, str]:
+        """The environment of one rank: the variables that torchrun sets, and the layout."""
+        size = str(self.layout.ranks)
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RUN_ID": self.run,
+            "TORCHELASTIC_RESTART_COUNT": str(self.number),
+            "FABRIC_LAYOUT": str(self.layout),
+        }
+        if self.is_piped:
+            # Python buffers a pipe in blocks, and lines would come late.
+            own["PYTHONUNBUFFERED"] = "1"
+        environment = {**self.environment, **own}
+        environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # rank 0 holds the store
+        if self.layout.ranks > 1:
+            # As torchrun has it: equal on all hosts, so that equal sums are summed in equal order.
+            environment.setdefault("OMP_NUM_THREADS", "1")
+        return environment
+
+    @property
+    def is_piped(self) -> bool:
+        """Whether the ranks' output goes through the launcher."""
+        return self.layout.ranks > 1 or self.log_dir is not None
+
+
+@dataclass(slots=True)
+class RankProcess:
+    """One rank."""
+
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    pidfd: int
+    outputs: list[RankOutput] = field(default_factory=list)
+    log: IO[bytes] | None = None
+    code: int | None = None  # None while it runs
+
+
+class LaunchAttempt:
+    """The ranks of one attempt. ``selector`` gets a descriptor of each rank, and of each of its streams."""
+
+    def __init__(self, spec: AttemptSpec, selector: selectors.BaseSelector) -> None:
+        self._spec, self._selector = spec, selector
+        self.ranks: list[RankProcess] = []
+
+    def start(self) -> None:
+        """Start every rank. Raises OSError where the program cannot be started; then none is left."""
+        try:
+            for rank in range(self._spec.layout.ranks):
+                self._start(rank)
+        except OSError:
+            self.signal(signal.SIGKILL)
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each rank, which is its session too."""
+        return [rank.process.pid for rank in self.ranks]
+
+    @property
+    def is_running(self) -> bool:
+        return any(rank.code is None for rank in self.ranks)
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """The exit code of every rank that has ended."""
+        return {rank.rank: rank.code for rank in self.ranks if rank.code is not None}
+
+    def note_end(self, rank: RankProcess) -> None:
+        """Note the exit code of a rank that has ended, and leave its process number taken until ``close``."""
+        status = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOWAIT)
+        assert status is not None
+        exited = status.si_code == os.CLD_EXITED
+        rank.code = status.si_status if exited else -status.si_status
+        self._selector.unregister(rank.pidfd)
+
+    def pump(self, output: RankOutput) -> None:
+        """Copy what a rank has written."""
+        if not output.pump():
+            self._selector.unregister(output.source)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that runs."""
+        for rank in self.ranks:
+            if rank.code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.pidfd, number)
+
+    def close(self) -> None:
+        """Reap the ranks, which have ended, and copy the rest of what they wrote."""
+        for rank in self.ranks:
+            rank.process.wait()
+            for output in rank.outputs:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(output.source)
+                output.close()
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(rank.pidfd)
+            os.close(rank.pidfd)
+            if rank.log is not None:
+                rank.log.close()
+
+    def _start(self, rank: int) -> None:
+        spec = self._spec
+        log = self._open_log(rank)
+        stream = subprocess.PIPE if spec.is_piped else None
+        sys.stdout.flush()
+        process = subprocess.Popen(
+            spec.command,
+            env=spec.rank_environment(rank),
+            stdin=subprocess.DEVNULL if spec.layout.ranks > 1 else None,
+            stdout=stream,
+            stderr=stream,
+            # Ctrl-C in the terminal is for the launcher, which ends the ranks in order.
+            start_new_session=True,
+            preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  (this process has one thread)
+        )
+        started = RankProcess(rank, process, os.pidfd_open(process.pid), log=log)
+        self.ranks.append(started)
+        self._selector.register(started.pidfd, selectors.EVENT_READ, started)
+        prefix = f"[{rank}] " if spec.layout.ranks > 1 else ""
+        for pipe, terminal in ((process.stdout, 1), (process.stderr, 2)):
+            if pipe is not None:
+                output = RankOutput(os.dup(pipe.fileno()), prefix, terminal, log)
+                pipe.close()
+                started.outputs.append(output)
+                self._selector.register(output.source, selectors.EVENT_READ, output)
+
+    def _open_log(self, rank: int) -> IO[bytes] | None:
+        if self._spec.log_dir is None:
+            return None
+        path = self._spec.log_dir / f"{self._spec.replica}.{rank}.log"
+        log = path.open("ab", buffering=0)
+        log.write(f"--- attempt {self._spec.number + 1}: {self._spec.layout}\n".encode())
+        return log
+
+
+def _die_with(launcher: int) -> Callable[[], None]:
+    """Return what a rank does before its program begins: ask the kernel to kill it when its launcher dies."""
+
+    def ask() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != launcher:
+            os._exit(1)  # the launcher died before the kernel heard of it
+
+    return ask

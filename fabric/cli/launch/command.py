@@ -1,0 +1,123 @@
+"""``fabric launch``: its options, and the mistakes that it refuses before a rank starts."""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fabric.cli.launch.launcher import LaunchPlan, launch
+from fabric.errors import ConfigError
+from fabric.runtime import logs
+from fabric.runtime.config import Settings, settings
+from fabric.runtime.process_environment import process_environment
+from fabric.runtime.rank_layout import RankLayout, candidates, parse_layout
+
+# Options that stand for a variable of the trainer.
+_VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
+
+
+@click.command(name="launch", context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--ranks",
+    "--nproc-per-node",
+    default="",
+    help="How many: 4, or 1:4 for as many as this host has devices; FABRIC_RANKS, else 1.",
+)
+@click.option(
+    "--layout",
+    "layouts",
+    multiple=True,
+    help="Such as tp=2 or ranks=4,layers=5+7; several in order of preference; FABRIC_LAYOUT.",
+)
+@click.option("--job", default="", help="Name of the job; FABRIC_JOB.")
+@click.option("--replica", default="", help="Name of this replica; FABRIC_REPLICA.")
+@click.option("--replicas", default="", help="How many the job starts with; FABRIC_REPLICAS.")
+@click.option("--lighthouse", default="", help="URLs, separated by commas; FABRIC_LIGHTHOUSE.")
+@click.option("--token-file", default="", help="File with the token; FABRIC_TOKEN_FILE.")
+@click.option("--restarts", type=click.IntRange(min=0), help="At most so many; default: any number.")
+@click.option("--log-dir", type=click.Path(path_type=Path), help="Folder for a file of each rank's output.")
+@click.option("--leave-file", type=click.Path(path_type=Path), help="Where it exists, end with 75 and not 0.")
+@click.option("--stop-s", default=30.0, help="From SIGTERM or Ctrl-C to SIGKILL, in seconds.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program, and not Python's.")
+@click.option("--no-check", is_flag=True, help="The script has the settings: do not check FABRIC_*.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> None:
+    """Start one replica's ranks on this host, and start them again where that helps.
+
+    SCRIPT runs with ARGUMENTS in every rank, with the variables that torchrun sets. Exit codes of a rank: 0
+    finished, 75 restart, 76 its device failed, 78 it cannot build the layout, 1 do not restart.
+    """
+    command = _command(script, arguments, module=options["module"], no_python=options["no_python"])
+    environment = _environment(options)
+    chosen = _checked_settings(environment, check=not options["no_check"])
+    logs.set_up("launcher", chosen.log)
+    logs.describe(job=chosen.job, replica=chosen.replica)
+    layouts, log_dir = options["layouts"] or environment.get("FABRIC_LAYOUT", "").split(), options["log_dir"]
+    if log_dir is not None:
+        _make_folder(log_dir)
+    plan = LaunchPlan(
+        command=command,
+        candidates=candidates(_layouts(layouts), chosen.ranks),
+        environment=environment,
+        replica=chosen.replica or "replica",
+        restarts=options["restarts"],
+        log_dir=log_dir,
+        leave_file=options["leave_file"],
+        stop_s=options["stop_s"],
+    )
+    sys.exit(launch(plan))
+
+
+def _environment(options: dict[str, Any]) -> dict[str, str]:
+    """Return the environment of the ranks, with the options that stand for a variable."""
+    given = {f"FABRIC_{name.upper()}": options[name] for name in _VARIABLES if options[name]}
+    return {**process_environment(), **given}
+
+
+def _checked_settings(environment: dict[str, str], *, check: bool) -> Settings:
+    """Return the settings that every rank will have. Raises ConfigError, seconds before ``attach`` would."""
+    # Several layouts may be named here, of which a rank gets one.
+    seen = {name: value for name, value in environment.items() if name != "FABRIC_LAYOUT"}
+    if not check:
+        seen["FABRIC_DISABLE"] = "1"  # without services there is little that must be set
+    chosen = settings(seen)
+    if not chosen.disable:
+        _ = chosen.token
+    return chosen
+
+
+def _layouts(texts: Sequence[str]) -> tuple[RankLayout, ...]:
+    return tuple(parse_layout(text) for text in texts)
+
+
+def _command(script: str, arguments: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:
+    """Return the command line of every rank. Raises ConfigError where there is no such script."""
+    if no_python:
+        if module:
+            raise ConfigError("--no-python and --module contradict each other: leave one of them away")
+        if shutil.which(script) is None:
+            raise ConfigError(f"there is no program {script}: correct the command after --no-python")
+        return (script, *arguments)
+    # As `fabric run` does: torch is imported at low priority, and a job that has failed is not begun again.
+    fabric_run = (sys.executable, "-m", "fabric.cli.main", "run")
+    if module:
+        return (*fabric_run, "-m", script, *arguments)
+    if not Path(script).is_file():
+        raise ConfigError(
+            f"there is no script {script} in {Path.cwd()}: correct its path, or say -m for a module"
+        )
+    return (*fabric_run, script, *arguments)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--log-dir {folder} cannot be made ({error.strerror}): name another folder"
+        ) from error

@@ -1,0 +1,262 @@
+"""The loop of ``fabric launch``: one attempt of a replica after another, until it has finished or cannot."""
+
+import contextlib
+import errno
+import logging
+import selectors
+import signal
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, RankProcess
+from fabric.cli.launch.devices import visible_devices
+from fabric.cli.launch.guard import Guard
+from fabric.cli.launch.rank_output import RankOutput
+from fabric.cli.launch.rendezvous import RendezvousPort
+from fabric.cli.launch.restart_policy import (
+    AttemptEnd,
+    DeviceHistory,
+    NextMove,
+    RestartPolicy,
+    choose_layout,
+)
+from fabric.cli.launch.signal_inbox import ENDING, SignalInbox
+from fabric.errors import ConfigError
+from fabric.runtime.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
+from fabric.runtime.marked_processes import MarkedProcesses
+from fabric.runtime.process_environment import LAUNCH_MARK
+from fabric.runtime.rank_layout import RankLayout
+
+log = logging.getLogger(__name__)
+
+# So long the other ranks have after the first failure: they say why they end, and mostly end without help.
+GRACE_S = 10.0
+# From SIGTERM to SIGKILL where a rank has failed.
+_TERM_S = 5.0
+_KILL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """The command, layouts and limits of one launcher."""
+
+    command: tuple[str, ...]
+    candidates: tuple[RankLayout, ...]  # the preferred one first
+    environment: dict[str, str]
+    replica: str
+    restarts: int | None = None  # None: any number
+    log_dir: Path | None = None
+    leave_file: Path | None = None  # where it exists, a replica that finishes has left this host
+    stop_s: float = 30.0  # from the signal that ends the launcher to SIGKILL
+
+
+@dataclass
+class Deadlines:
+    """The signals that the ranks of an attempt still get, each at its time."""
+
+    steps: list[tuple[float, int]] = field(default_factory=list)  # (monotonic time, signal), in order
+
+    def wait_s(self) -> float | None:
+        """Return the time to the next signal; None without one."""
+        return max(0.0, self.steps[0][0] - time.monotonic()) if self.steps else None
+
+    def due(self) -> list[int]:
+        """Take the signals whose time has come."""
+        now = time.monotonic()
+        ready = [number for at, number in self.steps if at <= now]
+        self.steps = self.steps[len(ready) :]
+        return ready
+
+
+class Launcher:
+    """Keeps one replica running."""
+
+    def __init__(self, plan: LaunchPlan, guard: Guard, marked: MarkedProcesses, inbox: SignalInbox) -> None:
+        self._plan, self._guard, self._marked, self._inbox = plan, guard, marked, inbox
+        self._policy = RestartPolicy(plan.restarts)
+        self._rendezvous = RendezvousPort()
+        self._history = DeviceHistory()
+        self._refused: list[RankLayout] = []
+        self._devices: tuple[str, ...] = ()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(inbox.descriptor, selectors.EVENT_READ, inbox)
+        self._ended_by = 0  # the signal that ends this launcher
+        self._attempts = 0
+
+    def run(self) -> int:
+        """Run attempts until the end; return the exit code. Raises FabricError where none can begin."""
+        while True:
+            layout, devices = self._next_layout()
+            end = self._attempt(layout, devices)
+            if self._ended_by and set(end.codes.values()) != {FINISHED}:
+                return END_BY_SIGNAL + self._ended_by
+            self._note_devices(end, devices)
+            move = self._policy.judge(end)
+            if move.code is not None:
+                return self._finish(move)
+            if move.refused:
+                self._refused.append(layout)
+            self._say(move, layout)
+            self._pause(move.pause_s)
+            if self._ended_by:
+                return END_BY_SIGNAL + self._ended_by
+
+    # --- before an attempt --------------------------------------------------------------------------------
+
+    def _next_layout(self) -> tuple[RankLayout, tuple[str, ...]]:
+        """Return the layout of the next attempt, and the devices of its ranks in order."""
+        candidates = self._plan.candidates
+        visible = visible_devices(self._plan.environment)
+        if self._devices and not visible:
+            raise ConfigError(
+                f"replica {self._plan.replica}: this host had {len(self._devices)} GPUs and has none now: "
+                "see its kernel's log, and start the replica elsewhere"
+            )
+        self._devices = visible
+        most = max(layout.ranks for layout in candidates)
+        usable = self._history.usable(visible or tuple(map(str, range(most))))
+        layout = choose_layout(candidates, len(usable), self._refused)
+        if layout is not None:
+            return layout, usable
+        raise ConfigError(self._why_none(len(visible), len(usable)))
+
+    def _why_none(self, visible: int, usable: int) -> str:
+        replica, least = self._plan.replica, min(layout.ranks for layout in self._plan.candidates)
+        if self._refused:
+            refused = " and ".join(f'"{layout}"' for layout in self._refused)
+            return (
+                f"replica {replica}: its script cannot build the layout {refused}, and there is no other: "
+                "give --layout or --ranks that it can build"
+            )
+        if self._history.excluded:
+            return (
+                f"replica {replica}: {usable} of its devices work, and {least} ranks are needed: mend the "
+                "host, or give a range such as --ranks 1:4"
+            )
+        return (
+            f"replica {replica}: {least} ranks are asked for and this host has {visible} usable GPUs: give "
+            "fewer --ranks, a range such as 1:4, or set CUDA_VISIBLE_DEVICES= for the CPU"
+        )
+
+    def _spec(self, layout: RankLayout, devices: Sequence[str]) -> AttemptSpec:
+        environment = dict(self._plan.environment)
+        if self._devices:
+            if environment.get("CUDA_VISIBLE_DEVICES") is None:
+                # The driver lists GPUs in this order, so number k is the same one for CUDA.
+                environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+            if tuple(devices) != self._devices or "CUDA_VISIBLE_DEVICES" in environment:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        return AttemptSpec(
+            command=self._plan.command,
+            environment=environment,
+            layout=layout,
+            port=self._rendezvous.renew(),
+            number=self._attempts,
+            run=uuid.uuid4().hex,
+            replica=self._plan.replica,
+            log_dir=self._plan.log_dir,
+        )
+
+    # --- an attempt ---------------------------------------------------------------------------------------
+
+    def _attempt(self, layout: RankLayout, devices: Sequence[str]) -> AttemptEnd:
+        """Run all ranks to their end, and end whatever they leave behind."""
+        attempt = LaunchAttempt(self._spec(layout, devices), self._selector)
+        self._attempts += 1
+        began = time.monotonic()
+        try:
+            attempt.start()
+        except OSError as error:
+            code = 127 if error.errno == errno.ENOENT else 126
+            log.error("%s cannot be started (%s): correct the command", self._plan.command[0], error.strerror)
+            return AttemptEnd({0: code})
+        self._guard.tell(attempt.pids)
+        first: tuple[int, ...] = ()
+        failed_at = 0.0
+        deadlines = Deadlines()
+        while attempt.is_running:
+            ended = self._wait(attempt, deadlines)
+            failed = tuple(rank.rank for rank in ended if rank.code != FINISHED)
+            if failed and not first and not self._ended_by:
+                first, failed_at = failed, time.monotonic()
+                deadlines.steps = [
+                    (failed_at + GRACE_S, signal.SIGTERM),
+                    (failed_at + GRACE_S + _TERM_S, signal.SIGKILL),
+                ]
+        self._marked.sessions = frozenset(attempt.pids)
+        self._marked.kill(_KILL_S)
+        attempt.close()
+        return AttemptEnd(attempt.codes, first, (failed_at or time.monotonic()) - began)
+
+    def _wait(self, attempt: LaunchAttempt, deadlines: Deadlines) -> list[RankProcess]:
+        """Wait for the next events; return the ranks that have ended."""
+        ended = []
+        for key, _ in self._selector.select(deadlines.wait_s()):
+            if isinstance(key.data, RankProcess):
+                attempt.note_end(key.data)
+                ended.append(key.data)
+            elif isinstance(key.data, RankOutput):
+                attempt.pump(key.data)
+        for number in self._inbox.read():
+            self._forward(number, attempt, deadlines)
+        for number in deadlines.due():
+            attempt.signal(number)
+        return ended
+
+    def _forward(self, number: int, attempt: LaunchAttempt, deadlines: Deadlines) -> None:
+        if number not in ENDING:
+            attempt.signal(number)
+        elif self._ended_by:
+            attempt.signal(signal.SIGKILL)  # a second one: at once
+        else:
+            self._ended_by = number
+            log.info("%s: the ranks are told, and have %g s", signal.Signals(number).name, self._plan.stop_s)
+            attempt.signal(number)
+            deadlines.steps = [(time.monotonic() + self._plan.stop_s, signal.SIGKILL)]
+
+    # --- after an attempt ---------------------------------------------------------------------------------
+
+    def _note_devices(self, end: AttemptEnd, devices: Sequence[str]) -> None:
+        for rank in end.lost_device:
+            if self._history.note(devices[rank], time.monotonic()):
+                log.error(
+                    "device %s has failed repeatedly (rank %d): it is used no more", devices[rank], rank
+                )
+
+    def _finish(self, move: NextMove) -> int:
+        assert move.code is not None
+        if move.code != FINISHED:
+            log.error("the replica is not started again: %s", move.why)
+        elif self._plan.leave_file is not None and self._plan.leave_file.exists():
+            return RESTART
+        return move.code
+
+    def _say(self, move: NextMove, layout: RankLayout) -> None:
+        when = f"in {move.pause_s:g} s" if move.pause_s else "at once"
+        log.warning("%s (%s): attempt %d begins %s", move.why, layout, self._attempts + 1, when)
+
+    def _pause(self, pause_s: float) -> None:
+        """Wait, unless a signal ends the launcher."""
+        until = time.monotonic() + pause_s
+        while not self._ended_by:
+            ending = [number for number in self._inbox.read() if number in ENDING]
+            left_s = until - time.monotonic()
+            if ending:
+                self._ended_by = ending[0]
+            elif left_s <= 0:
+                return
+            else:
+                self._selector.select(left_s)
+
+
+def launch(plan: LaunchPlan) -> int:
+    """Keep the replica of ``plan`` running; return the launcher's exit code. Raises FabricError."""
+    mark = uuid.uuid4().hex
+    plan = replace(plan, environment={**plan.environment, LAUNCH_MARK: mark})
+    marked = MarkedProcesses(LAUNCH_MARK, mark)
+    guard = Guard(marked)  # before the signals are caught, which it must not do
+    with contextlib.closing(guard), SignalInbox() as inbox:
+        return Launcher(plan, guard, marked, inbox).run()

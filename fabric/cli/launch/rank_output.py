@@ -1,0 +1,56 @@
+"""The output of a rank, on its way to the launcher's own output and to a log."""
+
+import contextlib
+import os
+import select
+from typing import IO
+
+_READ_BYTES = 1 << 16
+# A line that is longer is cut, so that a rank that never ends one takes no memory here.
+_MAX_LINE_BYTES = 1 << 16
+
+
+class RankOutput:
+    """Copies one stream of a rank: to ``terminal`` with a prefix before each line, to ``log`` as it is."""
+
+    def __init__(self, source: int, prefix: str, terminal: int, log: IO[bytes] | None) -> None:
+        self.source = source
+        self._prefix, self._terminal, self._log = prefix.encode(), terminal, log
+        self._pending = b""
+        os.set_blocking(source, False)
+
+    def pump(self) -> bool:
+        """Copy what has come; return whether more may come."""
+        try:
+            data = os.read(self.source, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        if self._log is not None:
+            with contextlib.suppress(OSError):  # a full disk must not end the training
+                self._log.write(data)
+        *lines, self._pending = _lines(self._pending + data)
+        if len(self._pending) > _MAX_LINE_BYTES or not data:
+            lines, self._pending = [*lines, self._pending], b""
+        self._show(b"".join(self._prefix + line for line in lines if line), ends=not data)
+        return bool(data)
+
+    def close(self) -> None:
+        """Copy what is there, and end."""
+        while select.select([self.source], [], [], 0)[0] and self.pump():
+            pass
+        self._show(self._prefix + self._pending if self._pending else b"", ends=True)
+        os.close(self.source)
+
+    def _show(self, text: bytes, ends: bool) -> None:
+        if ends and text and not text.endswith((b"\n", b"\r")):
+            text += b"\n"
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            while text:
+                text = text[os.write(self._terminal, text) :]
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """Split after each newline or carriage return, which a progress bar ends its lines with."""
+    parts = data.replace(b"\r\n", b"\n").splitlines(keepends=True)
+    complete = bool(parts) and parts[-1].endswith((b"\n", b"\r"))
+    return [*parts, b""] if complete or not parts else parts

@@ -1,0 +1,137 @@
+"""Whether a replica starts again, when, and in which layout: decided from the exit codes of its ranks.
+
+Everything here is a function of plain values; ``fabric.cli.launch.launcher`` has the clock and the processes.
+"""
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fabric.runtime.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, LAYOUT_REFUSED, RESTART
+from fabric.runtime.rank_layout import RankLayout
+
+# A restart does not help: a mistake, a wrong command line, a program that cannot be run or is not there.
+FINAL_CODES = (FAILED, 2, 126, 127)
+# An attempt of this length was healthy: the next one begins at once, and quick deaths count from one again.
+HEALTHY_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+# One device error may be the program's; a device whose ranks had so many within this time is used no more.
+DEVICE_ERRORS, DEVICE_ERRORS_WITHIN_S = 2, 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """How an attempt ended."""
+
+    codes: Mapping[int, int]  # exit code of each rank; negative: the signal that killed it
+    first: tuple[int, ...] = ()  # ranks that failed first, before the launcher ended any
+    ran_s: float = 0.0  # from the start to the first failure
+
+    @property
+    def lost_device(self) -> tuple[int, ...]:
+        """The ranks whose device failed."""
+        return tuple(rank for rank, code in sorted(self.codes.items()) if code == DEVICE_FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class NextMove:
+    """The launcher's decision after an attempt."""
+
+    code: int | None = None  # end with this code; None: start again
+    pause_s: float = 0.0  # before the next attempt
+    refused: bool = False  # the script cannot build the layout of this attempt
+    why: str = ""  # the reason, in words
+
+
+@dataclass
+class RestartPolicy:
+    """Judges each attempt; ``most`` restarts, None for any number."""
+
+    most: int | None = None
+    restarts: int = 0
+    _quick: int = field(default=0, init=False)  # quick deaths in a row
+
+    def judge(self, end: AttemptEnd) -> NextMove:
+        """Return what to do after this attempt."""
+        if set(end.codes.values()) == {FINISHED}:
+            return NextMove(code=FINISHED)
+        refusing = [rank for rank, code in sorted(end.codes.items()) if code == LAYOUT_REFUSED]
+        if refusing:
+            return NextMove(refused=True, why=f"rank {refusing[0]} cannot build this layout")
+        final = [rank for rank, code in sorted(end.codes.items()) if code in FINAL_CODES]
+        if final and not self._has_cause(end):
+            why = f"rank {final[0]} {describe(end.codes[final[0]])}, and a restart does not help"
+            return NextMove(code=end.codes[final[0]], why=f"{why}: see its last sentence")
+        why = self._why(end)
+        if self.most is not None and self.restarts >= self.most:
+            why = f"{why}, and the {self.most} restarts of --restarts are used up"
+            return NextMove(code=_code_of(end), why=why)
+        self.restarts += 1
+        self._quick = 0 if end.ran_s >= HEALTHY_S else self._quick + 1
+        pause_s = (
+            min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._quick - 1, 16)) if self._quick else 0.0
+        )
+        return NextMove(pause_s=pause_s, why=why)
+
+    def _has_cause(self, end: AttemptEnd) -> bool:
+        """Whether a rank's death came first: ranks that lose a peer before they attach end with 1."""
+        return any(end.codes[rank] < 0 or end.codes[rank] == DEVICE_FAILED for rank in end.first)
+
+    def _why(self, end: AttemptEnd) -> str:
+        ranks = end.first or tuple(rank for rank, code in sorted(end.codes.items()) if code != FINISHED)
+        return ", ".join(f"rank {rank} {describe(end.codes[rank])}" for rank in ranks[:8])
+
+
+@dataclass
+class DeviceHistory:
+    """The devices of this host that a replica may use: those without repeated errors."""
+
+    excluded: set[str] = field(default_factory=set)
+    _errors: dict[str, list[float]] = field(default_factory=dict)
+
+    def note(self, device: str, now: float) -> bool:
+        """Count an error of ``device``; return whether that excludes it."""
+        times = [t for t in self._errors.get(device, []) if now - t < DEVICE_ERRORS_WITHIN_S] + [now]
+        self._errors[device] = times
+        if len(times) >= DEVICE_ERRORS:
+            self.excluded.add(device)
+        return device in self.excluded
+
+    def usable(self, devices: Sequence[str]) -> tuple[str, ...]:
+        """Return those of ``devices`` that are not excluded."""
+        return tuple(device for device in devices if device not in self.excluded)
+
+
+def choose_layout(
+    candidates: Sequence[RankLayout], devices: int, refused: Sequence[RankLayout]
+) -> RankLayout | None:
+    """Return the first candidate that so many ``devices`` can have and the script has not refused."""
+    for layout in candidates:
+        if layout not in refused and layout.ranks <= devices:
+            return layout
+    return None
+
+
+def describe(code: int) -> str:
+    """Return an exit code in words, after "rank 3"."""
+    if code < 0:
+        return f"was killed by {_signal_name(-code)}"
+    if code == DEVICE_FAILED:
+        return f"ended with {code}: its device has failed"
+    if code == RESTART:
+        return f"ended with {code}: it asks for a restart"
+    return f"ended with {code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _code_of(end: AttemptEnd) -> int:
+    """Return the launcher's exit code for an attempt that failed: that of the first rank to fail."""
+    failed = [*end.first, *sorted(rank for rank, code in end.codes.items() if code != FINISHED)]
+    code = end.codes[failed[0]]
+    return END_BY_SIGNAL - code if code < 0 else code

@@ -1,0 +1,78 @@
+"""Processes that carry a mark in their environment, which every descendant inherits.
+
+Process groups do not lead to all descendants: some begin a session of their own. Signals go through a pidfd:
+the process is opened first and recognised second, so that a number that the kernel has given to another
+process in between is never hit.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+
+class MarkedProcesses:
+    """The processes with ``name=mark`` in their environment, or in one of ``sessions``."""
+
+    def __init__(self, name: str, mark: str, sessions: Collection[int] = ()) -> None:
+        self._entry = f"{name}={mark}".encode()
+        # A process that writes its own title may overwrite its environment; its session remains.
+        self.sessions = frozenset(sessions)
+
+    def living(self) -> list[int]:
+        """The pids of all of them, zombies excepted."""
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+        return [pid for pid in pids if self._is_ours(pid)]
+
+    def signal(self, pid: int, number: int) -> bool:
+        """Send a signal to process ``pid`` if it is one of them; return whether it was."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            return False
+        try:
+            if not self._is_ours(pid):
+                return False
+            signal.pidfd_send_signal(descriptor, number)
+        except ProcessLookupError:
+            return False
+        else:
+            return True
+        finally:
+            os.close(descriptor)
+
+    def kill(self, within_s: float) -> None:
+        """SIGKILL all of them, for at most ``within_s``."""
+        deadline = time.monotonic() + within_s
+        # A process may start another while we look: look again until there is none.
+        while (pids := self.living()) and time.monotonic() < deadline:
+            for pid in pids:
+                self.signal(pid, signal.SIGKILL)
+            self.wait(0.5)
+
+    def wait(self, within_s: float) -> None:
+        """Wait until the processes that live now have ended, at most ``within_s``."""
+        deadline = time.monotonic() + within_s
+        for pid in self.living():
+            with contextlib.suppress(OSError):
+                descriptor = os.pidfd_open(pid)
+                try:
+                    select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+                finally:
+                    os.close(descriptor)
+
+    def _is_ours(self, pid: int) -> bool:
+        # A zombie's environment is empty, that of another user cannot be read.
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if self._entry in environment.split(b"\0"):
+                return True
+            if not self.sessions:
+                return False
+            state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            return False
+        return state not in "ZX" and int(session) in self.sessions

@@ -1,0 +1,16 @@
+"""The environment that this process hands on to the processes that it starts; no setting is read here."""
+
+import os
+
+# In the environment of every process that a launcher starts, with a value of that launcher.
+LAUNCH_MARK = "FABRIC_LAUNCH_MARK"
+
+
+def process_environment() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def outliving_environment() -> dict[str, str]:
+    """Return the environment of a process that outlives this one's launcher: it does not carry its mark."""
+    return {name: value for name, value in os.environ.items() if name != LAUNCH_MARK}

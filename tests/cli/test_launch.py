@@ -1,0 +1,429 @@
+"""``fabric launch`` with real processes as ranks, which play trainers: no torch, and no job."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+DEADLINE_S = 120
+
+# Plays a rank: its part of this attempt is a word of $PLAY, such as "75 0" for two attempts. It writes down
+# what it was started with, and says by a file that it is ready.
+RANK = """
+import os, signal, subprocess, sys, time
+folder, rank = os.environ["NOTES"], os.environ["RANK"]
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+words = os.environ.get("PLAY_" + rank, os.environ.get("PLAY", "0")).split()
+act = words[min(attempt, len(words) - 1)]
+names = "LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT FABRIC_LAYOUT FABRIC_REPLICA"
+note = " ".join(f"{name}={os.environ.get(name, '')}" for name in names.split())
+def write(text, name="starts"):
+    with open(f"{folder}/{name}", "a") as file:
+        file.write(text + "\\n")
+write(f"{attempt} {rank} {os.getpid()} {note}")
+def leave_children():
+    # One in the rank's session, one in a session of its own, and one whose environment has no mark.
+    sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    for own_session in (False, True):
+        child = subprocess.Popen(sleep, start_new_session=own_session)
+        write(str(child.pid), "children")
+    child = subprocess.Popen(sleep, env={})
+    write(str(child.pid), "children")
+if act == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if act.startswith("leaves"):
+    leave_children()
+    act = act.removeprefix("leaves")
+def end(number, _):
+    write(f"{rank} got {signal.Signals(number).name}", "signals")
+    if number not in (signal.SIGUSR1, signal.SIGUSR2) and act != "waits-on":
+        os._exit(128 + number)
+if act.startswith("waits"):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, end)
+    write(rank, "ready")
+    while True:
+        time.sleep(1000)
+print(f"out {attempt}")
+print(f"err {attempt}", file=sys.stderr)
+sys.exit(int(act))
+"""
+
+
+class Play:
+    """A folder with the script of the ranks and what they write down."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "rank.py"
+        self.script.write_text(RANK)
+        self.launchers: list[subprocess.Popen[str]] = []
+
+    def command(self, *options: str) -> list[str]:
+        own = [sys.executable, "-m", "fabric.cli.main", "launch", *options, "--no-python"]
+        return [*own, sys.executable, str(self.script)]
+
+    def environment(self, **play: str) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
+        settings = {"FABRIC_DISABLE": "1", "FABRIC_REPLICA": "r0", "NOTES": str(self.folder)}
+        return {**inherited, **settings, **play}
+
+    def start(self, *options: str, **play: str) -> "subprocess.Popen[str]":
+        pipe = subprocess.PIPE
+        environment = self.environment(**play)
+        process = subprocess.Popen(
+            self.command(*options),
+            env=environment,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
+        )
+        self.launchers.append(process)
+        return process
+
+    def run(self, *options: str, **play: str) -> "subprocess.CompletedProcess[str]":
+        process = self.start(*options, **play)
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def lines(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def starts(self) -> list[dict[str, str]]:
+        """What each rank was started with, with its attempt, rank and pid."""
+        rows = []
+        for line in self.lines("starts"):
+            attempt, rank, pid, *words = line.split()
+            rows.append(
+                {"attempt": attempt, "rank": rank, "pid": pid, **dict(w.split("=", 1) for w in words)}
+            )
+        return rows
+
+    def pids(self) -> list[int]:
+        """Every process that a rank has started, the ranks included."""
+        return [int(row["pid"]) for row in self.starts()] + [int(pid) for pid in self.lines("children")]
+
+    def wait_for(self, condition, what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, what
+            time.sleep(0.01)
+
+    def wait_ready(self, ranks: int) -> None:
+        self.wait_for(lambda: len(self.lines("ready")) >= ranks, "the ranks to be ready")
+
+    def wait_gone(self) -> None:
+        self.wait_for(lambda: not any(map(runs, self.pids())), "every process of the ranks to end")
+
+
+@pytest.fixture
+def play(tmp_path):
+    stage = Play(tmp_path)
+    yield stage
+    for process in stage.launchers:
+        process.kill()
+        process.communicate()
+    for pid in stage.pids():
+        with suppress(OSError):
+            if str(stage.folder).encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there, and no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+# --- what a rank gets -------------------------------------------------------------------------------------
+
+
+def test_ranks_get_what_torchrun_gives_them(play):
+    done = play.run("--ranks", "3")
+    assert done.returncode == 0, done.stderr
+    rows = sorted(play.starts(), key=lambda row: row["rank"])
+    assert [row["rank"] for row in rows] == ["0", "1", "2"]
+    assert len({row["MASTER_PORT"] for row in rows}) == 1
+    for row in rows:
+        assert row["LOCAL_RANK"] == row["rank"] and row["MASTER_ADDR"] == "127.0.0.1"
+        assert (row["WORLD_SIZE"], row["LOCAL_WORLD_SIZE"], row["FABRIC_LAYOUT"]) == ("3", "3", "ranks=3")
+
+
+def test_options_are_settings_of_the_ranks(play):
+    done = play.run("--replica", "r7", "--nproc-per-node", "2", FABRIC_RANKS="3", FABRIC_LAYOUT="tp=4 tp=2")
+    assert done.returncode == 0, done.stderr
+    rows = play.starts()
+    assert len(rows) == 2
+    assert {(row["FABRIC_REPLICA"], row["FABRIC_LAYOUT"]) for row in rows} == {("r7", "ranks=2,tp=2")}
+
+
+def test_every_line_says_which_rank_wrote_it(play):
+    done = play.run("--ranks", "2", "--log-dir", str(play.folder / "logs"), PLAY="75 0")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] out 0", "[0] out 1", "[1] out 0", "[1] out 1"]
+    assert {"[0] err 0", "[1] err 1"} <= set(done.stderr.splitlines())
+    log = (play.folder / "logs" / "r0.1.log").read_text().splitlines()
+    assert [line for line in log if line.startswith(("---", "out"))] == [
+        "--- attempt 1: ranks=2",
+        "out 0",
+        "--- attempt 2: ranks=2",
+        "out 1",
+    ]
+
+
+def test_one_rank_writes_as_it_would_alone(play):
+    done = play.run()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out 0\n", "err 0\n")
+
+
+# --- exit codes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("acts", "code", "attempts"),
+    [("0", 0, 1), ("75 0", 0, 2), ("killed 0", 0, 2), ("1 0", 1, 1), ("75 1 0", 1, 2), ("2 0", 2, 1)],
+)
+def test_a_restart_follows_75_and_a_death_and_no_other_end(play, acts, code, attempts):
+    done = play.run(PLAY=acts)
+    assert done.returncode == code, done.stderr
+    assert len(play.starts()) == attempts
+    assert ("the replica is not started again" in done.stderr) == (code != 0)
+
+
+def test_one_ranks_death_restarts_all_ranks_with_a_fresh_rendezvous(play):
+    """The other rank waits for a peer that is gone, so the launcher ends it."""
+    done = play.run("--ranks", "2", PLAY_0="waits 75 0", PLAY_1="killed 75 0")
+    assert done.returncode == 0, done.stderr
+    assert [(row["attempt"], row["rank"]) for row in sorted(play.starts(), key=str)] == [
+        (str(attempt), str(rank)) for attempt in range(3) for rank in range(2)
+    ]
+    ports = [{row["MASTER_PORT"] for row in play.starts() if row["attempt"] == str(n)} for n in range(3)]
+    assert all(len(port) == 1 for port in ports) and len(set.union(*ports)) == 3
+    assert "rank 1 was killed by SIGKILL (ranks=2): attempt 2 begins in 1 s" in done.stderr
+    assert "attempt 3 begins in 2 s" in done.stderr
+
+
+def test_no_other_process_gets_the_port_of_an_attempt(play):
+    play.start("--ranks", "1", PLAY="waits")
+    other = play.start("--ranks", "1", PLAY="waits")
+    play.wait_ready(2)
+    first, second = (int(row["MASTER_PORT"]) for row in play.starts())
+    assert first != second
+    for port in (first, second):
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        with socket.socket() as rank0:
+            rank0.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            rank0.bind(("", port))
+            rank0.listen(1)
+    other.terminate()
+
+
+def test_used_up_restarts_pass_the_code_on(play):
+    assert play.run("--restarts", "0", PLAY="killed").returncode == 137
+    assert play.run("--restarts", "0", PLAY="75").returncode == 75
+    assert len(play.starts()) == 2
+
+
+def test_a_drained_replica_asks_to_be_started_elsewhere(play):
+    leave = play.folder / "leave"
+    assert play.run("--leave-file", str(leave)).returncode == 0
+    leave.touch()
+    assert play.run("--leave-file", str(leave)).returncode == 75
+
+
+# --- layouts ----------------------------------------------------------------------------------------------
+
+
+def layouts(play: Play) -> list[str]:
+    return [row["FABRIC_LAYOUT"] for row in play.starts() if row["rank"] == "0"]
+
+
+def test_a_script_that_cannot_build_a_layout_gets_the_next_one(play):
+    done = play.run(
+        "--ranks", "1:4", "--layout", "tp=4", "--layout", "tp=2", "--layout", "1", PLAY="78 78 78 0"
+    )
+    assert done.returncode == 0, done.stderr
+    assert layouts(play) == ["ranks=4,tp=4", "ranks=4,tp=2", "ranks=2,tp=2", "ranks=1"]
+
+
+def test_a_script_that_cannot_build_any_layout_is_not_started_again(play):
+    done = play.run("--ranks", "1:2", PLAY="78")
+    assert done.returncode == 1 and layouts(play) == ["ranks=2", "ranks=1"]
+    assert 'its script cannot build the layout "ranks=2" and "ranks=1"' in done.stderr
+
+
+def test_a_device_that_fails_twice_is_left_out(play):
+    """On the CPU a rank's number stands for its device."""
+    done = play.run("--ranks", "1:3", PLAY_0="0", PLAY_1="76 76 0", PLAY_2="0")
+    assert done.returncode == 0, done.stderr
+    assert layouts(play) == ["ranks=3", "ranks=3", "ranks=2"]
+    assert "device 1 has failed repeatedly" in done.stderr
+
+
+def test_a_count_that_is_no_range_needs_all_devices(play):
+    done = play.run("--ranks", "2", PLAY_0="0", PLAY_1="76")
+    assert done.returncode == 1 and layouts(play) == ["ranks=2", "ranks=2"]
+    assert "1 of its devices work, and 2 ranks are needed" in done.stderr
+
+
+# --- ends and signals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_all_ranks_and_no_attempt_follows(play, number, code):
+    launcher = play.start("--ranks", "2", PLAY="waits")
+    play.wait_ready(2)
+    launcher.send_signal(number)
+    assert launcher.wait(DEADLINE_S) == code
+    assert not any(map(runs, play.pids())) and len(play.starts()) == 2
+    assert sorted(play.lines("signals")) == [f"{rank} got {number.name}" for rank in (0, 1)]
+
+
+def test_other_signals_are_passed_on_and_end_nothing(play):
+    launcher = play.start("--ranks", "2", PLAY="waits")
+    play.wait_ready(2)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        launcher.send_signal(number)
+        play.wait_for(
+            lambda n=number: sum(n.name in line for line in play.lines("signals")) == 2, f"{number.name}"
+        )
+    assert launcher.poll() is None
+    launcher.terminate()
+    assert launcher.wait(DEADLINE_S) == 143
+
+
+def test_ranks_that_do_not_end_are_killed(play):
+    launcher = play.start("--ranks", "2", "--stop-s", "0.1", PLAY="waits-on")
+    play.wait_ready(2)
+    launcher.terminate()
+    assert launcher.wait(DEADLINE_S) == 143
+    assert not any(map(runs, play.pids()))
+
+
+def test_a_second_signal_kills_at_once(play):
+    launcher = play.start("--ranks", "2", "--stop-s", "100000", PLAY="waits-on")
+    play.wait_ready(2)
+    launcher.send_signal(signal.SIGINT)
+    play.wait_for(lambda: len(play.lines("signals")) == 2, "the first signal")
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(DEADLINE_S) == 130
+
+
+def test_a_signal_ends_the_wait_for_the_next_attempt(play):
+    launcher = play.start(PLAY="75")
+    for line in launcher.stderr:
+        if "attempt 5 begins in 8 s" in line:
+            break
+    launcher.terminate()
+    assert launcher.wait(DEADLINE_S) == 143
+    assert len(play.starts()) == 4
+
+
+@pytest.mark.parametrize("acts", ["leaves0", "leaves75 0"])
+def test_an_attempt_leaves_no_process_behind(play, acts):
+    assert play.run("--ranks", "2", PLAY=acts).returncode == 0
+    assert len(play.lines("children")) == 6
+    assert not any(map(runs, play.pids()))
+
+
+def test_a_killed_launcher_leaves_no_process_behind(play):
+    launcher = play.start("--ranks", "2", PLAY="leaveswaits")
+    play.wait_ready(2)
+    assert len(play.pids()) == 8 and all(map(runs, play.pids()))
+    launcher.kill()
+    launcher.wait(DEADLINE_S)
+    play.wait_gone()
+
+
+def test_a_process_without_the_mark_outlives_the_attempt(play):
+    """As a checkpoint server does, which is started without it, in a session of its own."""
+    script = """
+import subprocess, sys
+from fabric.runtime.process_environment import outliving_environment
+sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
+environment, null = outliving_environment(), subprocess.DEVNULL
+child = subprocess.Popen(sleep, start_new_session=True, env=environment, stdout=null, stderr=null)
+print(child.pid, flush=True)
+"""
+    play.script.write_text(script)
+    done = play.run("--log-dir", str(play.folder))
+    assert done.returncode == 0, done.stderr
+    pid = int(done.stdout)
+    assert runs(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------
+
+
+def refused(*words: str, **environment: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
+    command = [sys.executable, "-m", "fabric.cli.main", "launch", *words]
+    done = subprocess.run(
+        command,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "says"),
+    [
+        (["no-such.py"], {}, "there is no script no-such.py"),
+        (["--no-python", "no-such-program"], {}, "there is no program no-such-program"),
+        (["--no-python", "-m", "sh"], {}, "contradict each other"),
+        (["-m", "this"], {}, "no lighthouse is named: set FABRIC_LIGHTHOUSE"),
+        (["--lighthouse", "http://h:1", "-m", "this"], {}, 'FABRIC_REPLICA is ""'),
+        (["--lighthouse", "h:1", "-m", "this"], {}, "give URLs such as"),
+        (["--ranks", "4:1", "-m", "this"], {"FABRIC_DISABLE": "1"}, 'the number of ranks is "4:1"'),
+        (["--ranks", "3", "--layout", "tp=2", "-m", "this"], {"FABRIC_DISABLE": "1"}, "no layout of"),
+        (["--layout", "dp=2", "-m", "this"], {"FABRIC_DISABLE": "1"}, 'FABRIC_LAYOUT is "dp=2"'),
+        (
+            ["--log-dir", "/proc/no", "-m", "this"],
+            {"FABRIC_DISABLE": "1"},
+            "--log-dir /proc/no cannot be made",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_any_rank_starts(words, environment, says):
+    assert says in refused(*words, **environment)
+
+
+def test_a_script_that_has_its_own_settings_is_not_checked(play):
+    done = subprocess.run(
+        play.command("--no-check"),
+        env={k: v for k, v in play.environment().items() if not k.startswith("FABRIC_")},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_launcher_imports_no_torch():
+    code = (
+        "import sys; import fabric.cli.launch.command; "
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

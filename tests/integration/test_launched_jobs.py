@@ -1,0 +1,182 @@
+"""Replicas under ``fabric launch``, and under torchrun: real ranks are killed; the replica comes back."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from alone import losses_alone
+from job import EXAMPLES, HERE
+from layout_trainer import GLOBAL_BATCH, build
+from rank_job import RankJob
+
+STEPS = 36
+# Without `fabric run`, which imports torch at low priority: on a crowded host the test would take minutes.
+AT_ONCE = ["--ranks", "2", "--no-python", sys.executable]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=100", "--monitor-interval=0.1"]
+
+
+@dataclass
+class LaunchedJob(RankJob):
+    """Each replica is the process group of one launcher."""
+
+    launchers: dict[str, subprocess.Popen] = field(default_factory=dict)
+
+    def __exit__(self, *error) -> None:
+        for launcher in self.launchers.values():
+            launcher.terminate()
+        for launcher in self.launchers.values():
+            try:
+                launcher.wait(60)
+            finally:
+                launcher.kill()
+        super().__exit__(*error)
+
+    def launch(self, replica: str, *options: str, torchrun: bool = False, **more: str) -> None:
+        """Start a replica's launcher; its ranks write down what they were started with."""
+        program = [*TORCHRUN, *options] if torchrun else ["-m", "fabric.cli.main", "launch", *options]
+        environment = self.trainer_environment(
+            replica,
+            LAUNCHED_NOTES=str(self.folder / f"{replica}.notes"),
+            PYTHONPATH=f"{HERE}{os.pathsep}{EXAMPLES}",
+            OMP_NUM_THREADS="1",
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+            **more,
+        )
+        with (self.folder / f"{replica}.log").open("ab") as log:
+            self.launchers[replica] = subprocess.Popen(
+                [sys.executable, *program, str(HERE / "launched_trainer.py")],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.groups[replica] = [f"{replica}.{rank}" for rank in range(self.ranks)]
+
+    def notes(self, replica: str) -> list[list[str]]:
+        """Rank, process, rendezvous port and layout of every start of a rank."""
+        path = self.folder / f"{replica}.notes"
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def pid(self, replica: str, rank: int) -> int:
+        return [int(pid) for number, pid, _, _ in self.notes(replica) if number == str(rank)][-1]
+
+    def wait_step(self, replica: str, step: int) -> None:
+        def reached() -> bool:
+            assert self.launchers[replica].poll() is None, self.logs()
+            return any(event["step"] >= step for event in self.events(replica, "commit"))
+
+        self.wait_for(reached, f"step {step} of {replica}")
+
+    def end_codes(self) -> dict[str, int]:
+        self.wait_for(
+            lambda: all(launcher.poll() is not None for launcher in self.launchers.values()),
+            "the launchers' ends",
+        )
+        return {replica: launcher.returncode for replica, launcher in self.launchers.items()}
+
+    def losses(self, replica: str) -> dict[int, float]:
+        lines = re.findall(
+            r"^(?:\[0\] )?loss (\d+) (\S+)$", (self.folder / f"{replica}.log").read_text(), re.M
+        )
+        return {int(number): float(loss) for number, loss in lines}
+
+
+@pytest.fixture
+def job(zygote, tmp_path):
+    environment = {"TINY_STEPS": str(STEPS), "TINY_PATIENT_STEPS": "30", "FABRIC_REPLICAS": "2"}
+    with LaunchedJob(zygote, tmp_path, replicas=2, ranks=2, environment=environment) as running:
+        yield running
+
+
+def check_ends(job: LaunchedJob) -> None:
+    """Both replicas have finished with equal lanes; the one that was never killed trained as one process."""
+    assert job.end_codes() == {"r0": 0, "r1": 0}, job.logs()
+    again = [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 8]
+    assert again, f"the killed replica never contributed again\n{job.logs()}"
+    job.check_lanes(STEPS)
+    losses, alone = job.losses("r0"), losses_alone(build(), STEPS, GLOBAL_BATCH)
+    assert sorted(losses) == list(range(STEPS))
+    assert [losses[n] for n in range(STEPS)] == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_killed_rank_brings_the_whole_replica_back_with_a_fresh_rendezvous(job):
+    job.launch("r0", "--ranks", "2")
+    job.launch("r1", "--ranks", "2")
+    job.wait_step("r1", 5)
+    servers = job.server_pids()
+    os.kill(job.pid("r1", 1), signal.SIGKILL)
+    check_ends(job)
+    starts = job.notes("r1")
+    assert len(starts) == 4 and len({pid for _, pid, _, _ in starts}) == 4, "both ranks were started again"
+    before, after = {row[2] for row in starts[:2]}, {row[2] for row in starts[2:]}
+    assert len(before) == len(after) == 1 and before != after, starts
+    assert len(job.notes("r0")) == 2, "the other replica's ranks were started once"
+    assert len(servers) == 4, "each rank had a checkpoint server"
+
+
+def test_torchrun_still_brings_a_replica_back(job):
+    job.launch("r0", "--nproc-per-node=2", torchrun=True)
+    job.launch("r1", "--nproc-per-node=2", torchrun=True)
+    job.wait_step("r1", 5)
+    os.kill(job.pid("r1", 1), signal.SIGKILL)
+    check_ends(job)
+
+
+def test_checkpoint_servers_outlive_the_ranks_and_a_killed_launcher(job):
+    """SIGKILL of the launcher ends its ranks and no server, so that the next ranks find their state."""
+    job.launch("r0", *AT_ONCE)
+    job.launch("r1", *AT_ONCE)
+    job.wait_step("r1", 5)
+    servers, ranks = set(job.server_pids()), [job.pid("r1", rank) for rank in range(2)]
+    job.launchers["r1"].kill()
+    job.wait_for(lambda: not any(map(lives, ranks)), "the end of the ranks")
+    assert set(job.server_pids()) == servers
+    job.launch("r1", *AT_ONCE)
+    check_ends(job)
+
+
+def test_the_users_mistake_ends_every_launcher_after_one_start(job):
+    job.launch("r0", "--ranks", "2")
+    job.launch("r1", "--ranks", "2", SHARDED_RAISES="1@4")
+    assert job.end_codes() == {"r0": 1, "r1": 1}, job.logs()
+    assert len(job.notes("r0")) == len(job.notes("r1")) == 2
+    said = (job.folder / "r1.log").read_text()
+    assert "ValueError: the user's own mistake" in said and "the replica is not started again" in said
+
+
+def test_a_replica_alone_goes_on_with_fewer_ranks(zygote, tmp_path):
+    """The device of rank 1 fails in two attempts. The state of two ranks is read by one, from memory."""
+    steps, gate = 14, tmp_path / "gate"
+    environment = {
+        "TINY_STEPS": str(steps),
+        "FABRIC_SNAPSHOT_EVERY": "2",
+        "LAUNCHED_DEVICE": "1@6",
+        "LAUNCHED_GATE": str(gate),
+    }
+    with LaunchedJob(zygote, tmp_path, replicas=1, ranks=2, environment=environment) as job:
+        job.launch("r0", "--ranks", "1:2", *AT_ONCE[2:])
+        job.wait_step("r0", 5)
+        job.wait_for(lambda: (job.status()["recoverable"] or {}).get("step", -1) >= 4, "a snapshot of step 4")
+        gate.touch()
+        assert job.end_codes() == {"r0": 0}, job.logs()
+        said, layouts = (job.folder / "r0.log").read_text(), [row[3] for row in job.notes("r0")]
+        assert layouts == ["ranks=2"] * 4 + ["ranks=1"] and "device 1 has failed repeatedly" in said, said
+        joined = job.events("r0", "join")[-1]
+        assert joined["resharded"] and joined["step"] >= 4, joined
+        losses, expected = job.losses("r0"), losses_alone(build(), steps, GLOBAL_BATCH)
+        assert sorted(losses) == list(range(steps))
+        assert [losses[n] for n in range(steps)] == pytest.approx(expected, rel=1e-4)
+
+
+def lives(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"

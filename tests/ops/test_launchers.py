@@ -1,61 +1,26 @@
-"""The launchers of ops/ do what a trainer's exit code asks for, with programs that only play a part."""
+"""The Slurm script does what a replica's exit code asks for, with programs that only play a part."""
 
 import os
 import re
-import shutil
-import signal
 import subprocess
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
-REPLICA = OPS / "launch" / "replica.sh"
 SLURM = OPS / "slurm" / "train.sbatch"
 DEADLINE_S = 120
 
-# Plays torchrun: it runs the ranks one after the other, and makes 1 of every code that is not 0.
-_TORCHRUN = """#!/bin/sh
-ranks=1
-while [ "$1" != --no-python ]; do
-    case $1 in --nproc-per-node=*) ranks=${1#*=} ;; --max-restarts=0 | --standalone) ;; *) exit 99 ;; esac
-    shift
-done
-shift
-failed=0
-rank=0
-while [ $rank -lt "$ranks" ]; do
-    LOCAL_RANK=$rank "$@" || failed=1
-    rank=$((rank + 1))
-done
-exit $failed
-"""
-
-# The same for one rank, which it ends when it is told to end, as torchrun does.
-_TORCHRUN_THAT_HEARS = """#!/bin/sh
-while [ "$1" != --no-python ]; do shift; done
-shift
-trap 'kill -TERM -$child; wait $child; exit 1' TERM
-LOCAL_RANK=0 setsid "$@" &
-child=$!
-wait $child
-exit 1
-"""
-
-# Plays the trainer: each start takes the next line of codes, a code per rank.
+# Plays the launcher: each attempt takes the next line of codes, and 75 is restarted.
 _FABRIC = """#!/bin/sh
-[ "$1 $2" = "run train.py" ] || exit 99
+[ "$*" = "launch train.py" ] || exit 99
 mine=$PLAY/$FABRIC_REPLICA
-echo "$FABRIC_REPLICA" >> "$mine.starts"
-: "${LOCAL_RANK:?}"
-[ "$LOCAL_RANK" -ne 0 ] || { sed -n 1p "$mine" > "$mine.now"; sed -i 1d "$mine"; }
-code=$(cut -d' ' -f$((LOCAL_RANK + 1)) "$mine.now")
-[ "$code" != killed ] || kill -9 $PPID $$
-[ "$code" != waits ] || { echo $$ > "$PLAY/ready"; exec /bin/sleep 1000; }
-exit "${code:-98}"
+while :; do
+    echo "$FABRIC_REPLICA" >> "$mine.starts"
+    code=$(sed -n 1p "$mine")
+    sed -i 1d "$mine"
+    [ "$code" = 75 ] || exit "${code:-98}"
+done
 """
 
 # Plays Slurm's step: it checks what it is asked for, and loses a node where the play says so.
@@ -84,10 +49,6 @@ _SCONTROL = """#!/bin/sh
 printf 'node1\\nnode2\\nnode3\\n'
 """
 
-_SLEEP = """#!/bin/sh
-echo "$1" >> "$PLAY/sleeps"
-"""
-
 
 class Play:
     """A folder of programs that play their parts, and what each replica's trainer ends with."""
@@ -99,11 +60,9 @@ class Play:
         for path in (self.folder, self.programs, self.temporary):
             path.mkdir()
         for name, text in (
-            ("torchrun", _TORCHRUN),
             ("fabric", _FABRIC),
             ("srun", _SRUN),
             ("scontrol", _SCONTROL),
-            ("sleep", _SLEEP),
         ):
             self.program(name, text)
 
@@ -128,16 +87,6 @@ class Play:
             **others,
         }
 
-    def launch(self, **others: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(REPLICA), "train.py"],
-            env=self.environment(**others),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-
     def submit(self, **others: str) -> subprocess.CompletedProcess[str]:
         job = {
             "SLURM_JOB_NAME": "gpt",
@@ -161,97 +110,6 @@ class Play:
 @pytest.fixture
 def play(tmp_path: Path) -> Play:
     return Play(tmp_path)
-
-
-# --- one replica ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("codes", "ends", "starts"),
-    [
-        ("0", 0, 1),
-        ("75 75 0", 0, 3),
-        ("1", 1, 1),
-        ("75 1 0", 1, 2),
-        ("139 0", 0, 2),
-        ("killed 0", 0, 2),
-    ],
-)
-def test_75_and_deaths_are_restarts_and_1_is_the_end(play, codes, ends, starts):
-    play.ends_with("r0", *codes.split())
-    done = play.launch()
-    assert done.returncode == ends, done.stderr
-    assert play.starts("r0") == starts
-    assert ("a restart does not help" in done.stderr) == (ends == 1)
-    assert list(play.temporary.iterdir()) == []
-
-
-def test_a_rank_that_exits_with_1_is_enough_and_one_that_was_killed_is_not(play):
-    play.ends_with("r0", "143 75", "143 1", "0 0")
-    done = play.launch(RANKS="2")
-    assert done.returncode == 1 and play.starts("r0") == 4, done.stderr
-    assert "ended with 143 75" in done.stderr
-
-
-def test_quick_deaths_are_restarted_more_and_more_slowly(play):
-    play.ends_with("r0", *["75"] * 8, "0")
-    assert play.launch().returncode == 0
-    assert (play.folder / "sleeps").read_text().split() == ["1", "2", "4", "8", "16", "30", "30", "30"]
-
-
-def test_without_torchrun_it_ends_at_once(play):
-    (play.programs / "torchrun").unlink()
-    path = f"{play.programs}:/usr/bin:/bin"
-    if shutil.which("torchrun", path=path) is None:
-        done = play.launch(PATH=path)
-        assert done.returncode == 127 and "cannot be started" in done.stderr
-
-
-def test_a_drained_replica_asks_to_be_started_elsewhere(play, tmp_path):
-    leaves = tmp_path / "leaves"
-    play.ends_with("r0", "0", "0")
-    assert play.launch(LEAVE_FILE=str(leaves)).returncode == 0
-    leaves.touch()
-    assert play.launch(LEAVE_FILE=str(leaves)).returncode == 75
-
-
-def test_the_end_of_the_launcher_ends_its_trainer_and_starts_no_other(play):
-    play.ends_with("r0", "waits", "0")
-    os.mkfifo(play.folder / "ready")
-    play.program("torchrun", _TORCHRUN_THAT_HEARS)
-    process = subprocess.Popen([str(REPLICA), "train.py"], env=play.environment(), stderr=subprocess.DEVNULL)
-    trainer = int((play.folder / "ready").read_text())
-    process.send_signal(signal.SIGTERM)
-    try:
-        assert process.wait(DEADLINE_S) == 143
-        deadline = time.monotonic() + DEADLINE_S
-        while runs(trainer):
-            assert time.monotonic() < deadline, "the trainer outlives its launcher"
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        with suppress(ProcessLookupError):
-            os.kill(trainer, signal.SIGKILL)
-    assert play.starts("r0") == 1
-
-
-def runs(pid: int) -> bool:
-    """Whether the process is there, and no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def test_real_torchrun_keeps_the_codes_of_its_ranks_apart(play):
-    """torchrun itself ends with 1 for both of these."""
-    (play.programs / "torchrun").unlink()
-    (play.programs / "torchrun").symlink_to(Path(sys.executable).parent / "torchrun")
-    play.ends_with("r0", "75", "1")
-    done = play.launch(OMP_NUM_THREADS="1")
-    assert done.returncode == 1 and play.starts("r0") == 2, done.stderr
-    assert "ended with 75" in done.stderr
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ FILES = sorted(path for path in OPS.rglob("*") if path.is_file() and path.name !
 KUBERNETES = sorted((OPS / "kubernetes").rglob("*.yaml"))
 BASE = sorted((OPS / "kubernetes" / "base").glob("*.yaml"))
 JOB = OPS / "kubernetes" / "trainer-job.yaml"
+OUR_COMMANDS = ("lighthouse", "ckpt-server", "launch")
 OVERLAYS = ["", "overlays/tls", "overlays/external-etcd", "overlays/monitoring"]
 
 
@@ -59,7 +60,9 @@ def command_lines() -> list[tuple[str, list[str]]]:
             for mapping in (m for d in documents(path) for m in walk(d)):
                 for key in ("args", "command"):
                     words = mapping.get(key)
-                    if isinstance(words, list) and words and words[0] in ("lighthouse", "ckpt-server"):
+                    if isinstance(words, list) and words[:1] == ["fabric"]:
+                        words = words[1:]
+                    if isinstance(words, list) and words and words[0] in OUR_COMMANDS:
                         found.append((path.name, [str(word) for word in words]))
         for line in path.read_text().splitlines():
             command = re.match(r"ExecStart=\S*/fabric (.*)", line)
@@ -70,7 +73,7 @@ def command_lines() -> list[tuple[str, list[str]]]:
 
 def test_there_are_command_lines_of_both_services():
     used = {arguments[0] for _, arguments in command_lines()}
-    assert used == {"lighthouse", "ckpt-server"} and len(command_lines()) >= 5
+    assert used == {"lighthouse", "ckpt-server", "launch"} and len(command_lines()) >= 7
 
 
 @pytest.mark.parametrize("name, arguments", command_lines(), ids=lambda x: x if isinstance(x, str) else "")
@@ -83,17 +86,12 @@ def test_our_own_parser_takes_every_command_line(name, arguments):
     command.make_context(arguments[0], list(arguments[1:]))
 
 
-def test_trainers_are_started_by_a_launcher_that_knows_their_exit_codes():
-    """torchrun makes 1 of every code, so it restarts nothing itself; ``fabric run`` starts each script."""
-    script = (OPS / "launch" / "replica.sh").read_text()
-    (started,) = re.findall(r"^ *CODES=\S+ torchrun .*?[^\\]\n", script, re.MULTILINE | re.DOTALL)
-    assert "--max-restarts=0 --no-python" in started and ' fabric run "$@"' in started
+def test_trainers_are_started_by_the_launcher_that_knows_their_exit_codes():
+    """torchrun makes 1 of every code."""
     for path in FILES:
-        if path.name != "replica.sh" and path.suffix != ".md":
+        if path.suffix != ".md":
             uses = [line for line in path.read_text().splitlines() if re.search(r"\btrain\.py\b", line)]
-            assert all(re.search(r"fabric-replica\b|\$launcher\b|\breplica\.sh\b", line) for line in uses), (
-                path
-            )
+            assert all(re.search(r"fabric,? launch\b", line) for line in uses), path
 
 
 # --- settings ---------------------------------------------------------------------------------------------
@@ -258,9 +256,7 @@ def test_a_pod_that_has_to_go_is_drained_first():
     cli.get_command(click.Context(cli), "drain").make_context("drain", drain[1:])
     assert {"FABRIC_LIGHTHOUSE", "FABRIC_JOB", "FABRIC_TOKEN_FILE"} <= environment
     assert pod["terminationGracePeriodSeconds"] >= 300
-    assert (
-        trainer["command"][0] == "fabric-replica" and "LEAVE_FILE" in (OPS / "launch/replica.sh").read_text()
-    )
+    assert trainer["command"][:3] == ["fabric", "launch", "--leave-file=$(LEAVE_FILE)"]
 
 
 def test_the_sidecar_and_its_trainer_agree():

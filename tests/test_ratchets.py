@@ -28,7 +28,7 @@ LIMITS = {
     "reads of a core's fields by a shell": 0,
     "banned phrases in docstrings and comments": 3,
     "banned phrases in pages": 10,
-    "lines of fabric/": 57_000,
+    "lines of fabric/": 57_019,
 }
 
 MAX_ATTRIBUTES = 20

@@ -73,6 +73,14 @@ class AllCalls:
         calls = [c for x in self.recordings if x.process == process for c in x.collectives[-1:]]
         return max(calls, key=lambda call: call.created_ns, default=None)
 
+    def where(self, process: Process, call: RecordedCollective) -> str:
+        """The line of the program that called it, as the end of a sentence; empty where it is unknown."""
+        if call.at:
+            return f", called at {call.at}"
+        recording = self.recording(process)
+        frame = recording.user_frame if recording is not None and call.is_pending else ""
+        return f", its main thread is at {frame}" if frame else ""
+
     def recording(self, process: Process) -> Recording | None:
         return next((x for x in self.recordings if x.process == process), None)
 

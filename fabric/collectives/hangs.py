@@ -201,8 +201,8 @@ def _absence(everything: AllCalls, pending: Sequence[Wait], process: Process, no
     else:
         reason = everything.unread.get(process, "no recording of it was given")
         why = (
-            f"{others} {verb}{since} in {first.call.words}, every other rank that was read has come to it,"
-            f" and {name} was not read: {reason}"
+            f"{others} {verb}{since} in {first.call.words}, to which every rank that was read has come;"
+            f" {name} was not read: {reason}"
         )
     evidence = _whereabouts(everything, process) + [_evidence(everything, w) for w in waiting]
     indirect = {w.process for w in pending} - {w.process for w in waiting}
@@ -253,10 +253,10 @@ def _whereabouts(everything: AllCalls, process: Process) -> list[str]:
         lines.append(f"{name}: its main thread is at {recording.main[0]}")
     last = everything.last_call(process)
     if last is not None:
-        at = f", called at {last.at}" if last.at else ""
         left = ", and it has not left it" if last.is_pending else ""
+        at = f", called at {last.at}" if last.at else ""
         lines.append(f"{name}: the last that it came to is {last.words}{at}{left}")
-    elif recording is not None:
+    elif recording is not None and process not in everything.unread:
         lines.append(f"{name}: its recording is empty: it has come to no collective, or records none")
     return lines
 
@@ -264,9 +264,9 @@ def _whereabouts(everything: AllCalls, process: Process) -> list[str]:
 def _evidence(everything: AllCalls, wait: Wait) -> str:
     call = wait.call
     how = "was given up in" if call.has_failed else "waits in" if call.is_pending else "has left"
-    at = f", called at {call.at}" if call.at else ""
+    where = everything.where(wait.process, call)
     note = f" ({call.note})" if call.note else ""
-    return f"{everything.name(wait.process)}: {how} {call.words} of {call.shape_words}{at}{note}"
+    return f"{everything.name(wait.process)}: {how} {call.words} of {call.shape_words}{where}{note}"
 
 
 def still(pending: Iterable[Wait], earlier: Iterable[Wait]) -> list[Wait]:

@@ -78,9 +78,8 @@ def _conclusion(
         tense = verb if call.is_pending else ("was" if verb == "is" else "were")
         what = call.operation if verdict == OPERATION else f"{call.operation} of {call.shape_words}"
         parts.append(f"{everything.listed(sides[side])} {tense} in {what}")
-    first = present[sides[usual][0]]
-    where = first.words.partition("(")[2].rstrip(")") if "(number" in first.words else first.words
-    why = f"{' where '.join(parts[:3])}, at one place of the sequence ({where})"
+    place = present[sides[usual][0]].place_words
+    why = f"{' where '.join(parts[:3])}, at one place of the sequence ({place})"
     if all(not call.is_pending and not call.has_failed for call in present.values()):
         why += "; it ended all the same, so its result may be wrong"
     evidence = [_evidence(everything, process, present[process]) for process in odd]
@@ -89,8 +88,8 @@ def _conclusion(
 
 
 def _evidence(everything: AllCalls, process: Process, call: RecordedCollective) -> str:
-    at = f", called at {call.at}" if call.at else ""
-    return f"{everything.name(process)}: {call.operation} of {call.shape_words}{at}"
+    where = everything.where(process, call)
+    return f"{everything.name(process)}: {call.operation} of {call.shape_words}{where}"
 
 
 def _transfers(everything: AllCalls, calls: GroupCalls) -> Iterator[Conclusion]:

@@ -89,7 +89,14 @@ class RecordedCollective:
         if self.peer is not None:
             direction = "to" if self.operation == "send" else "from"
             return f"{self.operation} {direction} rank {self.peer} of {self.group.words}"
-        return f"{self.operation} (number {self.number} of {self.group.words})"
+        return f"{self.operation} ({self.place_words})"
+
+    @property
+    def place_words(self) -> str:
+        """Name its place in the sequence of its group."""
+        if self.backend == OWN_BACKEND:
+            return f"step {self.number}"
+        return f"number {self.number} of {self.group.words}"
 
     @property
     def shape_words(self) -> str:
@@ -115,6 +122,11 @@ class Recording:
     ranks_named: frozenset[int] = frozenset()  # members of groups that gloo gives no name
     main: tuple[str, ...] = ()  # the main thread's stack, innermost first; only of living processes
     process_state: str = ""  # the kernel's word of the process; only of living processes
+
+    @property
+    def user_frame(self) -> str:
+        """The innermost frame of the main thread outside of the libraries; empty where there is none."""
+        return next((frame for frame in self.main if not _LIBRARY.search(frame)), "")
 
 
 def read_recording(data: bytes, process: Process, source: str) -> Recording:

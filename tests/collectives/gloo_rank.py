@@ -73,12 +73,12 @@ class GlooRank:
         dist.all_reduce(torch.ones(2), group=self.second if self.rank else self.first, async_op=True)
 
     def straggler(self) -> None:
-        """The last rank comes when all others have come, and 5 ms later still."""
+        """The last rank comes when all others have come, and 20 ms later still."""
         last = self.world - 1
         for number in range(LATE_ROUNDS):
             if self.rank == last:
                 self.store.wait([f"came-{rank}-{number}" for rank in range(last)])
-                time.sleep(0.005)
+                time.sleep(0.02)
             work = dist.all_reduce(torch.ones(4), async_op=True)
             self.store.set(f"came-{self.rank}-{number}", "yes")
             work.wait()

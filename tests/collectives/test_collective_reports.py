@@ -1,6 +1,7 @@
 """Conclusions from dumps in NCCL's form, generated in ``nccl_dumps.py``: none is from a run on GPUs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from nccl_dumps import dump, entry, pickled
@@ -100,7 +101,10 @@ def test_the_minority_is_blamed_for_another_operation():
     usual, odd = entry(2, state="started"), entry(2, "_reduce_scatter_base", state="started")
     [conclusion] = explained({0: [entry(1), usual], 1: [entry(1), odd], 2: [entry(1), usual]}).conclusions
     assert (conclusion.verdict, conclusion.about) == ("mismatched operation", ("rank 1",))
-    assert "rank 1 is in _reduce_scatter_base where rank 0 and rank 2 are in all_reduce" in conclusion.why
+    assert conclusion.why == (
+        "rank 1 is in _reduce_scatter_base where rank 0 and rank 2 are in all_reduce, at one place of the"
+        " sequence (number 2 of group 0 (default_pg))"
+    )
 
 
 def test_what_follows_a_mismatch_is_not_told_again():
@@ -273,3 +277,25 @@ def test_a_call_that_has_ended_at_one_rank_may_be_about_to_end_at_another():
     assert explain(read).conclusions[0].verdict == "nothing found"
     [conclusion] = explain(read, earlier=waits(side_by_side(read))).conclusions
     assert (conclusion.verdict, conclusion.about) == ("stuck transfer", ("rank 1",))
+
+
+def test_the_stack_of_a_living_process_tells_where_json_has_no_lines():
+    body = dump([entry(1, state="started", frames=[])], {"0": ("default_pg", [0, 1])})
+    main = (
+        "/v/site-packages/torch/distributed/distributed_c10d.py:3 all_reduce",
+        "/home/user/train.py:7 fit",
+    )
+    waiting = replace(parse_recording(body, Process("", 0), "x"), main=main)
+    away = parse_recording(dump([], {}), Process("", 1), "x")
+    [conclusion] = explain([waiting, away]).conclusions
+    assert conclusion.evidence[-1].endswith(", its main thread is at /home/user/train.py:7 fit")
+
+
+def test_a_process_that_was_not_read_is_not_said_to_have_an_empty_recording():
+    silent = Process("r1", 0)
+    stack = replace(parse_recording({"entries": []}, silent, "x"), main=("/home/user/train.py:7 stuck",))
+    read = [own("r0", [entry(2, state="started")], ["r0", "r1"]), stack]
+    [conclusion] = explain(read, {silent: "the trainer did not answer"}).conclusions
+    assert conclusion.why.endswith("r1 was not read: the trainer did not answer")
+    assert conclusion.evidence[0] == "r1: its main thread is at /home/user/train.py:7 stuck"
+    assert not any("its recording is empty" in line for line in conclusion.evidence)

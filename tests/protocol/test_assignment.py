@@ -33,7 +33,7 @@ def flat(given_out):
 
 
 @given(counts, shares_of)
-def test_apportion_gives_everything_and_nobody_is_off_by_one(count, shares):
+def test_apportion_gives_everything_and_no_part_is_off_by_one(count, shares):
     parts = apportion(count, shares)
     assert sum(parts) == count
     weights = shares if sum(shares) else [1] * len(shares)
@@ -76,7 +76,7 @@ def test_spread_levels_equal_members(count, loads):
     assert max(after[i] for i in received) - min(after) <= 1
 
 
-def test_nobody_left_is_an_error():
+def test_an_assignment_without_members_is_an_error():
     with pytest.raises(ValueError, match="nobody is left"):
         assign(range(3), [])
     with pytest.raises(ValueError, match="nobody is left"):
@@ -105,9 +105,7 @@ def home_of(count, sharing, members):
 
 
 @given(counts, sharings, st.lists(rosters, min_size=1, max_size=4), st.sets(st.integers(0, 59), max_size=5))
-def test_over_any_history_nothing_is_computed_twice_and_what_is_left_out_is_explained(
-    count, sharing, history, skip
-):
+def test_no_history_computes_a_micro_batch_twice_or_leaves_one_out_unexplained(count, sharing, history, skip):
     work = Work(count, sharing)
     for pairs in history:
         members = seated_roster(pairs)
@@ -141,7 +139,7 @@ def test_with_equal_shares_a_part_never_moves_under_shrink(count, data_slots, th
 
 
 @given(counts, sharings, rosters, st.data())
-def test_a_redone_step_gives_what_is_missing_once_to_who_may_compute_it(count, sharing, pairs, data):
+def test_a_redone_step_gives_each_missing_micro_batch_to_one_able_member(count, sharing, pairs, data):
     members = seated_roster(pairs)
     whole = share_out(Work(count, sharing), members, members)
     dead = data.draw(st.sets(st.sampled_from([m.replica for m in members]), max_size=len(members) - 1))
@@ -162,7 +160,7 @@ def test_a_redone_step_gives_what_is_missing_once_to_who_may_compute_it(count, s
     st.lists(st.integers(-1, 4), min_size=1, max_size=6),
     st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5)),
 )
-def test_everybody_sits_and_nobody_on_anothers_seat(wishes, remembered):
+def test_every_member_has_a_data_slot_of_its_own(wishes, remembered):
     members = [
         Member(name, 1, "", "", data_slot=data_slot)
         for name, data_slot in zip("abcdef", wishes, strict=False)
@@ -176,11 +174,11 @@ def test_everybody_sits_and_nobody_on_anothers_seat(wishes, remembered):
         assert now.data_slot == member.data_slot or not alone or member.data_slot < 0
 
 
-def test_who_comes_back_sits_where_it_sat():
+def test_a_member_that_comes_back_gets_its_old_data_slot():
     members = [Member("b", 1, "", "", data_slot=1), Member("a", 2, "", "")]
     assert [m.data_slot for m in seated(members, {"a": 0, "c": 2})] == [1, 0]
 
 
-def test_nobody_able_is_an_error_under_every_policy():
+def test_an_assignment_without_able_members_is_an_error_under_every_policy():
     with pytest.raises(ValueError, match="nobody is left"):
         share_out(Work(4, Sharing("shrink")), [], [])

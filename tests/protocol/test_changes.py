@@ -50,7 +50,7 @@ def test_equal_digests_are_equal_rosters(one, other):
     assert (one.roster_digest == other.roster_digest) == (one.roster == other.roster)
 
 
-def test_what_is_told_of_a_death_among_thousands_is_short():
+def test_the_messages_about_a_death_among_thousands_are_short():
     before = record_of(" ".join(f"r{i}" for i in range(10_000)))
     after = replace(before, epoch=3, roster=before.roster[:5000] + before.roster[5001:])
     told = roster_delta.change(before, after)
@@ -76,7 +76,7 @@ def evicted(*knowing):
     return lighthouse
 
 
-def test_members_are_told_what_changed_and_older_versions_the_whole():
+def test_members_get_the_roster_delta_and_older_versions_the_roster():
     lighthouse = evicted("a")
     assert [name for name, _ in lighthouse.sent(m.RosterDelta)] == ["a"]
     assert "b" in [name for name, _ in lighthouse.sent(m.Epoch)]
@@ -84,13 +84,13 @@ def test_members_are_told_what_changed_and_older_versions_the_whole():
     assert told.left == ("c",) and told.after == lighthouse.record.roster_digest
 
 
-def test_all_are_told_by_the_same_object_so_that_it_is_serialised_once():
+def test_all_members_get_the_same_object_so_that_it_is_serialised_once():
     lighthouse = evicted("a", "b")
     (_, one), (_, other) = lighthouse.sent(m.RosterDelta)
     assert one is other
 
 
-def test_whoever_asks_gets_the_whole_roster_of_the_epoch_in_force():
+def test_a_member_that_asks_gets_the_roster_of_the_epoch_in_force():
     lighthouse = evicted("a")
     lighthouse.effects.clear()
     lighthouse.say("a", m.RequestRoster(replace(lighthouse.record.fence, epoch=1)))
@@ -102,7 +102,7 @@ def test_whoever_asks_gets_the_whole_roster_of_the_epoch_in_force():
 
 
 @pytest.mark.parametrize("held", ["in force", "before", "another"])
-def test_a_session_that_begins_again_is_told_only_what_it_lacks(held):
+def test_a_session_that_begins_again_gets_only_the_part_that_it_lacks(held):
     before = started("a b c").record
     lighthouse = evicted()
     after = roster_delta.for_members(lighthouse.record)
@@ -117,7 +117,7 @@ def test_a_session_that_begins_again_is_told_only_what_it_lacks(held):
         assert not whole and roster_delta.applied(changed[0][1], known) == after
 
 
-def test_everybody_is_told_its_own_row_of_the_decision():
+def test_every_member_gets_its_own_row_of_the_decision():
     lighthouse = evicted()
     lighthouse.effects.clear()
     lighthouse.say("a", report_of(lighthouse.record, 5, have=(0, 1, 2)))
@@ -155,14 +155,14 @@ def test_a_change_of_the_past_is_not_asked_about():
     assert not trainer.said(m.RequestRoster) and trainer.core.view.newest.epoch == 7
 
 
-def test_a_leader_that_knows_no_changes_is_told_the_roster_of_the_round():
+def test_a_leader_without_deltas_gets_the_roster_of_the_round():
     trainer = running()
     trainer.leader(m.Epoch(SECOND))
     (report,) = trainer.said(m.Report)
     assert report.round_lacked is None and report.round_roster == FIRST.names
 
 
-def test_a_session_names_the_roster_that_it_holds():
+def test_a_session_names_the_roster_of_its_member():
     trainer = running()
     trainer.do(member_events.LeaderConnected())
     (session,) = trainer.said(m.OpenSession)

@@ -23,7 +23,7 @@ def dropped(decision):
     return {a.replica for a in decision.table if a.drop}
 
 
-def test_all_of_the_round_hold_so_it_is_committed():
+def test_a_round_that_all_have_prepared_is_committed():
     record = record_of("a b")
     reports = {n: report_of(record, 7, ABC, prepared="g", have=(0, 1)) for n in "ab"}
     decision = decide(record, reports, M)
@@ -31,7 +31,7 @@ def test_all_of_the_round_hold_so_it_is_committed():
     assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
 
 
-def test_a_disputed_round_is_redone_by_whoever_is_left():
+def test_a_disputed_round_is_redone_by_the_members_that_are_left():
     """The others said that they hold something else, and died: nobody can have committed it."""
     record = record_of("a")
     report = report_of(record, 7, ABC, prepared="wrong", have=(0, 1))
@@ -48,7 +48,7 @@ def test_a_minority_in_a_disputed_round_is_evicted_all_the_same():
     assert isinstance(decision, Evict) and decision.replicas == ("c",)
 
 
-def test_one_reporter_that_does_not_hold_is_enough_to_redo():
+def test_one_reporter_that_has_not_prepared_is_enough_to_redo():
     record = record_of("a b")
     reports = {
         "a": report_of(record, 7, ABC, prepared="g", have=(0, 1)),
@@ -59,13 +59,13 @@ def test_one_reporter_that_does_not_hold_is_enough_to_redo():
     assert table_of(decision) == {"a": (), "b": (3,)}
 
 
-def test_who_never_entered_the_round_of_its_roster_does_not_hold_it():
+def test_a_member_that_never_entered_the_round_has_not_prepared_it():
     record = record_of("a b")
     reports = {"a": report_of(record, 7, ABC, prepared="g", have=range(4)), "b": report_of(record, 7)}
     assert decide(record, reports, M).step == 7
 
 
-def test_a_hold_of_an_older_round_does_not_count_in_a_newer_one():
+def test_a_prepared_older_round_does_not_count_in_a_newer_one():
     record = record_of("a b", epoch=4)
     reports = {
         "a": report_of(record, 7, (1, 7, "a b"), prepared="old", have=(0, 1)),
@@ -76,7 +76,7 @@ def test_a_hold_of_an_older_round_does_not_count_in_a_newer_one():
     assert table_of(decision) == {"a": (), "b": ()}
 
 
-def test_who_left_the_barrier_pulls_the_others_after_it():
+def test_a_member_that_has_committed_pulls_the_others_after_it():
     record = record_of("a b")
     reports = {
         "a": report_of(record, 8, ABC, committed="g", have=()),
@@ -88,7 +88,7 @@ def test_who_left_the_barrier_pulls_the_others_after_it():
     assert all(table_of(decision).values()), "b commits at once, so it computes too"
 
 
-def test_who_is_behind_without_a_hold_computes_nothing():
+def test_a_member_behind_without_a_prepared_round_computes_nothing():
     record = record_of("a b")
     reports = {"a": report_of(record, 8, (1, 8, "a b"), committed="g"), "b": report_of(record, 7, ABC)}
     decision = decide(record, reports, M)
@@ -120,7 +120,7 @@ def test_a_cold_start_begins_at_its_base_with_nothing_kept():
     assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
 
 
-def test_when_nobody_has_begun_the_generation_it_begins_again():
+def test_a_generation_that_no_member_has_begun_begins_again():
     """The cold start's own decision was superseded before anybody adopted it."""
     record = record_of("a b", epoch=6, cold=5, generation=2, base=Base(1, 3, "d"))
     reports = {n: report_of(record, 0, generation=0) for n in "ab"}
@@ -177,7 +177,7 @@ def test_a_majority_wins_over_tenure():
 
 
 @pytest.mark.parametrize("left", ["a", "a b"])
-def test_whom_a_majority_has_outvoted_is_evicted_though_that_majority_is_gone(left):
+def test_an_outvoted_member_is_evicted_though_the_majority_is_gone(left):
     """Two of three had said that a's state is wrong; both died, or one did, and the other would be a tie."""
     record = record_of(left)
     reports = {n: report_of(record, 7, ABC, digest="y") for n in left.split()}
@@ -186,7 +186,7 @@ def test_whom_a_majority_has_outvoted_is_evicted_though_that_majority_is_gone(le
     assert decide(record, reports, M) == Evict(("a",), why, state=True)
 
 
-def test_what_was_said_of_a_state_of_an_earlier_generation_counts_for_nothing():
+def test_a_verdict_on_a_state_of_an_earlier_generation_does_not_count():
     record = record_of("a b", generation=2)
     reports = {"a": replace(report_of(record, 7, generation=1), outvoted=True)}
     reports["b"] = report_of(record, 7, generation=2)
@@ -202,7 +202,7 @@ def test_two_that_disagree_stop():
 
 
 @pytest.mark.parametrize("elder", [False, True])
-def test_of_two_the_one_goes_that_came_last_and_has_agreed_with_nobody_since(elder):
+def test_of_two_members_the_newer_goes_if_it_has_agreed_with_none_since(elder):
     """What the elder says of itself does not count: alone in the roster it had nobody to agree with."""
     record = record_of("a b", a={"since": 9}, b={"since": 1})
     reports = {
@@ -217,7 +217,7 @@ def test_of_two_the_one_goes_that_came_last_and_has_agreed_with_nobody_since(eld
 
 
 @pytest.mark.parametrize(("a", "b"), [(9, 9), (1, 9)])
-def test_of_two_nobody_is_guessed_who_came_with_the_other_or_has_agreed_since(a, b):
+def test_of_two_members_none_goes_if_they_came_together_or_agreed_since(a, b):
     record = record_of("a b", a={"since": a}, b={"since": b})
     reports = {
         "a": replace(report_of(record, 7, digest="x"), unconfirmed=True),
@@ -245,7 +245,7 @@ def test_two_of_three_that_have_a_digest_are_judged_as_two():
     assert decide(record, reports, M).replicas == ("b",)
 
 
-def test_holds_of_other_content_are_not_committed():
+def test_prepared_rounds_with_other_content_are_not_committed():
     record = record_of("a b c")
     reports = {n: report_of(record, 7, ABC, prepared="g") for n in "ab"}
     reports["c"] = report_of(record, 7, ABC, prepared="h")
@@ -317,7 +317,7 @@ def test_the_order_of_reports_is_irrelevant(history, random):
 
 @given(histories())
 @settings(max_examples=300)
-def test_every_micro_batch_of_the_round_is_had_or_computed_once(history):
+def test_every_micro_batch_of_the_round_is_kept_or_computed_once(history):
     record, reports = history
     decision = decide(record, reports, M)
     counted = []

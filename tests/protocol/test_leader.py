@@ -163,7 +163,7 @@ def test_a_foreign_record_means_to_step_down():
 # --- starting --------------------------------------------------------------------------------------------
 
 
-def test_the_first_start_waits_for_everybody_it_was_promised():
+def test_the_first_start_waits_for_every_promised_replica():
     lighthouse = Lighthouse(start_replicas=2)
     lighthouse.open("b")
     assert not lighthouse.records
@@ -237,7 +237,7 @@ def test_the_first_start_does_not_wait_for_silence_to_end_and_silence_counts_fro
     assert lighthouse.record.names == ("b", "c"), "it is not spared for ever"
 
 
-def test_after_a_loss_nobody_is_started_with_who_is_silent():
+def test_after_a_loss_no_silent_replica_takes_part_in_the_start():
     lighthouse = started("a b c", start_replicas=3, start_wait_s=4.0)
     for name in "abc":
         lighthouse.status(name, "gone")
@@ -262,7 +262,7 @@ def test_a_cold_start_takes_the_newest_state_that_a_server_still_holds():
     assert record.base == Base(2, 40, "new", ("http://a", "http://b"))
 
 
-def test_what_a_trainer_says_of_snapshots_does_not_count_against_the_servers():
+def test_a_trainers_word_about_snapshots_does_not_count_against_the_servers():
     lighthouse = Lighthouse(start_replicas=2)
     lighthouse.status("a", snapshots=[SnapshotRef(1, 3, "real")])
     lighthouse.status("b")
@@ -270,7 +270,7 @@ def test_what_a_trainer_says_of_snapshots_does_not_count_against_the_servers():
     assert lighthouse.record.base.digest == "real"
 
 
-def test_nobody_starts_anew_while_a_member_is_merely_out_of_sight():
+def test_no_cold_start_begins_while_a_member_is_merely_out_of_sight():
     lighthouse = started()
     lighthouse.status("b", "gone")
     for name in "ab":
@@ -284,7 +284,7 @@ def test_nobody_starts_anew_while_a_member_is_merely_out_of_sight():
     assert (lighthouse.record.generation, lighthouse.record.names) == (2, ("b",))
 
 
-def test_who_caught_up_to_the_end_from_outside_completes_a_dead_job():
+def test_a_replica_that_caught_up_to_the_end_completes_a_dead_job():
     """Found in simulation: the job was started again below its own end, with a member that had finished."""
     lighthouse = started()
     lighthouse.open("c", generation=1, step=9)
@@ -353,7 +353,7 @@ def test_the_last_one_cannot_be_evicted_by_hand():
     assert lighthouse.told("not evicted") and not lighthouse.records
 
 
-def test_who_fell_while_the_others_went_on_is_evicted():
+def test_a_member_that_fell_while_the_others_went_on_is_evicted():
     lighthouse = started()
     lighthouse.say("b", m.CannotContinue(lighthouse.record.fence, "no source"))
     lighthouse.wait(0.05)
@@ -367,7 +367,7 @@ def test_when_all_have_fallen_the_job_starts_again():
     assert (lighthouse.record.generation, lighthouse.record.names) == (2, ("a", "b"))
 
 
-def test_a_leader_that_was_stopped_itself_accuses_nobody_of_silence():
+def test_a_leader_that_was_stopped_itself_accuses_no_member_of_silence():
     lighthouse = started()
     lighthouse.now += 60.0
     lighthouse.do(io.LeaderTick())
@@ -450,7 +450,7 @@ def test_an_abort_of_a_drained_member_counts_in_the_epoch_that_listed_it():
     assert not lighthouse.core.state.epoch.departed
 
 
-def test_whom_the_others_blame_is_left_out_in_the_end():
+def test_a_member_that_the_others_blame_is_left_out_in_the_end():
     lighthouse = started("a b c")
     for _ in range(5):
         names = lighthouse.record.names
@@ -472,7 +472,7 @@ def empty(lighthouse, name, step, said, generation=1):
     return [x.why for x in lighthouse.told("empty step")]
 
 
-def test_a_step_without_data_is_told_once():
+def test_a_step_without_data_makes_one_event():
     lighthouse = started()
     assert empty(lighthouse, "a", 6, said=5) == [
         "step 5 was committed with total weight 0: no member had data for it"
@@ -481,7 +481,7 @@ def test_a_step_without_data_is_told_once():
     assert empty(lighthouse, "b", 6, said=5) == []
 
 
-def test_of_many_steps_without_data_in_a_second_the_newest_is_told():
+def test_of_many_steps_without_data_in_a_second_the_newest_makes_an_event():
     """One process with the job's token filled the list of events with them."""
     lighthouse = started()
     told = [why for step in range(6, 206) for why in empty(lighthouse, "a", step, said=step - 1)]
@@ -491,7 +491,7 @@ def test_of_many_steps_without_data_in_a_second_the_newest_is_told():
     assert why.startswith("step 204 ")
 
 
-def test_only_a_member_tells_of_a_step_without_data_and_only_of_one_that_it_has_passed():
+def test_only_a_member_reports_a_step_without_data_and_only_a_passed_one():
     """A word of a far generation or step silenced all members that told of one afterwards."""
     lighthouse = started()
     lighthouse.open("x", generation=1, step=9)
@@ -504,7 +504,7 @@ def test_only_a_member_tells_of_a_step_without_data_and_only_of_one_that_it_has_
 # --- deciding --------------------------------------------------------------------------------------------
 
 
-def test_a_forced_epoch_is_decided_when_all_have_reported_and_told_to_all():
+def test_a_forced_epoch_is_decided_for_all_when_all_have_reported():
     lighthouse = started("a b c")
     lighthouse.status("c", "gone")
     lighthouse.wait(0.05)
@@ -543,7 +543,7 @@ def test_a_minority_of_digests_is_evicted_and_may_not_carry_the_job_alone():
     assert sorted(lighthouse.record.names) == ["a", "b"]
 
 
-def test_two_that_disagree_are_told_to_stop():
+def test_two_members_that_disagree_must_stop():
     lighthouse = started()
     aborted(lighthouse, "a")
     lighthouse.wait(0.3)
@@ -567,7 +567,7 @@ def test_a_newcomer_is_admitted_when_it_has_caught_up():
     assert lighthouse.record.member("c").joining and not lighthouse.record.is_forced
 
 
-def test_who_does_not_know_yet_that_it_is_outside_is_not_admitted():
+def test_a_replica_that_has_not_heard_that_it_is_outside_is_not_admitted():
     """Found in simulation: evicted and admitted in turn, hundreds of times, while it was stopped."""
     lighthouse = started("a b c")
     lighthouse.status("c", "stopped")
@@ -581,7 +581,7 @@ def test_who_does_not_know_yet_that_it_is_outside_is_not_admitted():
     assert lighthouse.record.names == ("a", "b", "c")
 
 
-def test_who_is_evicted_again_and_again_waits_longer_every_time():
+def test_a_replica_that_is_evicted_again_and_again_waits_longer_every_time():
     lighthouse = started("a b")
     waits = []
     for _ in range(4):
@@ -602,7 +602,7 @@ def test_who_is_evicted_again_and_again_waits_longer_every_time():
     assert waits == sorted(waits) and waits[-1] > 4 * waits[0]
 
 
-def test_nobody_joins_while_something_is_outstanding():
+def test_no_replica_joins_while_an_answer_is_outstanding():
     lighthouse = started()
     aborted(lighthouse, "a")
     lighthouse.open("c", generation=1, step=5)
@@ -643,7 +643,7 @@ def test_a_drain_goes_on_under_another_leader():
     assert lighthouse.record.names == ("a",)
 
 
-def test_a_drained_replica_that_is_outside_is_told_to_stay_away():
+def test_a_drained_replica_outside_must_stay_away():
     lighthouse = started()
     lighthouse.open("c")
     lighthouse.do(io.Operator("drain", "c", "me", "maintenance"))
@@ -659,7 +659,7 @@ def test_the_last_members_are_not_drained():
     assert lighthouse.record.roster
 
 
-def test_finished_by_all_completes_and_nobody_is_let_in_any_more():
+def test_a_job_that_all_have_finished_is_complete_and_admits_no_replica():
     lighthouse = started()
     for name in "ab":
         lighthouse.say(name, m.Finished(lighthouse.record.fence, 9))
@@ -680,7 +680,7 @@ def needing(**policy):
     return lighthouse
 
 
-def test_the_members_are_asked_for_a_step_to_come_and_the_newcomer_is_told_who_has_it():
+def test_the_members_snapshot_a_later_step_and_the_newcomer_gets_the_sources():
     lighthouse = needing()
     assert [(r, x.step) for r, x in lighthouse.sent(m.TakeSnapshotFor)] == [("a", 6), ("b", 6)]
     fence = lighthouse.record.fence
@@ -744,7 +744,7 @@ def elsewhere(name, incarnation, trainer="running"):
     return io.TrainerStatusSeen(m.TrainerStatus(name, incarnation, trainer, 1, "http://elsewhere"))
 
 
-def test_a_refused_second_process_of_an_id_silences_nobody():
+def test_a_refused_second_process_of_an_id_does_not_silence_the_first():
     lighthouse = started()
     lighthouse.statuses["the second b"] = elsewhere("b", 2)
     lighthouse.wait(0.1)  # its status comes before its session
@@ -789,7 +789,7 @@ def test_a_new_process_on_another_host_counts_once_it_is_let_in():
     assert (status.incarnation, status.trainer, status.ckpt) == (2, "running", "http://elsewhere")
 
 
-def test_the_server_of_who_was_never_let_in_is_forgotten_with_its_connection():
+def test_the_server_of_a_replica_never_admitted_is_forgotten_with_its_connection():
     lighthouse = started()
     lighthouse.status("x2")
     lighthouse.do(io.SessionOpened(session_of("x2", layout="wide")))
@@ -822,7 +822,7 @@ def test_another_model_or_other_data_is_refused_by_name():
     assert "seats (FABRIC_REPLICAS) is 5 here and 1 there)" in reason
 
 
-def test_messages_of_a_process_that_is_not_the_known_one_are_not_heard():
+def test_messages_of_another_process_than_the_known_one_are_ignored():
     lighthouse = started()
     lighthouse.do(io.FromMember("a", 9, m.CannotContinue(lighthouse.record.fence, "x")))
     assert not lighthouse.effects and not lighthouse.core.state.epoch.pending_evictions
@@ -834,7 +834,7 @@ def test_a_member_is_a_roster_entry_made_of_its_session():
     assert lighthouse.record.roster == (member_of("a", shares=3, layout="x", since=1, data_slot=0),)
 
 
-def test_what_very_many_say_is_looked_at_together_and_a_death_still_ends_an_epoch_soon():
+def test_frequent_messages_of_very_many_are_planned_together_and_a_death_still_ends_an_epoch_soon():
     names = [f"r{i:03d}" for i in range(MANY)]
     lighthouse = Lighthouse(start_replicas=MANY, max_replicas=MANY)
     lighthouse.open(*names)
@@ -901,7 +901,7 @@ def test_silence_is_believed_later_by_a_leader_that_is_called_late():
         assert condemned, "it is called in time again"
 
 
-def test_what_tells_nothing_new_waits_for_longer_than_what_does():
+def test_routine_messages_wait_longer_than_news():
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
     lighthouse.beat("r000", 6)
@@ -927,7 +927,7 @@ def test_a_death_is_looked_at_however_many_others_speak_meanwhile():
     assert lighthouse.now - died <= 2 * TOGETHER_S + lighthouse.core.state.config.coalesce_s
 
 
-def test_after_a_fail_over_nobody_is_dead_while_the_others_still_come_back():
+def test_after_a_fail_over_no_member_is_dead_while_others_still_come_back():
     names = "a b c d e"
     lighthouse = Lighthouse(record_of(names, epoch=1))
     for name in "abcd":
@@ -960,7 +960,7 @@ def test_members_that_come_back_to_a_new_leader_are_looked_at_together(monkeypat
     assert 1 <= len(plans) <= len(names) * 0.001 / TOGETHER_S + 2
 
 
-def test_of_a_herd_nobody_is_dead_who_may_be_waiting_at_the_door():
+def test_of_a_herd_no_member_is_dead_that_may_wait_in_the_admission_queue():
     names, lighthouse = herd()
     lighthouse.open(*names[:20], generation=1, step=5, epoch=1)
     for name in names[:5]:  # let in too late: they had given up, and stand in line again
@@ -979,7 +979,7 @@ def test_of_a_herd_nobody_is_dead_who_may_be_waiting_at_the_door():
     assert lighthouse.record.epoch == 2 and lighthouse.record.names == tuple(names[:-1])
 
 
-def test_of_a_herd_nobody_is_dead_who_waits_in_the_kernels_queue_again_and_again():
+def test_of_a_herd_no_member_is_dead_that_waits_in_the_kernels_queue_again_and_again():
     """No door sees them, but the others that get through."""
     names, lighthouse = herd()
     for number, name in enumerate(names[:30]):
@@ -994,7 +994,7 @@ def test_of_a_herd_nobody_is_dead_who_waits_in_the_kernels_queue_again_and_again
 
 
 @pytest.mark.parametrize(("late_s", "spared"), [(0.3, True), (1.0, True), (0.1, False)])
-def test_of_a_herd_nobody_is_dead_while_the_leader_cannot_keep_up(late_s, spared):
+def test_of_a_herd_no_member_is_dead_while_the_leader_cannot_keep_up(late_s, spared):
     """The beats of those who are back take all its time: nobody else gets in, and no door sees them."""
     names, lighthouse = herd()
     lighthouse.open(*names[:200], generation=1, step=5, epoch=1)
@@ -1017,7 +1017,7 @@ def test_of_a_herd_nobody_is_dead_while_the_leader_cannot_keep_up(late_s, spared
     assert not spared or lighthouse.now - kept_up >= config.reconnect_s + config.grace_s - 1.0
 
 
-def test_a_leader_that_never_keeps_up_spares_nobody_for_ever():
+def test_a_leader_that_never_keeps_up_spares_no_member_for_ever():
     names, lighthouse = herd()
     lighthouse.open(*names[1:], generation=1, step=5, epoch=1)
     lighthouse.core.next_deadline()
@@ -1031,7 +1031,7 @@ def test_a_leader_that_never_keeps_up_spares_nobody_for_ever():
     assert lighthouse.record.names == tuple(names[1:])
 
 
-def test_a_leader_that_is_late_when_all_is_well_spares_nobody():
+def test_a_leader_that_is_late_when_all_is_well_spares_no_member():
     """Who is lost then has a session to lose: it did not wait to get in."""
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
@@ -1043,7 +1043,7 @@ def test_a_leader_that_is_late_when_all_is_well_spares_nobody():
     assert lighthouse.record.epoch == 2 and "r007" not in lighthouse.record.names
 
 
-def test_what_all_must_answer_is_looked_at_when_all_have():
+def test_answers_that_all_must_give_are_planned_for_when_all_have():
     lighthouse = crowd()
     lighthouse.do(io.TrainerStatusSeen(m.TrainerStatus("r007", 1, "gone", 1)))
     for _ in range(4):
@@ -1059,7 +1059,7 @@ def test_what_all_must_answer_is_looked_at_when_all_have():
     assert lighthouse.core.timer.plan_at <= lighthouse.now + TOGETHER_S
 
 
-def test_a_crowd_that_never_ends_spares_nobody_for_ever():
+def test_an_overload_that_never_ends_spares_no_member_for_ever():
     names, lighthouse = herd()
     lighthouse.open(*names[1:], generation=1, step=5, epoch=1)
     spared_s = lighthouse.core.state.config.liveness.overload_s

@@ -66,7 +66,7 @@ def test_a_first_start_and_a_drain_have_ids_of_their_own():
     assert (lighthouse.record.epoch, lighthouse.record.incident_id) == (2, "e2")
 
 
-def test_a_trainer_that_ends_with_the_job_is_no_cause():
+def test_a_trainer_that_ends_with_the_job_is_not_an_incident():
     lighthouse = started()
     for name in ("a", "b"):
         lighthouse.say(name, m.Finished(lighthouse.record.fence, 9))

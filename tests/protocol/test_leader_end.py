@@ -26,7 +26,7 @@ def of_roster(names, **changes):
     return lighthouse
 
 
-def test_who_leaves_need_not_finish_where_others_stay():
+def test_a_leaving_member_need_not_finish_while_others_stay():
     lighthouse = of_roster("a b", a={"leaving": True})
     assert finished(lighthouse, "b").record.complete
 
@@ -57,7 +57,7 @@ def test_a_newcomer_that_takes_part_is_waited_for():
     assert finished(lighthouse, "b").record.complete
 
 
-def test_whose_loop_ended_outside_while_the_job_goes_on_is_refused():
+def test_a_replica_whose_loop_ended_outside_while_the_job_goes_on_is_refused():
     lighthouse = started("a b")
     lighthouse.open("c", generation=1, step=4, epoch=1)
     finished(lighthouse, "c", step=5)
@@ -73,7 +73,7 @@ def test_whose_loop_ended_outside_while_the_job_goes_on_is_refused():
     assert lighthouse.record.complete and lighthouse.record.base.step == 9
 
 
-def test_who_waits_in_close_is_not_evicted_for_its_user_code():
+def test_a_member_that_waits_in_close_is_not_evicted_for_its_user_code():
     lighthouse = finished(started("a b"), "a", step=5)
     for _ in range(8):
         lighthouse.say("b", m.Heartbeat(1, 1, 1, 5, waiting_for=("a",)))

@@ -38,7 +38,7 @@ def fall(lighthouse, name, why="/checkpoints/step-60/__0_0.distcp is damaged"):
     return lighthouse.say(name, m.CannotContinue(lighthouse.record.fence, why, unusable=True))
 
 
-def test_a_server_that_nobody_hears_and_that_delivers_nothing_is_believed_once_only():
+def test_a_silent_server_that_delivers_nothing_is_believed_only_once():
     """Its trainer's word is all that tells of its snapshot; it has died meanwhile."""
     lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
     for name, held in (("a", (NEW,)), ("b", ())):
@@ -85,13 +85,13 @@ def test_steps_of_a_generation_that_began_again_count_from_where_it_began():
     assert lighthouse.record.generation == 3 and "lost" not in lighthouse.record.reason
 
 
-def test_a_leader_that_was_elected_since_says_that_it_does_not_know_what_was_lost():
+def test_a_leader_that_was_elected_since_does_not_know_how_many_steps_were_lost():
     lighthouse = all_dead(durable=[NEW])
     assert "how many steps were lost is not known" in lighthouse.record.reason
     assert lighthouse.core.bases.steps_lost is None
 
 
-def test_what_a_member_says_when_it_comes_back_to_a_new_leader_counts():
+def test_a_message_to_a_new_leader_after_a_return_counts():
     lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
     lighthouse.open("a", generation=1, step=99, epoch=1)
     die_and_come_again(lighthouse, held=[NEW])
@@ -107,7 +107,7 @@ def test_a_newer_durable_checkpoint_goes_before_memory():
     assert all_dead(durable=[NEW], held=[OLD]).record.base == Base(1, 60, "new", (DURABLE,))
 
 
-def test_what_both_hold_comes_from_either():
+def test_a_state_in_memory_and_in_storage_comes_from_either():
     assert all_dead(durable=[NEW], held=[NEW]).record.base.sources == (DURABLE, "http://a", "http://b")
 
 
@@ -115,7 +115,7 @@ def test_a_later_generation_is_newer_whatever_its_step():
     assert all_dead(durable=[NEW, SnapshotRef(2, 50, "later")]).record.base.step == 50
 
 
-def test_what_nobody_can_load_is_passed_over_and_the_reason_says_why():
+def test_a_state_that_no_member_can_load_is_passed_over_and_the_reason_says_why():
     lighthouse = all_dead(durable=[OLD, NEW])
     first = lighthouse.record
     for name in ("a", "b"):
@@ -127,7 +127,7 @@ def test_what_nobody_can_load_is_passed_over_and_the_reason_says_why():
     assert "step 60 of generation 1 could not be loaded: /checkpoints/step-60/__0_0.distcp" in record.reason
 
 
-def test_what_one_could_load_and_another_not_stays_on_the_ladder():
+def test_a_state_that_one_member_could_load_is_not_passed_over():
     lighthouse = all_dead(durable=[OLD, NEW])
     fall(lighthouse, "a")
     lighthouse.wait(0.1)
@@ -154,7 +154,7 @@ def left_alone(*others):
     return lighthouse
 
 
-def test_who_was_outvoted_and_left_alone_does_not_go_on_with_that_state_nor_with_a_snapshot_of_it():
+def test_an_outvoted_member_left_alone_goes_on_with_neither_its_state_nor_a_snapshot_of_it():
     record = left_alone(SnapshotRef(1, 30, "good")).record
     assert record.generation == 2 and record.cold == record.epoch
     assert record.base == Base(1, 30, "good", ("http://b", "http://c"))
@@ -163,11 +163,11 @@ def test_who_was_outvoted_and_left_alone_does_not_go_on_with_that_state_nor_with
     assert told in record.reason
 
 
-def test_a_snapshot_that_another_holds_too_is_trusted():
+def test_a_snapshot_that_another_server_holds_too_is_trusted():
     assert left_alone(SnapshotRef(1, 38, "wrong")).record.base.step == 38, "they took the same: it was right"
 
 
-def test_what_is_not_trusted_counts_as_lost():
+def test_a_state_that_is_not_trusted_counts_as_lost():
     record = left_alone(SnapshotRef(0, 0, "start")).record
     assert record.reason.startswith("cold start from step 0 of generation 0, 40 steps lost"), record.reason
     assert "step 38 of generation 1 is not trusted" in record.reason

@@ -70,7 +70,7 @@ def test_complaints_that_come_a_little_later_are_weighed_together():
     assert lighthouse.record.names == ("a", "b", "c")
 
 
-def test_a_broken_link_that_may_be_made_again_costs_nobody_its_place():
+def test_a_broken_link_that_may_be_made_again_costs_no_member_its_place():
     lighthouse = started("a b c d")
     fence = lighthouse.record.fence
     for name, other in ("ab", "ba"):
@@ -79,13 +79,13 @@ def test_a_broken_link_that_may_be_made_again_costs_nobody_its_place():
     assert sorted(lighthouse.record.names) == list("abcd") and lighthouse.record.epoch == 2
 
 
-def test_a_missing_link_is_no_evidence_against_anybody():
+def test_a_missing_link_does_not_count_as_a_failure():
     lighthouse = started("a b c d")
     complain(lighthouse, a="b", b="a")
     assert lighthouse.core.evidence.failures == () and lighthouse.record.failures == ()
 
 
-def test_who_is_silent_altogether_is_judged_for_that():
+def test_a_member_that_is_silent_altogether_is_judged_for_its_silence():
     """Its host may be gone: that says more than that its links are cut, and counts against it."""
     lighthouse = started("a b c d")
     lighthouse.statuses.pop("d")
@@ -115,7 +115,7 @@ def test_a_newcomer_that_cannot_be_reached_is_dropped_before_a_veteran():
     assert lighthouse.record.names == ("a", "b")
 
 
-def test_a_newcomer_that_nobody_could_link_to_is_dropped_at_once():
+def test_a_newcomer_that_no_member_could_link_to_is_dropped_at_once():
     """It answers nobody, and nobody waits for it yet: the others try no second time."""
     lighthouse = started("a b")
     lighthouse.open("c", generation=1, step=5)
@@ -136,7 +136,7 @@ def cut():
     return lighthouse
 
 
-def test_who_was_left_out_stays_out_while_it_misses_a_member(cut):
+def test_a_member_that_was_left_out_stays_out_while_it_misses_a_member(cut):
     goes_on(cut, "a c d", 60, b="a")
     assert cut.record.names == ("a", "c", "d") and cut.record.epoch == 2
     assert cut.core.admission.kept_out(cut.core.state.liveness.peers["b"]) == (
@@ -144,7 +144,7 @@ def test_who_was_left_out_stays_out_while_it_misses_a_member(cut):
     )
 
 
-def test_it_is_let_in_when_its_links_have_held_for_a_while(cut):
+def test_a_replica_is_admitted_when_its_links_have_been_whole_for_a_while(cut):
     goes_on(cut, "a c d", 10, b="a")
     goes_on(cut, "a c d", CALM_S - 1, b="")
     assert cut.record.names == ("a", "c", "d")
@@ -193,7 +193,7 @@ def test_an_operator_says_that_it_is_mended(cut):
     assert "b" in cut.record.names
 
 
-def test_a_newcomer_says_whom_it_misses_before_it_is_let_in():
+def test_a_newcomer_names_the_members_that_it_misses_before_its_admission():
     lighthouse = started("a b")
     lighthouse.open("c", generation=1, step=5)
     lighthouse.status("c")
@@ -203,7 +203,7 @@ def test_a_newcomer_says_whom_it_misses_before_it_is_let_in():
     assert lighthouse.record.names == ("a", "b", "c"), "it was never left out: nothing has to prove itself"
 
 
-def test_nothing_is_kept_for_whom_it_does_not_get_to(cut):
+def test_no_gradient_is_kept_for_a_newcomer_that_cannot_fetch_it(cut):
     outside(cut, "b", 3, "a")
     cut.say("b", m.RequestState(cut.record.fence, "it holds no state", lost=True))
     goes_on(cut, "a c d", 3, b="a")

@@ -76,7 +76,7 @@ def test_saying_it_again_changes_and_writes_nothing():
     assert lighthouse.record.overrides.paused == "by ann: maintenance", "who was first is on record"
 
 
-def test_what_was_decided_in_the_epoch_outlives_an_order_in_it():
+def test_a_decision_of_the_epoch_outlives_an_order_in_it():
     lighthouse = started("a b c")
     lighthouse.status("c", "gone")
     lighthouse.wait(0.1)
@@ -92,7 +92,7 @@ def test_what_was_decided_in_the_epoch_outlives_an_order_in_it():
     }
 
 
-def test_the_next_leader_knows_what_was_ordered():
+def test_the_next_leader_knows_the_operators_orders():
     overrides = OperatorOverrides(paused="by ann: maintenance", max_replicas=2, scaled="by ann: budget")
     lighthouse = started("a b", replace(record_of("a b", epoch=1), overrides=overrides))
     newcomer(lighthouse, "c")
@@ -159,7 +159,7 @@ def test_a_lower_maximum_lets_the_newest_members_leave_at_a_step_boundary():
     assert any("scaled by ann: budget" in x.reason for _, x in lighthouse.sent(m.Rejected))
 
 
-def test_who_comes_to_a_full_job_stands_by_and_takes_the_place_of_the_next_to_die():
+def test_a_replica_that_comes_to_a_full_job_stands_by_and_replaces_the_next_dead():
     lighthouse = started("a b", max_replicas=2)
     newcomer(lighthouse, "c")
     assert lighthouse.record.names == ("a", "b")
@@ -171,7 +171,7 @@ def test_who_comes_to_a_full_job_stands_by_and_takes_the_place_of_the_next_to_di
     assert lighthouse.record.names == ("a", "c"), "no process had to start"
 
 
-def test_a_process_that_has_ended_is_no_spare_and_one_that_goes_on_is():
+def test_a_living_process_stands_by_and_an_ended_one_does_not():
     lighthouse = started("a b c", max_replicas=2, start_replicas=2)
     newcomer(lighthouse, "d")
     lighthouse.status("b", "gone")
@@ -191,7 +191,7 @@ def test_a_process_that_has_ended_is_no_spare_and_one_that_goes_on_is():
     assert not lighthouse.core.admission.waiting_outside.get("b")
 
 
-def test_back_to_what_the_replicas_ask_for_is_said_as_that():
+def test_the_record_says_that_the_job_is_back_at_the_replicas_own_limits():
     lighthouse = started("a")
     order(lighthouse, "scale", min_replicas=2)
     lighthouse.wait(0.1)
@@ -211,7 +211,7 @@ def penalised(names="a b c", who="c"):
     return lighthouse
 
 
-def test_who_failed_three_times_in_half_an_hour_is_kept_out_and_told_until_when():
+def test_a_replica_that_failed_three_times_in_half_an_hour_is_kept_out_and_hears_until_when():
     lighthouse = started("a b c", start_replicas=3)
     fail(lighthouse, "c")
     assert "c" in lighthouse.record.names
@@ -254,7 +254,7 @@ def test_a_newcomer_that_is_kept_out_by_a_penalty_costs_the_members_no_snapshot(
     assert asked == {"a", "b"}
 
 
-def test_what_an_operator_evicts_or_a_replica_asks_for_itself_is_no_failure():
+def test_an_eviction_by_an_operator_or_by_request_is_not_a_failure():
     lighthouse = started("a b c")
     order(lighthouse, "evict", "c")
     lighthouse.wait(0.1)
@@ -308,7 +308,7 @@ def test_a_host_is_not_to_blame_where_the_job_has_no_other():
     assert lighthouse.core.admission.kept_out(peer) == ""
 
 
-def test_what_failed_together_on_one_host_is_one_failure_of_it():
+def test_replicas_that_failed_together_on_one_host_count_as_one_failure_of_it():
     record = replace(on_hosts(a="h1", b="h2"), failures=against("h3", "c", "d", "e", epochs=(3, 3, 3)))
     assert not led(record).core.evidence.penalties()
 
@@ -322,7 +322,7 @@ def test_the_next_leader_goes_by_its_own_time_of_day_and_no_penalty_grows_by_it(
     assert all(x.at <= UNIX_S + max(clock_s, 0.0) for x in lighthouse.record.failures)
 
 
-def test_a_penalty_that_would_keep_the_whole_job_standing_is_none():
+def test_a_penalty_does_not_keep_the_whole_job_waiting():
     lighthouse = started("a b", min_replicas=2, start_replicas=2)
     for _ in range(4):
         fail(lighthouse, "b")
@@ -375,7 +375,7 @@ def test_a_spare_stands_by_while_the_job_has_its_members_and_takes_the_place_of_
     )
 
 
-def test_of_two_spares_one_takes_the_one_place():
+def test_of_two_spares_one_takes_the_free_place():
     lighthouse = started("a b", start_replicas=2)
     for name in ("s", "t"):
         newcomer(lighthouse, name, spare=True)
@@ -429,7 +429,7 @@ def objections(lighthouse, name, *actions):
     return found
 
 
-def test_nobody_leaves_a_job_that_is_complete():
+def test_no_replica_leaves_a_job_that_is_complete():
     lighthouse = started()
     for name in "ab":
         lighthouse.say(name, m.Finished(lighthouse.record.fence, 9))
@@ -438,7 +438,7 @@ def test_nobody_leaves_a_job_that_is_complete():
         assert "is complete at step 9" in why
 
 
-def test_nobody_leaves_a_job_that_has_failed():
+def test_no_replica_leaves_a_job_that_has_failed():
     lighthouse = started()
     lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 5, "ValueError: x"))
     assert lighthouse.record.failed
@@ -459,7 +459,7 @@ def refusals(lighthouse):
     return [x.reason for x in sent if isinstance(x, m.Rejected)]
 
 
-def test_every_new_process_of_a_failed_job_is_told_so_however_often_it_is_started():
+def test_every_new_process_of_a_failed_job_hears_so_however_often_it_is_started():
     """A launcher that restarts what ends with exit code 1 would make the same mistake again and again."""
     lighthouse = failed_job()
     for incarnation in (2, 3, 4):
@@ -496,7 +496,7 @@ def test_only_a_job_that_has_failed_is_retried():
     assert lighthouse.record.failed and not lighthouse.core.endings.restart_after_failure
 
 
-def test_what_is_said_of_a_dead_replica_outside_tells_what_is_so():
+def test_an_answer_about_a_dead_replica_outside_says_that_it_is_dead():
     lighthouse = started("a b c")
     lighthouse.status("c", "gone")
     lighthouse.wait(0.1)

@@ -73,7 +73,7 @@ def test_a_state_of_another_number_of_ranks_is_whole_when_all_of_its_own_lanes_a
     assert (base.step, base.sources) == (5, ("http://a", "http://a/1#1", "http://b/2#2"))
 
 
-def test_a_state_is_as_old_as_the_holder_says_that_says_the_most():
+def test_a_state_is_as_old_as_its_oldest_holder_says():
     liveness = Liveness(LivenessConfig(), 0.0)
     assert liveness.age_s(NEW, 100.0) is None
     liveness.statuses["a"] = LastStatus(1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW), (), (50.0, 90.0))
@@ -107,7 +107,7 @@ def test_a_rank_that_is_stopped_is_waited_for_a_moment():
     assert lighthouse.records[-1].names == ("a",)
 
 
-def test_a_rank_that_is_gone_is_no_proof_that_rank_0_is():
+def test_the_end_of_a_rank_does_not_prove_the_end_of_rank_0():
     liveness = Liveness(LivenessConfig(), 0.0)
     member = member_of("a", ranks=addresses("a"))
     liveness.statuses_of(1)["a"] = LastStatus(1, "gone", 0.0, 0.0)

@@ -153,7 +153,7 @@ def test_a_death_that_was_seen_stays_certain_when_a_newer_process_statuses_from_
     assert lighthouse.record.generation == 2 and lighthouse.now - began < 2.0
 
 
-def test_a_vouched_end_stays_certain_when_a_third_process_comes_that_vouches_for_nobody():
+def test_a_vouched_end_stays_certain_when_a_third_process_vouches_for_none():
     lighthouse = for_a_minute("a")
     lighthouse.lose("a")
     lighthouse.core.state.config = replace(
@@ -165,7 +165,7 @@ def test_a_vouched_end_stays_certain_when_a_third_process_comes_that_vouches_for
     assert lighthouse.core.state.liveness.proven_dead(lighthouse.record.roster[0])
 
 
-def test_who_vouches_for_another_process_vouches_for_nobody_here():
+def test_a_vouch_for_another_process_does_not_count_here():
     """The new host has once run a process of this replica, and its lock file remembers that one."""
     lighthouse = Lighthouse(record_of("a", epoch=1, a={"incarnation": 5}))
     lighthouse.open("a", incarnation=5, generation=1, step=5, epoch=1)
@@ -189,7 +189,7 @@ def test_a_successor_that_names_no_predecessor_proves_nothing():
 # --- what memory holds -----------------------------------------------------------------------------------
 
 
-def test_what_the_server_on_the_old_host_holds_is_not_hidden_by_the_new_hosts_server():
+def test_the_new_hosts_server_does_not_hide_the_state_in_the_old_hosts_server():
     lighthouse = killed({"a": [SnapshotRef(1, 5, "s5")]})
     for name in "ab":
         lighthouse.open(name, incarnation=2)
@@ -200,7 +200,7 @@ def test_what_the_server_on_the_old_host_holds_is_not_hidden_by_the_new_hosts_se
     assert lighthouse.record.base.sources == ("http://a",)
 
 
-def test_a_cold_start_after_a_fail_over_takes_what_a_session_says_its_server_holds():
+def test_a_cold_start_after_a_fail_over_takes_the_state_that_a_session_names():
     """The new leader hears both new processes and the status of one server; the other's comes later."""
     new, old = SnapshotRef(1, 60, "s60"), SnapshotRef(1, 50, "s50")
     lighthouse = Lighthouse(record_of("a b", epoch=3, cold=1))
@@ -308,7 +308,7 @@ def test_a_job_that_has_run_does_not_wait_long_for_its_full_roster():
 # --- while the store commits -----------------------------------------------------------------------------
 
 
-def test_nobody_is_answered_while_a_new_generation_is_being_written():
+def test_no_heartbeat_is_answered_while_a_new_generation_is_being_written():
     """Whoever is answered counts its autonomy from then on, in a generation that may be over."""
     lighthouse = for_a_minute("a b")
     lighthouse.lose("a"), lighthouse.lose("b")

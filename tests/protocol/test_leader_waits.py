@@ -27,7 +27,7 @@ def resumed(lighthouse):
         lighthouse.say(name, m.Running(lighthouse.record.fence, 5))
 
 
-def test_whom_nobody_can_excuse_is_evicted_after_the_second_stall():
+def test_a_member_without_an_excuse_is_evicted_after_the_second_stall():
     lighthouse = started("a b c")
     stalled(lighthouse, a="c", b="a", c="")
     assert len(lighthouse.record.names) == 3, "once may be chance"
@@ -88,7 +88,7 @@ def test_user_code_is_waited_for_up_to_its_bound(lighthouse):
     ("step", "phase", "is_back"),
     [(6, "outside", False), (6, "outside, waiting", True), (7, "outside", True)],
 )
-def test_who_is_still_in_user_code_is_not_let_in_again(lighthouse, step, phase, is_back):
+def test_a_member_still_in_user_code_is_not_readmitted(lighthouse, step, phase, is_back):
     """One step behind it might join; the others would only wait for it once more."""
     wait_for(lighthouse, 102)
     for name in "ab":
@@ -102,14 +102,14 @@ def test_who_is_still_in_user_code_is_not_let_in_again(lighthouse, step, phase, 
     assert ("c" in lighthouse.record.names) is is_back
 
 
-def test_what_was_announced_is_waited_for_longer(lighthouse):
+def test_announced_user_code_gets_the_announced_time(lighthouse):
     wait_for(lighthouse, 250, busy="evaluation", busy_s=300.0)
     assert "c" in lighthouse.record.names
     wait_for(lighthouse, 90)
     assert "c" in lighthouse.record.names, "back from it, its user code has its own time again"
 
 
-def test_what_lasts_longer_than_announced_is_not(lighthouse):
+def test_user_code_beyond_its_announced_time_is_evicted(lighthouse):
     wait_for(lighthouse, 13, busy="evaluation, at most 10 s", busy_s=10.0)
     assert lighthouse.record.names == ("a", "b")
     assert (
@@ -130,7 +130,7 @@ def redone(lighthouse, **waiting):
         lighthouse.say(name, m.Running(lighthouse.record.fence, 6))
 
 
-def test_who_came_late_and_was_in_the_round_has_its_time_again_when_that_is_redone(lighthouse):
+def test_a_late_member_of_the_round_has_its_time_again_when_the_round_is_redone(lighthouse):
     wait_for(lighthouse, 60)
     redone(lighthouse, a="b", b="a", c="b")
     wait_for(lighthouse, 60)
@@ -139,7 +139,7 @@ def test_who_came_late_and_was_in_the_round_has_its_time_again_when_that_is_redo
     assert sorted(lighthouse.record.names) == ["a", "b"]
 
 
-def test_who_never_came_has_no_more_time_because_the_round_is_redone(lighthouse):
+def test_a_member_that_never_came_gets_no_more_time_when_the_round_is_redone(lighthouse):
     wait_for(lighthouse, 60)
     redone(lighthouse, a="c", b="c", c="")
     wait_for(lighthouse, 43)
@@ -186,7 +186,7 @@ def test_an_awaited_newcomer_has_its_time_and_no_more():
     assert "the others waited 20 s for its state, which did not arrive" in lighthouse.record.reason
 
 
-def test_a_failure_counts_although_no_beat_has_come_since_the_generation_began():
+def test_a_failure_counts_although_no_heartbeat_has_come_since_the_generation_began():
     """A loop that raises at its very first step: the last the leader heard of it was the session."""
     lighthouse = started("a b")
     peer = lighthouse.core.state.liveness.peers["a"]
@@ -209,7 +209,7 @@ def forced_without_d(**sessions):
     return lighthouse
 
 
-def test_who_lives_and_does_not_answer_is_waited_for_up_to_its_bound():
+def test_a_living_member_that_does_not_answer_has_its_bound():
     lighthouse = forced_without_d(user_code_s=100.0)
     for name in "ab":
         lighthouse.say(name, report_of(lighthouse.record, 5))
@@ -220,7 +220,7 @@ def test_who_lives_and_does_not_answer_is_waited_for_up_to_its_bound():
     assert "c evicted: it lives, but did not answer epoch 2 for 100 s" in lighthouse.record.reason
 
 
-def test_who_answers_nothing_while_busy_has_the_time_that_it_announced():
+def test_a_member_that_answers_nothing_while_busy_has_the_announced_time():
     lighthouse = forced_without_d(user_code_s=100.0)
     lighthouse.say("c", m.Heartbeat(2, lighthouse.record.epoch, 1, 5, busy="evaluation", busy_s=300.0))
     for name in "ab":
@@ -231,7 +231,7 @@ def test_who_answers_nothing_while_busy_has_the_time_that_it_announced():
     assert lighthouse.record.names == ("a", "b")
 
 
-def test_nobody_is_given_up_for_silence_while_nobody_who_knows_the_state_has_answered():
+def test_no_member_is_given_up_before_one_that_knows_the_state_has_answered():
     lighthouse = forced_without_d(user_code_s=100.0)
     lighthouse.wait(500.0)
     assert lighthouse.record.names == ("a", "b", "c")

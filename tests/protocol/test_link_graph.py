@@ -37,12 +37,12 @@ pairs = st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)).filter(lambda 
 
 
 @given(st.permutations(NAMES), st.sets(pairs, max_size=16), st.sets(st.sampled_from(NAMES), max_size=3))
-def test_it_is_what_brute_force_finds(names, missing, newcomers):
+def test_the_set_is_that_of_a_brute_force_search(names, missing, newcomers):
     assert reachable_set(names, missing, newcomers) == brute_force(names, missing, newcomers)
 
 
 @given(st.permutations(NAMES), st.sets(pairs, max_size=28), st.sets(st.sampled_from(NAMES), max_size=3))
-def test_where_it_may_be_smaller_nobody_can_be_added_to_it(names, missing, newcomers):
+def test_no_member_can_be_added_to_a_set_that_may_be_smaller(names, missing, newcomers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link_graph, "EXACT", 0)
         kept = reachable_set(names, missing, newcomers)
@@ -62,7 +62,7 @@ def test_where_it_may_be_smaller_nobody_can_be_added_to_it(names, missing, newco
         ({("a", "b"), ("b", "c"), ("c", "d")}, "ac"),  # of three equal sets the most senior one
     ],
 )
-def test_who_goes_on(missing, kept):
+def test_the_set_that_goes_on(missing, kept):
     assert reachable_set("abcd", missing) == tuple(kept)
 
 
@@ -81,7 +81,7 @@ def test_a_link_is_missing_when_either_end_says_so():
     assert missing_links(said, "abcd") == {("a", "b"), ("c", "d")}
 
 
-def test_links_must_hold_longer_every_time():
+def test_links_must_be_whole_for_longer_every_time():
     healing, process = Healing(), ReplicaProcess("a", 1)
     assert healing.is_calm(process, 0.0) and healing.calm_s(process) == 0
     healing.left_out(process, 100.0)

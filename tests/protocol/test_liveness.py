@@ -50,7 +50,7 @@ def test_the_verdict(peer_, status_, now, verdict):
     assert liveness(peer_, status_).failure_reason(member_of("a"), now) == verdict
 
 
-def test_after_an_election_absence_is_no_evidence():
+def test_after_an_election_absence_does_not_count():
     assert liveness(elected=LATE).failure_reason(member_of("a"), LATE + 2.9) == ""
     assert liveness(peer(seen=LATE - 10), elected=LATE).failure_reason(member_of("a"), LATE + 2.9) == ""
     assert liveness(elected=LATE).failure_reason(member_of("a"), LATE + 3.1) != ""
@@ -88,7 +88,7 @@ def test_after_an_election_both_ends_seen_is_evidence():
     assert dead.failure_reason(member_of("a"), LATE + 1.1) == "its session ended 0.10 s ago"
 
 
-def test_another_incarnation_says_nothing_of_this_one():
+def test_the_status_of_another_incarnation_does_not_count():
     newer = liveness(peer(incarnation=2), status("gone", incarnation=2))
     assert newer.failure_reason(member_of("a", 2), LATE) == "its process is gone"
     assert newer.proven_dead(member_of("a", 1)) == ""
@@ -113,7 +113,7 @@ def test_doubt_is_looked_at_soon():
     assert liveness(peer(), status("stopped")).next_check(roster, LATE) == LATE + 0.025
 
 
-def test_who_is_spared_in_a_crowd_is_not_looked_at_all_the_time():
+def test_a_member_spared_in_an_overload_is_not_checked_all_the_time():
     """Of thousands that come back some are let in when they have given up: nothing changes till then."""
     roster = (member_of("a"),)
     away = liveness(peer(False, closed=LATE), elected=LATE)

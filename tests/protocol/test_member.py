@@ -104,7 +104,7 @@ def test_a_step_from_the_share_to_the_update():
     assert trainer.found(io.Compute) == [io.Compute(1, (0, 1))]
 
 
-def test_nothing_is_said_to_a_member_without_a_link():
+def test_no_message_goes_to_a_member_without_a_link():
     """A contribution that is sent before the links stand is lost, and its round never ends."""
     trainer = running(linked=False)
     trainer.do(io.Computed(0, (0, 1), 2.0))
@@ -120,7 +120,7 @@ def test_digests_that_differ_abort():
     assert "differ" in trainer.said(m.Aborted)[0].why
 
 
-def test_who_was_told_of_another_result_reports_that_it_is_disputed():
+def test_a_member_that_heard_of_another_result_reports_a_dispute():
     """Found in simulation: the others died, and what they had outvoted was committed."""
     trainer = holding()
     trainer.peer("b", vote(FIRST, 0, gradient="other"))
@@ -132,7 +132,7 @@ def test_who_was_told_of_another_result_reports_that_it_is_disputed():
 @pytest.mark.parametrize(
     ("states", "is_outvoted"), [("xx", True), ("x", False), ("xy", False), (("start", "x"), False)]
 )
-def test_who_was_outvoted_about_its_state_says_so_in_every_report_until_it_has_another(states, is_outvoted):
+def test_an_outvoted_member_says_so_in_every_report_until_it_has_another_state(states, is_outvoted):
     """Found in simulation: both others died, and it went on with the state that they had called wrong."""
     three = record_of("a b c", epoch=1)
     trainer = Trainer("a")
@@ -172,7 +172,7 @@ def test_messages_that_come_early_are_kept_for_their_round():
     assert trainer.found(io.Apply), "the early contribution counted"
 
 
-def test_what_peers_can_make_a_member_keep_is_bounded():
+def test_the_messages_that_peers_can_make_a_member_keep_are_bounded():
     trainer = running()
     for epoch in range(2, 200):
         trainer.peer("b", contribution(record_of("a b", epoch=epoch), epoch, (2, 3)))
@@ -191,7 +191,7 @@ def test_a_process_that_the_roster_does_not_list_is_not_heard():
 SECOND = record_of("a", epoch=2)
 
 
-def test_a_lost_link_aborts_once_and_keeps_hold_and_gradient():
+def test_a_lost_link_aborts_once_and_keeps_prepared_round_and_gradient():
     trainer = holding()
     trainer.do(io.LinkLost("b", 1, "reset"))
     assert [x.about for x in trainer.said(m.Aborted)] == ["b"]
@@ -215,7 +215,7 @@ def test_the_report_promises_to_stay_out_and_is_repeated_unchanged():
     assert trainer.said(m.Report) == [report]
 
 
-def test_resume_past_the_hold_commits_it_and_only_once():
+def test_resume_past_the_prepared_round_commits_it_only_once():
     trainer = holding()
     trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 1, "g0", a=(0, 1, 2, 3)))
     (apply,) = trainer.found(io.Apply)
@@ -226,7 +226,7 @@ def test_resume_past_the_hold_commits_it_and_only_once():
     assert trainer.found(io.Compute) == [io.Compute(1, (0, 1, 2, 3))]
 
 
-def test_a_hold_of_other_content_is_fetched_instead_of_committed():
+def test_a_prepared_round_with_other_content_is_fetched_instead_of_committed():
     trainer = holding()
     trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 1, "another"))
     assert not trainer.found(io.Apply)
@@ -234,7 +234,7 @@ def test_a_hold_of_other_content_is_fetched_instead_of_committed():
     assert [f.step for f in trainer.found(io.FetchGradient)] == [0]
 
 
-def test_a_redone_round_adds_what_is_missing_to_the_kept_gradient():
+def test_a_redone_round_adds_the_missing_micro_batches_to_the_kept_gradient():
     trainer = holding()
     trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 0, a=(2, 3)))
     assert trainer.found(io.Compute) == [io.Compute(0, (2, 3))]
@@ -244,7 +244,7 @@ def test_a_redone_round_adds_what_is_missing_to_the_kept_gradient():
     assert not trainer.found(io.DropGradient)
 
 
-def test_what_is_still_being_computed_is_promised_in_the_report():
+def test_the_report_promises_micro_batches_under_way():
     trainer = running()
     trainer.leader(m.Epoch(SECOND))
     assert trainer.said(m.Report)[0].have == (0, 1)
@@ -327,7 +327,7 @@ def test_a_link_lost_while_the_next_epoch_is_decided_is_made_again():
     assert 2 not in trainer.core.epochs.links.up
 
 
-def test_an_abort_that_nobody_heard_of_is_said_when_the_session_is_back():
+def test_an_abort_without_a_session_is_sent_when_the_session_is_back():
     """Else the time for which the others had waited for this member would go on in the round done again."""
     trainer = holding()
     trainer.do(io.LeaderLost(), io.LinkLost("b", 1, "reset"))
@@ -446,7 +446,7 @@ def test_a_gradient_that_never_comes_makes_it_ask_where_to_look():
     assert "http://elsewhere" in fetch.urls and fetch.step == 5
 
 
-def test_who_was_admitted_for_a_state_that_it_lost_says_so_until_heard():
+def test_a_member_admitted_for_a_state_that_it_lost_says_so_until_it_is_heard():
     trainer = outside()
     trainer.do(io.GradientGone(5, gone=True, why="too old"))
     joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
@@ -458,7 +458,7 @@ def test_who_was_admitted_for_a_state_that_it_lost_says_so_until_heard():
     assert trainer.said(m.CannotContinue) == [fallen]
 
 
-def test_eviction_drops_what_was_kept_and_goes_on_by_replay():
+def test_an_evicted_member_drops_its_gradient_and_goes_on_by_replay():
     trainer = holding()
     trainer.leader(m.Epoch(record_of("b", epoch=2)))
     assert trainer.core.view.mode is Mode.OUTSIDE and trainer.core.rounds.prepared is None
@@ -493,7 +493,7 @@ def test_a_cold_start_from_another_state_fetches_it():
     assert trainer.found(io.Compute) == [io.Compute(3, (0, 1))]
 
 
-def test_who_has_not_read_storage_does_not_begin_the_job_from_nothing():
+def test_a_replica_that_has_not_read_storage_does_not_begin_the_job_from_nothing():
     """It came in because others held the state; they are gone, and nobody else has looked into storage."""
     trainer = Trainer("a", storage_unread=True)
     cold = record_of("a b", epoch=1, base=Base(0, 0, "start", ("http://b",)))
@@ -502,7 +502,7 @@ def test_who_has_not_read_storage_does_not_begin_the_job_from_nothing():
     assert stop.code == 75 and "durable storage has not been read here" in stop.reason
 
 
-def test_who_has_not_read_storage_begins_with_what_others_hold():
+def test_a_replica_that_has_not_read_storage_begins_with_the_others_state():
     trainer = Trainer("a", storage_unread=True)
     cold = record_of("a b", epoch=3, cold=3, generation=2, base=Base(1, 3, "base", ("http://b",)))
     trainer.leader(m.Epoch(cold), resume_of(cold, 3, a=(0, 1)))
@@ -529,7 +529,7 @@ def test_a_state_of_the_last_generation_on_its_way_into_memory_is_not_the_new_on
     assert trainer.found(io.Compute) == [io.Compute(3, (0, 1))]
 
 
-def test_who_missed_the_cold_start_begins_it_with_the_next_forced_epoch():
+def test_a_member_that_missed_the_cold_start_begins_it_with_the_next_forced_epoch():
     """Found in simulation: with the first decision superseded nobody ever fetched the base."""
     trainer = Trainer()
     base = Base(0, 3, "base", ("http://b",))
@@ -539,7 +539,7 @@ def test_who_missed_the_cold_start_begins_it_with_the_next_forced_epoch():
     assert trainer.found(io.FetchState)
 
 
-def test_a_failed_fetch_of_the_base_is_said_to_the_leader():
+def test_a_failed_fetch_of_the_base_goes_to_the_leader():
     trainer = Trainer()
     cold = record_of("a b", epoch=1, base=Base(0, 3, "base", ("http://b",)))
     trainer.leader(m.Epoch(cold), resume_of(cold, 3))
@@ -547,7 +547,7 @@ def test_a_failed_fetch_of_the_base_is_said_to_the_leader():
     assert [x.why for x in trainer.said(m.CannotContinue)] == ["no source delivered it"]
 
 
-def test_a_failed_fetch_of_the_last_generations_base_says_nothing_of_the_new_one():
+def test_a_failed_fetch_of_the_last_generations_base_does_not_matter_in_the_new_one():
     """Met on a loaded machine: the next base counted as one that cannot be loaded, and nobody had tried."""
     trainer = Trainer()
     first = record_of("a b", epoch=1, base=Base(0, 20, "damaged", ("http://b",)))
@@ -562,7 +562,7 @@ def test_a_failed_fetch_of_the_last_generations_base_says_nothing_of_the_new_one
     assert trainer.core.view.mode is Mode.RUN and trainer.core.view.generation == 2
 
 
-def test_below_the_minimum_it_parks_with_what_it_has():
+def test_below_the_minimum_a_member_parks_and_keeps_its_gradient():
     trainer = Trainer(min_replicas=2)
     alone = record_of("a", epoch=1)
     trainer.leader(m.Epoch(alone), resume_of(alone, 0, a=(0, 1, 2, 3)))
@@ -596,7 +596,7 @@ def test_a_round_that_outlasts_the_autonomy_is_not_committed():
     assert not trainer.found(io.Apply) and not trainer.found(io.Publish)
 
 
-def test_contact_counts_from_when_the_answered_beat_was_sent():
+def test_contact_counts_from_when_the_answered_heartbeat_was_sent():
     trainer = running()
     (beat,) = [e.message for e in Trainer().effects if isinstance(e, io.SendLeader)][-1:]
     sent = trainer.now
@@ -605,7 +605,7 @@ def test_contact_counts_from_when_the_answered_beat_was_sent():
     assert trainer.core.view.last_answered == sent
 
 
-def test_finished_is_said_again_with_every_session():
+def test_finished_is_sent_again_with_every_session():
     trainer = holding()
     trainer.peer("b", vote(FIRST, 0))
     trainer.do(io.Closing())
@@ -616,7 +616,7 @@ def test_finished_is_said_again_with_every_session():
     assert trainer.found(io.Finish) == [io.Finish(1)]
 
 
-def test_who_fetches_the_last_state_computes_nothing_more():
+def test_a_member_that_fetches_the_last_state_computes_nothing_more():
     trainer = Trainer()
     cold = record_of("a b", epoch=1, base=Base(0, 3, "base", ("http://b",)))
     trainer.leader(m.Epoch(cold), resume_of(cold, 3, a=(0, 1)))

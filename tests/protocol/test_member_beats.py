@@ -27,7 +27,7 @@ def stepping():
     return trainer
 
 
-def test_short_steps_share_a_beat_and_the_newest_is_told_in_time():
+def test_short_steps_share_a_heartbeat_and_the_newest_is_sent_in_time():
     trainer = stepping()
     trainer.now += STEP_BEAT_S / 4
     assert step(trainer, 1) == []
@@ -40,7 +40,7 @@ def test_short_steps_share_a_beat_and_the_newest_is_told_in_time():
     assert [beat.step for beat in trainer.said(m.Heartbeat)] == [3]
 
 
-def test_a_long_step_is_told_at_once():
+def test_a_long_step_is_sent_at_once():
     trainer = stepping()
     trainer.now = trainer.core.next_deadline()
     trainer.do(io.Tick())
@@ -49,11 +49,11 @@ def test_a_long_step_is_told_at_once():
     assert step(trainer, 1) == [2]
 
 
-def test_a_digest_is_told_at_once():
+def test_a_digest_is_sent_at_once():
     assert step(stepping(), 1, "d2") == [2]
 
 
-def test_while_somebody_joins_every_step_is_told():
+def test_while_a_replica_joins_every_step_is_sent():
     trainer = stepping()
     trainer.leader(m.TakeSnapshotFor(FIRST.fence, "c", 9))
     assert step(trainer, 1) == [2]
@@ -61,7 +61,7 @@ def test_while_somebody_joins_every_step_is_told():
     assert step(trainer, 2) == []
 
 
-def test_who_missed_the_step_of_a_snapshot_says_where_it_is_and_goes_on_saying_it():
+def test_a_member_that_missed_the_step_of_a_snapshot_sends_every_step_for_a_while():
     """The leader chose a step that had passed: with what it hears now it can choose one that will come."""
     trainer = stepping()
     step(trainer, 1)
@@ -71,7 +71,7 @@ def test_who_missed_the_step_of_a_snapshot_says_where_it_is_and_goes_on_saying_i
     assert step(trainer, 2) == [3]
 
 
-def test_a_new_epoch_is_told_at_once():
+def test_a_new_epoch_is_confirmed_at_once():
     trainer = running()
     assert step(trainer, 0) == [1]
     assert step(trainer, 1) == []

@@ -47,7 +47,7 @@ def test_another_digest_than_the_others_aborts_the_round():
     assert aborted.why.startswith("digests of the state at step 1 differ")
 
 
-def test_a_report_says_whether_the_state_has_agreed_with_anybody_since_the_epoch_that_let_it_in():
+def test_a_report_says_whether_the_state_has_agreed_with_a_member_since_admission():
     """Alone in a roster, or beside members without a digest, nobody agrees."""
     trainer = at_step_1()
     trainer.leader(m.Epoch(record_of("a b", epoch=2, a={"since": 1})))
@@ -70,7 +70,7 @@ def test_the_leader_hears_of_it_at_once():
     assert [beat.digest for beat in trainer.said(m.Heartbeat)] == ["d1"]
 
 
-def test_who_has_nothing_to_compute_is_asked_as_well():
+def test_a_member_without_a_share_is_asked_as_well():
     record = record_of("a b", epoch=2)
     trainer = at_step_1()
     trainer.leader(m.Epoch(record))
@@ -80,7 +80,7 @@ def test_who_has_nothing_to_compute_is_asked_as_well():
     assert not trainer.found(io.Compute) and trainer.found(io.TellDigest) == [io.TellDigest(1)]
 
 
-def test_a_digest_of_a_state_that_is_gone_is_not_mine():
+def test_a_digest_of_a_state_that_is_gone_does_not_count():
     trainer = at_step_1()
     trainer.do(io.Digested(0, "d0"))
     assert trainer.core.view.digest == "" and trainer.core.memory.state.later

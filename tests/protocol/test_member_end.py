@@ -24,7 +24,7 @@ def closed():
     return trainer
 
 
-def test_the_end_of_a_loop_is_told_to_the_leader_and_to_all_members_once():
+def test_the_end_of_a_loop_goes_to_the_leader_and_to_all_members_once():
     trainer = closed()
     assert trainer.said(m.Finished) == trainer.told_peers(m.Finished) == [finished()]
     assert trainer.core.view.phase == "run, finished", "it waits in close, and is not in user code"
@@ -32,7 +32,7 @@ def test_the_end_of_a_loop_is_told_to_the_leader_and_to_all_members_once():
     assert not trainer.told_peers(m.Finished)
 
 
-def test_members_are_told_again_in_an_epoch_whose_links_are_new():
+def test_members_hear_of_the_end_again_in_an_epoch_with_new_links():
     trainer = closed()
     second = record_of("a b", epoch=2)
     trainer.leader(m.Epoch(second), resume_of(second, 1))
@@ -74,7 +74,7 @@ def test_close_returns_after_the_autonomy_whatever_the_others_do():
     assert end.ended == JobEnd(FIRST.fence, 1, 1), "the first loop that ends is the end of the job"
 
 
-def test_a_link_that_ends_after_its_member_has_finished_is_no_abort():
+def test_the_end_of_a_finished_members_link_does_not_abort():
     trainer = closed()
     trainer.peer("b", finished())
     trainer.do(io.LinkLost("b", 1, "b closed the link"))
@@ -95,7 +95,7 @@ def test_a_loop_that_wants_more_ends_where_another_has_finished():
     assert trainer.said(m.Finished) == trainer.told_peers(m.Finished) == [finished(why=why)]
 
 
-def test_a_member_in_the_middle_of_the_next_step_is_told_at_once():
+def test_a_member_in_the_middle_of_the_next_step_hears_at_once():
     trainer = holding()
     trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
     trainer.do(io.Ready(1, "d1"))
@@ -103,7 +103,7 @@ def test_a_member_in_the_middle_of_the_next_step_is_told_at_once():
     assert [s.code for s in trainer.found(io.Stop)] == [1]
 
 
-def test_who_has_finished_is_told_that_others_wanted_more():
+def test_a_finished_member_hears_that_others_wanted_more():
     trainer = closed()
     trainer.peer("b", finished(why="a finished at step 1, and this loop wants more"))
     [note] = trainer.found(io.WriteJournal)
@@ -128,7 +128,7 @@ def joining():
     return trainer, second
 
 
-def test_a_newcomer_ends_the_job_for_nobody():
+def test_a_newcomer_does_not_end_the_job():
     """It has been admitted, and its own loop ends at the step of the round that the others have entered."""
     trainer, second = joining()
     trainer.do(io.Closing())
@@ -166,7 +166,7 @@ def test_close_ends_the_process_where_the_job_ended_elsewhere():
     assert trainer.found(io.Finish) == [io.Finish(1)]
 
 
-def test_a_loop_that_still_runs_when_the_job_is_complete_is_told_as_ever():
+def test_a_loop_that_still_runs_when_the_job_is_complete_hears_so():
     trainer = running()
     trainer.leader(m.Complete(FIRST.fence, 5))
     assert trainer.found(io.Finish) == [io.Finish(5)]
@@ -188,7 +188,7 @@ def leaving(prepared=True):
     return trainer, first
 
 
-def test_a_drained_member_that_goes_with_the_last_bar_aborts_nobody():
+def test_a_drained_member_that_goes_with_the_last_vote_aborts_no_round():
     """Found in simulation: it had heard everybody's bar, and was gone before the others had."""
     trainer, first = leaving()
     assert trainer.core.view.mode is Mode.RUN

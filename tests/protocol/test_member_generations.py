@@ -61,7 +61,7 @@ def test_a_fetch_under_way_is_void_when_the_base_is_the_state_in_memory():
     assert not trainer.found(io.Install), "the state of step 50 of generation 1 is loaded"
 
 
-def test_who_loaded_the_end_of_the_loop_from_a_generation_that_is_over_starts_again():
+def test_a_member_that_loaded_the_end_of_an_old_generation_starts_again():
     """Its main thread has left the loop, and the others would wait for it without end."""
     trainer = outside_fetching()
     trainer.do(io.StateFetched(50, "s50"))
@@ -73,7 +73,7 @@ def test_who_loaded_the_end_of_the_loop_from_a_generation_that_is_over_starts_ag
     assert not trainer.said(m.Finished)
 
 
-def test_who_loads_the_end_of_the_loop_in_its_own_generation_has_finished():
+def test_a_member_that_loads_the_end_of_its_own_generation_has_finished():
     trainer = outside_fetching()
     trainer.do(io.StateFetched(50, "s50"))
     trainer.do(io.Installed(50, "s50", last=True))
@@ -117,7 +117,7 @@ def test_it_commits_once_a_lighthouse_has_answered():
     assert trainer.found(io.Apply)
 
 
-def test_an_answer_to_an_old_beat_does_not_let_it_commit():
+def test_an_answer_to_an_old_heartbeat_does_not_let_a_member_commit():
     trainer = late_decision()
     trainer.leader(m.HeartbeatAck(0))
     assert not trainer.found(io.Apply)

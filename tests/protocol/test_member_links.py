@@ -41,7 +41,7 @@ def test_a_link_that_went_silent_is_named_and_one_that_was_closed_is_not():
         assert (aborted.about, aborted.unreachable) == ("b", named)
 
 
-def test_what_goes_silent_after_the_abort_is_told_too():
+def test_a_link_that_goes_silent_after_the_abort_is_reported_too():
     trainer = in_three()
     trainer.do(io.LinkLost("b", 1, "timed out", silent=True))
     trainer.do(io.LinkLost("c", 1, "timed out", silent=True))
@@ -49,7 +49,7 @@ def test_what_goes_silent_after_the_abort_is_told_too():
     assert aborted.unreachable == ("b", "c") and aborted.fence == THREE.fence
 
 
-def test_an_epoch_that_cannot_be_linked_names_whom_it_could_not_reach():
+def test_an_abort_of_an_unlinked_epoch_names_the_unreachable_members():
     trainer = running(linked=False)
     trainer.do(io.LinkFailed(1, "b", "b cannot be reached", unreachable=("b",)))
     assert trainer.said(m.Aborted)[0].unreachable == ("b",)
@@ -66,7 +66,7 @@ def test_a_newcomer_that_went_silent_costs_the_round_under_way_nothing():
     assert trainer.core.view.mode is Mode.RUN and trainer.core.view.current == FIRST
 
 
-def test_who_is_left_out_says_whom_it_cannot_reach_and_asks_itself_again():
+def test_a_replica_left_out_names_the_members_it_misses_and_probes_again():
     trainer, second = left_out()
     assert trainer.said(m.Heartbeat)[-1].unreachable == ("b",)
     assert trainer.found(io.Probe) == [io.Probe(second.roster)]
@@ -95,7 +95,7 @@ def test_it_says_at_once_that_all_can_be_reached():
     assert trainer.core.next_deadline() <= trainer.now + PROBE_S
 
 
-def test_a_member_probes_nobody_and_says_nothing_of_it_in_its_beats():
+def test_a_member_does_not_probe_and_names_no_unreachable_members_in_heartbeats():
     trainer = in_three()
     assert not trainer.found(io.Probe)
     trainer.now += 10.0
@@ -125,7 +125,7 @@ def test_a_result_that_comes_when_it_is_a_member_again_says_nothing():
     assert not trainer.core.epochs.links.silent
 
 
-def test_of_thousands_only_those_are_probed_that_could_not_be_reached():
+def test_of_thousands_only_the_unreachable_members_are_probed():
     roster = record_of(" ".join(f"r{i:03}" for i in range(200)), epoch=2)
     trainer = Trainer("a")
     trainer.leader(m.Epoch(roster))
@@ -151,7 +151,7 @@ def test_a_member_says_that_its_links_are_still_to_be_made():
     assert not trainer.said(m.Heartbeat)[-1].is_linking
 
 
-def test_nobody_waits_for_itself():
+def test_a_member_never_waits_for_itself():
     """The data plane of a ring of one names the member itself as the neighbour whose bytes are due."""
     alone = record_of("a", epoch=1)
     trainer = Trainer(exchange_s=10.0)
@@ -165,7 +165,7 @@ def test_nobody_waits_for_itself():
     assert "and I wait for no member in particular" in aborted.why
 
 
-def test_a_beat_of_an_older_version_misses_nobody():
+def test_a_heartbeat_of_an_older_version_misses_no_member():
     beat = m.Heartbeat(1, 2, 1, 5)
     old = wire.encode(beat).replace(b',"unreachable":[]', b"")
     assert old != wire.encode(beat) and wire.decode(old) == beat

@@ -30,7 +30,7 @@ def test_a_round_is_given_up_when_its_bound_is_over():
     assert (aborted.about, aborted.waiting_for, aborted.stalled) == ("b", ("b",), True)
 
 
-def test_who_is_told_of_an_abort_says_whom_it_had_waited_for():
+def test_a_member_that_hears_of_an_abort_names_the_member_that_it_waited_for():
     """Another member's bound was over first: without a word of its own it would pass for idle."""
     trainer = everybody_in()
     trainer.do(io.ExchangeFailed(1, 0, "", "round 0 stalled", waited_for="b"))

@@ -25,7 +25,7 @@ def test_the_exchange_begins_with_the_last_backward_and_only_once():
     assert [c.micro_batches for c in trainer.told_peers(m.Contribution)] == [(0, 1)]
 
 
-def test_nobody_holds_before_the_own_contribution_whatever_is_reduced_already():
+def test_no_round_is_prepared_before_the_own_contribution():
     trainer = running()
     trainer.do(io.Streaming(0, 2.0))
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
@@ -50,7 +50,7 @@ def test_streaming_of_another_step_starts_nothing(step):
     assert not trainer.do(io.Streaming(step, 2.0))
 
 
-def test_what_changed_on_its_way_aborts_the_round_and_is_not_contributed():
+def test_a_gradient_that_changed_on_its_way_aborts_the_round():
     trainer = running()
     trainer.do(io.Streaming(0, 2.0))
     trainer.do(io.Computed(0, (0, 1), 2.0, redo="it was changed"))
@@ -67,7 +67,7 @@ def test_a_gradient_that_did_not_go_out_may_change():
 
 
 @pytest.mark.parametrize(("retain", "have"), [(True, {0, 1}), (False, set())])
-def test_what_is_not_retained_is_dropped_with_the_round(retain, have):
+def test_a_gradient_that_is_not_retained_is_dropped_with_the_round(retain, have):
     trainer = running(retain=retain)
     trainer.do(io.Computed(0, (0, 1), 2.0))
     trainer.do(io.LinkLost("b", 1, "reset"))
@@ -76,7 +76,7 @@ def test_what_is_not_retained_is_dropped_with_the_round(retain, have):
     assert bool(trainer.found(io.DropGradient)) is not retain
 
 
-def test_a_hold_outlives_the_gradient_that_it_was_made_from():
+def test_a_prepared_round_outlives_the_gradient_it_was_made_from():
     trainer = running(retain=False)
     trainer.do(io.Computed(0, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
@@ -86,7 +86,7 @@ def test_a_hold_outlives_the_gradient_that_it_was_made_from():
     assert trainer.peer("b", vote(FIRST, 0)) == []
 
 
-def test_what_was_not_yet_exchanged_is_kept_even_so():
+def test_a_gradient_that_was_not_yet_exchanged_is_kept_even_so():
     trainer = running(retain=False)
     trainer.do(io.LinkLost("b", 1, "reset"))
     assert trainer.core.memory.kept_gradient.have == {0, 1} and not trainer.core.memory.kept_gradient.stale

@@ -13,7 +13,7 @@ from fabric.protocol.rules.divergence import MAX_ENTRIES, bounded, differences
 LR = "optimizer/param_groups/0/lr"
 
 
-def test_the_first_entries_that_differ_are_named_with_every_value_and_whose_it_is():
+def test_the_first_entries_that_differ_are_named_with_every_value_and_member():
     said = {
         "r0": ((LR, "0.0003"), ("scaler/scale", "64.0")),
         "r1": ((LR, "0.00029"), ("scaler/scale", "64.0"), ("ema/step", "3")),
@@ -54,7 +54,7 @@ def test_a_member_says_it_when_it_aborts_and_in_its_report():
     assert [x.parted for x in trainer.said(m.Report)] == [parted]
 
 
-def test_a_bar_without_a_digest_says_nothing_of_the_state():
+def test_a_vote_without_a_digest_does_not_judge_the_state():
     trainer = at_step_1(later=False)
     trainer.do(io.Computed(1, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, 1, (2, 3)))

@@ -48,7 +48,7 @@ def alone_after_a_death(replica, order):
     return rest
 
 
-def test_a_digest_that_one_rank_tells_late_is_no_disagreement_of_the_ranks():
+def test_a_late_digest_of_one_rank_does_not_part_the_ranks():
     replica, order = telling()
     replica.rank(0, io.Digested(0, "zero"))
     rest = alone_after_a_death(replica, order)
@@ -60,7 +60,7 @@ def test_a_digest_that_one_rank_tells_late_is_no_disagreement_of_the_ranks():
     assert not replica.orders(io.Stop) and replica.core.member.memory.waiting
 
 
-def test_a_digest_is_not_lost_where_both_ranks_have_computed_before_the_slower_one_tells_it():
+def test_a_digest_that_comes_after_both_ranks_have_computed_is_not_lost():
     replica, order = telling()
     rest = alone_after_a_death(replica, order)
     replica.rank(1, io.Digested(0, "one"))

@@ -114,7 +114,7 @@ def test_linked_when_all_ranks_are_and_again_after_a_lost_link():
     assert 1 in replica.core.member.epochs.links.up
 
 
-def test_a_lost_link_to_somebody_else_takes_nothing_from_an_epoch():
+def test_a_lost_link_to_a_stranger_takes_nothing_from_an_epoch():
     """Found by the simulator: a link to an evicted process ended, and its epoch was never linked again."""
     replica = Replica()
     replica.do(io.FromLeader(m.Epoch(FIRST)))
@@ -159,14 +159,14 @@ def test_ranks_of_one_group_count_once_whichever_of_them_speaks():
     assert (contribution.weight, contribution.metrics) == (4.0, (("loss", 2.0),))
 
 
-def test_ranks_of_one_group_that_weigh_differently_are_told_so():
+def test_ranks_of_one_group_that_weigh_differently_are_an_error():
     replica, order = computing(groups=(0, 0))
     replica.rank(0, io.Computed(0, order.micro_batches, 3.0))
     replica.rank(1, io.Computed(0, order.micro_batches, 4.0))
     assert {(s.code, "3 and 4" in s.reason) for s in replica.orders(io.Stop)} == {(1, True)}
 
 
-def test_a_round_is_held_when_every_rank_has_reduced_it():
+def test_a_round_is_prepared_when_every_rank_has_reduced_it():
     replica = exchanging()
     fence = FIRST.fence
     other = assign(range(M), FIRST.roster)["b"]
@@ -183,7 +183,7 @@ def test_a_round_is_held_when_every_rank_has_reduced_it():
     assert replica.core.member.view.step == 1
 
 
-def test_what_is_not_finite_at_one_rank_is_not_finite():
+def test_a_tensor_that_is_not_finite_at_one_rank_is_not_finite():
     replica = exchanging()
     replica.rank(0, io.Exchanged(1, 0, "g0"))
     replica.rank(1, io.Exchanged(1, 0, "g1", "w", "w"))
@@ -218,7 +218,7 @@ def test_a_lost_rank_ends_the_replica_and_rank_0_last():
     assert replica.do(RankLost(0, "too")) == []
 
 
-def test_a_rank_that_goes_after_the_end_is_no_loss():
+def test_a_rank_that_goes_after_the_end_is_not_lost():
     replica = exchanging()
     replica.do(io.FromLeader(m.Complete(FIRST.fence, 0)))
     assert len(replica.orders(io.Finish)) == 2
@@ -231,7 +231,7 @@ def test_a_lighthouse_that_refuses_the_replica_stops_every_rank():
     assert [s.reason for s in replica.orders(io.Stop)] == ["wrong token"] * 2
 
 
-def test_ranks_with_different_loops_are_told_so():
+def test_ranks_with_different_loops_are_an_error():
     replica = Replica()
     replica.rank(0, io.Ready(0, ""))
     replica.rank(1, io.Closing())

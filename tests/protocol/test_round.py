@@ -16,7 +16,7 @@ def vote(round_, gradient="g", state="", ready=2):
     return CommitVote(round_.record.fence, round_.step, ready, gradient, state)
 
 
-def test_held_only_when_reduced_and_every_contribution_is_known():
+def test_a_round_is_prepared_only_when_reduced_with_every_contribution_known():
     round_ = Round(record_of("b a"), 7)
     round_.contributions["a"] = contribution(round_, [0], loss=1.0)
     assert round_.missing() == ("b",)
@@ -31,7 +31,7 @@ def test_held_only_when_reduced_and_every_contribution_is_known():
     assert round_.missing() == ("b", "a")
 
 
-def test_complete_needs_the_bar_of_every_member():
+def test_a_commit_needs_the_vote_of_every_member():
     round_ = Round(record_of("a b"), 7)
     round_.votes["a"] = vote(round_)
     assert not round_.complete()

@@ -163,7 +163,7 @@ def test_groups_that_come_back_lower_the_depth_again():
     assert sorted(shards.owner) == list(range(7))
 
 
-def test_owners_with_some_groups_absent_are_a_pure_function_of_who_is_present():
+def test_owners_with_some_groups_absent_are_a_pure_function_of_the_present_ones():
     rng = random.Random(2)
     for groups, redundancy in ((7, 3), (13, 4), (6, 3), (12, 2)):
         stacks = spare.ring_layout(groups, spare.best_offsets(groups, redundancy))

@@ -44,7 +44,7 @@ def test_an_aborted_member_reports_for_the_cold_start_of_another_store(store):
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_nothing_that_was_held_under_the_last_store_is_committed(store):
+def test_no_round_prepared_under_the_last_store_is_committed(store):
     trainer = holding()
     record = cold_start(store)
     trainer.leader(m.Epoch(record))
@@ -106,7 +106,7 @@ def test_a_change_from_another_store_is_asked_for_whole(store):
     assert trainer.said(m.RequestRoster) == [m.RequestRoster(record.fence)]
 
 
-def test_what_peers_say_in_the_epochs_of_another_store_is_not_taken_for_this_ones():
+def test_messages_in_epochs_of_another_store_do_not_count_in_this_one():
     trainer = running()
     trainer.do(io.Computed(0, (0, 1), 2.0))
     foreign = replace(FIRST, store_id="z")
@@ -155,7 +155,7 @@ def test_an_empty_store_does_not_call_it_a_first_start_where_steps_are_lost():
     assert record.reason.startswith("cold start from step 0") and "60 steps lost" in record.reason
 
 
-def test_an_epoch_that_only_a_beat_tells_of_counts():
+def test_an_epoch_that_only_a_heartbeat_names_counts():
     lighthouse = Lighthouse(None, start_replicas=2)
     lighthouse.open("a", generation=3, step=60, epoch=57)
     lighthouse.beat("a", 60, epoch=58, generation=3)

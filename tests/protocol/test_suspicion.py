@@ -137,7 +137,7 @@ def test_no_host_is_suspect_where_the_job_has_no_other_or_failures_do_not_count(
     assert lighthouse.core.evidence.suspect_host(peer) is None
 
 
-def test_what_fails_is_written_with_its_host_and_the_next_leader_knows_it():
+def test_a_failure_is_written_with_its_host_and_the_next_leader_knows_it():
     lighthouse = Lighthouse(start_replicas=2)
     record = on_hosts(a="h1", b="h2")
     lighthouse = led(record, start_replicas=2)
@@ -162,11 +162,11 @@ def test_replicas_that_fail_together_on_one_host_are_one_failure_of_it():
     assert (history.host, history.times) == ("h2", 1)
 
 
-def test_members_are_not_told_of_it():
+def test_members_do_not_get_the_evidence():
     assert not for_members(replace(record_of("a b"), hosts=failed(0))).hosts
 
 
-def test_a_cold_start_keeps_what_is_known_of_hosts():
+def test_a_cold_start_keeps_the_history_of_hosts():
     record = replace(record_of("a b", epoch=9), hosts=failed(0))
     lighthouse = Lighthouse(start_replicas=2)
     lighthouse.do(io.Elected("s", record, UNIX_S + 60.0))

@@ -20,7 +20,7 @@ from fabric.protocol.rules.wait_graph import StragglerTracker, blamed_link, ring
         ({"a": "bcd", "b": "d", "c": "d"}, "d"),  # the barrier: two of the three missing are victims
     ],
 )
-def test_the_one_that_nobody_can_excuse(waiting, guilty):
+def test_the_member_without_an_excuse(waiting, guilty):
     assert root_waiters({n: tuple(w) for n, w in waiting.items()}, "abcd") == tuple(guilty)
 
 
@@ -67,7 +67,7 @@ def test_a_complaint_is_about_the_link_between_neighbours():
     assert blamed_link("abcd", about="x", by="a") is None
 
 
-def test_lateness_begins_anew_with_every_step():
+def test_lateness_begins_again_with_every_step():
     late = StragglerTracker()
     assert late.waited_s("a", 7, 100.0) == 0
     assert late.waited_s("a", 7, 103.0) == 3.0

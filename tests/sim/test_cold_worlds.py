@@ -11,7 +11,7 @@ MUTATION_SEEDS = 28
 BASE_SEEDS = (230, 753, 985, 8000253, 8001949, 8003351)
 
 
-def test_no_cold_start_passes_anybody_over_or_loses_what_is_held():
+def test_no_cold_start_passes_a_process_over_or_loses_a_held_state():
     counts, failures = hunt(0, SEEDS, "cold")
     for name, number in sorted(counts.items()):
         print(f"{number:9} {name}")

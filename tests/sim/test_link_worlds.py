@@ -19,14 +19,14 @@ MUTATION_SEEDS = 40
 Patch = pytest.MonkeyPatch
 
 
-def test_steps_commit_while_some_reach_each_other_and_status_says_what_is_missing():
+def test_steps_commit_while_some_members_reach_each_other_and_the_status_names_the_missing():
     counts, failures = hunt(0, SEEDS, "links")
     assert not failures, "\n".join(failures)
     missing = [name for name in link_worlds.REQUIRED if not counts[name]]
     assert not missing, f"never happened in {SEEDS} seeds: {missing}"
 
 
-def test_nobody_is_evicted_while_only_lighthouses_and_the_store_fail():
+def test_no_member_is_evicted_while_only_lighthouses_and_the_store_fail():
     counts, failures = hunt(0, CALM_SEEDS, "calm")
     assert not failures, "\n".join(failures)
     missing = [kind for kind in link_worlds.CALM_FAULTS if not counts[f"fault: {kind}"]]
@@ -65,7 +65,7 @@ CALM = (no_credit_after_an_election, a_leader_that_was_away_accuses)
 
 
 @pytest.mark.parametrize("mutate", LINKS, ids=lambda mutate: mutate.__name__)
-def test_these_worlds_notice_who_is_left_out_or_let_in_wrongly(mutate: Callable[[Patch], None]):
+def test_these_worlds_notice_wrong_exclusions_and_admissions(mutate: Callable[[Patch], None]):
     noticing.find(mutate, lambda seed: LinkWorld(seed).run(), MUTATION_SEEDS)
 
 

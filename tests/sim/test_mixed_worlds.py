@@ -34,7 +34,7 @@ def test_a_crash_in_a_write_hits_the_lighthouse_that_writes(monkeypatch):
     run_seed(6001578)
 
 
-def test_a_round_before_an_eviction_proves_nothing_of_who_came_back():
+def test_a_round_before_an_eviction_does_not_confirm_a_returned_member():
     sim.ranks.play(8000522)
 
 

@@ -39,7 +39,7 @@ def test_a_bug_that_trips_over_itself_is_not_noticed_but_fails():
         noticing.find(broken, run_seed, 1)
 
 
-def test_what_fails_without_the_bug_is_not_noticed_but_fails():
+def test_a_seed_that_fails_without_the_bug_does_not_count_as_noticed():
     class Broken(noticing.Violation):
         pass
 

@@ -9,7 +9,7 @@ SEEDS = 60
 MUTATION_SEEDS = 100
 
 
-def test_orders_hold_under_faults_and_everybody_is_wanted_again_in_the_end():
+def test_orders_are_kept_under_faults_and_every_replica_is_wanted_again_in_the_end():
     counts, failures = hunt(0, SEEDS, "order")
     for name, number in sorted(counts.items()):
         print(f"{number:9} {name}")
@@ -19,6 +19,6 @@ def test_orders_hold_under_faults_and_everybody_is_wanted_again_in_the_end():
 
 
 @pytest.mark.parametrize("name", sorted(ORDERS))
-def test_the_simulator_notices_who_is_let_in_too_early_or_never(name):
+def test_the_simulator_notices_admissions_too_early_or_never(name):
     mutate, aims = ORDERS[name]
     noticing.find(mutate, lambda seed: order_worlds.play(seed, aims), MUTATION_SEEDS)

@@ -10,7 +10,7 @@ SEEDS = 60
 MUTATION_SEEDS = 20
 
 
-def test_the_newcomer_goes_and_who_had_agreed_is_not_judged():
+def test_the_newcomer_goes_and_a_member_that_had_agreed_is_not_judged():
     counts, failures = hunt(0, SEEDS, "parted")
     assert not failures, "\n".join(failures)
     missing = [name for name in parted_worlds.REQUIRED if not counts[name]]

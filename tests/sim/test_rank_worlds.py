@@ -37,7 +37,7 @@ def test_worlds_of_ranks_keep_every_invariant_in_every_lane():
 
 
 @pytest.mark.parametrize("seed", [5000401, 5000494, 5000620])
-def test_a_digest_that_is_told_late_ends_no_replica(seed):
+def test_a_late_digest_ends_no_replica(seed):
     sim.ranks.play(seed)
 
 

@@ -9,7 +9,7 @@ SEEDS = 48
 MUTATION_SEEDS = 100
 
 
-def test_nobody_is_waited_for_without_an_end_and_nobody_else_is_blamed():
+def test_no_wait_is_endless_and_only_the_guilty_member_is_blamed():
     counts, failures = hunt(0, SEEDS, "stall")
     for name, number in sorted(counts.items()):
         print(f"{number:9} {name}")
@@ -19,6 +19,6 @@ def test_nobody_is_waited_for_without_an_end_and_nobody_else_is_blamed():
 
 
 @pytest.mark.parametrize("name", sorted(STALLS))
-def test_the_simulator_notices_who_is_waited_for_or_blamed_wrongly(name):
+def test_the_simulator_notices_wrong_waits_and_wrong_blame(name):
     mutate, kind = STALLS[name]
     noticing.find(mutate, lambda number: stall_worlds.play_alone(kind, number), MUTATION_SEEDS)

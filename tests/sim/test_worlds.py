@@ -48,7 +48,7 @@ def test_thousands_of_worlds_keep_every_invariant_and_meet_every_rare_path():
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_what_fails_in_worlds_of_any_kind_replays_from_the_line_that_is_printed(kind, monkeypatch, capsys):
+def test_a_failure_in_worlds_of_any_kind_replays_from_the_printed_line(kind, monkeypatch, capsys):
     def broken(world: World, *_: object) -> None:
         raise Violation(f"found at {world.clockwork.now}")
 
@@ -112,7 +112,7 @@ def test_a_connection_keeps_the_order_of_what_is_sent():
     assert heard == [*(("b", number) for number in range(50)), ("b", "closed: done")]
 
 
-def test_a_healed_partition_delivers_in_order_what_was_held():
+def test_a_healed_partition_delivers_held_messages_in_order():
     clockwork, network, connection, heard = connected()
     network.block("a", "b")
     for number in range(5):

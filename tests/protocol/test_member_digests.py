@@ -52,7 +52,7 @@ def test_a_report_says_whether_the_state_has_agreed_with_a_member_since_admissio
     trainer = at_step_1()
     trainer.leader(m.Epoch(record_of("a b", epoch=2, a={"since": 1})))
     (report,) = trainer.said(m.Report)
-    assert not report.unconfirmed, "the bars of step 0 named the digest of the initial state"
+    assert not report.unconfirmed, "the votes of step 0 named the digest of the initial state"
     trainer = at_step_1()
     trainer.leader(m.Epoch(record_of("a b", epoch=2, a={"since": 2})))
     assert trainer.said(m.Report)[0].unconfirmed, "it was let in again since"

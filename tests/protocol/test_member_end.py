@@ -173,7 +173,7 @@ def test_a_loop_that_still_runs_when_the_job_is_complete_hears_so():
 
 
 def leaving(prepared=True):
-    """Of three, b is drained: in the last round with it, of which c's bar is still on its way."""
+    """Of three, b is drained: in the last round with it, and c's vote is still on its way."""
     trainer = Trainer()
     first = record_of("a b c", epoch=1, b={"leaving": True})
     trainer.leader(m.Epoch(first), resume_of(first, 0, a=(0, 1), b=(2,), c=(3,)))
@@ -189,7 +189,7 @@ def leaving(prepared=True):
 
 
 def test_a_drained_member_that_goes_with_the_last_vote_aborts_no_round():
-    """Found in simulation: it had heard everybody's bar, and was gone before the others had."""
+    """Found in simulation: it had heard every vote, and was gone before the others had."""
     trainer, first = leaving()
     assert trainer.core.view.mode is Mode.RUN
     trainer.peer("c", m.CommitVote(first.fence, 0, 2, "g0", "start"))

@@ -31,7 +31,7 @@ class Violation(AssertionError):
 
 
 def demand(condition: bool, broken: str) -> None:
-    """What the core may count on, and what its orders must fit."""
+    """The effects that a core gives, and the facts that it may count on."""
     if not condition:
         raise Violation(broken)
 
@@ -62,13 +62,10 @@ class Checks:
         self.cold_starts: ColdStarts | None = None
         self.late: set[str] = set()  # processes that committed in a generation that was over
         self.decisions: dict[int, m.Resume] = {}
-        self.grounds: dict[
-            tuple[int, int], str
-        ] = {}  # (generation, step) -> digest of the state under a commit
-        self.holds: dict[
-            str, tuple[int, int]
-        ] = {}  # process -> the newest round of which it said that it holds
-        # process -> (epoch, step) -> whose state it heard to be what
+        # (generation, step) -> digest of the state under a commit
+        self.grounds: dict[tuple[int, int], str] = {}
+        self.prepared_rounds: dict[str, tuple[int, int]] = {}  # process -> the newest round it voted in
+        # process -> (epoch, step) -> the digest of each replica's state, by its vote
         self.heard: dict[str, dict[tuple[int, int], dict[str, str]]] = {}
         self.ends: dict[str, tuple[int, int]] = {}  # process -> (generation, step) at which its loop ended
         self.ended_alone = False  # whether somebody has ended without a record that says so
@@ -184,7 +181,7 @@ class Checks:
         return record.min_replicas or self.min_replicas
 
     def _let_in(self, before: Record, after: Record) -> None:
-        """Nobody comes in while joins are paused, nor above the maximum that an operator has set."""
+        """No replica joins while joins are paused, or above the maximum that an operator has set."""
         came = [x.replica for x in after.roster if not before.lists(x.replica, x.incarnation)]
         if came and after.overrides.paused:
             raise Violation(f"{came} joined in epoch {after.epoch} while joins were paused")
@@ -284,10 +281,10 @@ class Checks:
         if len(record.roster) < self._needed(record):
             raise Violation(f"{who} works in epoch {epoch}, which needs {self._needed(record)} members")
         if isinstance(message, m.CommitVote):
-            said = self.votes.setdefault((who, epoch, message.step), message.gradient_digest)
-            if said != message.gradient_digest:
-                raise Violation(f"{who} held two results of round {(epoch, message.step)}")
-            self.holds[who] = (epoch, message.step)
+            first = self.votes.setdefault((who, epoch, message.step), message.gradient_digest)
+            if first != message.gradient_digest:
+                raise Violation(f"{who} voted for two results of round {(epoch, message.step)}")
+            self.prepared_rounds[who] = (epoch, message.step)
             self.heard_vote(trainer, trainer.host, message)
 
     def heard_vote(self, trainer: "Trainer", replica: str, vote: m.CommitVote) -> None:
@@ -296,16 +293,16 @@ class Checks:
             rounds.setdefault((vote.fence.epoch, vote.step), {})[replica] = vote.state_digest
 
     def aborted(self, trainer: "Trainer", epoch: int, step: int) -> None:
-        """Whether it leaves the round knowing that most of the roster have another state than it has."""
-        said = self.heard.pop(trainer.name, {}).get((epoch, step), {})
-        # By its own bar: in a replica of several ranks that is the digest of all of them.
-        mine, record = said.get(trainer.host, ""), self.by_epoch[epoch]
-        others = Counter(x for name, x in said.items() if name != trainer.host and x != mine)
-        if mine and others and 2 * max(others.values()) > len(record.roster):
+        """Note whether the trainer leaves the round knowing that most of the roster have another state."""
+        digests = self.heard.pop(trainer.name, {}).get((epoch, step), {})
+        # By its own vote, which has the digest of all ranks of the replica.
+        own, record = digests.get(trainer.host, ""), self.by_epoch[epoch]
+        others = Counter(x for name, x in digests.items() if name != trainer.host and x != own)
+        if own and others and 2 * max(others.values()) > len(record.roster):
             self.outvoted[trainer.name] = record.generation
 
     def healed(self, trainer: "Trainer") -> None:
-        """It has loaded another state."""
+        """The trainer has loaded another state."""
         self.outvoted.pop(trainer.name, None)
 
     def running(self, trainer: "Trainer", message: m.Running) -> None:
@@ -314,21 +311,26 @@ class Checks:
         self.steps[key] = trainer.main.step
 
     def reported(self, trainer: "Trainer", report: m.Report) -> None:
-        """A report is a promise to stay out of older epochs, and a hold that was said is kept until a
-        decision or an eviction ends it."""
+        """A report promises to stay out of older epochs. A vote stands until a decision or an eviction."""
         who = trainer.name
         self.promises[who] = max(self.promises.get(who, 0), report.fence.epoch)
-        held = self.holds.get(who)
-        if held == (report.round_epoch, report.round_step) and report.step == held[1] and not report.prepared:
-            raise Violation(f"{who} said that it holds round {held}, and reports that it does not")
+        voted = self.prepared_rounds.get(who)
+        if (
+            voted == (report.round_epoch, report.round_step)
+            and report.step == voted[1]
+            and not report.prepared
+        ):
+            raise Violation(f"{who} voted in round {voted}, and reports that it has not prepared it")
 
     def released(self, trainer: "Trainer") -> None:
-        """A decision was adopted, or it is outside: what it held is void."""
-        self.holds.pop(trainer.name, None)
+        """A decision was adopted, or the trainer is outside: its prepared round is void."""
+        self.prepared_rounds.pop(trainer.name, None)
 
     def gathered(self, trainer: "Trainer", order: io.StartExchange, content: tuple[int, ...]) -> None:
-        """What goes into the ring is what the contribution said. A stopped core sends no contribution, so
-        its round cannot be committed."""
+        """The ring gets the contents of the contribution.
+
+        A stopped core sends no contribution, so its round cannot be committed.
+        """
         if len(content) != order.weight and not trainer.main.will_stop:
             raise Violation(
                 f"{trainer.name} contributes {content} to step {order.step} with weight {order.weight}"
@@ -338,21 +340,21 @@ class Checks:
 
     def published(self, trainer: "Trainer", effect: io.Publish, gradient: "Gradient") -> None:
         if gradient.digest != effect.prepared.gradient_digest:
-            raise Violation(f"{trainer.name} publishes another gradient than it held at step {gradient.step}")
+            raise Violation(f"{trainer.name} publishes another gradient than it prepared at {gradient.step}")
         self._is_committed(trainer, effect.prepared)
         if self.records[-1].generation != effect.generation:
             self._is_the_last_of_its_own(trainer, effect.prepared, effect.generation)
 
-    def _is_committed(self, trainer: "Trainer", held: io.PreparedRound) -> None:
-        """Everybody of the round has said that it holds it, or a decision goes on behind it."""
-        said = {who for who, epoch, step in self.votes if (epoch, step) == (held.epoch, held.step)}
-        named = any(x.step == held.step + 1 and x.commit_digest for x in self.decisions.values())
-        if not said or named:
-            return  # alone in its round, or in a lane of which no bars are heard; or committed by decision
-        roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[held.epoch].roster}
-        missing = roster - said - {trainer.name}
+    def _is_committed(self, trainer: "Trainer", prepared: io.PreparedRound) -> None:
+        """Every member of the round has voted, or a decision goes on behind it."""
+        voters = {who for who, epoch, step in self.votes if (epoch, step) == (prepared.epoch, prepared.step)}
+        named = any(x.step == prepared.step + 1 and x.commit_digest for x in self.decisions.values())
+        if not voters or named:
+            return  # alone in its round, or in a lane without votes; or committed by decision
+        roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[prepared.epoch].roster}
+        missing = roster - voters - {trainer.name}
         if missing:
-            raise Violation(f"{trainer.name} publishes step {held.step} before {sorted(missing)} hold it")
+            raise Violation(f"{trainer.name} publishes step {prepared.step} before {sorted(missing)} voted")
 
     def applied(self, trainer: "Trainer", order: io.Apply, gradient: "Gradient", generation: int) -> None:
         """Agreement, plus one, exactly once, one generation at a time, and nothing after the end."""
@@ -402,18 +404,24 @@ class Checks:
         if self.ends.get(who, (generation, step + 1)) <= (generation, step):
             raise Violation(f"{who} applies step {step} after it said that it had finished")
 
-    def _is_the_last_of_its_own(self, trainer: "Trainer", held: io.PreparedRound, generation: int) -> None:
-        """A cold start waits for all who may still commit; not for who was left out before, or was fresh:
-        that one may commit a round of the past, but only one that all others of its roster said they hold,
-        and no other after that."""
+    def _is_the_last_of_its_own(
+        self, trainer: "Trainer", prepared: io.PreparedRound, generation: int
+    ) -> None:
+        """A cold start waits for all processes that may still commit.
+
+        It does not wait for one that was left out before, or was joining. That process may commit one round
+        of the past, for which all others of its roster voted, and no other after that.
+        """
         who, key = trainer.name, (trainer.host, trainer.incarnation)
         last = next(r for r in reversed(self.records) if r.generation == generation)
         if last.store_id != self.records[-1].store_id and self.promises.get(who, 0) <= last.epoch:
-            return  # its store was wiped, and it has not heard of that: an empty store waits for nobody
+            return  # its store was wiped, and it has not heard of that: an empty store does not wait
         awaited = any((x.replica, x.incarnation) == key and not x.joining for x in last.roster)
-        roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[held.epoch].roster}
-        said = {name for name, epoch, step in self.votes if (epoch, step) == (held.epoch, held.step)}
-        if awaited or who in self.late or (roster - said - {who} and not self.rank):
+        roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[prepared.epoch].roster}
+        voters = {
+            name for name, epoch, step in self.votes if (epoch, step) == (prepared.epoch, prepared.step)
+        }
+        if awaited or who in self.late or (roster - voters - {who} and not self.rank):
             raise Violation(f"{who} commits in generation {generation} after a cold start without it")
         self.late.add(who)
 

@@ -1,5 +1,6 @@
-"""What a cold start must fulfil, seen from outside: nobody who may still commit is passed over, and it begins
-from the newest state that memory holds within reach.
+"""The rules of a cold start, checked from outside.
+
+It passes over no process that may still commit, and begins from the newest state in memory within reach.
 """
 
 from typing import TYPE_CHECKING

@@ -123,5 +123,5 @@ def struck(world: "World", kind: str) -> None:
 
 
 def missing(counts: Counter[str]) -> list[str]:
-    """What a hunt should have met and has not."""
+    """The faults and paths that a hunt should have met and has not."""
     return [name for name in REQUIRED if not counts[name]]

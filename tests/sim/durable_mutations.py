@@ -50,7 +50,7 @@ def begin_from_the_oldest(patch: Patch) -> None:
 
 
 def each_takes_what_it_can_load(patch: Patch) -> None:
-    """Who cannot load the base takes the oldest that it has found, and says that it holds the base."""
+    """A replica that cannot load the base takes its oldest checkpoint, and says that it has the base."""
     failed, installed = CatchUp.on_fetch_failed, CatchUp.on_installed
 
     def on_failed(member: CatchUp, event: io.FetchFailed) -> None:

@@ -120,7 +120,7 @@ class DurableWorld(World):
             self._check_beginning(trainer)
 
     def _check_beginning(self, trainer: Trainer) -> None:
-        """Whoever commits the first step of a generation does so on the state that the record names."""
+        """The first step of a generation is committed on the state that the record names."""
         generation = trainer.core.view.generation
         base = next(r.base for r in reversed(self.checks.records) if r.generation == generation)
         if trainer.main.step != base.step or not base.digest or FLIPPED in trainer.main.digest:

@@ -78,7 +78,7 @@ class EndWorld(World):
         ] += 1
 
     def _say_goodbye(self, trainer: Trainer) -> None:
-        """Who ends by itself closes its links: what it said before arrives."""
+        """A process that ends closes its links: its earlier messages arrive."""
         for connection in list(self.network.connections):
             for side, end in enumerate(connection.ends):
                 if end.process is trainer:
@@ -172,7 +172,7 @@ class EndWorld(World):
             self.own_until[name] = self.until + random.randrange(1, 40)
 
     def _judge_unequal(self) -> None:
-        """Whose loop ended first is right, all others are told; and nobody went on."""
+        """The loop that ended first is right. All others hear of it, and none went on."""
         told, wrong = sorted(self.wrong), sorted(self.own_until)
         demand(set(told) <= set(wrong), f"{told} were told, not {wrong}")
         demand(told == wrong or "away" in self.kind, f"{told} were told, not {wrong}")

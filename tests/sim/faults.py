@@ -1,4 +1,4 @@
-"""What goes wrong in a world, and when: at random times, or when something particular happens."""
+"""The faults of a world, at random times and at moments."""
 
 from typing import TYPE_CHECKING
 
@@ -42,11 +42,11 @@ KINDS = (
     "flip in a result",
     "flip in a state",
 )
-# A fault may wait for one of these (said by a member's note, a bar, a fetch, an installed state).
+# A fault may wait for one of these (said by a member's note, a commit vote, a fetch, an installed state).
 TRIGGERS = (
     "commit",
     "commit beside a newcomer",
-    *("bar", "resume", "decided", "admitted", "draining", "closing") * 2,
+    *("commit vote", "resume", "decided", "admitted", "draining", "closing") * 2,
     *("abort", "fetch", "install", "outside", "cold start"),
 )
 # The worst that can happen at some of them.
@@ -195,7 +195,7 @@ class Faults:
         self._heal_later()
 
     def _cut_control(self, name: str, _: str) -> None:
-        """Nobody but one replica, which starts anew, reaches the lighthouse; the others go on."""
+        """Cut all replicas but one, which starts again, from the lighthouse; the others go on."""
         for other in self.world.hosts:
             for lighthouse in self.world.lighthouses if other != name else ():
                 self.world.network.block(other, lighthouse)
@@ -238,7 +238,7 @@ class Faults:
         self.world.store.down = False
 
     def _crash_in_a_write(self, _: str, __: str) -> None:
-        """Whoever writes next dies with that write under way, which lands when perhaps another leads."""
+        """Kill the next lighthouse that writes. Its write may land while another one leads."""
 
         def crash(revision: int) -> None:
             writers = [n for n, x in self.world.lighthouses.items() if x.alive and x.revision == revision]

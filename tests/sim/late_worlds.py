@@ -27,7 +27,7 @@ AIMS = (
 
 def late_world(seed: int) -> World:
     """One world: slow replay in two thirds of them, no replay in the others; a third is aimed at."""
-    aims = (("bar", "kill trainer"), AIMS[seed // 3 % len(AIMS)]) if seed % 3 == 1 else ()
+    aims = (("commit vote", "kill trainer"), AIMS[seed // 3 % len(AIMS)]) if seed % 3 == 1 else ()
     world = World(seed, aims=aims)
     if seed % 3:
         world.settings.replay_s = (0.1, 0.4)[seed // 3 % 2]

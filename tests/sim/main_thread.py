@@ -46,7 +46,7 @@ class MainThread:
         return self._busy
 
     def start(self) -> None:
-        """What ``attach`` and the first ``_ready`` do."""
+        """Do the work of ``attach`` and the first ``_ready``."""
         if not self.trainer.server.memory.snapshots:
             self.snapshot(0)
         self._ready()

@@ -32,14 +32,14 @@ from fabric.protocol.rules.assignment import Work, assign
 Patch = pytest.MonkeyPatch
 
 
-def commit_before_everybody_holds(patch: Patch) -> None:
+def commit_before_all_have_voted(patch: Patch) -> None:
     def almost(round_: Round) -> bool:
         return len(round_.votes) >= max(1, len(round_.record.roster) - 1)
 
     patch.setattr(Round, "complete", almost)
 
 
-def resume_past_when_anybody_holds(patch: Patch) -> None:
+def resume_past_when_any_has_prepared(patch: Patch) -> None:
     witnesses = deciding._witnesses
 
     def holders(record: Record, reports: Mapping[str, m.Report], step: int) -> dict[str, m.Report]:
@@ -49,11 +49,11 @@ def resume_past_when_anybody_holds(patch: Patch) -> None:
     patch.setattr(deciding, "_witnesses", holders)
 
 
-def redo_although_everybody_holds(patch: Patch) -> None:
+def redo_although_all_have_prepared(patch: Patch) -> None:
     patch.setattr(deciding, "_prepared", lambda report, record, step: False)
 
 
-def drop_the_hold_on_abort(patch: Patch) -> None:
+def drop_the_prepared_round_on_abort(patch: Patch) -> None:
     abort = Rounds.abort
 
     def aborted(member: Rounds, why: str, about: str, **more: bool) -> None:
@@ -104,7 +104,7 @@ def adopt_a_decision_again(patch: Patch) -> None:
     patch.setattr(Membership, "on_resume", heard)
 
 
-def publish_when_held(patch: Patch) -> None:
+def publish_when_prepared(patch: Patch) -> None:
     to_roster = Rounds._to_roster
 
     def sent(member: Rounds, message: m.PeerMessage) -> None:
@@ -193,7 +193,7 @@ def resume_by_the_maximum_committed(patch: Patch) -> None:
     patch.setattr(leader_decisions, "decide", decide)
 
 
-def count_the_holds_of_newcomers(patch: Patch) -> None:
+def count_newcomers_prepared_rounds(patch: Patch) -> None:
     witnesses = deciding._witnesses
 
     def everybody(record: Record, reports: Mapping[str, m.Report], step: int) -> Mapping[str, m.Report]:
@@ -284,7 +284,7 @@ def accept_a_decision_of_a_lower_epoch(patch: Patch) -> None:
     patch.setattr(Membership, "on_resume", heard)
 
 
-def apply_a_change_to_whatever_is_known(patch: Patch) -> None:
+def apply_a_delta_to_another_roster(patch: Patch) -> None:
     def applied(told: m.RosterDelta, known: Record | None) -> Record:
         return replace(
             told.record, roster=roster_delta._merged(known.roster if known is not None else (), told)
@@ -327,7 +327,7 @@ def commit_whatever_the_digests_say(patch: Patch) -> None:
     patch.setattr(Round, "disagreement", lambda round_: "")
 
 
-def commit_what_others_said_was_wrong(patch: Patch) -> None:
+def commit_a_disputed_result(patch: Patch) -> None:
     patch.setattr(Round, "is_disputed", lambda round_, name: False)
 
 
@@ -346,7 +346,7 @@ def commit_on_its_own_for_too_long(patch: Patch) -> None:
     patch.setattr(Rounds, "commit_when_agreed", agreed)
 
 
-def complete_when_somebody_has_finished(patch: Patch) -> None:
+def complete_when_one_member_has_finished(patch: Patch) -> None:
     def complete(endings: Endings, record: Record) -> bool:
         if endings.finished:
             endings.writer.write_complete(record, max(endings.finished.values()))
@@ -385,53 +385,65 @@ def believe_every_chunk(patch: Patch) -> None:
 
 
 # What to aim at, for the bugs whose moment is short.
-AT_THE_BARRIER: Aims = (("bar", "reset link"), ("resume", "kill host"))
-BEFORE_IT_IS_RESOLVED: Aims = (("bar", "kill trainer"), ("report", "drain"))
+AT_THE_BARRIER: Aims = (("commit vote", "reset link"), ("resume", "kill host"))
+BEFORE_IT_IS_RESOLVED: Aims = (("commit vote", "kill trainer"), ("report", "drain"))
 AFTER_A_COMMIT: Aims = (  # of one alone, which dies with what it committed
-    ("bar", "partition"),
-    ("bar", "slow network"),
-    ("bar", "reset link"),
+    ("commit vote", "partition"),
+    ("commit vote", "slow network"),
+    ("commit vote", "reset link"),
     ("commit", "kill host"),
     ("commit", "kill host"),
 )
-IN_RECOVERY: Aims = (("bar", "reset link"), ("decided", "lighthouse crash"))
+IN_RECOVERY: Aims = (("commit vote", "reset link"), ("decided", "lighthouse crash"))
 LATE_MESSAGES: Aims = (
     ("commit", "one-way partition"),
-    ("bar", "kill trainer"),
-    ("bar", "one-way partition"),
+    ("commit vote", "kill trainer"),
+    ("commit vote", "one-way partition"),
 )
-OUT_OF_SIGHT: Aims = (("bar", "kill trainer"), ("install", "cut control"))
-LONG_ABSENCE: Aims = (("commit", "slow network"), ("bar", "long absence"))
+OUT_OF_SIGHT: Aims = (("commit vote", "kill trainer"), ("install", "cut control"))
+LONG_ABSENCE: Aims = (("commit", "slow network"), ("commit vote", "long absence"))
 BESIDE_A_NEWCOMER: Aims = (  # what was said of the commit is still on its way
-    ("bar", "kill trainer"),
+    ("commit vote", "kill trainer"),
     ("admitted", "slow network"),
     ("commit beside a newcomer", "kill trainer"),
     ("commit beside a newcomer", "kill trainer"),
 )
-DEPOSED: Aims = (("bar", "crash in a write"), ("bar", "kill trainer"))
-FLIPPED: Aims = (("bar", "flip in a result"), ("install", "flip in a state"))
-FLIPPED_AND_LEFT_ALONE: Aims = (("bar", "flip in a result"), ("abort", "kill two"), ("abort", "kill trainer"))
-OUTVOTED_AND_LEFT_ALONE: Aims = (("bar", "flip in a state"), ("abort", "kill two"), ("abort", "kill trainer"))
-ON_THE_WIRE: Aims = (("bar", "flip on the wire"), ("resume", "flip on the wire"))
-OLD_WORDS: Aims = (("bar", "reset link"), ("resume", "old words"), ("bar", "old words"))
-LATE_RESULT: Aims = (("commit", "slow digest"), ("bar", "kill trainer"))
+DEPOSED: Aims = (("commit vote", "crash in a write"), ("commit vote", "kill trainer"))
+FLIPPED: Aims = (("commit vote", "flip in a result"), ("install", "flip in a state"))
+FLIPPED_AND_LEFT_ALONE: Aims = (
+    ("commit vote", "flip in a result"),
+    ("abort", "kill two"),
+    ("abort", "kill trainer"),
+)
+OUTVOTED_AND_LEFT_ALONE: Aims = (
+    ("commit vote", "flip in a state"),
+    ("abort", "kill two"),
+    ("abort", "kill trainer"),
+)
+ON_THE_WIRE: Aims = (("commit vote", "flip on the wire"), ("resume", "flip on the wire"))
+OLD_WORDS: Aims = (("commit vote", "reset link"), ("resume", "old words"), ("commit vote", "old words"))
+LATE_RESULT: Aims = (("commit", "slow digest"), ("commit vote", "kill trainer"))
 # An epoch that one member does not hear of, and another in which that shows.
-MISSED_WORDS: Aims = (("bar", "missed word"), ("bar", "kill trainer"), ("decided", "kill trainer"))
+MISSED_WORDS: Aims = (
+    ("commit vote", "missed word"),
+    ("commit vote", "kill trainer"),
+    ("decided", "kill trainer"),
+)
 AT_THE_END: Aims = (("closing", "lighthouse crash"),)
-OLD_DECISIONS: Aims = (("bar", "reset link"), ("abort", "old words"), ("bar", "reset link"))
+OLD_DECISIONS: Aims = (("commit vote", "reset link"), ("abort", "old words"), ("commit vote", "reset link"))
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
     mutation.__name__: (mutation, aims)
     for mutation, aims in (
-        (commit_before_everybody_holds, AT_THE_BARRIER),
-        (resume_past_when_anybody_holds, AT_THE_BARRIER),
-        (redo_although_everybody_holds, AFTER_A_COMMIT),
-        (drop_the_hold_on_abort, AT_THE_BARRIER),
+        (commit_before_all_have_voted, AT_THE_BARRIER),
+        (resume_past_when_any_has_prepared, AT_THE_BARRIER),
+        (redo_although_all_have_prepared, AFTER_A_COMMIT),
+        (drop_the_prepared_round_on_abort, AT_THE_BARRIER),
         (lose_have_on_abort, ()),
         (keep_what_was_given_away, ()),
         (commit_a_gradient_that_was_changed_on_its_way, ()),
         (adopt_a_decision_again, IN_RECOVERY),
-        (publish_when_held, AT_THE_BARRIER),
+        (publish_when_prepared, AT_THE_BARRIER),
         (share_out_what_somebody_has, ()),
         (announce_before_the_store_has_it, ()),
         (accept_messages_of_older_epochs, LATE_MESSAGES),
@@ -440,7 +452,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (commit_on_its_own_for_too_long, LONG_ABSENCE),
         (forget_the_promise_of_a_report, ()),
         (resume_by_the_maximum_committed, AFTER_A_COMMIT),
-        (count_the_holds_of_newcomers, BESIDE_A_NEWCOMER),
+        (count_newcomers_prepared_rounds, BESIDE_A_NEWCOMER),
         (share_by_step_and_roster_alone, ()),
         (rebuild_the_report_for_another_leader, IN_RECOVERY),
         (plan_over_an_unresolved_forced_epoch, BEFORE_IT_IS_RESOLVED),
@@ -449,16 +461,16 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (commit_whatever_is_held, AT_THE_BARRIER),
         (accept_a_lower_epoch, OLD_WORDS),
         (accept_a_decision_of_a_lower_epoch, OLD_DECISIONS),
-        (apply_a_change_to_whatever_is_known, MISSED_WORDS),
+        (apply_a_delta_to_another_roster, MISSED_WORDS),
         (take_a_change_without_its_joiners, ()),
         (never_ask_for_the_whole_roster, MISSED_WORDS),
         (say_that_the_round_lacked_nobody, BESIDE_A_NEWCOMER),
         (let_a_deposed_leader_write, DEPOSED),
         (commit_whatever_the_digests_say, FLIPPED),
-        (commit_what_others_said_was_wrong, FLIPPED_AND_LEFT_ALONE),
+        (commit_a_disputed_result, FLIPPED_AND_LEFT_ALONE),
         (go_on_with_a_state_that_most_called_wrong, OUTVOTED_AND_LEFT_ALONE),
         (believe_every_chunk, ON_THE_WIRE),
-        (complete_when_somebody_has_finished, ()),
+        (complete_when_one_member_has_finished, ()),
         (leave_before_the_job_is_complete, ()),
         (tell_another_leader_nothing_of_the_end, AT_THE_END),
     )

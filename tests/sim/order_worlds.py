@@ -15,7 +15,7 @@ STRIKES = ("pause joins", "resume joins", "scale", "scale", "admit")
 AIMS: tuple[Aims, ...] = (
     (("commit", "kill trainer"), ("admitted", "kill trainer"), ("outside", "lighthouse crash")),
     (("commit", "kill host"), ("decided", "pause joins"), ("resume", "lighthouse crash")),
-    (("commit", "scale"), ("decided", "lighthouse crash"), ("bar", "kill trainer")),
+    (("commit", "scale"), ("decided", "lighthouse crash"), ("commit vote", "kill trainer")),
     (("commit", "pause joins"), ("commit", "kill trainer"), ("commit", "crash in a write")),
 )
 # What the leader says when it keeps somebody out, or lets them in again.

@@ -28,7 +28,7 @@ _OUTCOMES = get_args(ro.RankEvent)
 _FETCHED = (io.StateFetched, io.FetchFailed, io.GradientFetched, io.GradientGone)
 RANK_FAULTS = ("kill rank", "kill rank", "pause rank", "reset rank link", "kill rank server")
 # When a fault of ranks strikes: at a random time, or when this happens at some replica.
-RANK_TRIGGERS = ("bar", "resume", "install", "fetch", "abort")
+RANK_TRIGGERS = ("commit vote", "resume", "install", "fetch", "abort")
 REQUIRED = (
     *sorted({f"fault: {kind}" for kind in RANK_FAULTS}),
     "path: a rank lost ends its replica",
@@ -238,7 +238,7 @@ class Heading(Trainer):
 
 
 class _Obeying:
-    """What the shell around a core reads, of a follower."""
+    """The part of a follower that the shell around a core reads."""
 
     def __init__(self, rank: int, config: MemberConfig) -> None:
         self.follower = FollowerRank(rank)
@@ -246,7 +246,7 @@ class _Obeying:
 
     @property
     def view(self) -> "_Obeying":
-        """Of a core the shell reads its view."""
+        """The view, which a shell reads."""
         return self
 
     @property

@@ -32,7 +32,7 @@ FLIPPED: Part = ("a flipped bit", ())
 
 @dataclass(slots=True)
 class Chunk:
-    """What travels: the shipping header, the payload's bytes, and what the bytes stand for."""
+    """A frame of the ring: the shipping header, the payload's bytes, and their meaning."""
 
     header: bytes
     payload: bytes
@@ -338,7 +338,7 @@ class Ring:
         self.trainer.after(busy, lambda: self.trainer.feed(done))
 
     def result(self, step: int) -> Gradient:
-        """What was reduced here for ``step``."""
+        """The result of ``step`` here."""
         demand(
             step in self.slots, f"{self.trainer.name} is told to use the result of step {step}, and has none"
         )

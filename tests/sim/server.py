@@ -40,7 +40,7 @@ class Gradient:
 
 @dataclass(slots=True)
 class Memory:
-    """What it serves: two snapshots (with the state's history), and gradients by (generation, step)."""
+    """The server's memory: two snapshots (with the state's history), and gradients by (generation, step)."""
 
     snapshots: list[SnapshotRef] = field(default_factory=list)
     gradients: dict[tuple[int, int], Gradient] = field(default_factory=dict)

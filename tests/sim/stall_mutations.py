@@ -93,7 +93,7 @@ def serve_the_awaited_a_step_that_nobody_reaches(patch: Patch) -> None:
 
 
 def let_the_awaited_in_with_what_it_had(patch: Patch) -> None:
-    """It says that it is at the step of the others, whatever it holds."""
+    """A newcomer says that it is at the others' step."""
     is_at = KnownEpochs.is_at
 
     def there(member: KnownEpochs, where: Record | Fence, step: int) -> bool:

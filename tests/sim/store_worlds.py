@@ -118,7 +118,7 @@ def compare_the_ids_of_stores(patch: pytest.MonkeyPatch) -> None:
 
 
 def begin_at_the_first_epoch_in_an_empty_store(patch: pytest.MonkeyPatch) -> None:
-    """Whatever epochs its processes have known."""
+    """A new store begins at epoch 1 in spite of the epochs that its processes have known."""
     patch.setattr(Starts, "newest_of_another_store", lambda self: (0, 0))
 
 

@@ -1,4 +1,7 @@
-"""Whoever can go on goes on while links are cut, status says what is missing, and nobody well is evicted."""
+"""While links are cut, members that can go on do.
+
+Status names the missing links, and no healthy member is evicted.
+"""
 
 from collections.abc import Callable
 

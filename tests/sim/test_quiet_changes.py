@@ -1,4 +1,4 @@
-"""What nobody may notice: a join, a drain and the end of the job abort no round."""
+"""A join, a drain and the end of the job abort no round."""
 
 from sim.world import HEAL_LIMIT_S, World
 

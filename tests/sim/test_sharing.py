@@ -105,7 +105,7 @@ def compute_a_part_on_each_host_that_is_there(patch):
 
 
 def give_the_patch_by_the_layout_of_the_epoch_before(patch):
-    """What the dead computed goes to whom the full roster would have given it: partly to the dead."""
+    """The share of a dead member goes where the full roster would have put it: partly to the dead."""
     hand_round = assignment.hand_round
 
     def stale(work, roster, able, missing, load):

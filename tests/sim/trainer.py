@@ -170,7 +170,7 @@ class Trainer(Process):
     def send_peer(self, effect: io.SendPeer) -> None:
         self.world.checks.said_to_peer(self, effect.message)
         if isinstance(effect.message, m.CommitVote):
-            self.world.happened("bar", self.host)
+            self.world.happened("commit vote", self.host)
         self.links.send((effect.replica, effect.incarnation), effect.message)
 
     def _publish(self, effect: io.Publish) -> None:

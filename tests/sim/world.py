@@ -34,7 +34,7 @@ WRONG_CLOCKS = 0.05
 
 @dataclass(slots=True)
 class Settings:
-    """What a world is made of."""
+    """The parameters of a world."""
 
     replicas: int
     lighthouses: int
@@ -133,7 +133,7 @@ class World:
             self.lighthouses[name] = Lighthouse(self.clockwork, self, name)
 
     def find_leader(self, host: str) -> Lighthouse | None:
-        """Whom a client would reach: any of them redirects to the leader."""
+        """A lighthouse that a client would reach: any of them redirects to the leader."""
         for lighthouse in self.lighthouses.values():
             if lighthouse.leads and not lighthouse.paused:
                 return lighthouse if self.network.can_talk(host, lighthouse.name) else None
@@ -313,12 +313,12 @@ class World:
         self.clockwork.counts["path: all lighthouses down, steps go on"] += 1
 
     def _steps(self) -> list[int]:
-        """Of every host; -1 where nothing runs."""
+        """The step of every host; -1 for one without a process."""
         found = [h.trainer for h in self.hosts.values()]
         return [t.main.step if t is not None and t.alive else -1 for t in found]
 
     def told(self, effect: leader_events.RecordEvent) -> None:
-        """What a leader says of its decisions."""
+        """Take an event of a leader's decisions."""
         coverage.told(self.clockwork.counts, effect)
 
     def struck(self, kind: str) -> None:

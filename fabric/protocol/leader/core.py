@@ -88,7 +88,7 @@ class LeaderCore:
         """Take one event at time ``now`` (monotonic seconds); return the effects to perform in order."""
         state = self.state
         if now - state.now > DEAF_S:
-            # The leader itself was stopped, so its silence is no evidence against the members.
+            # The leader itself was stopped, so the members may have spoken.
             state.liveness.elected = now
         if isinstance(event, io.LeaderTick):
             state.liveness.tick_was_late(max(0.0, now - self.timer.due), now)

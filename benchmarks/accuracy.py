@@ -1,5 +1,5 @@
-"""What failures cost in accuracy: five seeds, each undisturbed, with policy constant and with policy shrink,
-under a failure every 20 steps.
+"""The cost of failures in accuracy: five seeds, each undisturbed, with policy constant and with policy
+shrink, under a failure every 20 steps.
 
 A job is real: a lighthouse, three trainer processes with their checkpoint servers, real SIGKILLs in the
 middle of a step, real restarts that catch up and join. To fit into minutes the trainers are forked from this

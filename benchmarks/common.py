@@ -1,4 +1,5 @@
-"""What all benchmarks share: interleaved rounds, medians of paired ratios, a table, a last line of JSON.
+"""The common part of all benchmarks: interleaved rounds, medians of paired ratios, a table, a last line of
+JSON.
 
 A benchmark takes no arguments, prints what it ran on, a table for people, and last one JSON object of plain
 numbers. Sides are measured in the same run, turn by turn, so that a machine that gets slower gets slower for
@@ -109,7 +110,7 @@ _guard: "subprocess.Popen[bytes] | None" = None
 
 
 def begin() -> None:
-    """What a benchmark does first: it says what it runs on, and from now on leaves nothing behind."""
+    """Begin a benchmark: print the machine, and leave nothing behind at the end."""
     leave_nothing()
     say(machine())
 
@@ -135,7 +136,7 @@ def die_with_parent() -> None:
 
 
 def machine() -> str:
-    """What this ran on and when, with the load that the machine already had: the first line to print."""
+    """Return the first line to print: the machine, its load and the time."""
     try:
         text = Path("/proc/cpuinfo").read_text()
         model = next(

@@ -1,10 +1,10 @@
-"""What the digest costs that members compare in the commit barrier every FABRIC_DIGEST_EVERY steps.
+"""The cost of the digest that members compare at the commit every FABRIC_DIGEST_EVERY steps.
 
 The state is that of a model with AdamW, 1 GiB in tensors of mixed sizes, on the CPU. A digest reads all of
 it: it is compared with a copy of the same bytes into memory that is present already, and with the optimizer's
 own step. FABRIC_DIGEST_EVERY steps share one digest. It is taken while forward and backward run: what the
 main thread has to do for that, before and after, is measured as well, and how long it is under way beside a
-main thread that sleeps. What a real job's steps are longer by is in ``snapshot.py``.
+main thread that sleeps. ``snapshot.py`` measures the steps of a real job.
 """
 
 import statistics
@@ -65,7 +65,7 @@ def main() -> None:
     under_way: list[float] = []
 
     def beside() -> float:
-        """What the main thread does: begin, and look at the end whether anything was written meanwhile."""
+        """Do the main thread's part: begin, and check at the end for writes."""
         began = time.perf_counter()
         view = state.capture(0)
         guard, reading = MutationGuard(view), copier.digest(view)

@@ -1,4 +1,4 @@
-"""What a fault costs those that survive it: the stall, the join, and who is evicted without having failed.
+"""The cost of a fault for the survivors: the stall, the join, and evictions of replicas that did not fail.
 
     python benchmarks/faults.py
     python benchmarks/faults.py --joins 5     # kills and joins alone, phase by phase
@@ -42,13 +42,13 @@ from faults_record import InjectedFault, RunRecord
 
 SEED = 20260
 KILLS, STOPS, CPU_KILLS = 10, 5, 2
-# Before these the optimizer makes its part of the state, and memory is had for gradients and snapshots.
+# Before these the optimizer makes its part of the state, and memory for gradients and snapshots is allocated.
 WARM_UP_STEPS = 8
 UNDISTURBED_STEPS = 2
 UNDISTURBED_STEPS_AS_TWO = 3
 HOLD_S, BUSY_S, USER_CODE_S = 2.0, 20.0, 60.0
 BUSY_PROCESSES = 4
-# What is only printed beside is left out when it would take the run over ten minutes.
+# Figures without a limit are left out when they would take the run over ten minutes.
 CPU_UNTIL_S, PEER_UNTIL_S = 450.0, 500.0
 
 
@@ -117,7 +117,7 @@ class Disturbance:
         return next(given, 0.0)
 
     def provoke(self) -> None:
-        """What looks like a death and is none, in turn; nobody may be evicted."""
+        """Run the events that only look like a death, one after the other; no replica may be evicted."""
         self.settle(len(REPLICAS), UNDISTURBED_STEPS)
         with self._watched("lock held"):
             for name in REPLICAS:
@@ -191,7 +191,7 @@ def joins_alone(count: int) -> None:
 
 
 def everything() -> None:
-    """All faults, what is no failure, and torchft where it is installed."""
+    """Run all faults, the events that only look like one, and torchft where it is installed."""
     common.say(
         f"seed {SEED}: {KILLS} kills, each with a join, and {STOPS} stops; a device that computes is a timer"
     )
@@ -256,7 +256,7 @@ def report(record: RunRecord, disturbance: Disturbance) -> dict[str, float]:
 
 
 def join_figures(record: RunRecord) -> dict[str, float]:
-    """What the joins cost the others, and how long they took."""
+    """Measure the joins' cost for the other members, and their duration."""
     joins = [fault for fault in record.faults if is_kill(fault)]
     ratios = [x for fault in joins for x in record.join_ratios(fault)]
     return {

@@ -80,7 +80,7 @@ class FaultFleet(Fleet):
         new.replace(self.folder / f"{name}.act")
 
     def steps(self, name: str) -> list[dict[str, Any]]:
-        """What the trainers of this replica wrote of their steps."""
+        """Return the lines that the trainers of this replica wrote about their steps."""
         return self._steps[name].read()
 
     def journal(self, name: str) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ class FaultFleet(Fleet):
         return [{**event, "mono": event["t"] + offset} for event in events]
 
     def wait(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-        """Poll until ``condition``; a trainer that ends by itself, or the deadline, ends the benchmark."""
+        """Poll until ``condition``; a trainer that ends unasked, or the deadline, ends the benchmark."""
         end = time.monotonic() + deadline_s
         while not condition():
             for name, process in self.trainers.items():

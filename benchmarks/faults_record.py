@@ -109,7 +109,7 @@ class RunRecord:
     # --- stalls ----------------------------------------------------------------------------------------
 
     def _survivor(self, fault: InjectedFault, name: str) -> Stall:
-        """What the fault cost this survivor."""
+        """Return the cost of the fault for this survivor."""
         steps, resumed = self.steps[name], self._resumed(fault, name)
         first = steps.index(self._step_after(name, fault.at))
         last = steps.index(self._step_after(name, resumed))

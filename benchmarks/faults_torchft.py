@@ -108,7 +108,7 @@ class TorchftTrainers:
             self.trainers[name] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def steps(self, name: str) -> list[dict]:
-        """What a replica wrote of its steps, dropped ones too."""
+        """Return the lines that a replica wrote about its steps, dropped ones too."""
         return self._lines[name].read()
 
     def settle(self, members: int, count: int) -> bool:

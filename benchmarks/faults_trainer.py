@@ -2,8 +2,8 @@
 
 A micro-batch is a timer, during which this process uses no CPU, or (mode ``cpu``) a fixed amount of matrix
 products; then its gradients are really written. Every step appends one line of JSON to ``FAULTS_DIR``:
-monotonic times in seconds of each micro-batch and of the commit. What a trainer is told to do beside that
-(hold the interpreter's lock, stay in user code) lies in a file with its name, which it takes away.
+monotonic times in seconds of each micro-batch and of the commit. Other orders to a trainer (hold the
+interpreter's lock, stay in user code) lie in a file with its name, which it takes away.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ NAME = os.environ["FABRIC_REPLICA"]
 
 
 def compute(mode):
-    """What a device would do meanwhile, or real work of this process."""
+    """Spend the time of a device, or do real work in this process."""
     if mode == "cpu":
         a = b = torch.full((1024, 1024), 1 / 1024)
         for _ in range(PRODUCTS):

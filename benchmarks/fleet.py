@@ -71,7 +71,7 @@ class Fleet:
         self._url = json.loads(ready.read_text())["url"]
 
     def inside(self, replica: str) -> list[str]:
-        """What the command line of this replica begins with, or with an empty name the lighthouse's."""
+        """Return the beginning of this replica's command line, or with an empty name of the lighthouse's."""
         return []
 
     def start(self, replica: str, **more: str) -> "subprocess.Popen[bytes]":

@@ -8,7 +8,7 @@ that is killed. Then three training processes with steps of 50 ms beside two lig
 stopped, killed, and all of etcd is killed, five times each.
 
 ``SESSIONS`` and ``WINDOW_S`` in the environment make it smaller for a quick look; the bounds stay the same.
-What could not be measured is null, and missed.
+A figure that could not be measured is null, and missed.
 Lateness is from when a member sent a beat to when it had the answer, so it holds the crowd's own share too;
 how late the crowd was with sending, and how much of its core it took, is said beside it.
 """
@@ -319,7 +319,7 @@ def deaths(crowd: CrowdProcesses, began: float) -> CrowdReport:
 
 
 def training_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> None:
-    """What happens to three trainers, and how long nobody leads, into ``result``."""
+    """Measure three trainers, and the time without a leader, into ``result``."""
     etcd = stack.enter_context(Etcd(folder))
     pair = [stack.enter_context(BenchmarkLighthouse(folder, etcd.url, name)) for name in ("first", "second")]
     trainers = stack.enter_context(Trainers(folder, [x.url for x in pair], pair[0].token))

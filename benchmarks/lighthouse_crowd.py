@@ -2,8 +2,8 @@
 
 Each session is a connection of its own that speaks the members' protocol in its shipping bytes: it says who
 it is, beats once a second, follows epochs (told whole or as changes), reports and runs, and comes back by
-the client's rules when its session ends. Only the training is left out. What the sessions of a process
-share is the decoding of messages that are the same for all.
+the client's rules when its session ends. Only the training is left out. The sessions of a process share the
+decoding of equal messages.
 
 Run by ``benchmarks/lighthouse.py`` with one line of JSON on stdin; then commands come as lines there
 (``kill NAME``, ``mark``, ``state``, ``end``), and every answer is one line of JSON on stdout.
@@ -121,7 +121,7 @@ class SessionCrowd:
         }
 
     def marks(self) -> dict[str, object]:
-        """What was measured since the last time."""
+        """Return the measurements since the last time."""
         late, self.late = self.late, Counter()
         own, self.own = self.own, Counter()
         told, self.told = self.told, {}
@@ -168,7 +168,7 @@ class MemberConnection(asyncio.Protocol):
         await self.upgraded
 
     def cut(self) -> None:
-        """What was begun is not waited for any more."""
+        """Do not wait for unfinished work."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -183,7 +183,7 @@ class MemberConnection(asyncio.Protocol):
         for waiter in (self.upgraded, self.ended):
             if not waiter.done():
                 waiter.set_exception(ConnectionError(f"{self.name}: {error}"))
-                waiter.exception()  # whoever still waits is told; nobody need
+                waiter.exception()  # tell a caller that still waits, if any
 
     def data_received(self, data: bytes) -> None:
         data = self.buffer + data if self.buffer else data
@@ -195,7 +195,7 @@ class MemberConnection(asyncio.Protocol):
             if not data.startswith(b"HTTP/1.1 101"):
                 after = re.search(rb"Retry-After: (\d+)", data) if b" 429 " in data[:16] else None
                 self.upgraded.set_exception(SentAway(float(after[1]) if after else 0.0))
-                self.upgraded.exception()  # whoever waits is told; it may have given up
+                self.upgraded.exception()  # tell the caller, unless it has given up
                 self.cut()
                 return
             self.upgraded.set_result(None)

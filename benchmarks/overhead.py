@@ -3,9 +3,9 @@
 Both sides run in the same processes, in turns of a few steps, on one core's worth of threads each. Ours: a
 session with its defaults (commit barrier, digest of the state every 10 steps, snapshots within their
 share, the sessions with the lighthouse). Theirs: DDP with its default overlap and gradient_as_bucket_view,
-which saves it a copy. Same model, same batches, same SGD. What a step computes takes no longer than gloo
-needs for the exchange of the same gradients (both are measured here, alone, and stated), so that the
-exchange cannot hide behind it.
+which saves it a copy. Same model, same batches, same SGD. The compute of a step takes no longer than gloo
+needs to exchange the same gradients, so that the exchange cannot hide behind it (both are measured here,
+alone, and printed).
 
 ``step_ratio`` is our time over theirs: below 1 we are faster. Beside it stands the processor time of the
 trainers per step, ours over theirs, which says more on a machine that has other work.

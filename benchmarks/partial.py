@@ -46,7 +46,7 @@ BACK_S = 90.0
 SETTLED_STEPS = 20
 HALVES = tuple((a, b) for a in REPLICAS[:2] for b in REPLICAS[2:])
 
-# What each figure must not exceed.
+# The limit of each figure.
 AIMS = {
     "cut_pair_s": 3.0,
     "split_2_2_s": 5.0,
@@ -94,7 +94,7 @@ class PartialFleet(Fleet):
         self.trainers["watch"] = subprocess.Popen(command, env=environment)
 
     def steps(self, name: str) -> list[dict[str, float]]:
-        """What the trainers of this replica wrote of their steps."""
+        """Return the lines that the trainers of this replica wrote about their steps."""
         return [x for x in self._steps[name].read() if "step" in x]
 
     def attached(self, name: str, since: float) -> float:
@@ -114,7 +114,7 @@ class PartialFleet(Fleet):
         return max(ends) if all(ends) else 0.0
 
     def waiting_for(self, since: float, until: float) -> list[str]:
-        """What the lighthouse said meanwhile, each sentence once."""
+        """Return the lighthouse's sentences of that time, each once."""
         said = [x["waiting_for"] for x in self._said.read() if since <= x["t"] <= until]
         return list(dict.fromkeys(said))
 
@@ -193,7 +193,7 @@ class ScenePlayer:
         )
 
     def one_way(self) -> None:
-        """What r2 sends to r1 is lost."""
+        """Bytes from r2 to r1 are lost."""
         self.figures["one_way_s"], _ = self.strike(
             "one way", lambda: self.network.cut(("r2", "r1")), self.fault_s
         )

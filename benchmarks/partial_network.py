@@ -24,7 +24,7 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _TUNSETIFF = 0x400454CA
 _TUN_WITHOUT_HEADER = 0x0001 | 0x1000
 _MAX_PACKET = 65536
-# What waits on a slow link, at most: a queue as deep as that of a router.
+# The most bytes that wait on a slow link: the depth of a router's queue.
 _MAX_QUEUED = 4000
 
 Way = tuple[str, str]
@@ -66,7 +66,7 @@ class PartialNetwork:
         self._thread = threading.Thread(target=self._carry, name="switch", daemon=True)
 
     def inside(self, host: str) -> list[str]:
-        """What a command line begins with that is to run on this host."""
+        """Return the beginning of a command line for this host."""
         return ["ip", "netns", "exec", self._names[host]]
 
     def __enter__(self) -> "PartialNetwork":

@@ -1,4 +1,4 @@
-"""What the planner costs: a simulated run of SPARe at two sizes, and one reordering after a failure.
+"""The cost of the planner: a simulated run of SPARe at two sizes, and one reordering after a failure.
 
 Each figure is compared with its own limit: 10,000 steps of 200 groups, the same of 1,000 groups, and the
 slowest reordering of 1,000 groups until the first wipe-out. The cost per step must not grow with the square

@@ -1,4 +1,4 @@
-"""What snapshots cost: the copy against memcpy, the time that training is blocked, serving them to a peer.
+"""The cost of snapshots: the copy against memcpy, the time that training is blocked, serving them to a peer.
 
     python benchmarks/snapshot.py [--gb 0.25] [--rounds 3]
 
@@ -170,7 +170,7 @@ def alone(gb: float, rounds: int) -> tuple[dict[str, list[float]], float]:
 
 
 def job(gb: float, rounds: int) -> dict[str, Any]:
-    """What the trainer of a real job measured."""
+    """Return the measurements of a real job's trainer."""
     environment = {"FABRIC_JOB": "snapshot", "SNAPSHOT_GB": str(gb), "SNAPSHOT_ROUNDS": str(rounds)}
     with Fleet(str(HERE / "snapshot_trainer.py"), 1, environment) as fleet:
         fleet.start("r0")

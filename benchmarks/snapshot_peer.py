@@ -1,7 +1,7 @@
 """The peer of ``snapshot.py``: fetches a checkpoint server's newest snapshot again and again, at 1 GB/s.
 
 Told ``go`` and ``stop`` on standard input; answers ``stop`` with the bytes it got and the seconds it took.
-Every block is verified, as whoever needs the state does.
+It verifies every block, as a joining replica does.
 """
 
 import http.client

@@ -137,7 +137,7 @@ class PeerFetch:
         self.rates: list[float] = []
 
     def during(self, work: Callable[[], float]) -> float:
-        """What ``work`` measures while the peer fetches."""
+        """Return the measurement of ``work`` while the peer fetches."""
         self._say("go")
         self._hear()
         found = work()

@@ -9,7 +9,7 @@ KB, scalars), all on loopback. A measure is the time until every tensor is usabl
   starting the streams, verification of every block, and opening every tensor are in the time. Like the raw
   ones its connections are open, for a fetcher keeps them, and the rounds before the first one counted dial;
 - same_host: our client from one server on its own host, as it does there: out of that server's memory,
-  verified as well. It is no transfer over TCP, so it counts in no ratio (GB/s under a key of its own);
+  verified as well. TCP has no part in it, so it counts in no ratio (GB/s under a key of its own);
 - raw: two TCP connections that are open, ``recv_into`` straight to the place, every 4 MiB block digested;
 - bare: the same without digests;
 - torchft: its HTTPTransport as it comes, in one piece and into memory that it allocates;
@@ -17,7 +17,7 @@ KB, scalars), all on loopback. A measure is the time until every tensor is usabl
 - torchft_best: the same with an allocator that keeps what it freed, so that its memory too is present
   (pre-faulted), as it is for all other sides. It has no such setting: this is a change of its process.
 
-What torchft returns counts as usable: nothing is copied into live tensors. A ratio is the other side's time
+The result of torchft counts as usable: nothing is copied into live tensors. A ratio is the other side's time
 over ours, and of one source and three the worse counts. Every figure is printed with the processor time of
 all processes of that side, which on a busy machine says more than the clock. Blocks are made wrong before
 every round and checked after it, outside of the time. The three checkpoint servers have one memory between
@@ -73,7 +73,7 @@ PEER_OF = {
     "vs_torchft_best": "torchft_best",
 }
 SMALL_S, EXTRA_MB = 0.030, 64.0
-# What a run needs beside the state itself and its destination.
+# The memory that a run needs besides the state and its destination.
 SPARE_BYTES = 2 << 30
 
 Spent = tuple[float, float]  # seconds of the clock, and of the taker's processors
@@ -215,7 +215,7 @@ class TransferFleet:
         return self._chunks
 
     def sides(self) -> dict[str, tuple[Callable[[], Spent], list[TransferWorker]]]:
-        """What is measured, and the processes that give (who takes says itself what it spent)."""
+        """One measure, and the sending processes; a receiver reports its own time."""
         raw = [self._sender]
         sides: dict[str, tuple[Callable[[], Spent], list[TransferWorker]]] = {
             "one": (lambda: self.ours(1), self.sources[:1]),

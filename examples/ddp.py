@@ -1,6 +1,6 @@
 """DistributedDataParallel: the model stays wrapped; its group is this process alone, fabric does the rest.
 
-What crosses replicas goes out while backward still runs.
+The gradients go to other replicas while backward still runs.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""What stands for your model and your data in the examples: tiny, so that they run anywhere.
+"""A tiny model and tiny data in place of yours, so that the examples run anywhere.
 
 ``EXAMPLE_STEPS`` is how many steps a job makes. ``EXAMPLE_PAUSE_S`` is slept in every micro-batch, as if a
 device computed: without it a job of this size would be over before a restarted replica is back.

@@ -1,4 +1,4 @@
-"""What every suite may use."""
+"""The fixtures of every suite."""
 
 from collections.abc import Iterator
 

@@ -47,7 +47,7 @@ def test_all_our_sides_and_raw_tcp_bring_the_state_and_wrong_bytes_are_noticed(t
 
 
 def test_the_gpu_version_works_on_the_host():
-    """What ``benchmarks/gpu/run.py`` measures on a GPU, verified, with the host as the device."""
+    """The measures of ``benchmarks/gpu/run.py``, verified, with the host as the device."""
     found = state.state_transfer("cpu", 5 << 20, 1)
     assert set(found) == {"state_fetch_gb_s", "state_load_gb_s", "state_usable_gb_s"}
     assert found["state_usable_gb_s"] < min(found["state_fetch_gb_s"], found["state_load_gb_s"])

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the arithmetic of their figures, and that a miss is reported as one."""
+"""The common part of the benchmarks: the arithmetic of their figures, and that a miss is reported."""
 
 import json
 import shutil

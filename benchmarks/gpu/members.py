@@ -23,7 +23,7 @@ def pair(plane: str) -> tuple[socket.socket, socket.socket]:
 def run_members(
     world: int, planes: list[str], work: list[dict], device: str = "cuda", options: dict | None = None
 ) -> list[list[dict]]:
-    """What each member answered to each item of ``work``; shorter for one that died or was aborted."""
+    """Return each member's answers to the items of ``work``; fewer for one that died or was aborted."""
     links = {plane: [pair(plane) for _ in range(world)] for plane in planes}
     started = []
     try:

@@ -1,4 +1,5 @@
-"""What the checkpoint server's tests share: files to publish, a trainer process, waiting for a condition."""
+"""The common part of the checkpoint server's tests: files to publish, a trainer process, waiting for a
+condition."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""What readers get over HTTP: exact bytes, exact refusals, and a sentence for everything malformed."""
+"""The answers to readers over HTTP: exact bytes, exact refusals, and a sentence for everything malformed."""
 
 import http.client
 import json

@@ -193,7 +193,7 @@ def test_storage_that_vanishes_in_mid_write_gets_no_marker_anywhere(state, tmp_p
 
 
 def test_required_storage_that_vanishes_between_two_checkpoints_gets_nothing(state, tmp_path):
-    """What is unmounted leaves an empty folder: the next one must not go, complete, to the disk below."""
+    """An unmounted disk leaves an empty folder: the next checkpoint must not go to the disk below."""
     file, manifest = state
     order = DurableJob(str(tmp_path / "disk"), "job", "r0", 9, required=True)
     with mounted(tmp_path / "disk", 4 << 20) as disk:

@@ -591,7 +591,7 @@ def test_gradient_arrives_verified_over_one_connection(origins) -> None:
         assert (meta.epoch, meta.weight, meta.layout, meta.nbytes) == (4, 0.1 + 0.2, "abcd", 1234)
         assert meta.meta == {"lr": [1, 2]}
     assert len(origin.connections) == 1
-    for connection in origin.connections:  # closed by the server meanwhile: dialled anew
+    for connection in origin.connections:  # the server has closed it: dial again
         connection.shutdown(socket.SHUT_RDWR)
     assert fetch.fetch_gradient([origin.url], generation=1, step=2, into=memoryview(into)).step == 2
     fetch.close()

@@ -105,7 +105,7 @@ class FlippingProxy:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a fetch gave: bytes and what is said of them, or an error."""
+    """The result of a fetch: bytes and their description, or an error."""
 
     data: bytes = b""
     told: object = None

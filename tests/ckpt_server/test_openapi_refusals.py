@@ -28,7 +28,7 @@ from fabric.runtime.http.http_service import check_bearer
 STEP = 33
 PATHS = openapi.DOCUMENT["paths"]
 BEARER = f"Bearer {TOKEN}"
-# What every operation's parameters are when nothing is wrong with them.
+# Correct parameters of every operation.
 GOOD = {
     "last": "5",
     "step": str(STEP),
@@ -40,7 +40,7 @@ GOOD = {
 }
 GOOD |= {"of": "part", "Range": "bytes=0-0", "If-Match": "*", "If-None-Match": '"x"'}
 GOOD |= {"Accept-Encoding": "zstd", "tensors": "0"}
-# What makes each refusal happen, by the parameter that it is about.
+# The cause of each refusal, by the parameter that it is about.
 PROVOKED = {
     "304": {"If-None-Match": "*"},
     "404": {"tensor": "no-such-tensor", "blocks": "7-9"},
@@ -282,7 +282,7 @@ SPELLINGS = (
 
 
 def both_ways(text):
-    """What a header is by columns, and entry by entry; None where it is refused."""
+    """A header read by columns, and entry by entry; None where it is refused."""
     try:
         columns = safetensors_file._read_ours(text, 0)
     except StateError:

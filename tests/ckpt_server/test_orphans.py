@@ -64,7 +64,7 @@ def test_nothing_is_left(run_dir, victims, point):
             else:
                 end(server)
         if "trainer" in victims:
-            # The trainer's launcher knows that it is dead; the server finds out, and ends by itself.
+            # The trainer's launcher knows that it is dead; the server finds out, and ends.
             wait_for(lambda: not alive(trainer.pid), "the trainer's end")
             wait_for(lambda: not alive(server), "the server's end")
         else:

@@ -39,7 +39,8 @@ class Zygote:
         self._hear()
 
     def run(self, folder: Path, layout: str, world: int, width: int, **told: Any) -> list[dict[str, Any]]:
-        """What the ranks of a layout said; with ``sources`` they take a state, without they give theirs."""
+        """Return the output of the ranks of a layout; with ``sources`` they take a state, without they give
+        theirs."""
         folder.mkdir()
         common = {"world": world, "layout": layout, "width": width, "store": f"{folder}/store", **told}
         ranks = [{"rank": rank, **common} for rank in range(world)]

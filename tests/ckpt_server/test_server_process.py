@@ -148,7 +148,7 @@ def hangs_up(path: Path) -> bool:
 def test_a_server_that_can_never_watch_anybody_ends(run_dir, attach):
     server = subprocess.Popen(command(run_dir, "--orphan-s=600"), cwd=ROOT)
     try:
-        # Who answers has opened all that it will open by itself.
+        # A server that answers has opened all its own files.
         wait_for(lambda: hangs_up(run_dir / SOCKET_NAME), "the server")
         with (
             no_more_descriptors(1, server.pid),

@@ -92,7 +92,7 @@ def test_a_reader_of_a_withdrawn_snapshot_is_refused_and_does_not_get_the_older_
     path = told["url"].removeprefix(handle.url)
     for answer in (fetch(handle.url, path), fetch(handle.url, "/v1/snapshots/2/manifest")):
         assert (answer.status, answer.json["gone"], answer.json["available"]) == (409, True, [1])
-    # Who says only "the latest" says which one it means by its tag, and is refused the older one.
+    # A reader of "the latest" names the snapshot by its tag, and is refused the older one.
     assert fetch(handle.url, "/v1/snapshots/latest/data", If_Match=tag).status == 412
     assert HostMemory.find(place, state, "", told["nbytes"]) is None
 
@@ -218,7 +218,7 @@ def test_void_withdraws_everything(attach):
     handle.void()
     assert len(reader.read_rest()) < len(file)
     assert fetch(handle.url, "/v1/snapshots").json == fetch(handle.url, "/v1/gradients").json == []
-    # Steps may begin anew: what was voided is not "gone for good".
+    # Steps may be redone: a voided gradient is not "gone for good".
     assert fetch(handle.url, "/v1/gradients/4").json["gone"] is False
     publish_gradient(handle, 0, b"y", 4)
     assert fetch(handle.url, "/v1/gradients/4").body == b"y"

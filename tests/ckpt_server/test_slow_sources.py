@@ -18,7 +18,7 @@ FOREVER_S = 600.0
 
 @pytest.fixture
 def hurried(monkeypatch):
-    """Whoever is not alone is waited for only a moment; everything else would take longer than the test."""
+    """A source that is not alone gets only a moment; a longer wait would exceed the test."""
     monkeypatch.setattr(gradient_fetch, "_TURN_S", 0.05)
     monkeypatch.setattr(gradient_fetch, "_LATE_S", 0.05)
     return fetcher(timeout_s=FOREVER_S)

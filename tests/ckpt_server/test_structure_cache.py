@@ -40,7 +40,7 @@ def step(objects):
 
 
 def same(describer, number):
-    """The file that is described again is the file that is described anew, tensors where they are."""
+    """The cached description gives the same file as a new one, with the same tensors."""
     again, anew = describer.capture(number), capture(describer.objects, number)
     assert again.header == anew.header
     assert again.nbytes == anew.nbytes and again.digest() == anew.digest()

@@ -128,7 +128,7 @@ def test_both_slots_have_their_memory_when_the_first_snapshot_is_there_and_keep_
 
 @pytest.fixture
 def large():
-    """More than what is had within a moment; the optimizer makes its part at the first step."""
+    """More memory than is allocated within a moment; the optimizer makes its part at the first step."""
     model = torch.nn.Linear(17 << 10, 1 << 10, bias=False)
     model.weight.grad = torch.zeros_like(model.weight)
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), momentum=0.9)}

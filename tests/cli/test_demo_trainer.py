@@ -1,4 +1,4 @@
-"""What the replicas of the demo run: the corpus, the model, the schedule and the control run."""
+"""The replicas' part of the demo: the corpus, the model, the schedule and the control run."""
 
 import pytest
 import torch

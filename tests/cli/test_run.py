@@ -74,7 +74,7 @@ def test_torch_is_imported_at_low_priority_and_the_script_runs_at_its_usual_one(
     ("source", "code", "says"),
     [
         ("raise SystemExit(75)", 75, ""),
-        # What our own commands show as one line is the script's affair here, and for its hooks to see.
+        # The script and its hooks handle their own errors, which our commands show as one line.
         ("from fabric.errors import FabricError\nraise FabricError('x')", 1, "Traceback"),
         ('import torch\nraise torch.AcceleratorError("CUDA error")', 76, "CUDA error"),
         ("raise KeyboardInterrupt", -2, "KeyboardInterrupt"),

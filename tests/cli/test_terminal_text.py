@@ -25,7 +25,7 @@ EVIL = "r1\x1b[2J\x1b]0;mine\x07\nall is well\x9b1m\u202e"
 
 
 class Answers:
-    """A server that is no lighthouse, and says what it is told to say."""
+    """A server in place of a lighthouse, with given answers."""
 
     def __init__(self) -> None:
         self.said: object = None

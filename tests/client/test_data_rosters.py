@@ -110,7 +110,7 @@ class Job:
         assert set(computed) >= self._expected(), "samples of this step are missing"
 
     def _expected(self) -> set[int]:
-        """What these members must have computed together."""
+        """The micro-batches that these members must have computed together."""
         if self.sharing == EVERYTHING:
             return set(range(MICRO_BATCHES))
         parts = cut(MICRO_BATCHES, [1] * len(NAMES))
@@ -130,7 +130,7 @@ class Job:
 
 names = st.sampled_from(NAMES)
 deaths = st.lists(st.tuples(names, st.integers(0, MICRO_BATCHES)), max_size=2)
-# Who joins before the step, who dies in it, and by how many steps the job then goes on (or back).
+# The joins before a step, the deaths in it, and the steps by which the job then goes on (or back).
 steps = st.tuples(st.sets(names, max_size=2), deaths, st.sampled_from([1, 1, 1, 0, -1, -2, 3]))
 
 

@@ -170,7 +170,7 @@ class Slots:
 
 class TestLadder:
     def fetch(self, url: str, state: SnapshotRef, urls: tuple[str, ...]):
-        """What the member hears, and what lies in its memory."""
+        """Return the events for the member, and the content of its memory."""
         slots, heard = Slots(bytearray()), []
 
         def make_fetcher(rank: int = 0) -> StateFetcher:

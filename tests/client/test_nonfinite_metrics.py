@@ -10,7 +10,7 @@ NAN, INF = math.nan, math.inf
 
 
 def travelled(*contributions):
-    """What the user reads after these were added up on their way."""
+    """Return the user's values after these were added up on their way."""
     totals = {}
     for contribution in contributions:
         for name, value in finite(contribution):

@@ -1,4 +1,4 @@
-"""Whoever computes a micro-batch draws the same."""
+"""Every replica that computes a micro-batch draws the same."""
 
 import random
 

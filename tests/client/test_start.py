@@ -19,7 +19,7 @@ print(json.dumps(claim(Path(sys.argv[1]))))
 
 
 def claimed_elsewhere(home):
-    """What another process finds there, which has ended by now."""
+    """Return the note that another process finds there; the process has ended by now."""
     said = subprocess.run([sys.executable, "-c", CLAIM, home], capture_output=True, text=True, check=True)
     incarnation, before = json.loads(said.stdout)
     return incarnation, tuple(before)

@@ -97,7 +97,7 @@ class Storage:
 
 
 def fetch(host: Host, storage: Storage, monkeypatch, durable: bool) -> tuple[object, FetchThread]:
-    """What the member is told, by the transfer thread's own code."""
+    """The event for the member, by the transfer thread's own code."""
     monkeypatch.setattr(module, "_PAUSE_S", 0.0)
     monkeypatch.setattr(module, "Worker", lambda *_, **__: SimpleNamespace(submit=lambda job: job()))
     ladder = StateLoader(host, storage, SimpleNamespace(), 0, 1, lambda *_: host)

@@ -269,7 +269,7 @@ def normed():
 
 
 def reduce(members):
-    """What the exchange and scatter do to the stand-ins."""
+    """Do the exchange's and scatter's work on the stand-ins."""
     total = sum(weight for _, _, weight in members)
     for i in range(3):
         mean = (

@@ -8,7 +8,7 @@ import gloo_rank
 # Processes are forked from one that has imported torch, and dynamo, which a pickle dump needs.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
-DEADLINE_S = 180.0  # of what takes a second: a loaded machine is no failure
+DEADLINE_S = 180.0  # for something of a second, because the machine may be loaded
 
 
 class GlooWorld:

@@ -1,4 +1,5 @@
-"""What only a real etcd can show: lost answers, cut watches, dead members, and another client's view."""
+"""The promises that only a real etcd can show: lost answers, cut watches, dead members, and another client's
+view."""
 
 import asyncio
 import json

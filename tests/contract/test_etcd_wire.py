@@ -1,4 +1,4 @@
-"""What an endpoint may send that is not etcd, or not well; no real one can be made to."""
+"""Answers of an endpoint that is not etcd, or not well; no real etcd can be made to send them."""
 
 import base64
 import json

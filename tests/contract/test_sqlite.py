@@ -1,4 +1,4 @@
-"""What only a file can show: several processes, sudden death, reboots, and files that are no store."""
+"""The promises of the file: several processes, sudden death, reboots, and files of other programs."""
 
 import asyncio
 import os
@@ -132,7 +132,7 @@ async def test_a_process_killed_while_it_commits_leaves_whole_transactions(path:
             left, right = await store.get("/left"), await store.get("/right")
             assert left is not None and right is not None
             assert (left.value, left.mod_revision) == (right.value, right.mod_revision)
-            # What was told is there; at most the one in the making may be as well.
+            # Every confirmed key is there; at most the unfinished one may be there too.
             assert int(left.value) in (int(told), int(told) + 1)
             async with aclosing(store.watch("/", left.mod_revision)) as watch:
                 assert {event.key_value.value for event in await take(watch, 2)} == {left.value}

@@ -1,8 +1,8 @@
 """gloo behind the planes' interface: a baseline to compare with, not a plane to run jobs on.
 
-What it cannot do is the reason for our own. A collective that was aborted goes on in gloo's threads until its
+Its lacks are the reason for our own planes. A collective that was aborted goes on in gloo's threads until its
 timeout, so it works on a copy. 16-bit floats are rounded after every addition. Its sockets do not greet:
-whoever reaches a port is a member.
+every process that reaches a port is a member.
 """
 
 from collections.abc import Callable

@@ -53,7 +53,7 @@ def test_an_abort_ends_it_everywhere_with_its_cause(form):
             with pytest.raises(RoundAborted, match="the leader says so") as aborted:
                 future.result(WAIT_S)
             assert aborted.value.about == "m2"
-        # Who comes late hears of it from its links.
+        # A late member hears of it from its links.
         with pytest.raises(RoundAborted, match="the leader says so"):
             members.submit(2, 1, 0, sources[2], torch.zeros(1000)).result(WAIT_S)
         with pytest.raises(RoundAborted, match="the leader says so"):

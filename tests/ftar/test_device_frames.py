@@ -1,4 +1,4 @@
-"""What a device ring says on the wire, and what it makes of bytes from outside."""
+"""The frames of a device ring on the wire, and its handling of foreign bytes."""
 
 import os
 from dataclasses import replace

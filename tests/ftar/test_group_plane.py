@@ -35,7 +35,7 @@ class CountingCommunicator:
 
 
 class CountingFactory:
-    """What NcclFactory does, with gloo."""
+    """NcclFactory's work, with gloo."""
 
     def __init__(self) -> None:
         self.made: dict[int, CountingCommunicator] = {}

@@ -1,4 +1,4 @@
-"""What a ring does with old, altered, foreign and missing bytes, and with an abort.
+"""The ring's handling of old, altered, foreign and missing bytes, and of an abort.
 
 A *script* plays the previous (and next) member on raw sockets: it writes exactly the bytes that a faulty
 or late member would.
@@ -285,7 +285,7 @@ def test_the_cause_of_an_abort_reaches_all_members_in_the_exchange():
             with pytest.raises(RoundAborted, match="m3 is evicted") as aborted:
                 future.result(WAIT_S)
             assert aborted.value.about == "m3"
-            # Whoever ended it: each knows for whom it had waited itself.
+            # Every member knows for whom it waited, whichever member ended the exchange.
             assert aborted.value.waited_for == f"m{(i - 1) % 6}"
 
 

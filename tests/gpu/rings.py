@@ -1,4 +1,4 @@
-"""What the GPU tests and their stand-in on host memory ask of a ring of processes."""
+"""The part of a ring of processes that the GPU tests and their stand-in on host memory need."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the GPU tests run, on host memory in a GPU's place: so that they fail for the GPU's reasons alone."""
+"""The GPU tests' code on host memory, so that the GPU tests fail for the GPU's reasons alone."""
 
 from rings import check_all_reduce
 

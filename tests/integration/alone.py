@@ -1,4 +1,4 @@
-"""What training in one process comes to, without fabric: what jobs of many are compared with."""
+"""Training in one process, without fabric, to compare jobs with."""
 
 import torch
 from sharded_trainer import MICRO_BATCH, example

@@ -1,7 +1,7 @@
 """The user's loops of the data tests: policies, streams, poison, averaged buffers, a sampler.
 
 ``DATA`` names the loop, ``DATA_OPTIONS`` is JSON for ``session.loader``, ``DATA_POISON`` the data set index
-that kills whoever reads it.
+that kills its reader.
 """
 
 import json

@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples"
-DEADLINE_S = 180.0  # of what takes a second or two: a loaded machine is no failure
+DEADLINE_S = 180.0  # for something of a second or two, because the machine may be loaded
 
 
 class StartedProcess(int):
@@ -128,7 +128,7 @@ class Job:
         return self.pids[replica]
 
     def trainer_environment(self, replica: str, **more: str) -> dict[str, str]:
-        """What a trainer of this job is started with."""
+        """The environment of a trainer of this job."""
         return {
             "FABRIC_JOB": "test",
             "FABRIC_REPLICA": replica,
@@ -165,7 +165,7 @@ class Job:
         return found
 
     def ask(self, url: str) -> bytes:
-        """What is answered at ``url``, which is a path of the lighthouse or of any of the job's servers."""
+        """Return the answer at ``url``, a path of the lighthouse or of any of the job's servers."""
         headers = {"Authorization": f"Bearer {self.token.read_text().strip()}"}
         url = self.url + url if url.startswith("/") else url
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
@@ -176,12 +176,12 @@ class Job:
         return json.loads(self.ask("/v1/jobs/test"))
 
     def told(self, kind: str = "") -> list[dict]:
-        """What the lighthouse has to tell, of this kind or of all."""
+        """Return the lighthouse's events, of this kind or of all."""
         found = json.loads(self.ask("/v1/jobs/test/events"))
         return [e for e in found if not kind or e["kind"] == kind]
 
     def recoveries(self) -> list[dict]:
-        """What the lighthouse has recorded of failures."""
+        """Return the lighthouse's recovery records."""
         return [json.loads(line) for line in self.ask("/v1/jobs/test/recoveries").splitlines()]
 
     def wait_for(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -198,7 +198,7 @@ class Job:
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def finish(self, restart: bool = True, deadline_s: float = DEADLINE_S) -> None:
-        """Restart whoever ended by a signal or 75, until every replica has exited with 0 or 1."""
+        """Restart replicas that ended by a signal or 75, until every replica has exited with 0 or 1."""
 
         def all_done() -> bool:
             for replica in list(self.pids):
@@ -258,7 +258,7 @@ class Job:
         return found
 
     def said(self, name: str) -> str:
-        """What a trainer wrote, without the lines that say for whom it waits, which a slow machine brings."""
+        """Return a trainer's output without the lines on waits, which depend on the machine's speed."""
         lines = (self.folder / f"{name}.log").read_text().splitlines(keepends=True)
         return "".join(line for line in lines if " has waited " not in line)
 

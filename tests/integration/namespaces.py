@@ -63,7 +63,7 @@ class Cable:
         _run("ip", "-n", self.names[0], "link", "set", "cable", "down")
 
     def lose(self, side: int) -> None:
-        """What this side sends is lost, silently; what it is sent arrives."""
+        """Lose this side's outgoing packets silently; incoming ones arrive."""
         tc = ("ip", "netns", "exec", self.names[side], "tc", "qdisc")
         _run(*tc, "replace", "dev", "cable", "root", "pfifo", "limit", "0")
 

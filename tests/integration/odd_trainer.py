@@ -71,7 +71,7 @@ def train(
 
 
 def train_as_everybody(in_batch: Callable[[int], object]) -> None:
-    """What tiny_trainer trains, so that it can be one replica among others."""
+    """Train as tiny_trainer does, as one replica among others."""
     model, optimizer, scheduler = build(64)
     train(model, optimizer, state={"scheduler": scheduler}, in_batch=in_batch)
 
@@ -128,7 +128,7 @@ def another_order() -> None:
 
 
 def change_the_model(change: Callable[[torch.nn.Module], object], when: int) -> None:
-    """What tiny_trainer trains, until ``change`` in step ``when``."""
+    """Train as tiny_trainer does, until ``change`` in step ``when``."""
     model, optimizer, scheduler = build(64)
     train(
         model,

@@ -41,12 +41,12 @@ def test_all_killed_at_once_resume_from_the_state_that_was_shown(zygote, tmp_pat
             g: [e for r in job.pids for e in job.events(r, "commit") if e["generation"] == g] for g in (1, 2)
         }
         assert {e["step"] for e in commits[2]} == set(range(left["step"], STEPS))
-        # Nobody had to send it: each took it from the memory that its own server had kept.
+        # No server had to send it: each replica took it from its own server's memory.
         for replica, server in zip(job.pids, servers, strict=True):
             (join,) = [e for e in job.events(replica, "join") if e["step"] == left["step"]][:1]
             held = any(s["step"] == left["step"] for s in entries if s["server"] == server)
             assert (list(join["sources"]) == ["own memory"]) == held, join
-        # What has to be done again was committed after that state was taken: within its age.
+        # The steps to redo were committed after that state was taken, within its age.
         lost = [e for e in commits[1] if e["step"] >= left["step"]]
         assert all(e["t"] >= min(taken) for e in lost)
         assert len({e["step"] for e in lost}) <= EVERY + 1, "every fourth step, and the one being copied"

@@ -108,7 +108,7 @@ def samples(text: str) -> set[tuple[str, tuple[str, ...]]]:
 
 
 def first_line(job: Job, command: str) -> str:
-    """The first line of a command that goes on by itself."""
+    """Return the first line of a command that goes on for ever."""
     environment = {**os.environ, **variables(job)}
     with subprocess.Popen(
         ["bash", "-euc", f"exec {command}"],

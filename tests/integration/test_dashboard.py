@@ -1,6 +1,6 @@
 """The lighthouse's page in a real Chromium, over a real job: a login, a kill, a return, a decision.
 
-``python tests/integration/test_dashboard.py docs/screenshots`` makes the pictures of docs/ anew.
+``python tests/integration/test_dashboard.py docs/screenshots`` makes the pictures of docs/ again.
 """
 
 import sys
@@ -42,7 +42,7 @@ def log_in(browser: Browser, job: Job) -> None:
 
 
 def row(browser: Browser, replica: str) -> str:
-    """What the table says of one replica."""
+    """Return the table's row of one replica."""
     script = """return [...document.querySelectorAll('#members tr')]
         .filter((tr) => tr.cells[0].textContent === arguments[0]).map((tr) => tr.innerText).join()"""
     return browser.run(script, replica)
@@ -84,7 +84,7 @@ def test_the_page_shows_a_kill_and_a_return(job, browser):
 def test_a_person_decides_by_keyboard(job, browser):
     log_in(browser, job)
     browser.run("document.querySelector('[data-key=\"drain r2\"]').focus()")
-    # The table is drawn anew with every beat: the focus stays where it was.
+    # The focus stays where it was, although every heartbeat redraws the table.
     before = step(browser)
     browser.wait_for(lambda: step(browser) > before + 2, "the page to be drawn anew")
     assert browser.run("return document.activeElement.dataset.key") == "drain r2"
@@ -106,7 +106,7 @@ def test_a_person_decides_by_keyboard(job, browser):
 
 
 def test_a_button_stays_under_the_pointer_while_the_page_is_redrawn(job, browser):
-    """A person's click takes longer than the page takes to be drawn anew."""
+    """A person's click takes longer than a redraw of the page."""
     log_in(browser, job)
     browser.press_down('[data-key="evict r1"]')
     before = step(browser)

@@ -84,7 +84,7 @@ def test_buffers_are_averaged_and_equal_everywhere(zygote, tmp_path, point):
         assert joined_again(job, "r1", 8)
         found = [report(job, r)["buffers"] for r in ("r0", "r1", "r2")]
         assert found[0] == found[1] == found[2]
-        # Twelve micro-batches per step, whoever forwarded them.
+        # Twelve micro-batches per step, of whichever members.
         assert found[0]["1.num_batches_tracked"] == 12 * STEPS
         assert abs(found[0]["1.running_mean"]) > 0
 

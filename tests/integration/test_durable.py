@@ -67,7 +67,7 @@ def states(job: Job, replica: str) -> dict[int, str]:
 
 
 def load_with_torch(folder: str) -> dict:
-    """What plain torch makes of a checkpoint of the tiny trainer."""
+    """Load a checkpoint of the tiny trainer with plain torch."""
     model, optimizer, scheduler = build(64)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()

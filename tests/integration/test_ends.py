@@ -16,7 +16,7 @@ def start(job: Job, replica: str, end: int, **more: str) -> None:
 
 
 def saved(job: Job, replica: str) -> dict | None:
-    """What this replica's script saved after ``close``."""
+    """Return the state that this replica's script saved after ``close``."""
     path = job.folder / f"{replica}.saved"
     return json.loads(path.read_text()) if path.exists() else None
 

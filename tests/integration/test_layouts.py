@@ -1,4 +1,4 @@
-"""A whole job that is killed and started again in another layout of ranks goes on by itself: from the old
+"""A job that is killed and started again in another layout of ranks goes on without help: from the old
 checkpoint servers' memory where they live, else from durable storage. Its losses are those of one process
 that trains alone."""
 

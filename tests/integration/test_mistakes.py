@@ -30,7 +30,7 @@ def odd(what: str, **more: str) -> dict[str, str]:
 
 
 def sentence(job: Job, replica: str) -> str:
-    """What a trainer said, all of it: one line for the user, and no traceback."""
+    """Check a trainer's output: one line for the user, and no traceback."""
     said = job.said(replica)
     lines = said.splitlines()
     assert len(lines) == 1 and lines[0].startswith("fabric: "), said
@@ -38,7 +38,7 @@ def sentence(job: Job, replica: str) -> str:
 
 
 def refused(job: Job, replica: str = "r0", **environment: str) -> str:
-    """Start one trainer that must end by itself with exit code 1; returns its sentence."""
+    """Start one trainer that must end with exit code 1; return its sentence."""
     job.start(replica, **{"FABRIC_JOURNAL": "", **environment})
     job.wait_for(lambda: job.ended(replica) is not None, f"the end of {replica}")
     assert job.ended(replica) == 1, job.logs()
@@ -121,7 +121,7 @@ def test_a_wrong_lighthouse_address(idle):
 
 @contextmanager
 def another_service():
-    """An HTTP server that is no lighthouse."""
+    """An HTTP server in place of a lighthouse."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -186,7 +186,7 @@ def test_the_same_mistakes_without_services(idle, what):
 
 
 def test_buffers_may_stay_local(zygote, tmp_path):
-    """BatchNorm's statistics differ between the replicas, and are no part of the shared state."""
+    """BatchNorm's statistics differ between the replicas, and are outside of the shared state."""
     environment = odd("batch norm ignored", TINY_STEPS="15")
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
         job.start_all()
@@ -221,7 +221,7 @@ def pair(zygote, tmp_path):
         yield job
         hold.touch()
         finish_and_check(job, 40)
-        # Nobody's arrival or departure was noticed: one epoch, nobody restarted.
+        # The job has one epoch and no restart.
         assert {e["epoch"] for r in ("r0", "r1") for e in job.events(r, "commit")} == {1}
         assert job.starts["r0"] == job.starts["r1"] == 1
 
@@ -438,7 +438,7 @@ def test_initial_states_that_differ(zygote, tmp_path):
         finish_and_check(job, 20)
         firsts = {f"r{i}": job.events(f"r{i}", "state")[0]["digest"] for i in range(3)}
         assert len(set(firsts.values())) == 3, "the initial states were meant to differ"
-        # What the first commit led from is one of them.
+        # The state before the first commit is one of them.
         bases = {e["digest"] for i in range(3) for e in job.events(f"r{i}", "state") if e["step"] == 0}
         assert bases == set(firsts.values())
 

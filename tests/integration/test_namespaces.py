@@ -23,7 +23,7 @@ def rosters(job: Job) -> list[list[str]]:
 
 
 def links(job: Job, replica: str) -> tuple[str, str]:
-    """What carries a replica's first links to the next in the ring and from the one before."""
+    """Return the transports of a replica's first ring links, to the next and from the previous member."""
     first = job.events(replica, "plane")[0]
     return first["next"], first["previous"]
 

@@ -1,4 +1,4 @@
-"""Whole jobs on every data plane: which one is chosen by itself, and failures in the midst of an exchange."""
+"""Whole jobs on every data plane: the default choice, and failures in the midst of an exchange."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ from job import Job
 from test_failures import finish_and_check
 
 pytestmark = pytest.mark.integration
-PORTS = range(23100, 23200)  # where no system gives a port by itself
+PORTS = range(23100, 23200)  # outside of the ports that the system gives
 
 
 def planes(job: Job, replica: str, epoch: int) -> set[tuple[str, str]]:
-    """What carried the links of ``replica`` in ``epoch``, as (next, previous)."""
+    """Return the transports of ``replica``'s links in ``epoch``, as (next, previous)."""
     found = [e for e in job.events(replica, "plane") if e["epoch"] == epoch]
     return {(e["next"], e["previous"]) for e in found if "next" in e}
 

@@ -106,7 +106,7 @@ def the_line_of_the_page(job: Job, tls: Tls) -> str:
 
 
 def looked_at(job: Job, tls: Tls) -> list[dict]:
-    """What the lighthouse saw of r1 when it asked why it was lost."""
+    """Return the lighthouse's probe of r1 after its loss."""
     lines = curl(f"{job.url}/v1/jobs/test/recoveries", tls, "-H", TOKEN).stdout.splitlines()[:-1]
     diagnoses = [json.loads(line).get("diagnosis") for line in lines if line.strip()]
     return [seen for found in diagnoses if found for seen in found["seen"] if seen["replica"] == "r1"]

@@ -19,7 +19,7 @@ from fabric.runtime.tasks import Tasks
 from fabric.store import Compare, Operation, Store
 from fabric.store.memory import MemorySpace, MemoryStore
 
-# Members of a test do not beat all the time, and a loaded machine is slow: silence is no death here.
+# Test members do not beat all the time, and the machine may be loaded: silence must not evict them.
 PATIENT = LivenessConfig(silence_s=60.0)
 
 

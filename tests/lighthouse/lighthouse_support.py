@@ -1,4 +1,5 @@
-"""What the lighthouse's tests share: real lighthouse processes, and members that speak the wire protocol."""
+"""The common part of the lighthouse's tests: real lighthouse processes, and members that speak the wire
+protocol."""
 
 import asyncio
 import json
@@ -86,7 +87,7 @@ class LighthouseProcess:
         self.ready_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self.store]
         command += ["--token-file", str(self.token_file), "--ready-file", str(self.ready_file)]
-        # Members of a test do not beat all the time, and a loaded machine is slow: silence is no death here.
+        # Test members do not beat all the time, and the machine may be loaded: silence must not evict them.
         command += ["--silence-s", "60", "--port", port, *self.arguments]
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)

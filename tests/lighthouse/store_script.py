@@ -106,7 +106,7 @@ class FaultyStore(MemoryStore):
         if kind == "cut":
             fault.cut = self, loop.time() + _LATE_S
         if fault.cut is not None and fault.cut[0] is self and (left := fault.cut[1] - loop.time()) > 0:
-            # It arrives in the end, also where whoever asked has given up by then.
+            # It arrives in the end, even if the caller has given up by then.
             return await asyncio.shield(self._world.later(left, work))
         if kind == "refused":
             raise StoreError("the disk is full")

@@ -1,4 +1,4 @@
-"""Who leads, when it stops, and that a deposed leader changes nothing, with clocks under control."""
+"""The election: which candidate leads, when it stops, and that a deposed leader changes nothing."""
 
 import asyncio
 import sqlite3
@@ -320,7 +320,7 @@ async def test_the_jobs_are_read_again_until_the_store_answers(http):
 
 
 async def test_a_new_leader_is_not_ok_until_it_has_read_the_records(http):
-    """Whoever waits for ``ok`` and then asks must not be refused with 503."""
+    """A client that waits for ``ok`` and then asks must not get 503."""
     may_read = asyncio.Event()
 
     class SlowList(MemoryStore):

@@ -122,7 +122,7 @@ async def test_a_leader_that_was_stopped_past_its_lease_changes_nothing(http, tm
         status = await WireStatus(http, two.url, "r2").open()
         await status.beat("gone")
         assert (await new[0].epoch(2)).names == ("r0", "r1")
-        # What the stopped one finds when it goes on would have made it evict somebody else.
+        # The stopped leader finds silence when it goes on, and would evict another member.
         await old[0].say(m.CannotContinue(old[0].newest.fence, "it must not be heard"))
         old[1].cut()
         first.send(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What stands before the library on a session's connection: usual texts at once, all else untouched."""
+"""The fast path of a session's connection: usual texts at once, all other frames for the library."""
 
 import random
 

@@ -107,7 +107,7 @@ def test_the_next_leader_goes_on_from_the_stored_values(steps, state):
 
 @pytest.mark.parametrize("steps", [0, 1, 40])
 def test_a_standstill_across_a_fail_over_counts_as_stalled(steps):
-    """The new leader hears nobody at first, then where they stand: that is no step made meanwhile."""
+    """The new leader first hears no member, then their steps: none of these was made in between."""
     first = Watch()
     first.goes_on(60, step_s=1)
     stored = json.loads(json.dumps(first.ledger.saved(wall=1000.0)))

@@ -1,4 +1,4 @@
-"""What HTTP says to people and tools: open paths, tokens, names, bodies, curl."""
+"""HTTP for people and tools: open paths, tokens, names, bodies, curl."""
 
 import shutil
 import subprocess

@@ -157,13 +157,13 @@ async def test_quotas_are_refused_with_a_remedy(http, tmp_path):
         other = await WireMember(http, lighthouse.url, "r0", job="second", replicas="1").open()
         reason = (await other.next(m.Rejected)).reason
         assert "leads 1 job," in reason and "--max-jobs" in reason
-        # What is ordered has the same bound, and no other one.
+        # An operator's limit has the same bound, and no other one.
         url = f"{lighthouse.url}/v1/jobs/first/scale"
         asked = {"who": "me", "why": "more"}
         code, answer = await post(http, url, {**asked, "max": 3})
         assert code == 400 and "from 0 to 2" in answer["error"]
         assert (await post(http, url, {**asked, "max": 2}))[0] == 200
-        # Who is a member already comes back after its connection broke.
+        # A member comes back after its connection broke.
         members[1].cut()
         await members[1].open()
         await members[1].next(m.Epoch)

@@ -1,4 +1,4 @@
-"""What a job's token may say to the lighthouse of all jobs: every list, text and number has a bound."""
+"""Every list, text and number of a message to the lighthouse of all jobs has a bound."""
 
 from dataclasses import replace
 

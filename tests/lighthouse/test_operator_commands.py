@@ -166,7 +166,7 @@ def top_in(terminal: int, *arguments: object) -> subprocess.Popen:
 
 
 def read_terminal(master: int, wanted: str) -> str:
-    """What a terminal got, until ``wanted`` is in it."""
+    """Read a terminal's output until ``wanted`` is in it."""
     end = time.monotonic() + DEADLINE_S
     shown = ""
     while wanted not in shown:

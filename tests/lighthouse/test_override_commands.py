@@ -89,7 +89,7 @@ async def test_joins_are_paused_and_resumed_over_a_fail_over(http, tmp_path, job
 
 
 def again(session, newest):
-    """What a member says of itself to the next leader."""
+    """A member's own report to the next leader."""
     return m.OpenSession(
         replica=session.replica,
         incarnation=session.incarnation,

@@ -67,7 +67,7 @@ class FakeTerm:
 
 
 async def outcome(order: str, *outcomes: object, term: FakeTerm | None = None) -> FakeShell:
-    """What the shell has heard after one write or read."""
+    """Return the shell's events after one write or read."""
     shell, died = FakeShell(), []
     tasks = Tasks(lambda name, error: died.append((name, error)))
     context = SimpleNamespace(tasks=tasks, term=term or FakeTerm())

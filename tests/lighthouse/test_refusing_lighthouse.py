@@ -70,7 +70,7 @@ async def stubs(count: int) -> AsyncIterator[list[Stub]]:
 
 @asynccontextmanager
 async def linked(*found: Stub, **more: object) -> AsyncIterator[tuple[list[str], list[io.Event]]]:
-    """What it was refused with, and what its core was told."""
+    """Return the refusal, and the events of the core."""
 
     refused: list[str] = []
     events: list[io.Event] = []

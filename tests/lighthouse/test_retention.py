@@ -73,7 +73,7 @@ def test_less_than_a_day_needs_no_day():
 
 
 def test_ids_of_events_do_not_leap_with_the_time_of_day():
-    """Or whoever follows them would be shown nothing by the next leader, whose clock is right."""
+    """Else a follower of the events would get nothing from the next leader, whose clock is right."""
     unix_s, now = [ENDED], [50.0]
     log = EventLog(clock=lambda: unix_s[0], steady=lambda: now[0])
     ids = [log.add("a", 1, "", "").id]

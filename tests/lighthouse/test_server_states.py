@@ -1,4 +1,4 @@
-"""What a lighthouse says of checkpoint servers that are silent beside living trainers, and of storage that
+"""A lighthouse's sentences on checkpoint servers that are silent beside living trainers, and on storage that
 takes no checkpoints."""
 
 import pytest

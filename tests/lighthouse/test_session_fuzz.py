@@ -179,7 +179,7 @@ NOISE = st.one_of(
 
 
 def judge(code, reason, said):
-    """Who is refused is told why, in words."""
+    """A refused peer gets a reason in words."""
     refusals = [x.reason for x in said if isinstance(x, m.Rejected)]
     for sentence in refusals:
         assert len(sentence) > 15 and "Traceback" not in sentence and "Error(" not in sentence

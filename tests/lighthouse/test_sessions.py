@@ -82,7 +82,7 @@ async def test_a_killed_member_is_evicted_and_the_others_go_on(lighthouse, http,
 
 
 async def test_silence_of_session_and_status_is_death_too(lighthouse, http, job):
-    """Nobody says that the process has ended; both its connections are cut."""
+    """Both connections of the process are cut, without a word on its end."""
     members = await start_job(http, lighthouse.url, job=job)
     status = await WireStatus(http, lighthouse.url, "r1", job).open()
     await status.beat()
@@ -94,7 +94,7 @@ async def test_silence_of_session_and_status_is_death_too(lighthouse, http, job)
 
 
 async def test_a_member_whose_trainer_runs_may_reconnect(lighthouse, http, job):
-    """A cut session is no death while the status says that the trainer runs: same epoch afterwards."""
+    """A cut session evicts no member while the status says that its trainer runs: the epoch stays."""
     members = await start_job(http, lighthouse.url, job=job)
     status = await WireStatus(http, lighthouse.url, "r1", job).open()
     await status.beat()

@@ -1,4 +1,4 @@
-"""What status says of data that only some replicas can read: the readers, and shards down to their last."""
+"""The status of data that only some replicas can read: the readers, and shards with one reader left."""
 
 import pytest
 from rich.console import Console

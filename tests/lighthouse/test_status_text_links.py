@@ -1,4 +1,4 @@
-"""What status says while the network is only partly there: who is missed by whom, and nobody who is not."""
+"""The status while the network is partly cut: which member misses which, and no other member."""
 
 import pytest
 from protocol.test_leader import runs, started

@@ -38,7 +38,7 @@ def play(monkeypatch):
 
 
 START = f"commit {RECORD}"
-# What one run asks for, before its lighthouses only renew their leases.
+# The requests of one run, before its lighthouses only renew their leases.
 SCRIPT = 19
 
 

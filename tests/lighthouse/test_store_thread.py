@@ -1,4 +1,4 @@
-"""What the lighthouse writes goes out from a thread of its own, with the store's own answers and errors."""
+"""The lighthouse writes from a thread of its own, with the store's own answers and errors."""
 
 import threading
 

@@ -16,7 +16,7 @@ def test_systemd_hears_of_it_until_it_hangs(tmp_path, monkeypatch):
             heard = {systemd.recv(100) for _ in range(10)}
             assert heard == {b"READY=1", b"WATCHDOG=1"}
             lighthouse.send(signal.SIGSTOP)
-            # What was sent before it stopped is there; then nothing comes.
+            # The messages from before the stop are there; then nothing comes.
             systemd.settimeout(1.0)
             try:
                 while systemd.recv(100):

@@ -89,7 +89,7 @@ async def fill(store: Store) -> None:
 
 
 async def make_room(member: EtcdMember, store: Store) -> None:
-    """What the runbook says."""
+    """The runbook's advice."""
     found, revision = await store.list("/fill/")
     deleted = await store.commit([], [Delete(each.key) for each in found])
     assert deleted is not None and deleted > revision

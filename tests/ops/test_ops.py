@@ -121,7 +121,7 @@ def trainer_job() -> dict[str, Any]:
 
 
 def everything() -> list[dict[str, Any]]:
-    """What the base and the example make; overlays are seen as they are built."""
+    """The objects of the base and the example; overlays are seen as they are built."""
     return [d for path in [*BASE, JOB] for d in documents(path)]
 
 
@@ -189,7 +189,7 @@ def test_containers_mount_what_their_pod_has_and_probe_ports_that_they_name():
 
 @pytest.mark.parametrize("name, pod", pods(), ids=lambda x: x if isinstance(x, str) else "")
 def test_every_pod_may_run_where_pods_are_restricted(name, pod):
-    """What the standard "restricted" asks for, and what it does not ask for and a pod does not need."""
+    """The demands of the standard "restricted", and rights beyond it that a pod does not need."""
     (namespace,) = (d for d in everything() if d["kind"] == "Namespace")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     whole = pod["securityContext"]
@@ -240,7 +240,7 @@ def test_a_mistake_ends_one_replica_and_a_lost_pod_none():
     assert not {0, 75, 137, 143} & set(fail["onExitCodes"]["values"])
     assert fail["onExitCodes"]["containerName"] in names
     assert ignore["action"] == "Ignore" and ignore["onPodConditions"][0]["type"] == "DisruptionTarget"
-    # What the API wants where there is such a policy.
+    # The API's demands where there is such a policy.
     assert pod["restartPolicy"] == "Never" and spec["completionMode"] == "Indexed"
     assert "backoffLimit" not in spec and spec["podReplacementPolicy"] == "Failed"
 
@@ -499,7 +499,7 @@ def test_the_dashboard_has_a_position_for_each_panel():
     [
         ("check", "config", str(OPS / "prometheus" / "prometheus.yml")),
         ("check", "rules", str(OPS / "prometheus" / "rules.yml")),
-        # Who alerts, and who must not: a job that is complete stands still for ever.
+        # Jobs that alert, and one that must not: a complete job stands still for ever.
         ("test", "rules", str(Path(__file__).with_name("rules_test.yml"))),
     ],
     ids=" ".join,

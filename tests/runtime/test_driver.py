@@ -150,7 +150,7 @@ async def test_nothing_happens_after_close():
     driver = Driver(core, perform, tick=TICK, on_crash=lambda error: None)
     driver.feed("a")
     driver.feed("c")
-    # What the core has ordered in one answer belongs together; nothing is fed after it.
+    # The effects of one answer belong together; nothing is fed after it.
     assert performed == ["one", "two"] and core.heard == ["a"] and timers() == []
 
 

@@ -1,4 +1,5 @@
-"""Run folders: made for this user alone. What others made, or could change, is refused and stays as it is."""
+"""Run folders: made for this user alone. Files that other users made, or could change, are refused and stay
+as they are."""
 
 import os
 import stat

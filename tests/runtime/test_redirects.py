@@ -89,7 +89,7 @@ async def _nowhere(*_, **__):
 
 # --- the three that ask ----------------------------------------------------------------------------------
 
-# An address of this host that is no loopback one for the rules: it stands for a host that nobody named.
+# An address of this host outside of loopback: it stands for an unnamed host.
 OTHER = "0.0.0.0"
 
 

@@ -1,4 +1,4 @@
-"""What systemd hears of a service: that it is ready, that it lives, and nothing where it asks for nothing."""
+"""A service's messages to systemd: ready, alive, and none where systemd wants none."""
 
 import asyncio
 import socket

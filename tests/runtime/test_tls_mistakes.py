@@ -1,4 +1,4 @@
-"""What is said to somebody whose TLS settings and a lighthouse's do not go together."""
+"""The sentences for TLS settings that do not match those of a lighthouse."""
 
 import asyncio
 import ssl

@@ -96,7 +96,7 @@ class FaultyLink:
             await inner
 
     async def close(self, linger_s: float = 1.0) -> None:
-        """What is under way goes out first, then the inner link closes: see MessageLink."""
+        """Send messages under way first, then close the inner link: see MessageLink."""
         while self._out.waiting and not self._inner.reason:
             self._inner.send(self._out.waiting.popleft()[1])
         self._out.stop_timer()
@@ -142,6 +142,6 @@ class FaultyLink:
 
     def _wake_later(self, lane: _Lane, wake: Callable[[], None]) -> None:
         lane.stop_timer()
-        # What had arrived before the end is still delivered; what had not been sent is lost.
+        # Messages that arrived before the end are still delivered; unsent ones are lost.
         if lane.waiting and not lane.stalled and (lane is self._in or not self._inner.reason):
             lane.timer = self._loop.call_at(lane.waiting[0][0], wake)

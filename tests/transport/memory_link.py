@@ -16,7 +16,7 @@ from fabric.transport.link import QUEUE_LIMIT_BYTES
 
 @dataclass(slots=True)
 class _End:
-    """What one side has received and how it stands; both links of a pair see both ends."""
+    """The received messages and the state of one side; both links of a pair see both ends."""
 
     inbox: deque[bytes] = field(default_factory=deque)
     queued_bytes: int = 0

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fabric.health.detector import JobDetector, ReplicaSpeed
+from fabric.health.damping import Damping
+from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
 from fabric.health.localise import Scope, Slowdown
 from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
 from fabric.health.planning.remedies import ActionRules, JobHealth, RemedyKind, propose
@@ -19,7 +20,8 @@ from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages.network import Heartbeat
 from fabric.protocol.rules.assignment import apportion
 
-OFF, ADVISE = "off", "advise"
+OFF = "off"
+WHOLE_JOB = ""  # the name that stands for all replicas
 # A replica that costs a step less than this is not worth a word: on a shared host, work of others costs more.
 FLOOR_S = 0.02
 REPLAN = 1.25  # the advice stays while the replicas are slow by about the same factor
@@ -51,6 +53,8 @@ class SlownessWatch:
 
     def __init__(self) -> None:
         self._detector = JobDetector(floor_s=FLOOR_S)
+        self._damping, self._job_damping = Damping(), Damping()
+        self._newest_step = 0  # of the times that counted
         self._epochs: dict[str, int] = {}  # replica -> the epoch of its newest times
         self._record: Record | None = None
         self._is_settled = False  # whether no member of the record is joining
@@ -82,6 +86,8 @@ class SlownessWatch:
         newest, self._epochs[replica] = self._epochs.get(replica), beat.epoch
         if newest != beat.epoch or beat.busy:
             return
+        if not self._newest_step - MOST_BEHIND < beat.step <= self._newest_step:
+            self._newest_step = beat.step  # far below it, the job has begun again
         self._detector.observe(replica, incarnation, beat.step, _work(times), times.compute_s)
 
     def _counts(self, record: Record, replica: str, incarnation: int) -> bool:
@@ -98,8 +104,11 @@ class SlownessWatch:
             self._slow, self._planned, self._advice = {}, {}, None
             return []
         failed = {m.replica for m in record.roster if view.liveness.failure_reason(m, now)}
-        before, slowdowns = self._slow, self._detector.slowdowns(failed)
-        self._slow = {x.replica: x for x in slowdowns}
+        before, slowdowns = self._slow, {x.replica: x for x in self._detector.slowdowns(failed)}
+        # Slow moments of the whole job must not delay the name of a slow replica.
+        lasting = self._damping.admit(slowdowns.keys() - {WHOLE_JOB}, self._newest_step)
+        lasting |= self._job_damping.admit(slowdowns.keys() & {WHOLE_JOB}, self._newest_step)
+        self._slow = {name: slowdown for name, slowdown in slowdowns.items() if name in lasting}
         events = [
             SlownessEvent("slow", name, slowdown.evidence)
             for name, slowdown in self._slow.items()

@@ -1,0 +1,55 @@
+"""Slowdowns of a moment make the next one wait; after a calm time none waits."""
+
+from fabric.health.damping import CALM, MOST, SHORT, Damping
+
+
+def play(damping: Damping, start: int, steps: int, every: int, lasts: int) -> int:
+    """Slowdowns of ``lasts`` steps, one ``every`` so many; return how many were told."""
+    told, was = 0, False
+    for step in range(start, start + steps):
+        is_told = bool(damping.admit({"r0"} if step % every < lasts else set(), step))
+        told, was = told + (is_told and not was), is_told
+    return told
+
+
+def test_the_first_slowdown_is_told_at_once():
+    damping = Damping()
+    assert damping.admit({"r1"}, 100) == {"r1"}
+    assert damping.admit({"r1"}, 101) == {"r1"}
+    assert damping.admit(set(), 102) == set()
+
+
+def test_many_short_slowdowns_are_told_once_or_twice():
+    assert 1 <= play(Damping(), 0, 1000, every=20, lasts=6) <= 2
+
+
+def test_a_slowdown_that_lasts_is_told_in_a_restless_job_too():
+    damping = Damping()
+    play(damping, 0, 400, every=20, lasts=6)
+    assert 0 < damping.needed <= MOST
+    told = [bool(damping.admit({"r2"}, 400 + step)) for step in range(MOST + 2)]
+    assert not told[0] and told[-1]
+
+
+def test_a_slowdown_that_lasted_asks_nothing_of_the_next_one():
+    damping = Damping()
+    for step in range(SHORT + 1):
+        damping.admit({"r0"}, step)
+    damping.admit(set(), SHORT + 1)
+    assert damping.needed == 0
+
+
+def test_a_calm_time_forgives():
+    damping = Damping()
+    play(damping, 0, 200, every=20, lasts=6)
+    for step in range(200, 200 + 10 * CALM):
+        damping.admit(set(), step)
+    assert damping.needed == 0
+    assert damping.admit({"r0"}, 10_000) == {"r0"}
+
+
+def test_steps_that_go_back_begin_again():
+    damping = Damping()
+    damping.admit({"r0"}, 500)
+    assert damping.admit({"r0"}, 10) == {"r0"}
+    assert damping.needed == 0

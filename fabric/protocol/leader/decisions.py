@@ -51,9 +51,9 @@ class Decisions:
                 a.replica: replace(decision, table=(a,)) for a in decision.table if a.drop or a.micro_batches
             }
             self.state.epoch.no_row = replace(decision, table=())
-            self.outbox.record_event(
-                "resume", "", f"step {decision.step}: {decision.reason}", record.incident_id
-            )
+            if not self.state.epoch.running:  # else an earlier leader's decision was carried out
+                text = f"step {decision.step}: {decision.reason}"
+                self.outbox.record_event("resume", "", text, record.incident_id)
             for member in record.roster:
                 self.outbox.send(member.replica, self.row(member.replica))
 

@@ -169,7 +169,7 @@ class Membership:
             )
             return False
         self._epochs.newest = self._epochs.current = self._epochs.report = None
-        self._rounds.last_round, self._rounds.disputed = LastRound(), (0, 0)
+        self._rounds.last_round, self._rounds.disputed = LastRound(), None
         self._session.contact.aborted, self._session.contact.unsaid = None, False
         self._memory.state.generation = 0
         self._catch_up.want(None)

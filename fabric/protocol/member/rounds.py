@@ -48,7 +48,7 @@ class Rounds:
         self.round: Round | None = None
         self.prepared: io.PreparedRound | None = None  # a promise: it outlives an abort, until the decision
         self.last_round = LastRound()
-        self.disputed = (0, 0)  # the (epoch, step) of a round that ended disputed
+        self.disputed: tuple[int, int] | None = None  # the (epoch, step) of a round that ended disputed
         self.committed_in = -1  # the newest epoch in which I committed a round, since I joined
         self.round_timeout = AdaptiveTimeout(context.config.exchange_s)
         self.ring_waits_for = ""  # the member whose bytes the data plane waits for

@@ -73,6 +73,7 @@ class Member:
     blocking_join: bool = False  # the others wait in their round until its state has arrived
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up
     rack: str = ""  # names the hosts that fail together, as the replica says; empty: not named
+    cuts: str = ""  # the parts of the parameters that each rank holds; empty: all members are cut alike
 
     @property
     def process(self) -> ReplicaProcess:

@@ -12,6 +12,7 @@ import torch
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard.relayout import Layout
+from fabric.ckpt_server.state.content_digest import ContentDigests, first_copies
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaCopyStream
 from fabric.ckpt_server.state.training_state import StateDescriber, check_serialisable
 from fabric.ckpt_server.wire.server_settings import ServerSettings
@@ -20,7 +21,12 @@ from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
 from fabric.client.gradients.exchange_thread import ExchangeThread
-from fabric.client.gradients.gradient_backend import GradientBackend, choose_backend, device_of
+from fabric.client.gradients.gradient_backend import (
+    GradientBackend,
+    HostBackend,
+    choose_backend,
+    device_of,
+)
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.loop.model_watch import ModelWatch, refuse_optimizers
 from fabric.client.loop.session import Session
@@ -35,13 +41,20 @@ from fabric.client.process.rank_group import RankGroup
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread
+from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.client.state.snapshot_policy import SnapshotPolicy, policy_of
 from fabric.client.state.snapshots import Snapshots
 from fabric.client.state.state_loader import StateLoader
 from fabric.errors import ConfigError, FabricError, ServerLost
 from fabric.ftar.buckets import FlatGradients
+from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.host.lane_plane import LanePlane
+from fabric.ftar.lanes.epoch_lanes import LaneDirectory
+from fabric.ftar.lanes.held_parameters import held_parameters
 from fabric.ftar.plane import DataPlane
 from fabric.protocol.rules.adaptive_timeout import Budget
+from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of
+from fabric.protocol.rules.layout_text import layout_text, read_layout
 from fabric.runtime import config, logs
 from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.failpoints import Failpoints
@@ -138,11 +151,14 @@ def _attach(
     process = claim_identity(chosen, group)
     chosen = chosen.of_rank(process.rank)
     _set_up_logs(chosen, process)
+    lanes = _lanes(chosen, process, parameters, averaged)
     trainer = _Trainer(
         settings=chosen,
         process=process,
         handle=_server(chosen, process),
-        gradients=FlatGradients([*parameters, *averaged.stand_ins]),
+        gradients=FlatGradients([*parameters, *averaged.stand_ins], any_layout=chosen.unequal),
+        lanes=lanes,
+        content=_content(lanes, parameters),
         buffers=averaged,
         describer=StateDescriber(objects, averaged.standing),
         policy=choices.snapshots or policy_of(chosen),
@@ -192,6 +208,43 @@ def _server_port(ports: str) -> str:
     return ports if len(parse_ports(ports)) > 1 else "0"
 
 
+def _lanes(
+    settings: Settings,
+    process: ProcessIdentity,
+    parameters: list[tuple[str, torch.nn.Parameter]],
+    averaged: AveragedBuffers,
+) -> LaneDirectory | None:
+    """Return the layout that this replica announces, None where all are alike; a collective of its ranks.
+
+    Raises ConfigError for a layout that cannot meet others.
+    """
+    if not settings.unequal:
+        return None
+    if averaged.stand_ins:
+        raise ConfigError('buffers="average" does not go with FABRIC_UNEQUAL: choose "ignore"')
+    if device_of(tuple(parameters)).type != "cpu" or settings.data_plane == "nccl":
+        raise ConfigError("FABRIC_UNEQUAL is for parameters on the CPU so far: turn it off, or use the CPU")
+    row = held_parameters(parameters)
+    text = layout_text(ReplicaLayout((row,)))
+    rows = [x["row"] for x in process.group.gather({"row": text})] if process.group is not None else [text]
+    layout = ReplicaLayout(tuple(read_layout(x).ranks[0] for x in rows))
+    if any({p.name for p in x} != {p.name for p in row} for x in layout.ranks):
+        raise ConfigError(
+            "the ranks of this replica have different parameters, and FABRIC_UNEQUAL is not for pipeline "
+            "stages so far: turn it off"
+        )
+    lanes_of({settings.replica: layout})  # refuses what is not the whole model, once
+    return LaneDirectory(settings.replica, process.rank, layout, layout_text(layout))
+
+
+def _content(
+    lanes: LaneDirectory | None, parameters: list[tuple[str, torch.nn.Parameter]]
+) -> ContentDigests | None:
+    if lanes is None:
+        return None
+    return ContentDigests(lanes.rank, first_copies(dict(parameters), lanes.layout, lanes.rank))
+
+
 @dataclass(frozen=True, slots=True)
 class _Trainer:
     """Makes the engine's parts of what ``attach`` got."""
@@ -205,6 +258,8 @@ class _Trainer:
     policy: SnapshotPolicy
     journal: Journal
     failpoints: Failpoints
+    lanes: LaneDirectory | None
+    content: ContentDigests | None
 
     def make_parts(self) -> EngineParts:
         """Make the parts and connect them."""
@@ -212,7 +267,7 @@ class _Trainer:
         crash_marker = CrashMarker(handle)
         crash = _crash(settings.replica, crash_marker)
         budget = Budget(settings.exchange_s, settings.user_code_s)
-        plane, backend = choose_backend(settings, gradients, lambda step: self.failpoints.hit("ring", step))
+        plane, backend = self._plane()
         plane.set_bounds(budget.exchange_s, budget.entry_s)
         slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
 
@@ -234,7 +289,7 @@ class _Trainer:
             slots=slots,
             exchange=self._exchange_thread(plane, slots, backend, crash),
             backend=backend,
-            fetch_thread=FetchThread(loader, gradients.nbytes, self.failpoints, crash),
+            fetch_thread=FetchThread(loader, gradients.nbytes, self.failpoints, crash, self._pieces()),
             snapshot_worker=Worker("fabric-snapshots", crash),
             recover=recover,
             journal=self.journal,
@@ -243,12 +298,33 @@ class _Trainer:
             crash_marker=crash_marker,
             buffers=self.buffers,
             durable=durable,
+            lanes=self.lanes,
+            content=self.content,
+        )
+
+    def _pieces(self) -> PieceFetcher | None:
+        return PieceFetcher(self.lanes) if self.lanes is not None else None
+
+    def _plane(self) -> tuple[DataPlane, GradientBackend]:
+        settings = self.settings
+
+        def on_piece(step: int) -> None:
+            self.failpoints.hit("ring", step)
+
+        if self.lanes is None:
+            return choose_backend(settings, self.gradients, on_piece)
+        shares = settings.data_plane != "tcp"
+        return (
+            LanePlane(
+                lambda: CpuRing(exchange_s=settings.exchange_s, shared_memory=shares, on_piece=on_piece)
+            ),
+            HostBackend(),
         )
 
     def _peers(self, plane: DataPlane, link_s: float) -> Peers:
         settings, process = self.settings, self.process
         identity = ListenerIdentity(settings.job, settings.replica, rank=process.rank)
-        return Peers(identity, process.incarnation, TokenFile(settings.token_file), plane, link_s)
+        return Peers(identity, process.incarnation, TokenFile(settings.token_file), plane, link_s, self.lanes)
 
     def _exchange_thread(
         self,
@@ -257,7 +333,7 @@ class _Trainer:
         backend: GradientBackend,
         crash: Callable[[BaseException], None],
     ) -> ExchangeThread:
-        return ExchangeThread(
+        exchange = ExchangeThread(
             plane,
             self.gradients,
             slots,
@@ -267,6 +343,8 @@ class _Trainer:
             check_finite=self.settings.on_nan != "propagate",
             retain=self.settings.retain_gradients,
         )
+        exchange.lanes = self.lanes
+        return exchange
 
     def _snapshots(self, recover: Callable[[], None], durable: DurableCheckpoints) -> Snapshots:
         device, process = device_of(self.gradients.parameters), self.process
@@ -281,6 +359,7 @@ class _Trainer:
             recover,
             process.rank if process.group is not None else None,
         )
+        snapshots.content = self.content
         snapshots.durable = durable
         return snapshots
 
@@ -292,7 +371,9 @@ class _Trainer:
             return StateFetcher(tokens, rank=rank, ssl_context=tls)
 
         layout = Layout(self.describer.objects)
-        return StateLoader(snapshots, durable, layout, own_rank, self.process.size, make_fetcher)
+        return StateLoader(
+            snapshots, durable, layout, own_rank, self.process.size, make_fetcher, self.lanes is not None
+        )
 
 
 def _crash(replica: str, crash_marker: CrashMarker) -> Callable[[BaseException], None]:

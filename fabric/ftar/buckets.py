@@ -71,14 +71,21 @@ class FlatGradients:
     type that cannot be reduced.
     """
 
-    def __init__(self, parameters: Iterable[NamedParameter], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[NamedParameter],
+        bucket_bytes: int = BUCKET_BYTES,
+        any_layout: bool = False,
+    ) -> None:
+        """``any_layout``: the layout hash says nothing of how the parameters are sharded."""
+        self.scale = 1.0  # gradients are multiplied by it as they are gathered
         self.parameters: tuple[NamedParameter, ...] = tuple(
             (name, p) for name, p in parameters if p.requires_grad
         )
         _check_parameters(self.parameters)
         self.described = _described(self.parameters)
         backwards = self.parameters[::-1]
-        self.layout = layout_hash(backwards)
+        self.layout = layout_hash(backwards, any_layout)
         laid_out = _lay_out(backwards, bucket_bytes)
         self.nbytes = laid_out[-1].end if laid_out else 0
         # A bucket is complete with its last parameter, which comes first in the model.
@@ -117,6 +124,8 @@ class FlatGradients:
                 view.zero_()
             else:
                 view.copy_(_local(parameter.grad))
+                if self.scale != 1.0:
+                    view.mul_(self.scale)
 
     @torch.no_grad()
     def first_nonfinite(self, buffer: torch.Tensor) -> str:
@@ -171,10 +180,11 @@ class FlatGradients:
             )
 
 
-def layout_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+def layout_hash(parameters: Iterable[tuple[str, torch.Tensor]], any_layout: bool = False) -> str:
     """xxh3_64 in hex of the canonical JSON ``[[name, shape, dtype], ...]``, in the order given; a sharded
-    tensor's row goes on with the shape of its part here, the sizes of the mesh and the placements."""
-    rows = [_row(name, p) for name, p in parameters]
+    tensor's row goes on with the shape of its part here, the sizes of the mesh and the placements, unless
+    ``any_layout`` will do."""
+    rows = [_row(name, p)[: 3 if any_layout else None] for name, p in parameters]
     text = json.dumps(rows, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(text.encode())
 

@@ -29,12 +29,15 @@ from fabric.protocol.messages.rank_messages import (
     replica_digest,
     replica_share,
     seen_by_rank,
+    summed_digest,
     urls_of_rank,
 )
 
 # The digests by rank of so many rounds are kept; a commit follows its round at once.
 _MAX_ROUNDS = 8
 _RESTART = 75
+# So many members are named to a rank as sources of a gradient: their layouts make long messages.
+_MAX_MEMBERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,10 @@ class _Fetching:
 class Ranks:
     """Rank 0's adapter between the member core and the ranks."""
 
-    def __init__(self, member: MemberCore, groups: tuple[int, ...]) -> None:
+    def __init__(self, member: MemberCore, groups: tuple[int, ...], unequal: bool = False) -> None:
         self.member = member
         self.groups = groups  # by rank; ranks of one group (tensor or pipeline parallel) see the same samples
+        self.unequal = unequal  # replicas may have other layouts: digests and weights are sums over the ranks
         self.over = False  # the ranks were told to finish or to stop
         self.lost = False  # a rank ended without being told to
         self._number = 0
@@ -171,6 +175,8 @@ class Ranks:
 
     def _part(self, effect: RankEffect, rank: int) -> RankEffect:
         """The effect for ``rank``: the same, with its own addresses and digests."""
+        if self.unequal:
+            return self._of_any_layout(effect)
         if isinstance(effect, io.LinkUp):
             return io.LinkUp(seen_by_rank(effect.record, rank)) if rank else effect
         if isinstance(effect, io.Switch):
@@ -183,6 +189,16 @@ class Ranks:
             return replace(effect, urls=self._urls(effect.urls, rank), lanes=effect.urls)
         if isinstance(effect, io.FetchGradient):
             return replace(effect, urls=self._urls(effect.urls, rank))
+        return effect
+
+    def _of_any_layout(self, effect: RankEffect) -> RankEffect:
+        """The same for every rank: each finds its part in the servers of members in whatever layout."""
+        if isinstance(effect, io.FetchState):
+            return replace(effect, lanes=effect.urls)
+        newest = self.member.view.newest
+        if isinstance(effect, io.FetchGradient) and newest is not None:
+            sources = [x for x in newest.roster if x.ckpt in effect.urls]
+            return replace(effect, members=tuple(sources[:_MAX_MEMBERS]))
         return effect
 
     def _urls(self, urls: tuple[str, ...], rank: int) -> tuple[str, ...]:
@@ -253,11 +269,12 @@ class Ranks:
             return
         if isinstance(first, io.Ready):
             later = any(event.later for event in outcomes if isinstance(event, io.Ready))
-            self._record_event(replace(first, digest="" if later else _digest_of(outcomes), later=later), now)
+            digest = "" if later else self._digest_of(outcomes)
+            self._record_event(replace(first, digest=digest, later=later), now)
         elif isinstance(first, io.Computed):
             self._on_computed(first, outcomes, now)
         elif isinstance(first, io.Installed):
-            self._record_event(replace(first, digest=_digest_of(outcomes)), now)
+            self._record_event(replace(first, digest=self._digest_of(outcomes)), now)
         else:
             assert isinstance(first, io.Closing)
             self._closing = first
@@ -283,7 +300,7 @@ class Ranks:
             return
         digests = [self._digested.pop(rank) for rank in range(self.size)]
         if self._stand_together(digests):
-            self._record_event(replace(digests[0], digest=_digest_of(digests)), now)
+            self._record_event(replace(digests[0], digest=self._digest_of(digests)), now)
 
     def _close_when_kept(self, now: float) -> None:
         """Finish after the snapshot under way, which may be the job's last durable checkpoint."""
@@ -294,6 +311,7 @@ class Ranks:
     def _on_computed(self, first: io.Computed, outcomes: list[Any], now: float) -> None:
         try:
             weight, metrics = replica_share(self.groups, [(e.weight, e.metrics) for e in outcomes])
+            weight *= len(set(self.groups)) if self.unequal else 1
         except ProtocolError as error:
             self._stop(1, f"step {first.step}: {error}")
             return
@@ -319,14 +337,20 @@ class Ranks:
         reduced = io.Exchanged(
             event.epoch,
             event.step,
-            replica_digest([x.gradient_digest for x in shards]),
+            self._together([x.gradient_digest for x in shards]),
             next((x.nonfinite for x in shards if x.nonfinite), ""),
             next((x.nonfinite_input for x in shards if x.nonfinite_input), ""),
         )
         self._record_event(reduced, now)
 
     def _digest(self, by_rank: dict[int, str]) -> str:
-        return replica_digest([by_rank[rank] for rank in range(self.size)])
+        return self._together([by_rank[rank] for rank in range(self.size)])
+
+    def _together(self, digests: list[str]) -> str:
+        return summed_digest(digests) if self.unequal else replica_digest(digests)
+
+    def _digest_of(self, events: Sequence[Any]) -> str:
+        return self._together([event.digest for event in events])
 
     def _on_state(self, rank: int, outcome: RankOutcome, now: float) -> None:
         fetching = self._fetching
@@ -356,9 +380,11 @@ class Ranks:
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif len(fetching.ended) == self.size:
             self._fetching = _Fetching()
-            parts = [fetching.ended[r] for r in range(self.size)]
-            digest = replica_digest([e.gradient_digest for e in parts if isinstance(e, io.GradientFetched)])
             assert isinstance(event, io.GradientFetched)
+            ended = [fetching.ended[r] for r in range(self.size)]
+            digests = [e.gradient_digest for e in ended if isinstance(e, io.GradientFetched)]
+            # Of unequal layouts every rank has read the digest of the round, which is the replica's.
+            digest = digests[0] if self.unequal else replica_digest(digests)
             self._record_event(io.GradientFetched(event.step, digest), now)
 
     def _on_snapshotted(self, rank: int, event: io.Snapshotted) -> None:
@@ -406,10 +432,6 @@ class Ranks:
 
     def _by(self, rank: int, why: str) -> str:
         return f"rank {rank}: {why}" if rank else why
-
-
-def _digest_of(outcomes: list[Any]) -> str:
-    return replica_digest([event.digest for event in outcomes])
 
 
 def _where(event: RankEvent) -> str:

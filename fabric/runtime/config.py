@@ -63,6 +63,7 @@ class Settings:
     snapshot_share: float = 0.02  # share of the step time that snapshots may cost
     snapshot_max_age_s: float = 600.0  # the newest snapshot is never older
     snapshot_every: int = 0  # steps from one snapshot to the next; 0 for the two rules above
+    unequal: bool = False  # replicas may have different layouts of ranks
     retain_gradients: bool = True  # keep the local gradient, so that an aborted round is retried with it
     orphan_s: float = 600.0  # how long the checkpoint server lives without a trainer
     log: str = "text"  # form of the logs here and in the checkpoint server: "text" or "json" lines

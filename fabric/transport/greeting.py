@@ -36,7 +36,8 @@ class Greeting:
 
     ``kind`` is ``control`` for an ordered message link, ``data`` for a ring link of ``epoch``, ``rank`` for
     the link of rank ``rank`` to rank 0 of its own replica, ``probe`` for one that ends with the greeting.
-    Data links join the same rank of two replicas.
+    Data links join the same rank of two replicas, or the holders of ``lane``: then ``to_rank`` is the rank
+    that is wanted.
     """
 
     job: str
@@ -48,6 +49,8 @@ class Greeting:
     protocol: Int64 = PROTOCOL_VERSION
     to: str = ""
     rank: Int64 = 0
+    lane: Int64 = 0
+    to_rank: Int64 = -1  # -1: the same as the dialler's own
 
 
 def challenge_frame(challenge: bytes) -> bytes:

@@ -199,7 +199,8 @@ class Listener:
                 "the address was taken over, wait for the next epoch"
             )
         own_ranks = greeting.kind == "rank" and own.rank == 0 and greeting.replica == own.replica
-        if greeting.rank != own.rank and not own_ranks:
+        wanted = greeting.rank if greeting.to_rank < 0 else greeting.to_rank
+        if wanted != own.rank and not own_ranks:
             raise Refused(
                 f"rank {greeting.rank} of {who} reached rank {own.rank} of {own.replica!r}: "
                 "the address was taken over, wait for the next epoch"

@@ -185,3 +185,56 @@ def test_a_gradient_that_was_cancelled_before_its_turn_is_never_asked_for(monkey
     assert isinstance(told[0], io.GradientFetched if ends == "fetched" else io.GradientGone)
     assert ends == "fetched" or told[0].gone == (ends == "gone")
     assert isinstance(transfer.buffer, torch.Tensor)
+
+
+# --- unequal layouts of ranks ------------------------------------------------------------------------------
+
+
+class Layouts:
+    """Servers by URL: the digests of the ranks whose state they hold, and an error."""
+
+    def __init__(self, **held) -> None:
+        self.held = {f"http://{name}": ranks for name, ranks in held.items()}
+
+    def fetch_manifest(self, url: str, step: int, generation: int) -> dict:
+        ranks = self.held[url]
+        if isinstance(ranks, Exception):
+            raise ranks
+        parts = {"rank": 0, "ranks": ranks} if len(ranks) > 1 else {}
+        return {"digest": ranks[0], "content": ranks[0], **parts}
+
+    def close(self) -> None:
+        pass
+
+
+def content(half: int) -> str:
+    return "d" * 16 + f"{half:016x}"
+
+
+@pytest.mark.parametrize(
+    ("size", "chosen"),
+    [(1, {0: ("http://single",)}), (2, {0: ("http://two0",), 1: ("http://two1", "http://again1")})],
+)
+def test_a_state_is_read_in_one_layout_its_own_at_best(size, chosen):
+    servers = Layouts(
+        single=[content(7)],
+        two0=[content(3), content(4)],
+        two1=[content(3), content(4)],
+        again1=[content(3), content(4)],
+        half=[content(1), content(6)],
+        other=[content(8)],
+        away=StateError("not there"),
+    )
+    loader = StateLoader(None, None, None, 0, size, lambda *_: servers, unequal=True)
+    served = {
+        0: ("http://away", "http://other", "http://half", "http://single", "http://two0"),
+        1: ("http://two1", "http://again1"),
+    }
+    assert loader._of_one_layout(served, SnapshotRef(1, 7, content(7))) == chosen
+
+
+def test_a_layout_of_which_a_rank_is_missing_is_not_read():
+    servers = Layouts(half=[content(1), content(6)])
+    loader = StateLoader(None, None, None, 0, 2, lambda *_: servers, unequal=True)
+    with pytest.raises(StateError, match="no member serves step 7 in all of its ranks"):
+        loader._of_one_layout({0: ("http://half",)}, SnapshotRef(1, 7, content(7)))

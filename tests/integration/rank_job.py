@@ -17,17 +17,24 @@ class RankJob(Job):
     ranks have ended."""
 
     ranks: int = 2
+    sizes: dict[str, int] = field(default_factory=dict)  # ranks of replicas that have another number
+    layouts: dict[str, str] = field(default_factory=dict)  # ``SHARDED`` of replicas that have their own
     groups: dict[str, list[str]] = field(default_factory=dict)
 
     def start(self, replica: str, points: str = "", rank: int = 0, **more: str) -> int:
         """Start all ranks of a replica; ``points`` are for one of them."""
         number = self.starts[replica] = self.starts.get(replica, 0) + 1
-        self.groups[replica] = [f"{replica}.{k}" for k in range(self.ranks)]
+        ranks = self.sizes.get(replica, self.ranks)
+        if replica in self.layouts:
+            more = {"SHARDED": self.layouts[replica], **more}
+        for name in self.groups.get(replica, ())[ranks:]:  # it has come back with fewer ranks
+            self.pids.pop(name, None)
+        self.groups[replica] = [f"{replica}.{k}" for k in range(ranks)]
         for k, name in enumerate(self.groups[replica]):
             environment = self.trainer_environment(
                 replica,
                 SHARDED_RANK=str(k),
-                SHARDED_RANKS=str(self.ranks),
+                SHARDED_RANKS=str(ranks),
                 SHARDED_STORE=str(self.folder / f"{replica}.world{number}"),
                 FABRIC_TEST_POINTS=points if k == rank else "",
                 **{"TEST_TRAINER": self.environment.get("TEST_TRAINER", "sharded_trainer"), **more},

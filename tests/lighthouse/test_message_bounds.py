@@ -16,6 +16,9 @@ from fabric.model import Fence, RankAddress, SnapshotRef, StepTimes
 from fabric.protocol.member.session import MAX_NAMED
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
+from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout
+from fabric.protocol.rules.layout_text import layout_text
+from fabric.protocol.rules.tensor_region import TensorRegion
 
 SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
 STATUS = m.TrainerStatus("r0", 1, "running", 1, "http://127.0.0.1:1")
@@ -158,3 +161,18 @@ def test_only_a_report_may_be_long():
 def test_a_count_of_replicas_is_bounded_before_it_is_read(digits):
     with pytest.raises(ConfigError, match="give a count"):
         parse_policy(digits, 1.0)
+
+
+def test_a_layout_is_that_of_the_ranks_which_announce_it():
+    whole = HeldParameter("w", "float32", (4,), TensorRegion.whole((4,)))
+    half = replace(whole, region=TensorRegion((0,), (2,)))
+    good = replace(SESSION, ranks=(), cuts=layout_text(ReplicaLayout(((whole,),))))
+    assert decode_session(text(good)).cuts == good.cuts
+    for cuts, why in (
+        (layout_text(ReplicaLayout(((whole,), (whole,)))), "has 1 ranks and announced the layout of 2"),
+        (layout_text(ReplicaLayout(((half,),))), "hold 2 of the 4 elements of w"),
+        ("not packed", "announced a layout that cannot be read"),
+        ("A" * 70_000, "cuts must be at most"),
+    ):
+        with pytest.raises(ProtocolError, match=why):
+            decode_session(text(replace(good, cuts=cuts)))

@@ -193,6 +193,17 @@ def test_a_verdict_on_a_state_of_an_earlier_generation_does_not_count():
     assert isinstance(decide(record, reports, M), Resume)
 
 
+def test_states_of_unequal_layouts_do_not_disagree():
+    """In another layout of ranks the same update may be rounded otherwise."""
+    record = record_of("a b c", a={"cuts": "x"}, b={"cuts": "y"}, c={"cuts": "y"})
+    reports = {n: report_of(record, 7, ABC, digest=d) for n, d in {"a": "s", "b": "t", "c": "t"}.items()}
+    assert isinstance(decide(record, reports, M), Resume)
+    reports["c"] = replace(reports["c"], digest="u")
+    decision = decide(record, reports, M)
+    assert isinstance(decision, Undecidable)
+    assert "b (t) and c (u) disagree about the state at step 7" in decision.reason
+
+
 def test_two_that_disagree_stop():
     record = record_of("a b", a={"since": 1}, b={"since": 9})
     reports = {"a": report_of(record, 7, digest="x"), "b": report_of(record, 7, digest="y")}

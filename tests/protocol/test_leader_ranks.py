@@ -1,12 +1,14 @@
 """The leader and replicas of several ranks: whose servers hold what, and a rank that is gone or stopped."""
 
 from protocol.makers import member_of, session_of
+from protocol.test_lanes import LINEAR, sharded, single
 from protocol.test_leader import Lighthouse
 
 from fabric.model import RankAddress, SnapshotRef
 from fabric.protocol.leader.liveness import LastStatus, Liveness, LivenessConfig, lanes
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.rules.layout_text import layout_text
 
 OLD, NEW = SnapshotRef(1, 5, "old"), SnapshotRef(1, 9, "new")
 
@@ -121,6 +123,34 @@ def test_another_number_of_ranks_is_refused_by_name():
     effects = lighthouse.do(io.SessionOpened(session_of("b")))
     (refused,) = [e.message for e in effects if isinstance(getattr(e, "message", None), m.Rejected)]
     assert "b has other ranks (1 and not 2) than a" in refused.reason
+
+
+def test_another_number_of_ranks_may_join_where_all_say_that_layouts_may_be_unequal():
+    lighthouse = Lighthouse(start_replicas=2)
+    two, one = layout_text(sharded(LINEAR, 2)), layout_text(single(LINEAR))
+    lighthouse.open("a", ranks=addresses("a"), cuts=two)
+    lighthouse.open("b", cuts=one)
+    roster = lighthouse.records[-1].roster
+    assert [(x.replica, x.cuts, len(x.ranks)) for x in roster] == [("a", two, 1), ("b", one, 0)]
+
+
+def test_layouts_of_two_models_are_refused_with_what_differs():
+    lighthouse = Lighthouse(start_replicas=2)
+    lighthouse.open("a", cuts=layout_text(single({"w": (4,)})))
+    effects = lighthouse.do(io.SessionOpened(session_of("b", cuts=layout_text(single({"w": (5,)})))))
+    (refused,) = [e.message for e in effects if isinstance(getattr(e, "message", None), m.Rejected)]
+    assert (
+        "b has other parts of the parameters than a (w is float32[5] in b and float32[4] in a"
+        in refused.reason
+    )
+
+
+def test_a_replica_that_does_not_say_so_is_refused_with_the_setting():
+    lighthouse = Lighthouse(start_replicas=2)
+    lighthouse.open("a", cuts="x")
+    effects = lighthouse.do(io.SessionOpened(session_of("b")))
+    (refused,) = [e.message for e in effects if isinstance(getattr(e, "message", None), m.Rejected)]
+    assert "b has other settings (FABRIC_UNEQUAL is not the same) than a" in refused.reason
 
 
 def test_a_rank_whose_server_was_started_again_elsewhere_is_served_from_there():

@@ -20,7 +20,9 @@ class Trainer:
     def __init__(self, name="a", storage_unread=False, **config):
         self.name = name
         self.now = 100.0
-        identity = MemberIdentity(name, 1, f"{name}:1", f"http://{name}", M, storage_unread=storage_unread)
+        identity = MemberIdentity(
+            name, 1, f"{name}:1", f"http://{name}", M, durable=None if storage_unread else ()
+        )
         self.core = MemberCore(identity, MemberConfig(**config), self.now, MemberState(0, 0, "start"))
         self.effects = []
         self.do(io.LeaderConnected(), io.Ready(0, "start"))

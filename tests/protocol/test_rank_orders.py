@@ -494,3 +494,59 @@ def test_the_rank_of_a_server_is_in_its_url():
 def test_a_replica_with_fewer_ranks_is_named():
     with pytest.raises(ProtocolError, match="b has 1 ranks and no rank 1"):
         ro.seen_by_rank(record_of("a b", epoch=1, a={"ranks": addresses("a")}), 1)
+
+
+# --- replicas of unequal layouts ---------------------------------------------------------------------------
+
+
+class Unequal(Replica):
+    """Replica ``a`` of two ranks in a job whose replicas may have other layouts."""
+
+    def __init__(self, groups=(0, 1)):
+        super().__init__(groups)
+        identity = MemberIdentity("a", 1, "a:1", "http://a", M, ranks=addresses("a"), cuts="x")
+        member = MemberCore(identity, MemberConfig(), 0.0, MemberState(0, 0, "start"))
+        self.core = Ranks(member, groups, unequal=True)
+        self.do(io.LeaderConnected())
+
+
+def content(half):
+    return "d" * 16 + f"{half:016x}"
+
+
+def test_of_unequal_layouts_every_rank_gets_the_whole_record():
+    replica = Unequal()
+    replica.do(io.FromLeader(m.Epoch(FIRST)))
+    assert [x.record for x in replica.orders(io.LinkUp)] == [FIRST, FIRST]
+
+
+def test_of_unequal_layouts_weights_and_digests_are_sums():
+    replica = Unequal()
+    replica.rank(0, io.Ready(0, content(1)))
+    replica.rank(1, io.Ready(0, content(2**64 - 1)))
+    assert replica.core.member.view.digest == content(0)
+    replica.do(io.FromLeader(m.Epoch(FIRST)))
+    share = assign(range(M), FIRST.roster)
+    table = tuple(m.Assignment(name, ids) for name, ids in share.items())
+    replica.do(io.FromLeader(m.Resume(FIRST.fence, 0, table)))
+    replica.both(io.Linked(1))
+    replica.both(io.Computed(0, share["a"], 3.0, ()))
+    assert [x.weight for x in replica.said(m.Contribution)] == [6.0], "both slices of its samples"
+    replica.do(io.FromPeer("b", 1, m.Contribution(FIRST.fence, 0, 6.0, share["b"])))
+    replica.rank(0, io.Exchanged(1, 0, content(5)))
+    replica.rank(1, io.Exchanged(1, 0, content(6)))
+    assert [x.gradient_digest for x in replica.said(m.CommitVote)] == [content(11)]
+    replica.do(io.FromPeer("b", 1, m.CommitVote(FIRST.fence, 0, 1, content(11))))
+    published = [x.prepared.gradient_digest for x in replica.orders(io.Publish)]
+    assert published == [content(11)] * 2, "the round's digest, which readers of any layout compare"
+
+
+def test_of_unequal_layouts_every_rank_looks_for_its_part_at_all_members():
+    replica = Unequal()
+    replica.do(io.FromLeader(m.Epoch(FIRST)))
+    state = io.FetchState(SnapshotRef(1, 4, content(1)), ("http://b", "http://b/1#1"))
+    assert replica.core._part(state, 1) == replace(state, lanes=state.urls)
+    gradient = io.FetchGradient(1, 4, ("http://b",))
+    assert replica.core._part(gradient, 1) == replace(gradient, members=(FIRST.member("b"),))
+    order = ro.RankCommand(7, 1, replica.core._part(gradient, 1))
+    assert ro.decode_command(ro.encode_command(order)) == order

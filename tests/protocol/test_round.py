@@ -51,12 +51,27 @@ def test_digests_that_differ_are_named_by_member():
 def test_a_state_is_outvoted_when_most_of_the_roster_name_one_other():
     round_ = Round(record_of("a b c d e"), 7)
     round_.votes = {n: vote(round_, state="y") for n in "bc"}
-    assert not round_.is_outvoted("x"), "perhaps the other three say x"
+    assert not round_.is_outvoted("a", "x"), "perhaps the other three say x"
     round_.votes["d"] = vote(round_, state="z")
-    assert not round_.is_outvoted("x"), "they do not agree among themselves"
+    assert not round_.is_outvoted("a", "x"), "they do not agree among themselves"
     round_.votes["e"] = vote(round_, state="y")
-    assert round_.is_outvoted("x") and round_.is_outvoted("z")
-    assert not round_.is_outvoted("y") and not round_.is_outvoted(""), "its own was not taken"
+    assert round_.is_outvoted("a", "x") and round_.is_outvoted("a", "z")
+    assert not round_.is_outvoted("a", "y") and not round_.is_outvoted("a", ""), "its own was not taken"
+
+
+def test_states_of_unequal_layouts_are_not_compared():
+    """In another layout of ranks the same update may be rounded otherwise."""
+    round_ = Round(
+        record_of("a b c d", a={"cuts": "x"}, b={"cuts": "x"}, c={"cuts": "y"}, d={"cuts": "y"}), 7
+    )
+    round_.votes = {n: vote(round_, state="s") for n in "ab"} | {n: vote(round_, state="t") for n in "cd"}
+    assert round_.disagreement() == round_.parted() == ""
+    assert not any(round_.is_outvoted(n, "s") for n in "ab")
+    round_.votes["d"] = vote(round_, state="u")
+    assert round_.disagreement() == "digests of the state at step 7 differ: c t, d u"
+    assert not round_.is_outvoted("d", "u"), "one of two is no majority"
+    round_.votes["d"] = vote(round_, "another gradient", state="t")
+    assert "digests of the reduced gradient at step 7 differ" in round_.disagreement()
 
 
 def test_a_result_is_disputed_while_no_majority_of_the_roster_has_said_it():

@@ -111,6 +111,15 @@ async def test_a_refusal_is_one_sentence_on_both_sides(changes, token, error, se
         await door.arrival()
 
 
+async def test_a_link_of_a_lane_comes_from_any_rank_to_the_one_that_it_names():
+    async with open_door() as door:
+        lane = {"kind": "data", "rank": 3, "lane": 5, "to_rank": 0}
+        (await dial(door.address, greeting(**lane), TOKEN, 5)).close()
+        assert (await door.arrival())[0].lane == 5
+        with pytest.raises(Refused, match="rank 0 of 'replica-1' reached rank 0 of 'replica-0'"):
+            await dial(door.address, greeting(**{**lane, "rank": 0, "to_rank": 1}), TOKEN, 5)
+
+
 async def test_a_store_that_is_not_known_yet_admits_any():
     async with open_door() as door:
         door.listener.identity.store_id = ""

@@ -103,6 +103,10 @@ class StateFetcher:
         self._access.sockets.shutdown()
         self._idle.close()
 
+    @property
+    def is_cancelled(self) -> bool:
+        return self._access.sockets.closed
+
     def close(self) -> None:
         """Close idle connections."""
         self._idle.close()
@@ -217,6 +221,10 @@ class StateFetcher:
                 self.warnings.append(
                     f"{source.url} is not used: {source.error}, and {state.digest} is asked for."
                 )
+                continue
+            if promised is not None and manifest["digest"] != promised["digest"]:
+                # Of a content there may be several files, one per layout of ranks.
+                source.error = IntegrityError("it holds that state in another layout of ranks")
                 continue
             promised = manifest  # any of them: those with the same digest promise the same bytes
             good.append(source)

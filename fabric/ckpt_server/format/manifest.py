@@ -14,7 +14,7 @@ from fabric.ckpt_server.format.digest import BLOCK_BYTES, digest_of_blocks
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES, is_count
 from fabric.errors import IntegrityError, StateError
 from fabric.model import SnapshotRef
-from fabric.protocol.messages.rank_messages import replica_digest
+from fabric.protocol.messages.rank_messages import replica_digest, summed_digest
 
 MANIFEST_FORMAT = 1
 DIGEST_DIGITS = 32
@@ -49,7 +49,12 @@ def of_rank(manifest: Mapping[str, Any], rank: int, digests: Sequence[str]) -> d
 
 
 def state_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the digest of the whole replica's state, of which the manifest's file may be one rank's part."""
+    """Return the digest of the whole replica's state, of which the manifest's file may be one rank's part.
+
+    A ``content`` names the state where its files do not (``state.content_digest``).
+    """
+    if "content" in manifest:
+        return summed_digest(manifest.get("ranks", [manifest["content"]]))
     return replica_digest(manifest["ranks"]) if "ranks" in manifest else str(manifest["digest"])
 
 
@@ -90,6 +95,9 @@ def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[s
 
 def _check_ranks(manifest: Mapping[str, Any]) -> None:
     """Check that one rank's part lists the digests of all ranks, its own among them."""
+    named = manifest.get("content", manifest["digest"])
+    if not is_hex(named, DIGEST_DIGITS):
+        raise StateError(f"The manifest's content is not {DIGEST_DIGITS} hex digits.")
     if "ranks" not in manifest and "rank" not in manifest:
         return
     rank, ranks = manifest.get("rank"), manifest.get("ranks")
@@ -97,7 +105,9 @@ def _check_ranks(manifest: Mapping[str, Any]) -> None:
     if not listed or not isinstance(ranks, list) or not is_count(rank, len(ranks) - 1):
         raise StateError("The manifest lists no usable digests of the ranks.")
     assert isinstance(rank, int)
-    if ranks[rank] != manifest["digest"]:
+    if "content" in manifest and len({digest[:16] for digest in ranks}) > 1:
+        raise StateError("The manifest lists contents of ranks that describe different states.")
+    if ranks[rank] != named:
         raise StateError(f"The manifest's digest is not what it lists for its own rank {rank}.")
 
 

@@ -136,9 +136,18 @@ def digests_equal(evidence: Evidence) -> bool:
             return False
     # A process starts with generation 0, before the leader has chosen the base of all members.
     return all(
-        generation == 0 or len({line.text("digest") for line in lines}) == 1
+        generation == 0 or len({line.text("digest") for line in alike}) == 1
         for (generation, _), lines in evidence.states.items()
+        for alike in _by_layout(lines)
     )
+
+
+def _by_layout(lines: Sequence[JournalLine]) -> list[list[JournalLine]]:
+    """The states of replicas with one layout of ranks: only these have equal digests at rank 0."""
+    alike: dict[object, list[JournalLine]] = {}
+    for line in lines:
+        alike.setdefault(line.fields.get("layout"), []).append(line)
+    return list(alike.values())
 
 
 def _lives(journal: ReplicaJournal) -> list[str]:
@@ -185,8 +194,8 @@ def _agreement(evidence: Evidence) -> list[str]:
     for lines in evidence.commits.values():
         broken.extend(_differences(lines, _COMMIT_FIELDS))
     for (generation, _), lines in evidence.states.items():
-        if generation > 0:
-            broken.extend(_differences(lines, ("digest",)))
+        for alike in _by_layout(lines) if generation > 0 else ():
+            broken.extend(_differences(alike, ("digest",)))
     return broken
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fabric.ckpt_server.format.manifest import state_digest
 from fabric.ckpt_server.format.safetensors_file import (
     ELEMENT_BYTES,
     TensorEntry,
@@ -71,14 +72,21 @@ class MergedState:
         self.nbytes = len(self.preamble) + sum(entry.nbytes for entry in sizes)
         spans = read_preamble(memoryview(self.preamble), self.nbytes).tensors
         self.tensors = {span.name: span for span in spans}
-        self.manifest = {"digest": replica_digest([part.manifest["digest"] for part in self._states])}
+        self.manifest = {"digest": self._named([part.manifest["digest"] for part in self._states])}
         self._spans, self._begins = spans, [span.begin for span in spans]
         self._parts = {tensor: held for tensor, _, _, held in layout}
 
     @property
     def digest(self) -> str:
         """Of the state, as the job names it; all of durable parts is read and verified for that."""
-        return replica_digest([part.digest for part in self._states])
+        return self._named([part.digest for part in self._states])
+
+    def _named(self, digests: list[str]) -> str:
+        """The name of the state whose parts have these ``digests``."""
+        manifests = [part.manifest for part in self._states]
+        if any("content" not in x or x["digest"] != d for x, d in zip(manifests, digests, strict=True)):
+            return replica_digest(digests)
+        return state_digest(manifests[0])
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return bytes of one tensor, counted in the whole file. Raises StateError or Unreachable."""

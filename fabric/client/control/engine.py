@@ -18,6 +18,7 @@ from typing import Any, get_args
 import uvloop
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.state.content_digest import ContentDigests
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.control.round_journal import RoundJournal
@@ -33,6 +34,7 @@ from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError
+from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.plane import DataPlane
 from fabric.model import Record, incident_id_of
 from fabric.protocol.member.core import MemberCore
@@ -81,6 +83,8 @@ class EngineParts:
     crash_marker: CrashMarker
     buffers: AveragedBuffers
     durable: DurableCheckpoints
+    lanes: LaneDirectory | None = None  # where replicas may have unequal layouts of ranks
+    content: ContentDigests | None = None  # names states there
 
 
 class _Informed:
@@ -115,6 +119,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._round_journal = RoundJournal(parts.journal)
         self._session: asyncio.Task[None] | None = None
+        if parts.fetch_thread.pieces is not None:
+            parts.fetch_thread.pieces.newest = lambda: self.newest
         self._number = 0  # of the order being performed, where orders have numbers
         # Returns the readiness of the gradient that backward computes now; the session sets it.
         self._readiness: Callable[[], BucketReadiness | None] = lambda: None

@@ -12,10 +12,12 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fabric.errors import FabricError, ProtocolError, Unconnected
+from fabric.ftar.host.lane_plane import LanePlane
+from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.plane import DataPlane, Ring
 from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io
@@ -40,13 +42,33 @@ class ProcessKey(NamedTuple):
     incarnation: int
 
 
+class _RingArrival(NamedTuple):
+    """A ring link that was dialled from outside, until its epoch takes it."""
+
+    epoch: int
+    dialler: ProcessKey
+    lane: int
+
+
+@dataclass(slots=True)
+class _RingLink:
+    """One ring's two links on their way up: in an epoch with lanes there is a ring for each."""
+
+    lane: int
+    next_member: Member
+    previous: ProcessKey
+    next_address: str
+    next_rank: int = -1  # -1: the same rank as here
+    next_socket: socket.socket | None = None
+    previous_socket: socket.socket | None = None
+
+
 @dataclass(slots=True)
 class _Linking:
     """One epoch's links on their way up."""
 
     record: Record
-    next_socket: socket.socket | None = None
-    previous_socket: socket.socket | None = None
+    rings: list[_RingLink] = field(default_factory=list)  # none in an epoch of one member
     task: "asyncio.Task[None] | None" = None
     done: bool = False
     unreachable: dict[str, str] = field(default_factory=dict)  # replica -> why no connection came about
@@ -60,17 +82,24 @@ class Peers:
     """
 
     def __init__(
-        self, identity: ListenerIdentity, incarnation: int, token: TokenFile, plane: DataPlane, link_s: float
+        self,
+        identity: ListenerIdentity,
+        incarnation: int,
+        token: TokenFile,
+        plane: DataPlane,
+        link_s: float,
+        lanes: LaneDirectory | None = None,
     ) -> None:
         self._me = ProcessKey(identity.replica, incarnation)
         self._identity = identity
         self._token = token
         self._plane = plane
         self._link_s = link_s
+        self._lanes = lanes  # where replicas may have unequal layouts
         self._feed: Callable[[io.Event], None] = lambda _: None
         self._listener = Listener(identity, self._accepted, self._on_connection)
         self._links: dict[ProcessKey, Link] = {}
-        self._ring_arrivals: dict[tuple[int, ProcessKey], socket.socket] = {}
+        self._ring_arrivals: dict[_RingArrival, socket.socket] = {}
         self._epochs: dict[int, _Linking] = {}
         # One dial per peer, whichever epochs want it: two would replace each other's link.
         self._dials: dict[ProcessKey, asyncio.Task[None]] = {}
@@ -124,7 +153,8 @@ class Peers:
     def planes(self, epoch: int) -> dict[str, str]:
         """Return the transport of this member's two ring links in ``epoch``: shm or tcp."""
         linking = self._epochs.get(epoch)
-        links = {"next": linking.next_socket, "previous": linking.previous_socket} if linking else {}
+        ring = linking.rings[0] if linking is not None and linking.rings else None
+        links = {"next": ring.next_socket, "previous": ring.previous_socket} if ring is not None else {}
         return {
             side: "shm" if sock.family == socket.AF_UNIX else "tcp"
             for side, sock in links.items()
@@ -142,7 +172,7 @@ class Peers:
             return
         linking = self._epochs.get(record.epoch)
         if linking is None:
-            linking = self._epochs[record.epoch] = _Linking(record)
+            linking = self._epochs[record.epoch] = _Linking(record, self._rings_of(record))
         if linking.task is None or linking.task.done():
             linking.task = asyncio.get_running_loop().create_task(self._bring_up(linking))
 
@@ -153,10 +183,10 @@ class Peers:
             if linking.task is not None:
                 linking.task.cancel()
             if not linking.done:
-                for sock in (linking.next_socket, linking.previous_socket):
+                for sock in (s for ring in linking.rings for s in (ring.next_socket, ring.previous_socket)):
                     if sock is not None:
                         sock.close()
-        for key in [k for k in self._ring_arrivals if k[0] < record.epoch]:
+        for key in [k for k in self._ring_arrivals if k.epoch < record.epoch]:
             self._ring_arrivals.pop(key).close()
         self._plane.retire(record.epoch)
 
@@ -168,7 +198,7 @@ class Peers:
             return
         loop = asyncio.get_running_loop()
         dials = [loop.create_task(self._dial_control(linking, x)) for x in self._to_dial(record)]
-        dials.append(loop.create_task(self._dial_next(linking)))
+        dials += [loop.create_task(self._dial_next(linking, ring)) for ring in linking.rings]
         try:
             async with asyncio.timeout(self._link_s):
                 await asyncio.gather(*dials)
@@ -201,9 +231,40 @@ class Peers:
         record = linking.record
         position = record.names.index(self._me.replica)
         ring = Ring(record.epoch, position, record.names)
-        if len(record.roster) > 1:
-            linking.previous_socket = self._ring_arrivals.pop((record.epoch, self._previous(record)))
-        self._plane.install(ring, linking.next_socket, linking.previous_socket)
+        for link in linking.rings:
+            arrival = _RingArrival(record.epoch, link.previous, link.lane)
+            link.previous_socket = self._ring_arrivals.pop(arrival)
+            self._install_ring(link.lane, ring, link.next_socket, link.previous_socket)
+        if len(record.roster) == 1:
+            numbers = [x.lane for x in self._lanes.enter(record).rings] if self._lanes is not None else [0]
+            for lane in numbers:
+                self._install_ring(lane, ring, None, None)
+
+    def _install_ring(
+        self, lane: int, ring: Ring, following: socket.socket | None, previous: socket.socket | None
+    ) -> None:
+        if isinstance(self._plane, LanePlane):
+            self._plane.install_lane(lane, ring, following, previous)
+        else:
+            self._plane.install(ring, following, previous)
+
+    def _rings_of(self, record: Record) -> list[_RingLink]:
+        """The rings of this rank in ``record``, still without sockets."""
+        if len(record.roster) < 2 or not record.lists(*self._me):
+            return []
+        if self._lanes is None:
+            member = record.roster[(record.names.index(self._me.replica) + 1) % len(record.roster)]
+            return [_RingLink(0, member, self._previous(record), member.link)]
+        return [
+            _RingLink(
+                x.lane,
+                x.next_member,
+                self._previous(record),
+                x.next_member.addresses[x.next_rank].link,
+                x.next_rank,
+            )
+            for x in self._lanes.enter(record).rings
+        ]
 
     def _to_dial(self, record: Record) -> list[Member]:
         """Return the members to dial for control links, which only ranks 0 of replicas have."""
@@ -218,13 +279,12 @@ class Peers:
             ProcessKey(x.replica, x.incarnation) for x in record.roster if x.replica != self._me.replica
         ]
         missing = [] if self._identity.rank else [key.replica for key in others if key not in self._links]
-        if others and not linking.done:
-            previous = self._previous(record)
-            following = record.roster[(record.names.index(self._me.replica) + 1) % len(record.roster)].replica
-            if (record.epoch, previous) not in self._ring_arrivals and previous.replica not in missing:
-                missing.append(previous.replica)
-            if linking.next_socket is None and following not in missing:
-                missing.append(following)
+        for ring in linking.rings if not linking.done else ():
+            arrival = _RingArrival(record.epoch, ring.previous, ring.lane)
+            if arrival not in self._ring_arrivals and ring.previous.replica not in missing:
+                missing.append(ring.previous.replica)
+            if ring.next_socket is None and ring.next_member.replica not in missing:
+                missing.append(ring.next_member.replica)
         return missing
 
     def _previous(self, record: Record) -> ProcessKey:
@@ -259,29 +319,30 @@ class Peers:
         sock = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._link_s):
-                sock = await self._dial(record, member, "control", lambda: key in self._links)
+                greeting = self._greeting(record.store_id, member, "control", record.epoch)
+                sock = await self._dial(member.link, greeting, lambda: key in self._links)
         if sock is not None:
             self._adopt(key, sock)
 
-    async def _dial_next(self, linking: _Linking) -> None:
-        record = linking.record
-        if len(record.roster) < 2 or linking.next_socket is not None:
+    async def _dial_next(self, linking: _Linking, ring: _RingLink) -> None:
+        if ring.next_socket is not None:
             return
-        member = record.roster[(record.names.index(self._me.replica) + 1) % len(record.roster)]
+        record, member = linking.record, ring.next_member
+        greeting = self._greeting(record.store_id, member, "data", record.epoch)
+        greeting = replace(greeting, lane=ring.lane, to_rank=ring.next_rank)
         with self._noted(linking, member):
-            linking.next_socket = await self._dial(record, member, "data", lambda: False)
+            ring.next_socket = await self._dial(ring.next_address, greeting, lambda: False)
 
     async def _dial(
-        self, record: Record, member: Member, kind: str, is_up: Callable[[], bool]
+        self, address: str, greeting: Greeting, is_up: Callable[[], bool]
     ) -> socket.socket | None:
         """Dial until it works or ``is_up``; the caller's timeout bounds it. Raises Unconnected where no
         connection comes about for CONNECT_S."""
-        greeting = self._greeting(record.store_id, member, kind, record.epoch)
         tries, since = 0, time.monotonic()
         while not is_up():
             try:
                 token = self._token.shown().encode()
-                return await dial(member.link, greeting, token, _DIAL_S, self._plane.shares_memory)
+                return await dial(address, greeting, token, _DIAL_S, self._plane.shares_memory)
             except Unconnected:
                 if time.monotonic() - since >= CONNECT_S:
                     raise
@@ -345,10 +406,11 @@ class Peers:
         if greeting.kind == "probe":
             sock.close()  # the connection itself was the answer
             return
-        stale = self._ring_arrivals.pop((greeting.epoch, key), None)
+        arrival = _RingArrival(greeting.epoch, key, greeting.lane)
+        stale = self._ring_arrivals.pop(arrival, None)
         if stale is not None:
             stale.close()
-        self._ring_arrivals[greeting.epoch, key] = sock
+        self._ring_arrivals[arrival] = sock
         self._changed()
 
     def _adopt(self, key: ProcessKey, sock: socket.socket) -> None:

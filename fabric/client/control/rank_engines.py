@@ -103,7 +103,7 @@ class HeadEngine(RankEngine):
         )
 
     def _make_core(self, member: MemberCore) -> Core[Any, Any]:
-        self._core = Ranks(member, self.groups)
+        self._core = Ranks(member, self.groups, unequal=self._parts.lanes is not None)
         return self._core
 
     async def _end(self) -> None:

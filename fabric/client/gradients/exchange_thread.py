@@ -17,6 +17,8 @@ from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.process.worker import Worker
 from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
+from fabric.ftar.host.lane_plane import LanePlane
+from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.plane import DataPlane
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
@@ -42,6 +44,7 @@ class ExchangeThread:
         """
         self.retain = retain or not isinstance(backend, HostBackend)
         self._backend = backend
+        self.lanes: LaneDirectory | None = None  # set where replicas may have unequal layouts
         self._check_finite = check_finite
         self._plane = plane
         self._gradients = gradients
@@ -61,6 +64,10 @@ class ExchangeThread:
         self._newest = (order.fence.epoch, stream)
         self._worker.submit(lambda: self._run(order, stream, post))
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply this rank's gradients by ``factor`` in every exchange."""
+        self._gradients.scale = factor
+
     def abort(self, epoch: int, why: str) -> None:
         """End the wait for gradients that backward has not finished; the plane ends all other waits."""
         newest, stream = self._newest
@@ -72,11 +79,19 @@ class ExchangeThread:
     ) -> None:
         epoch, step = order.fence.epoch, order.step
         self._points.hit("before-ring", step)
-        entry = self.recorder.begin(epoch, step, self._gradients.nbytes, self._dtypes)
+        lanes = self.lanes
+        # Members of unequal layouts have the whole model in common, and not what one rank holds of it.
+        nbytes = self._gradients.nbytes if lanes is None else lanes.model_bytes
+        entry = self.recorder.begin(epoch, step, nbytes, self._dtypes)
         try:
-            buffer = self._slots.for_round(epoch, step).buffer
+            slot = self._slots.for_round(epoch, step)
+            buffer = slot.buffer
             with self._backend.round(buffer) as flat:
-                digest = self._exchange(order, stream, buffer, flat, entry)
+                if lanes is None:
+                    digest = self._exchange(order, stream, buffer, flat, entry)
+                else:
+                    digest = self._exchange_lanes(order, stream, buffer, entry)
+                    slot.bytes_digest = xxhash.xxh3_128_hexdigest(buffer.numpy().data)
             self.recorder.end(entry)
         except RoundAborted as error:
             self.recorder.end(entry, str(error))
@@ -122,6 +137,44 @@ class ExchangeThread:
                 digested = bucket.end
         digest.update(raw[digested:])
         return digest.hexdigest()
+
+    def _exchange_lanes(
+        self,
+        order: io.StartExchange,
+        stream: BucketReadiness | None,
+        flat: torch.Tensor,
+        entry: ExchangeEntry,
+    ) -> str:
+        """Reduce this rank's lanes, and return the digest of their bytes: the name of the layouts, and a sum
+        to which each lane adds once in every replica."""
+        plane, epoch = self._plane, order.fence.epoch
+        assert self.lanes is not None and isinstance(plane, LanePlane)
+        if order.weight == 0:
+            flat.zero_()
+        for bucket in self._gradients.buckets if order.weight > 0 else ():
+            if stream is not None:
+                stream.wait(bucket)
+            self._gradients.gather_bucket(bucket, flat)
+        lanes, total = self.lanes.get(epoch), 0
+        sections = lanes.rank_lanes.sections
+        parts = [plane.memory(x.lane, x.dtype, x.elements) for x in sections]
+        for section, part in zip(sections, parts, strict=True):
+            # Before any result: a piece with copies lies in several lanes.
+            lanes.rank_lanes.gather(section, flat, part)
+        for section, part in zip(sections, parts, strict=True):
+            started = time.monotonic()
+            try:
+                plane.reduce_lane(section.lane, epoch, order.step, part)
+            finally:
+                seconds = time.monotonic() - started
+                self.seconds += seconds
+                entry.reduce_s += seconds
+            entry.buckets += 1
+            for peer, seconds in plane.waiting_s.items():
+                self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
+            total += xxhash.xxh3_64_intdigest(part.view(torch.uint8).numpy().data, section.lane)
+            lanes.rank_lanes.scatter(section, part, flat)
+        return f"{lanes.name}{total % 2**64:016x}"
 
     def _reduce(self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor) -> None:
         if order.weight > 0:

@@ -34,6 +34,7 @@ class GradientSlot:
     labelled: bool = False  # published through shared memory, without a request to the server
     shared: bool = True  # in the server's memory
     used: int = 0  # the number of its last use; 0: never used
+    bytes_digest: str = ""  # of the buffer, where the round's digest is of more than that
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class GradientSlots:
                 slot, self._prepared = self._prepared or self._next(), None
             self._uses += 1
             slot.epoch, slot.step, slot.published, slot.used = epoch, step, False, self._uses
+            slot.bytes_digest = ""
             return slot
 
     def prepare(self) -> None:
@@ -150,8 +152,8 @@ class GradientSlots:
                 raise StateError(f"the gradient of step {held.step} is not published: there was no server")
             following = self._following(slot)
             then_begin = following.index if following is not None else -1
-            gradient = self._description(generation, held)
-            self.handle.publish_gradient(slot.index, gradient, _meta(held), then_begin=then_begin)
+            gradient = self._description(generation, held, slot)
+            self.handle.publish_gradient(slot.index, gradient, _meta(held, slot), then_begin=then_begin)
             if following is not None:
                 self._prepared = following
 
@@ -166,7 +168,8 @@ class GradientSlots:
             slot = self._of(held)
             if slot is None or not slot.shared or slot.published:
                 return False
-            if not self.handle.publish_via_shm(slot.index, self._description(generation, held), _meta(held)):
+            gradient = self._description(generation, held, slot)
+            if not self.handle.publish_via_shm(slot.index, gradient, _meta(held, slot)):
                 return False
             slot.published = slot.labelled = True
             following = self._following(slot)
@@ -187,13 +190,13 @@ class GradientSlots:
         ahead = slot.used == self._uses and self._prepared is None and self._is_full()
         return following if ahead and following.shared and following is not slot else None
 
-    def _description(self, generation: int, held: PreparedRound) -> PublishedGradient:
+    def _description(self, generation: int, held: PreparedRound, slot: GradientSlot) -> PublishedGradient:
         return PublishedGradient(
             generation=generation,
             step=held.step,
             epoch=held.epoch,
             nbytes=self.nbytes,
-            digest=held.gradient_digest,
+            digest=slot.bytes_digest or held.gradient_digest,
             weight=held.weight,
             layout=self.layout,
         )
@@ -230,10 +233,11 @@ class GradientSlots:
                 slot.shared = False
 
 
-def _meta(held: PreparedRound) -> dict[str, Any]:
+def _meta(held: PreparedRound, slot: GradientSlot) -> dict[str, Any]:
     """Return the metadata of a gradient, which readers get with its description."""
     return {
         "contributions": {name: list(ids) for name, ids in held.contributions},
         "metrics": dict(held.metrics),
         **({"nonfinite": held.nonfinite} if held.nonfinite else {}),
+        **({"round_digest": held.gradient_digest} if slot.bytes_digest else {}),
     }

@@ -6,6 +6,7 @@ Between a step boundary and the next update the state stands still, so it is dig
 from collections.abc import Callable
 from typing import TypeVar
 
+from fabric.ckpt_server.state.content_digest import ContentDigests
 from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.gradients.gradient_backend import HostBackend
@@ -34,6 +35,7 @@ class LocalState:
         describer: StateDescriber,
         gradients: FlatGradients,
         progress: LoopProgress,
+        content: ContentDigests | None = None,
     ) -> None:
         self.describer = describer
         self.gradients = gradients
@@ -42,6 +44,7 @@ class LocalState:
         self._parts = parts
         self._engine = engine
         self._progress = progress
+        self._content = content  # names states where replicas have unequal layouts
         self._digests = settings.reproducible and settings.digest_every > 0
         self._digest_begun = False  # in the background, and not taken yet
 
@@ -61,25 +64,35 @@ class LocalState:
         return run_low_priority(work) if self.may_yield and alone else work()
 
     def digest(self) -> str:
-        """Return xxh3_128 of the shared state as it is now."""
-        return self.run(self.describer.capture(self._progress.state_step).digest)
+        """Return the digest of the shared state as it is now."""
+        view, content = self.describer.capture(self._progress.state_step), self._content
+        return self.run(view.digest if content is None else lambda: content.of_view(view))
 
     def digest_if(self, wanted: bool) -> str:
         """Return the digest where it is ``wanted`` and this job compares digests; else an empty string."""
         return self.digest() if wanted and self._digests else ""
 
+    def name_installed(self, file_digest: str) -> str:
+        """Return the digest of the state just loaded, whose file had this one."""
+        return file_digest if self._content is None else self.digest()
+
     def note(self, digest: str) -> None:
         """Journal the state's digest, where there is one."""
         if digest:
+            lanes = self._parts.lanes
             self._parts.journal.write(
-                "state", generation=self._engine.generation, step=self._progress.state_step, digest=digest
+                "state",
+                generation=self._engine.generation,
+                step=self._progress.state_step,
+                digest=digest,
+                **({"layout": lanes.layout_name} if lanes is not None else {}),
             )
 
     def _digests_in_background(self, wanted: bool) -> bool:
         """Whether to digest while forward and backward run: on the host, by a member that is not behind."""
         takes_part = self._engine.generation > 0 and self._engine.epoch > 0
         takes_part = takes_part and not self._progress.behind
-        on_host = isinstance(self._parts.backend, HostBackend)
+        on_host = isinstance(self._parts.backend, HostBackend) and self._content is None
         return wanted and self._digests and takes_part and on_host
 
     # --- the step boundary ------------------------------------------------------------------------
@@ -102,7 +115,8 @@ class LocalState:
 
     def take_digest(self, step: int) -> io.Digested:
         """Return the digest of the state at ``step``: the one begun in the background, or a new one."""
-        digest = self._parts.snapshots.take_digest(step) or self.digest()
+        digest = self._parts.snapshots.take_digest(step) if self._content is None else ""
+        digest = digest or self.digest()
         self._digest_begun = False
         self.note(digest)
         return io.Digested(step, digest, small_entries(self.describer.objects))

@@ -75,6 +75,7 @@ class Replay:
             compression=fetched.compression,
             resharded=fetched_state.resharded,
         )
+        digest = self._state.name_installed(digest)
         self._state.note(digest)
         self._engine.post(io.Installed(order.step, digest, last=order.step >= self._progress.until))
 

@@ -82,7 +82,9 @@ class Session:
         if isinstance(self._engine, RankEngine):
             before_report(self._engine.await_explanation)
         self._progress = LoopProgress(state_step=step)
-        self._state = LocalState(settings, process, parts, self._engine, describer, gradients, self._progress)
+        self._state = LocalState(
+            settings, process, parts, self._engine, describer, gradients, self._progress, parts.content
+        )
         self._replay = Replay(parts, self._engine, self._state, self._progress)
         self._shutdown = Shutdown(settings, process, parts, self._engine, self._progress)
         self.overlap = Overlap(
@@ -373,6 +375,7 @@ class Session:
             tensors=gradients.described,
             plane=parts.plane.kind,
             step=self.committed_step,
+            cuts=parts.lanes.text if parts.lanes is not None else "",
         )
         try:
             begin(self._engine, parts, settings, self._process, setup)

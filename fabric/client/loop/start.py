@@ -16,7 +16,7 @@ from fabric.errors import ConfigError
 from fabric.model import EVERYTHING, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
-from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest
+from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest
 from fabric.runtime.clock import seconds_since_boot
 from fabric.runtime.config import Settings, advertised_host
 from fabric.transport.greeting import Greeting
@@ -36,6 +36,7 @@ class TrainingSetup:
     tensors: tuple[str, ...] = ()  # the layout, for people
     plane: str = ""  # the kind of data plane
     step: int = 0  # of the initial state
+    cuts: str = ""  # the layout of ranks, where those of other replicas may differ
 
 
 def make_engine(parts: EngineParts, process: ProcessIdentity) -> Engine:
@@ -73,30 +74,40 @@ def begin(
         }
     )
     _check_equal_work(declared)
+    if setup.cuts:
+        # Inside of the replica gradients are means over the ranks that share a micro-batch; replicas of
+        # unequal layouts add up sums over samples.
+        parts.exchange.scale_gradients(float(len({x["part"] for x in declared})))
     if isinstance(engine, FollowerEngine):
-        greeting = Greeting(
-            job=settings.job,
-            store_id="",
-            replica=settings.replica,
-            incarnation=process.incarnation,
-            kind="rank",
-            to=settings.replica,
-        )
-        engine.join(declared[0]["link"], greeting, settings.token)
+        _follow(engine, settings, process, declared[0]["link"])
         return
     assert isinstance(engine, HeadEngine)
     engine.groups = tuple(int(x["part"]) for x in declared)
-    layout = replica_digest([x["layout"] for x in declared])
+    together = summed_digest if setup.cuts else replica_digest
+    layout = setup.layout if setup.cuts else replica_digest([x["layout"] for x in declared])
     ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in declared[1:])
     durable = parts.durable.find()
     identity = _identity(settings, process, setup, address, layout, ranks, durable)
-    state = MemberState(0, setup.step, replica_digest([x["digest"] for x in declared]))
+    state = MemberState(0, setup.step, together([x["digest"] for x in declared]))
     held = _held_by_all(declared)
     engine.begin(MemberCore(identity, config, seconds_since_boot(), state, held))
     if not any(x["holds"] for x in declared):
         # A first start may begin from this snapshot, should the replicas' initial states differ. It must not
         # overwrite a part of the job's state, whatever layout that is in.
         engine.post(SnapshotDue(setup.step))
+
+
+def _follow(engine: FollowerEngine, settings: Settings, process: ProcessIdentity, head: str) -> None:
+    """Link to rank 0 at ``head``, and obey it."""
+    greeting = Greeting(
+        job=settings.job,
+        store_id="",
+        replica=settings.replica,
+        incarnation=process.incarnation,
+        kind="rank",
+        to=settings.replica,
+    )
+    engine.join(head, greeting, settings.token)
 
 
 def _config(settings: Settings, retain: bool) -> MemberConfig:
@@ -136,11 +147,11 @@ def _identity(
         data=setup.data,
         predecessors=process.predecessors,
         ranks=ranks,
-        durable=durable or (),
-        storage_unread=durable is None,
+        durable=durable,
         sharing=setup.sharing,
         data_slot=setup.data_slot,
         rack=settings.rack,
+        cuts=setup.cuts,
         tensors=setup.tensors,
         plane=setup.plane,
         spare=settings.spare,

@@ -7,6 +7,7 @@ import torch
 
 from fabric.ckpt_server.fetch.fetcher import GradientMeta
 from fabric.client.process.worker import Worker
+from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.client.state.state_loader import FetchedState, NoSlotMemory, StateLoader, fetch_failure
 from fabric.errors import FabricError, Gone
 from fabric.protocol.messages import member_events as io
@@ -27,11 +28,13 @@ class FetchThread:
         gradient_bytes: int,
         points: Failpoints,
         on_crash: Callable[[BaseException], None],
+        pieces: PieceFetcher | None = None,
     ) -> None:
         self._state_loader = state_loader
         # A cancelled fetcher cannot be used again: its sockets are shut down.
         self._fetcher = state_loader.make_fetcher()
         self._gradient_bytes = gradient_bytes
+        self.pieces = pieces  # where replicas may have unequal layouts
         self._points = points
         self._worker = Worker("fabric-fetch", on_crash, background=True)
         self._wanted = 0
@@ -68,13 +71,7 @@ class FetchThread:
         if self.buffer is None:
             self.buffer = torch.zeros(self._gradient_bytes, dtype=torch.uint8)
         try:
-            meta = self._fetcher.fetch_gradient(
-                order.urls,
-                generation=order.generation,
-                step=order.step,
-                into=self.buffer.numpy().data,
-                wait_s=_WAIT_S,
-            )
+            meta = self._read_gradient(order, self.buffer)
         except Gone as error:
             if ticket == self._wanted:
                 post(io.GradientGone(order.step, gone=True, why=str(error)))
@@ -86,6 +83,17 @@ class FetchThread:
             return
         self.gradient, self.generation = meta, order.generation
         post(io.GradientFetched(order.step, meta.digest))
+
+    def _read_gradient(self, order: io.FetchGradient, into: torch.Tensor) -> GradientMeta:
+        if self.pieces is not None:
+            return self.pieces.fetch(self._fetcher, order, into, _WAIT_S)
+        return self._fetcher.fetch_gradient(
+            order.urls,
+            generation=order.generation,
+            step=order.step,
+            into=into.numpy().data,
+            wait_s=_WAIT_S,
+        )
 
     def as_prepared(self) -> io.PreparedRound:
         """Return the fetched gradient's round as its members had prepared it."""

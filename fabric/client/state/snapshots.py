@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.state.content_digest import ContentDigests
 from fabric.ckpt_server.state.snapshot import Copier, build_manifest
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
@@ -48,6 +49,7 @@ class Snapshots:
         recover: Callable[[], None],
         rank: int | None = None,
     ) -> None:
+        self.content: ContentDigests | None = None  # set where replicas may have unequal layouts
         self.durable: DurableCheckpoints | None = None  # set where snapshots may become durable checkpoints
         self.slots = SnapshotSlots(handle, copier)
         self._describer = describer
@@ -173,7 +175,7 @@ class Snapshots:
                 if isinstance(slot, FabricError):
                     raise slot
                 digests = self._copier.join()
-                if taking.state.digest not in ("", digests.digest):
+                if self.content is None and taking.state.digest not in ("", digests.digest):
                     taking.refused = UNNAMED
                 taking.digest = digests.digest
             finally:
@@ -190,11 +192,14 @@ class Snapshots:
                 generation=generation,
                 created=taking.created,
             )
+            digest = digests.digest
+            if self.content is not None:
+                copy = self.slots.memory(slot, view.nbytes)[: view.nbytes]
+                digest = manifest["content"] = self.content.of_file(copy)
             if self._rank is None:
                 self.slots.publish(slot, manifest)
             else:
                 self.slots.keep_unnamed(generation, step, slot, manifest)
-            digest = digests.digest
             self._again_at, self._last_failure = None, ""
         except FabricError as error:
             # The server died: Snapshotted without a digest says that this replica missed the step.

@@ -7,7 +7,7 @@ source: this rank reads the slices that it needs (``ckpt_server/reshard``).
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,13 @@ class StateLoader:
         rank: int,
         size: int,
         make_fetcher: Callable[..., StateFetcher],
+        unequal: bool = False,
     ) -> None:
         self._snapshots = snapshots
         self._durable = durable
         self._layout = layout
         self._rank, self._size = rank, size
+        self._unequal = unequal
         self.make_fetcher = make_fetcher
 
     def load(self, order: io.FetchState, fetcher: StateFetcher) -> FetchedState:
@@ -78,7 +80,7 @@ class StateLoader:
         reasons = []
         if served:
             try:
-                return self._from_others(order, served, fetcher)
+                return self._from_others(order, self._of_one_layout(served, order.state), fetcher)
             except (Misfit, NoSlotMemory):
                 raise
             except FabricError as error:
@@ -114,11 +116,36 @@ class StateLoader:
         seconds, nbytes = time.monotonic() - began, len(file)
         return FetchedState(slot, file, FetchResult(nbytes, seconds, {OWN_MEMORY: nbytes}, manifest))
 
+    def _of_one_layout(
+        self, served: Mapping[int, Sequence[str]], state: SnapshotRef
+    ) -> Mapping[int, Sequence[str]]:
+        """Those of ``served`` that hold the state in one layout, all ranks of it; this one's own at best.
+
+        Raises StateError where no layout is complete.
+        """
+        if not self._unequal:
+            return served
+        layouts: dict[tuple[str, ...], dict[int, list[str]]] = {}
+        for rank, urls in served.items():
+            fetcher = self.make_fetcher(rank)
+            for url in urls:
+                with suppress(FabricError):
+                    manifest = fetcher.fetch_manifest(url, state.step, state.generation)
+                    if state_digest(manifest) == state.digest:
+                        key = tuple(manifest.get("ranks", (manifest["digest"],)))
+                        layouts.setdefault(key, {}).setdefault(rank, []).append(url)
+            fetcher.close()
+        complete = [key for key, ranks in layouts.items() if len(ranks) == len(key)]
+        if not complete:
+            raise StateError(f"no member serves step {state.step} in all of its ranks")
+        best = min(complete, key=lambda key: (len(key) != self._size, len(key)))
+        return {rank: tuple(urls) for rank, urls in layouts[best].items()}
+
     def _from_others(
         self, order: io.FetchState, served: Mapping[int, Sequence[str]], fetcher: StateFetcher
     ) -> FetchedState:
         ranks = 1 + max(served)
-        if ranks == self._size == 1:  # the ordinary case: no layouts to compare
+        if ranks == self._size == 1 and not self._unequal:  # the ordinary case: no layouts to compare
             target = _Target(self._snapshots)
             fetched = fetcher.fetch_state(served[0], order.state, target.allocate)
             return FetchedState(target.slot, target.file, fetched)

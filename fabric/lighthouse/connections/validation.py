@@ -12,6 +12,7 @@ from fabric.errors import ProtocolError
 from fabric.model import MAX_INTEGER, Policy, Sharing
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
+from fabric.protocol.rules.layout_text import MAX_CHARACTERS, check_layout
 from fabric.runtime.config import parse_replicas
 
 MAX_STATUS_BYTES = 64 * 1024
@@ -170,11 +171,7 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
         raise ProtocolError(f"Session.tensors must be at most {MAX_DESCRIPTION} characters")
     if not all(map(_is_sentence, session.tensors)):
         session = replace(session, tensors=tuple(map(_sentence, session.tensors)))
-    if len(session.ranks) >= MAX_RANKS:
-        raise ProtocolError(f"Session.ranks must be a list of fewer than {MAX_RANKS}")
-    for address in session.ranks:
-        _check_length("link", address.link, MAX_ADDRESS)
-        _check_ckpt(address.ckpt)
+    _check_session_ranks(session)
     for name, low, high in (
         ("micro_batches", 1, MAX_MICRO_BATCHES),
         ("shares", 0, MAX_MICRO_BATCHES),
@@ -188,6 +185,17 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
             raise ProtocolError(f"Session.{name} must be from {low} to {high}")
     _check_sharing(session.sharing)
     return session
+
+
+def _check_session_ranks(session: m.OpenSession) -> None:
+    if len(session.ranks) >= MAX_RANKS:
+        raise ProtocolError(f"Session.ranks must be a list of fewer than {MAX_RANKS}")
+    for address in session.ranks:
+        _check_length("link", address.link, MAX_ADDRESS)
+        _check_ckpt(address.ckpt)
+    _check_length("cuts", session.cuts, MAX_CHARACTERS)
+    if session.cuts:
+        check_layout(session.replica, session.cuts, 1 + len(session.ranks))
 
 
 def _check_sharing(sharing: Sharing) -> None:

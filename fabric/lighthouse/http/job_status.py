@@ -101,7 +101,7 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
     session = _session_view(peer if peer and peer.incarnation == member.incarnation else None, now)
     alive = status is not None and status.incarnation == member.incarnation and status.ckpt
     return {
-        **asdict(member),
+        **{name: value for name, value in asdict(member).items() if name != "cuts"},  # very long
         # A server that was started again listens elsewhere than the record says.
         "ckpt": status.ckpt if status is not None and alive else "" if is_complete else member.ckpt,
         "running": member.replica in epoch.running,

@@ -496,4 +496,5 @@ def as_member(session: OpenSession) -> Member:
         data_slot=session.data_slot,
         ranks=session.ranks,
         rack=session.rack,
+        cuts=session.cuts,
     )

@@ -313,7 +313,7 @@ class Membership:
         base = record.base
         self._rounds.prepared, self._session.contact.fallen = None, None
         self._memory.drop_kept()
-        if self._context.identity.storage_unread and not base.generation:
+        if self._context.identity.durable is None and not base.generation:
             # Rule 8: no other replica has read it either, and it may hold a state of this job.
             self._context.stop(
                 75, "the job would begin from nothing, and durable storage has not been read here"

@@ -65,21 +65,34 @@ class Round:
 
     def disagreement(self) -> str:
         """Say why the votes forbid the commit, with digests by member; empty when they agree."""
-        for what, digests in (
-            ("the reduced gradient", {n: b.gradient_digest for n, b in self.votes.items()}),
-            ("the state", {n: b.state_digest for n, b in self.votes.items() if b.state_digest}),
-        ):
-            if len(set(digests.values())) > 1:
-                parted = self.parted() if what == "the state" else ""
-                why = f"digests of {what} at step {self.step} differ: {_by_member(digests)}"
+        gradients = {n: b.gradient_digest for n, b in self.votes.items()}
+        if len(set(gradients.values())) > 1:
+            return f"digests of the reduced gradient at step {self.step} differ: {_by_member(gradients)}"
+        for alike in self._states():
+            if len(set(alike.values())) > 1:
+                parted = self.parted()
+                why = f"digests of the state at step {self.step} differ: {_by_member(alike)}"
                 return f"{why}; {parted}" if parted else why
         return ""
 
+    def _states(self) -> list[dict[str, str]]:
+        """The digests of the states under this round, one group per layout of ranks.
+
+        Two layouts may round the same update differently, so their states are not compared.
+        """
+        layouts: dict[str, dict[str, str]] = {}
+        for member in self.record.roster:
+            vote = self.votes.get(member.replica)
+            if vote is not None and vote.state_digest:
+                layouts.setdefault(member.cuts, {})[member.replica] = vote.state_digest
+        return list(layouts.values())
+
     def parted(self) -> str:
         """Say where the states under this round differ, by these votes; empty where the digests agree."""
-        entries = {name: vote.entries for name, vote in self.votes.items() if vote.state_digest}
-        digests = {self.votes[name].state_digest for name in entries}
-        return differences(entries) if len(digests) > 1 else ""
+        for alike in self._states():
+            if len(set(alike.values())) > 1:
+                return differences({name: self.votes[name].entries for name in alike})
+        return ""
 
     def is_disputed(self, name: str) -> bool:
         """Whether a vote differs from that of ``name``, with which at most half of the roster agree.
@@ -90,10 +103,16 @@ class Round:
         agree = digests.count(self.votes[name].gradient_digest) if name in self.votes else len(digests)
         return agree < len(digests) and 2 * agree <= len(self.record.roster)
 
-    def is_outvoted(self, digest: str) -> bool:
-        """Whether most of the roster voted for one state other than ``digest`` (empty: no)."""
-        others = Counter(b.state_digest for b in self.votes.values() if b.state_digest not in ("", digest))
-        return bool(digest and others) and 2 * max(others.values()) > len(self.record.roster)
+    def is_outvoted(self, name: str, digest: str) -> bool:
+        """Whether most members with the layout of ``name`` voted for one state other than ``digest``.
+
+        Empty digests do not count.
+        """
+        own = self.record.member(name)
+        alike = [x.replica for x in self.record.roster if own is not None and x.cuts == own.cuts]
+        votes = [self.votes[x].state_digest for x in alike if x in self.votes]
+        others = Counter(vote for vote in votes if vote not in ("", digest))
+        return bool(digest and others) and 2 * max(others.values()) > len(alike)
 
     def culprits(self) -> str:
         """Name the members whose votes say that their contribution was not finite; empty if none does."""

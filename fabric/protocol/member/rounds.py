@@ -95,7 +95,9 @@ class Rounds:
             return
         if round_.is_disputed(self._context.replica):
             self.disputed = (round_.record.epoch, round_.step)
-        if round_.step == self._memory.state.step and round_.is_outvoted(self._memory.state.digest):
+        if round_.step == self._memory.state.step and round_.is_outvoted(
+            self._context.replica, self._memory.state.digest
+        ):
             self._memory.state.outvoted = True
 
     def go_to(self, record: Record) -> None:

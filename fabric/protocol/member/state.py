@@ -51,12 +51,12 @@ class MemberIdentity:
     ranks: tuple[RankAddress, ...] = ()
     tensors: tuple[str, ...] = ()
     plane: str = ""
-    durable: tuple[SnapshotRef, ...] = ()  # as storage listed them at the start
-    storage_unread: bool = False  # storage could not be listed then
+    durable: tuple[SnapshotRef, ...] | None = ()  # as storage listed them at the start; None: it could not
     spare: bool = False
     ended: JobEnd | None = None
     secret: str = ""
     rack: str = ""
+    cuts: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -414,6 +414,7 @@ class FetchGradient:
     generation: Int64
     step: Int64
     urls: tuple[str, ...]
+    members: tuple[Member, ...] = ()  # who publishes it there, where layouts of ranks may be unequal
 
 
 @dataclass(frozen=True, slots=True)

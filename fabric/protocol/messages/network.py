@@ -213,6 +213,7 @@ class OpenSession:
     ended: JobEnd | None = None
     rack: str = ""  # as in ``Member.rack``
     adapt: str = ""  # its job\'s mode against slow replicas: "off", "advise"; empty: an older version
+    cuts: str = ""  # as in ``Member.cuts``
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,18 @@ def replica_digest(digests: Sequence[str]) -> str:
     return hashlib.blake2b(" ".join(digests).encode(), digest_size=16).hexdigest()
 
 
+def summed_digest(digests: Sequence[str]) -> str:
+    """The digest (32 hex) of what ranks of any layout hold together: the first half is the same at all of
+    them, of the second half it is the sum. Empty where any is. Raises ProtocolError where the halves that
+    must agree do not."""
+    if not all(digests):
+        return ""
+    if len({digest[:16] for digest in digests}) > 1:
+        raise ProtocolError("the ranks of a replica describe their state differently: run one script on all")
+    total = sum(int(digest[16:], 16) for digest in digests) % 2**64
+    return f"{digests[0][:16]}{total:016x}"
+
+
 Metrics = tuple[tuple[str, float], ...]
 
 

@@ -5,7 +5,10 @@ A difference that is met later ends in rounds that can never be exchanged.
 
 from itertools import zip_longest
 
+from fabric.errors import FabricError
 from fabric.protocol.messages.network import OpenSession
+from fabric.protocol.rules.lanes import lanes_of
+from fabric.protocol.rules.layout_text import read_layout
 
 # Data settings that people give under another name.
 _LABELS = {"data_slots": "seats (FABRIC_REPLICAS)", "on_nan": "FABRIC_ON_NAN"}
@@ -35,10 +38,17 @@ def _place(session: OpenSession) -> str:
 
 def _model(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
     """The part of the model that differs, and how."""
-    if len(a.ranks) != len(b.ranks):
+    if bool(a.cuts) != bool(b.cuts):
+        return "settings (FABRIC_UNEQUAL is not the same)", ""
+    if len(a.ranks) != len(b.ranks) and not a.cuts:
         return f"ranks ({1 + len(a.ranks)} and not {1 + len(b.ranks)})", ""
     if a.layout != b.layout:
         return "parameters (names, shapes, dtypes or their order)", _tensor(a.tensors, b.tensors)
+    if a.cuts != b.cuts:
+        try:
+            lanes_of({x.replica: read_layout(x.cuts) for x in (a, b)})
+        except FabricError as error:
+            return "parts of the parameters", f" ({error})"
     return None
 
 

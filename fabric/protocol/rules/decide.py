@@ -171,11 +171,12 @@ def _outvoted(record: Record, reports: Mapping[str, Report]) -> Evict | None:
 
 
 def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Undecidable | None:
-    by_step: dict[int, dict[str, str]] = {}
+    cuts = {x.replica: x.cuts for x in record.roster}
+    alike: dict[tuple[int, str], dict[str, str]] = {}  # by step and layout of ranks
     for name, report in reports.items():
         if report.digest:
-            by_step.setdefault(report.step, {})[name] = report.digest
-    for step, digests in sorted(by_step.items()):
+            alike.setdefault((report.step, cuts[name]), {})[name] = report.digest
+    for (step, _), digests in sorted(alike.items()):
         split = _minority(record, reports, digests, f"the state at step {step}")
         if split is not None:
             parted = next((x.parted for x in reports.values() if x.parted and x.step == step), "")

@@ -8,7 +8,7 @@ lanes as it holds.
 
 A part that several ranks of a replica hold has copies. Copy i of one replica meets copy i of the others. A
 replica with fewer copies repeats its own, so such a rank reduces the piece more than once. It keeps the
-result of its first lane with that piece. Equal layouts make one lane per rank: rank k with rank k.
+result of the lowest copy. Equal layouts make one lane per rank: rank k with rank k.
 
 The lanes do not depend on the order of the replicas, nor on how many of them have the same layout.
 """
@@ -49,6 +49,7 @@ class Piece:
     name: str
     dtype: str
     region: TensorRegion
+    copy: int = 0  # which one of the copies, where a replica has several
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,8 @@ def lanes_of(layouts: Mapping[str, ReplicaLayout]) -> tuple[Lane, ...]:
         if together not in refined:
             refined[together] = _refine(together)
         for common in refined[together]:
-            for holders in common.holders():
-                piece = Piece(name, together[0].dtype, common.region)
+            for copy, holders in enumerate(common.holders()):
+                piece = Piece(name, together[0].dtype, common.region, copy)
                 pieces.setdefault(holders, []).append(piece)
     return tuple(
         Lane(tuple(holders[place] for place in places), tuple(shared)) for holders, shared in pieces.items()

@@ -1,0 +1,137 @@
+"""The digest of a state in which no layout of ranks shows.
+
+A rank's own file and its digest depend on how the state is cut. Where replicas are cut differently, a state
+is named by its content: the first half of the digest is of the description, without the shards, the second
+half is a sum over the elements of all tensors, modulo 2^64. The sum has a weight per element that follows
+from the tensor's name and the element's index in the whole. So each rank sums what it holds, and the sums of
+all ranks of a replica make the same total in every layout. Of copies only the first counts.
+
+A change of one element always changes the sum. Other damage escapes with a chance of about one in 2^60.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from fabric.ckpt_server.format.safetensors_file import canonical_json, parse_json, read_preamble
+from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded
+from fabric.ckpt_server.state.encoding import bytes_of
+from fabric.ckpt_server.state.training_state import StateView, tensors_of
+from fabric.errors import StateError
+from fabric.protocol.rules.lanes import ReplicaLayout
+
+_CHUNK_ELEMENTS = 1 << 20
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def first_copies(parameters: Mapping[str, torch.Tensor], layout: ReplicaLayout, rank: int) -> dict[str, bool]:
+    """Whether this rank is the lowest that holds its part of a tensor, by how the tensor is sharded."""
+    holders: dict[tuple[str, object], int] = {}
+    for number, row in enumerate(layout.ranks):
+        for held in row:
+            holders.setdefault((held.name, held.region), number)
+    regions = {held.name: held.region for held in layout.ranks[rank]}
+    return {
+        _sharding(describe_shard(tensor)): holders[name, regions[name]] == rank
+        for name, tensor in parameters.items()
+        if is_sharded(tensor)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDigests:
+    """Digests what rank ``rank`` holds. ``first``: see ``first_copies``; tensors that are not sharded are
+    the same at all ranks, and rank 0's count."""
+
+    rank: int
+    first: Mapping[str, bool]
+
+    def of_view(self, view: StateView) -> str:
+        """The digest of live state."""
+        header = read_preamble(memoryview(view.header), view.nbytes)
+        return self._digest(header.metadata, view.tensors)
+
+    def of_file(self, file: memoryview) -> str:
+        """The digest of a snapshot's file."""
+        header = read_preamble(file, len(file))
+        return self._digest(header.metadata, tensors_of(file, header.tensors).items())
+
+    def _digest(self, metadata: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+        shards: dict[str, dict[str, Any]] = {}
+        description = _without_shards(parse_json(metadata), shards)
+        total, described = 0, []
+        for name, tensor in tensors:
+            shard = shards.get(name)
+            shape = tuple(shard["shape"]) if shard is not None else tuple(tensor.shape)
+            described.append([name, str(tensor.dtype), shape])
+            if self._counts(name, shard):
+                offset = tuple(shard["offset"]) if shard is not None else (0,) * len(shape)
+                total += _weighted_sum(name, tensor, offset)
+        text = canonical_json([description, sorted(described)])
+        return f"{xxhash.xxh3_64_hexdigest(text.encode())}{total % 2**64:016x}"
+
+    def _counts(self, name: str, shard: Mapping[str, Any] | None) -> bool:
+        if shard is None:
+            return self.rank == 0
+        first = self.first.get(_sharding(shard))
+        if first is None:
+            raise StateError(
+                f"{name} is sharded as no parameter is, so replicas of unequal layouts cannot compare it: "
+                "place it as a parameter of its shape"
+            )
+        return first
+
+
+def _sharding(shard: Mapping[str, Any]) -> str:
+    return canonical_json([shard["shape"], shard["mesh"], shard["placements"]])
+
+
+def _without_shards(node: Any, shards: dict[str, dict[str, Any]]) -> Any:
+    """The description with whole tensors in the place of shards, which go to ``shards`` by name."""
+    if isinstance(node, list):
+        return [_without_shards(item, shards) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$shard" in node:
+        inner, shard = node["$shard"]
+        name = inner["$tensor"]
+        shards[name if isinstance(name, str) else name[0]] = shard
+        return inner
+    return {key: _without_shards(item, shards) for key, item in node.items()}
+
+
+def _weighted_sum(name: str, tensor: torch.Tensor, offset: tuple[int, ...]) -> int:
+    if not tensor.numel():
+        return 0
+    cpu = tensor.detach().to("cpu").contiguous()
+    unsigned = _UNSIGNED.get(cpu.element_size(), np.uint8)
+    elements = bytes_of(cpu).numpy().view(unsigned)
+    sizes = (*cpu.shape, *(() if cpu.element_size() in _UNSIGNED else (cpu.element_size(),)))
+    begins = (*offset, *(0 for _ in sizes[len(offset) :]))
+    if not sizes:
+        sizes, begins = (1,), (0,)
+    weights = [
+        _weights(name, dim, at, size) for dim, (at, size) in enumerate(zip(begins, sizes, strict=True))
+    ]
+    rows = elements.reshape(sizes[0], -1)
+    step = max(1, _CHUNK_ELEMENTS // max(rows.shape[1], 1))
+    total = 0
+    for at in range(0, sizes[0], step):
+        part = rows[at : at + step].astype(np.uint64).reshape(-1, *sizes[1:])
+        for weight in reversed(weights[1:]):
+            part = part @ weight
+        total += int((part * weights[0][at : at + step]).sum(dtype=np.uint64))
+    return total
+
+
+def _weights(name: str, dim: int, begin: int, size: int) -> "np.ndarray[Any, Any]":
+    """Odd numbers without a pattern (splitmix64), one for each index from ``begin`` on."""
+    seed = np.uint64(xxhash.xxh3_64_intdigest(name.encode(), dim))
+    z = np.arange(begin, begin + size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + seed
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)

@@ -1,0 +1,110 @@
+"""A published gradient from ranks of another layout: this rank's parts are cut out of theirs.
+
+Every rank publishes its own flat gradient. This rank reads those of one member's ranks that hold parts of
+its own, one after the other, and copies the parts to their places in its own flat gradient.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from fabric.ckpt_server.fetch.fetcher import GradientMeta, StateFetcher
+from fabric.errors import FabricError, Gone, StateError
+from fabric.ftar.lanes.epoch_lanes import LaneDirectory
+from fabric.ftar.lanes.held_parameters import FlatPlaces
+from fabric.model import Member, Record
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.rules.lanes import HeldParameter
+from fabric.protocol.rules.layout_text import read_layout
+from fabric.protocol.rules.tensor_region import TensorRegion
+
+# How long one member may wait for its gradient while there are others.
+_TURN_S = 1.0
+# The pause before all are asked again: a server that is gone refuses at once.
+_PAUSE_S = 0.05
+
+
+class PieceFetcher:
+    """Reads gradients for the rank of ``lanes``."""
+
+    # Returns the newest record; the engine sets it.
+    newest: Callable[[], Record | None] = staticmethod(lambda: None)
+
+    def __init__(self, lanes: LaneDirectory) -> None:
+        self._lanes = lanes
+        self._row = lanes.layout.ranks[lanes.rank]
+        self._places = FlatPlaces(self._row)
+        self._memory = torch.zeros(0, dtype=torch.uint8)
+
+    def fetch(
+        self, fetcher: StateFetcher, order: io.FetchGradient, flat: torch.Tensor, wait_s: float
+    ) -> GradientMeta:
+        """Fill ``flat`` from the first member that has the gradient. Raises Gone where all say that it is
+        gone, else StateError."""
+        record, deadline = self.newest(), time.monotonic() + wait_s
+        roster = order.members or (record.roster if record is not None else ())
+        members = [x for x in roster if x.ckpt in order.urls and x.replica != self._lanes.replica and x.cuts]
+        reasons: dict[str, FabricError] = {}
+        while members:
+            for member in members:
+                try:
+                    return self._from(member, fetcher, order, flat)
+                except FabricError as error:
+                    reasons[member.replica] = error
+                if fetcher.is_cancelled:
+                    raise StateError("the fetch was cancelled; nothing was loaded")
+            if all(isinstance(error, Gone) for error in reasons.values()) or time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSE_S)
+        text = "; ".join(f"{name}: {error}" for name, error in reasons.items()) or "no member publishes it"
+        if reasons and all(isinstance(error, Gone) for error in reasons.values()):
+            raise Gone(text)
+        raise StateError(text)
+
+    def _from(
+        self, member: Member, fetcher: StateFetcher, order: io.FetchGradient, flat: torch.Tensor
+    ) -> GradientMeta:
+        first: GradientMeta | None = None
+        for rank, parts in self._parts(member).items():
+            row = read_layout(member.cuts).ranks[rank]
+            theirs = FlatPlaces(row)
+            if len(self._memory) < theirs.nbytes:
+                self._memory = torch.zeros(theirs.nbytes, dtype=torch.uint8)
+            source = self._memory[: theirs.nbytes]
+            meta = fetcher.fetch_gradient(
+                [member.addresses[rank].ckpt.partition("#")[0]],
+                generation=order.generation,
+                step=order.step,
+                into=source.numpy().data,
+                wait_s=_TURN_S,
+            )
+            if meta.nbytes != theirs.nbytes or "round_digest" not in meta.meta:
+                raise StateError(f"rank {rank} of {member.replica} publishes another gradient than announced")
+            first = first or meta
+            if _round(meta) != _round(first):
+                raise StateError(f"rank {rank} of {member.replica} publishes another round than its rank 0")
+            for name, region in parts:
+                self._places.view(flat, name, region).copy_(theirs.view(source, name, region))
+        if first is None:
+            raise StateError(f"{member.replica} holds nothing of what this rank holds")
+        return replace(first, digest=str(first.meta["round_digest"]))
+
+    def _parts(self, member: Member) -> dict[int, list[tuple[str, TensorRegion]]]:
+        """The parts that each rank of ``member`` gives, by rank; of copies the lowest rank's."""
+        holders: dict[str, dict[TensorRegion, tuple[int, HeldParameter]]] = {}
+        for rank, row in enumerate(read_layout(member.cuts).ranks):
+            for held in row:
+                holders.setdefault(held.name, {}).setdefault(held.region, (rank, held))
+        parts: dict[int, list[tuple[str, TensorRegion]]] = {}
+        for own in self._row:
+            for region, (rank, _) in holders.get(own.name, {}).items():
+                common = own.region.common(region)
+                if common.elements:
+                    parts.setdefault(rank, []).append((own.name, common))
+        return parts
+
+
+def _round(meta: GradientMeta) -> tuple[object, ...]:
+    return meta.epoch, meta.weight, meta.meta.get("round_digest")

@@ -1,0 +1,142 @@
+"""One ring per lane: the data plane of a rank whose replica is cut otherwise than others.
+
+A rank is in several rings at once, but reduces one lane after the other, in the order of their numbers. All
+ranks keep this order, so no two of them wait for each other.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+
+import torch
+
+from fabric.errors import IllegalTransition
+from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.plane import Ring
+from fabric.ftar.reduce_ops import SUM, Reduction
+
+
+class LanePlane:
+    """DataPlane whose exchanges name their lane: ``install_lane`` and ``reduce_lane``."""
+
+    kind = "host"
+
+    def __init__(self, make_ring: Callable[[], CpuRing]) -> None:
+        self._make_ring = make_ring
+        self._lock = threading.Lock()
+        self._rings: dict[int, CpuRing] = {}
+        self._bounds: dict[str, float] = {}
+        self._aborted: dict[int, tuple[str, str]] = {}  # epoch -> why, for lanes that are linked later
+        self._retired_before = 0
+        self._waiting_s: dict[str, float] = {}
+        self._memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.shares_memory = self._ring(0).shares_memory
+
+    def _ring(self, lane: int) -> CpuRing:
+        with self._lock:
+            ring = self._rings.get(lane)
+            if ring is None:
+                ring = self._rings[lane] = self._make_ring()
+                ring.set_bounds(**self._bounds)
+                ring.retire(self._retired_before)
+                for epoch, cause in self._aborted.items():
+                    ring.abort(epoch, *cause)
+            return ring
+
+    def _all(self) -> list[CpuRing]:
+        with self._lock:
+            return list(self._rings.values())
+
+    @property
+    def waiting_for(self) -> str:
+        """Name of the peer that the exchange waits for at this moment, or empty."""
+        return next((ring.waiting_for for ring in self._all() if ring.waiting_for), "")
+
+    @property
+    def waiting_s(self) -> dict[str, float]:
+        """Seconds waited for each peer in the newest exchange."""
+        return dict(self._waiting_s)
+
+    def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
+        """Change the bounds of all lanes: see DataPlane."""
+        given = {"exchange_s": exchange_s, "entry_s": entry_s}
+        self._bounds.update({name: value for name, value in given.items() if value is not None})
+        for ring in self._all():
+            ring.set_bounds(exchange_s, entry_s)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Ordinary memory: pieces are copied to their lanes in any case."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def register(self, descriptor: int, memory: torch.Tensor) -> None:
+        """Flat gradients are not exchanged as they lie, so neighbours need not see them."""
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """See ``register``."""
+
+    def install(
+        self, ring: Ring, next_socket: socket.socket | None, previous_socket: socket.socket | None
+    ) -> None:
+        """Raises IllegalTransition: a link has a lane here."""
+        raise IllegalTransition(f"epoch {ring.epoch} has lanes: a link without one has no use")
+
+    def install_lane(
+        self,
+        lane: int,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+    ) -> None:
+        """Take the links of one lane: see ``DataPlane.install``."""
+        self._ring(lane).install(ring, next_socket, previous_socket)
+
+    def memory(self, lane: int, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        """Memory for a lane's pieces that its neighbours on this host can read."""
+        memory = self._memory.get((lane, dtype))
+        if memory is None or memory.numel() < elements:
+            if memory is not None:
+                self._ring(lane).unregister(memory.view(torch.uint8))
+            nbytes = max(elements, 1) * dtype.itemsize
+            memory = self._ring(lane).allocate(nbytes).view(dtype)
+            self._memory[lane, dtype] = memory
+        return memory[:elements]
+
+    def reduce_lane(self, lane: int, epoch: int, step: int, part: torch.Tensor) -> None:
+        """Sum ``part`` over the lane's ranks, in place: see ``DataPlane.all_reduce``."""
+        ring = self._ring(lane)
+        ring.all_reduce(epoch, step, part, retain_gradients=False)
+        self._waiting_s = ring.waiting_s
+
+    def all_reduce(
+        self,
+        epoch: int,
+        step: int,
+        source: torch.Tensor,
+        result: torch.Tensor | None = None,
+        reduction: Reduction = SUM,
+        retain_gradients: bool = True,
+        result_is_stable: bool = False,
+    ) -> None:
+        """Raises IllegalTransition: an exchange has a lane here."""
+        raise IllegalTransition(f"epoch {epoch} has lanes: reduce one of them")
+
+    def abort(self, epoch: int, why: str, about: str = "") -> None:
+        """End the epoch's exchange in every lane: see DataPlane."""
+        with self._lock:
+            if epoch >= self._retired_before:
+                self._aborted.setdefault(epoch, (why, about))
+        for ring in self._all():
+            ring.abort(epoch, why, about)
+
+    def retire(self, before_epoch: int) -> None:
+        """Close the links of older epochs: see DataPlane."""
+        with self._lock:
+            self._retired_before = max(self._retired_before, before_epoch)
+            self._aborted = {e: cause for e, cause in self._aborted.items() if e >= self._retired_before}
+        for ring in self._all():
+            ring.retire(before_epoch)
+
+    def close(self) -> None:
+        """Abort and close everything; idempotent."""
+        for ring in self._all():
+            ring.close()

@@ -1,0 +1,97 @@
+"""The lanes of each epoch, as its record gives them, and this rank's part in them."""
+
+import math
+import threading
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import xxhash
+
+from fabric.ftar.lanes.held_parameters import dtype_of
+from fabric.ftar.lanes.rank_lanes import RankLanes
+from fabric.model import Member, Record
+from fabric.protocol.rules.lanes import Lane, ReplicaLayout, lanes_of
+from fabric.protocol.rules.layout_text import read_layout
+
+_MOST_EPOCHS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRing:
+    """This rank's place in one lane's ring."""
+
+    lane: int
+    next_rank: int
+    next_member: Member
+    previous_rank: int
+    previous_member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class EpochLanes:
+    """One epoch's lanes at this rank. ``name`` (16 hex) is that of the layouts which they come from."""
+
+    rank_lanes: RankLanes
+    rings: tuple[LaneRing, ...]
+    name: str
+
+
+@lru_cache(maxsize=4)
+def _lanes_of_roster(cuts: tuple[str, ...]) -> tuple[Lane, ...]:
+    """The lanes of members with these layouts: for a large model they take a second."""
+    return lanes_of({str(place): read_layout(text) for place, text in enumerate(cuts)})
+
+
+@dataclass(slots=True)
+class LaneDirectory:
+    """Makes and keeps the lanes of the newest epochs for ``rank`` of ``replica``."""
+
+    replica: str
+    rank: int
+    layout: ReplicaLayout
+    text: str
+    _epochs: dict[int, EpochLanes] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def layout_name(self) -> str:
+        """A short name of this replica's layout, the same wherever it is the same."""
+        return xxhash.xxh3_64_hexdigest(self.text.encode())
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of the whole model's gradient."""
+        held = {x.name: x for row in self.layout.ranks for x in row}
+        return sum(math.prod(x.shape) * dtype_of(x).itemsize for x in held.values())
+
+    def enter(self, record: Record) -> EpochLanes:
+        """The lanes of ``record``, which lists this replica."""
+        with self._lock:
+            if record.epoch not in self._epochs:
+                self._epochs[record.epoch] = self._make(record)
+                while len(self._epochs) > _MOST_EPOCHS:
+                    del self._epochs[min(self._epochs)]
+            return self._epochs[record.epoch]
+
+    def get(self, epoch: int) -> EpochLanes:
+        """The lanes of an epoch that was entered."""
+        with self._lock:
+            return self._epochs[epoch]
+
+    def _make(self, record: Record) -> EpochLanes:
+        lanes = _lanes_of_roster(tuple(x.cuts for x in record.roster))
+        place = record.names.index(self.replica)
+        rank_lanes = RankLanes(lanes, place, self.rank, self.layout.ranks[self.rank])
+        after = (place + 1) % len(record.roster)
+        rings = tuple(
+            LaneRing(
+                number,
+                lanes[number].holders[after],
+                record.roster[after],
+                lanes[number].holders[place - 1],
+                record.roster[place - 1],
+            )
+            for number in rank_lanes.numbers
+        )
+        cuts = "\n".join(sorted({x.cuts for x in record.roster}))
+        return EpochLanes(rank_lanes, rings, xxhash.xxh3_64_hexdigest(cuts.encode()))

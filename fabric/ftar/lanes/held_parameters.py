@@ -1,0 +1,82 @@
+"""Which part of each parameter lies in this process, and where those parts lie in a flat gradient."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fabric.errors import ConfigError
+from fabric.ftar.buckets import ALIGNMENT_BYTES
+from fabric.protocol.rules.lanes import HeldParameter
+from fabric.protocol.rules.tensor_region import TensorRegion
+
+
+def held_parameters(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+) -> tuple[HeldParameter, ...]:
+    """The parts of ``parameters`` in this process, in the same order.
+
+    Raises ConfigError for a placement that is not a part of the whole.
+    """
+    return tuple(_held(name, parameter) for name, parameter in parameters)
+
+
+def _held(name: str, parameter: torch.Tensor) -> HeldParameter:
+    dtype, shape = str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape)
+    if not hasattr(parameter, "device_mesh"):
+        return HeldParameter(name, dtype, shape, TensorRegion.whole(shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements = parameter.placements  # type: ignore[attr-defined]
+    if any(p.is_partial() for p in placements):
+        raise ConfigError(f"{name} is a partial sum at each rank: shard or replicate every parameter")
+    sizes, begin = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, placements)
+    if math.prod(sizes) == 0:
+        begin = (0,) * len(shape)
+    return HeldParameter(name, dtype, shape, TensorRegion(tuple(map(int, begin)), tuple(map(int, sizes))))
+
+
+def flat_places(row: Sequence[HeldParameter]) -> tuple[dict[str, int], int]:
+    """The first byte of every parameter in the flat gradient of a rank that holds ``row``, and its size.
+
+    It is the order of ``FlatGradients``: by type, the last parameter first.
+    """
+    places: dict[str, int] = {}
+    end = 0
+    backwards = row[::-1]
+    for dtype in dict.fromkeys(held.dtype for held in backwards):
+        end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for held in backwards:
+            if held.dtype == dtype:
+                places[held.name] = end
+                end += held.region.elements * dtype_of(held).itemsize
+    return places, end
+
+
+def dtype_of(held: HeldParameter) -> torch.dtype:
+    """Return the type of its elements. Raises ConfigError where torch does not have it."""
+    dtype = getattr(torch, held.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"{held.name} is of {held.dtype[:40]!r}: run the same release of torch on all ranks"
+        )
+    return dtype
+
+
+class FlatPlaces:
+    """Views of a flat gradient in which a rank that holds ``row`` keeps its parts."""
+
+    def __init__(self, row: Sequence[HeldParameter]) -> None:
+        self._held = {held.name: held for held in row}
+        self._begins, self.nbytes = flat_places(row)
+
+    def regions(self) -> Iterable[HeldParameter]:
+        """The parts that have elements."""
+        return (held for held in self._held.values() if held.region.elements)
+
+    def view(self, flat: torch.Tensor, name: str, region: TensorRegion) -> torch.Tensor:
+        """``region`` of parameter ``name``, which this rank holds, in ``flat``."""
+        held, begin = self._held[name], self._begins[name]
+        dtype = dtype_of(held)
+        part = flat[begin : begin + held.region.elements * dtype.itemsize].view(dtype)
+        return part.view(held.region.sizes)[region.within(held.region)]

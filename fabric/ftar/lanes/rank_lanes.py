@@ -1,0 +1,67 @@
+"""The lanes of one rank in one epoch: its pieces go from its flat gradient to each lane, and back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fabric.ftar.lanes.held_parameters import FlatPlaces, dtype_of
+from fabric.protocol.rules.lanes import HeldParameter, Lane, Piece, lanes_of_rank
+from fabric.protocol.rules.tensor_region import TensorRegion
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSection:
+    """The pieces of one type in a lane; they lie one behind the other in one exchange."""
+
+    lane: int
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(piece.region.elements for piece in self.pieces)
+
+
+class RankLanes:
+    """The sections of all lanes in which ``rank`` takes part, in the order in which all ranks reduce them.
+
+    ``place`` is that of its replica in the layouts, ``row`` what the rank holds. Of a piece that lies in
+    several of its lanes, because other replicas have more copies, it takes the result of the lowest copy.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], place: int, rank: int, row: Sequence[HeldParameter]) -> None:
+        self.lanes = tuple(lanes)
+        self.numbers = lanes_of_rank(lanes, place, rank)
+        self._places = FlatPlaces(row)
+        dtypes = {held.dtype: dtype_of(held) for held in row}
+        self.sections = tuple(
+            LaneSection(number, dtypes[word], tuple(p for p in lanes[number].pieces if p.dtype == word))
+            for number in self.numbers
+            for word in sorted({piece.dtype for piece in lanes[number].pieces})
+        )
+        self._lowest: dict[tuple[str, TensorRegion], int] = {}  # the copy whose result this rank takes
+        for piece in (piece for section in self.sections for piece in section.pieces):
+            key = piece.name, piece.region
+            self._lowest[key] = min(piece.copy, self._lowest.get(key, piece.copy))
+
+    @torch.no_grad()
+    def gather(self, section: LaneSection, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy the section's pieces out of the flat gradient."""
+        for piece, part in self._parts(section, into):
+            part.copy_(self._places.view(flat, piece.name, piece.region))
+
+    @torch.no_grad()
+    def scatter(self, section: LaneSection, reduced: torch.Tensor, flat: torch.Tensor) -> None:
+        """Copy the section's reduced pieces to their places in the flat gradient."""
+        for piece, part in self._parts(section, reduced):
+            if self._lowest[piece.name, piece.region] == piece.copy:
+                self._places.view(flat, piece.name, piece.region).copy_(part)
+
+    def _parts(self, section: LaneSection, memory: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+        parts, begin = [], 0
+        for piece in section.pieces:
+            end = begin + piece.region.elements
+            parts.append((piece, memory[begin:end].view(piece.region.sizes)))
+            begin = end
+        return parts

@@ -1,0 +1,201 @@
+"""Ranks of unequal layouts sum their gradients in lanes, each in its own flat buffer."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from ftar.lane_layouts import COLUMNS, MODEL, ROWS, SINGLE, gradient_of, member
+from ring_harness import WAIT_S, socket_ring, wait_until
+
+from fabric.errors import ConfigError, IllegalTransition, RoundAborted
+from fabric.ftar.buckets import FlatGradients
+from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.host.lane_plane import LanePlane
+from fabric.ftar.lanes.epoch_lanes import LaneDirectory
+from fabric.ftar.lanes.held_parameters import FlatPlaces, flat_places, held_parameters
+from fabric.ftar.lanes.rank_lanes import RankLanes
+from fabric.ftar.plane import Ring
+from fabric.model import Base, Record
+from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, lanes_of
+from fabric.protocol.rules.layout_text import layout_text
+from fabric.protocol.rules.tensor_region import TensorRegion
+
+
+@dataclass
+class Process:
+    """One rank: its lanes, its plane, and its part of its replica's gradient."""
+
+    replica: str
+    rank: int
+    layout: ReplicaLayout
+    lanes: RankLanes
+    plane: LanePlane
+    flat: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def fill(self, gradient: dict[str, torch.Tensor]) -> None:
+        places = FlatPlaces(self.layout.ranks[self.rank])
+        self.flat = torch.zeros(places.nbytes, dtype=torch.uint8)
+        for held in places.regions():
+            whole = TensorRegion.whole(held.shape)
+            part = gradient[held.name][held.region.within(whole)]
+            places.view(self.flat, held.name, held.region).copy_(part)
+
+    def reduce(self, epoch: int = 1, step: int = 0) -> None:
+        sections = self.lanes.sections
+        parts = [self.plane.memory(x.lane, x.dtype, x.elements) for x in sections]
+        for section, part in zip(sections, parts, strict=True):
+            self.lanes.gather(section, self.flat, part)
+        for section, part in zip(sections, parts, strict=True):
+            self.plane.reduce_lane(section.lane, epoch, step, part)
+            self.lanes.scatter(section, part, self.flat)
+
+    def check(self, expected: dict[str, torch.Tensor]) -> None:
+        places = FlatPlaces(self.layout.ranks[self.rank])
+        for held in places.regions():
+            part = expected[held.name][held.region.within(TensorRegion.whole(held.shape))]
+            assert torch.equal(places.view(self.flat, held.name, held.region), part), (self, held.name)
+
+
+def start(layouts: dict[str, ReplicaLayout], links: str = "shm", epoch: int = 1) -> list[Process]:
+    """Every rank of these replicas, linked lane by lane."""
+    lanes, names = lanes_of(layouts), tuple(layouts)
+    processes = [
+        Process(replica, rank, layout, RankLanes(lanes, place, rank, layout.ranks[rank]), LanePlane(CpuRing))
+        for place, (replica, layout) in enumerate(layouts.items())
+        for rank in range(len(layout.ranks))
+    ]
+    for number, lane in enumerate(lanes):
+        pairs = socket_ring(len(names), links)
+        for place, replica in enumerate(names):
+            holder = next(p for p in processes if (p.replica, p.rank) == (replica, lane.holders[place]))
+            holder.plane.install_lane(number, Ring(epoch, place, names), *pairs[place])
+    return processes
+
+
+@pytest.mark.parametrize("links", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"r0": SINGLE, "r1": ROWS},
+        {"r0": ROWS, "r1": COLUMNS},
+        {"r0": COLUMNS, "r1": SINGLE, "r2": ROWS},
+        {"r0": ROWS, "r1": ROWS},
+        {"r0": SINGLE, "r1": SINGLE, "r2": COLUMNS},
+    ],
+)
+def test_every_rank_has_the_sum_of_all_replicas_in_its_own_places(layouts, links):
+    processes = start(layouts, links)
+    gradients = {replica: gradient_of(seed) for seed, replica in enumerate(layouts)}
+    expected = {name: sum(g[name] for g in gradients.values()) for name in MODEL}
+    with ThreadPoolExecutor(len(processes)) as pool:
+        for step in range(2):
+            for process in processes:
+                process.fill(gradients[process.replica])
+            for future in [pool.submit(p.reduce, 1, step) for p in processes]:
+                future.result(WAIT_S)
+            for process in processes:
+                process.check(expected)
+    for process in processes:
+        process.plane.close()
+
+
+def test_equal_layouts_have_one_ring_and_one_exchange_per_type():
+    processes = start({"r0": ROWS, "r1": ROWS})
+    assert [p.lanes.numbers for p in processes] == [(0,), (1,), (0,), (1,)]
+    assert [len(p.lanes.sections) for p in processes] == [2, 1, 2, 1]
+    for process in processes:
+        process.plane.close()
+
+
+def test_an_abort_ends_every_lane_and_the_first_reason_stays():
+    processes = start({"r0": SINGLE, "r1": ROWS})
+    single, rows = processes[0], processes[1:]
+    single.fill(gradient_of(0))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(single.reduce)
+        wait_until(lambda: single.plane.waiting_for == "r1")
+        single.plane.abort(1, "r1 evicted", "r1")
+        with pytest.raises(RoundAborted, match="r1 evicted"):
+            waiting.result(WAIT_S)
+    with pytest.raises(RoundAborted, match="r1 evicted"):
+        single.plane.reduce_lane(1, 1, 0, torch.zeros(3))
+    for process in [single, *rows]:
+        process.plane.close()
+
+
+def test_an_abort_holds_for_lanes_that_are_linked_later_and_a_retired_epoch_for_all():
+    plane = LanePlane(CpuRing)
+    plane.abort(3, "too late")
+    with pytest.raises(RoundAborted, match="too late"):
+        plane.reduce_lane(7, 3, 0, torch.zeros(3))
+    plane.retire(5)
+    with pytest.raises(RoundAborted, match="epoch 4 is over"):
+        plane.reduce_lane(9, 4, 0, torch.zeros(3))
+    plane.close()
+
+
+def test_bounds_hold_for_lanes_that_come_later():
+    plane = LanePlane(CpuRing)
+    plane.set_bounds(entry_s=0.05)
+    pairs = socket_ring(2)
+    plane.install_lane(4, Ring(1, 0, ("r0", "r1")), *pairs[0])
+    with pytest.raises(RoundAborted, match="r1"):
+        plane.reduce_lane(4, 1, 0, torch.zeros(3))
+    plane.close()
+    for sock in pairs[1]:
+        sock.close()
+
+
+def test_a_link_or_an_exchange_without_a_lane_is_refused():
+    plane = LanePlane(CpuRing)
+    with pytest.raises(IllegalTransition, match="a link without one has no use"):
+        plane.install(Ring(1, 0, ("r0",)), None, None)
+    with pytest.raises(IllegalTransition, match="reduce one of them"):
+        plane.all_reduce(1, 0, torch.zeros(1))
+    plane.close()
+
+
+def test_the_places_are_those_of_the_flat_gradients():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False).bfloat16())
+    gradients = FlatGradients(model.named_parameters())
+    held = held_parameters(gradients.parameters)
+    _, nbytes = flat_places(held)
+    assert nbytes == gradients.nbytes
+    flat = torch.zeros(nbytes, dtype=torch.uint8)
+    for number, (_, parameter) in enumerate(gradients.parameters):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    gradients.gather(flat)
+    views = FlatPlaces(held)
+    for number, part in enumerate(held):
+        assert (views.view(flat, part.name, part.region) == number + 1).all()
+
+
+def test_a_type_that_torch_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="a is of 'float33'"):
+        flat_places([HeldParameter("a", "float33", (2,), TensorRegion.whole((2,)))])
+
+
+def record(epoch: int, **layouts: ReplicaLayout) -> Record:
+    roster = tuple(member(name, layout) for name, layout in layouts.items())
+    return Record("s", 1, 1, epoch, epoch, "", roster, Base(1, 0))
+
+
+def test_the_record_gives_a_rank_its_neighbours_in_each_lane():
+    directory = LaneDirectory("r1", 0, SINGLE, layout_text(SINGLE))
+    lanes = directory.enter(record(3, r0=ROWS, r1=SINGLE, r2=COLUMNS))
+    assert directory.get(3) is lanes
+    assert [x.lane for x in lanes.rings] == list(range(len(lanes.rank_lanes.lanes)))
+    assert {x.previous_rank for x in lanes.rings} == {0, 1}
+    assert {x.next_rank for x in lanes.rings} == {0, 1, 2}
+    assert {(x.previous_member.replica, x.next_member.replica) for x in lanes.rings} == {("r0", "r2")}
+
+
+def test_the_name_of_the_layouts_follows_from_them_alone():
+    names = {
+        LaneDirectory("r0", 0, ROWS, layout_text(ROWS)).enter(record(3, r0=ROWS, r1=SINGLE)).name,
+        LaneDirectory("r9", 0, SINGLE, layout_text(SINGLE)).enter(record(4, r9=SINGLE, r8=ROWS)).name,
+    }
+    assert len(names) == 1
+    other = LaneDirectory("r0", 0, ROWS, layout_text(ROWS)).enter(record(3, r0=ROWS, r1=COLUMNS))
+    assert other.name not in names

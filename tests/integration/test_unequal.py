@@ -1,0 +1,135 @@
+"""Replicas of unequal layouts train together: FSDP2 or tensor parallel over two ranks, beside one process.
+
+The losses are those of one process that trains alone, and all end in one state, whatever the layout.
+"""
+
+import json
+import os
+import signal
+
+import pytest
+from alone import losses_alone
+from layout_trainer import GLOBAL_BATCH, build
+from rank_job import RankJob
+from test_layouts import recoverable
+
+from fabric.ckpt_server.durable.reader import list_checkpoints
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.cli.audit.journal import read_run
+from fabric.cli.audit.verify import judge
+
+STEPS = 36
+
+
+def events(job: RankJob, replica: str, rank: int, kind: str) -> list[dict]:
+    path = job.journal(replica, rank)
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [event for event in lines if event["event"] == kind]
+
+
+def losses(job: RankJob, replica: str) -> list[float]:
+    lines = (job.folder / f"{replica}.0.log").read_text().splitlines()
+    return [float(line.split()[2]) for line in lines if line.startswith("loss ")]
+
+
+def content(job: RankJob, replica: str) -> str:
+    """The digest of the replica's last state: its ranks' digests, summed."""
+    states = [events(job, replica, k, "state")[-1] for k in range(job.sizes[replica])]
+    assert {state["step"] for state in states} == {STEPS}
+    total = sum(int(state["digest"][16:], 16) for state in states) % 2**64
+    return states[0]["digest"][:16] + f"{total:016x}"
+
+
+def unequal(zygote, folder, layouts: dict[str, tuple[str, int]], **environment: str) -> RankJob:
+    common = {
+        "TEST_TRAINER": "layout_trainer",
+        "TINY_STEPS": str(STEPS),
+        "TINY_PATIENT_STEPS": "28",
+        "FABRIC_UNEQUAL": "1",
+        **environment,
+    }
+    job = RankJob(zygote, folder, replicas=len(layouts), environment=common)
+    job.layouts = {replica: layout for replica, (layout, _) in layouts.items()}
+    job.sizes = {replica: ranks for replica, (_, ranks) in layouts.items()}
+    return job
+
+
+def check(job: RankJob) -> None:
+    """All have ended in one state, with the losses of one process alone, and kept every promise."""
+    assert set(job.codes.values()) == {0}, job.logs()
+    assert len({content(job, replica) for replica in job.sizes}) == 1, job.logs()
+    survivor = next(replica for replica, starts in job.starts.items() if starts == 1)
+    assert losses(job, survivor) == pytest.approx(losses_alone(build(), STEPS, GLOBAL_BATCH), rel=1e-4)
+    verdict = judge(read_run(job.folder))
+    assert not verdict.broken, "\n".join(verdict.broken[:10])
+    assert (verdict.summary.steps, verdict.summary.steps_lost) == (STEPS, 0)
+
+
+def contributed(job: RankJob, replica: str, after: int) -> bool:
+    return any(e["contributed"] and e["step"] > after for e in events(job, replica, 0, "commit"))
+
+
+@pytest.mark.parametrize(
+    ("layouts", "victim", "point", "rank"),
+    [
+        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
+        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r0", "optimizer@6=kill", 0),
+        ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r0", "after-barrier@6=kill", 1),
+        ({"r0": ("fsdp", 2), "r1": ("tp", 2)}, "r1", "forward@6=kill", 0),
+    ],
+)
+def test_a_killed_replica_catches_up_from_another_layout(zygote, tmp_path, layouts, victim, point, rank):
+    with unequal(zygote, tmp_path, layouts) as job:
+        for replica in layouts:
+            job.start(replica, point if replica == victim else "", rank=rank if replica == victim else 0)
+        job.finish(deadline_s=150)
+        assert job.starts == {replica: 1 + (replica == victim) for replica in layouts}, job.logs()
+        assert events(job, victim, 0, "join")[-1]["resharded"], job.logs()
+        assert all(contributed(job, replica, 8) for replica in layouts), job.logs()
+        check(job)
+
+
+def test_a_replica_that_lost_a_rank_comes_back_as_one_process(zygote, tmp_path):
+    with unequal(zygote, tmp_path, {"r0": ("fsdp", 2), "r1": ("fsdp", 2)}) as job:
+        job.start("r0")
+        job.start("r1", "ring@6=kill", rank=1)
+        job.layouts["r1"], job.sizes["r1"] = "plain", 1
+        job.finish(deadline_s=150)
+        assert job.starts == {"r0": 1, "r1": 2}, job.logs()
+        assert contributed(job, "r1", 8), job.logs()
+        check(job)
+
+
+@pytest.mark.parametrize("source", ["memory", "storage"])
+def test_a_whole_job_goes_on_in_other_layouts(zygote, tmp_path, source):
+    environment = {"FABRIC_SNAPSHOT_EVERY": "3", "TINY_PATIENT_STEPS": "1"}
+    if source == "storage":
+        environment |= {"FABRIC_DURABLE": str(tmp_path / "durable"), "FABRIC_DURABLE_EVERY": "6"}
+    layouts = {"r0": ("plain", 1), "r1": ("fsdp", 2)}
+    with unequal(zygote, tmp_path / "job", layouts, **environment) as job:
+        for replica in layouts:
+            job.start(replica, f"optimizer@8=wait:{tmp_path / 'never'}")
+        stored = Storage(environment.get("FABRIC_DURABLE", "")).at("test")
+        kept = {"memory": lambda: recoverable(job) == 6, "storage": lambda: steps_of(stored) == [6]}[source]
+        job.wait_for(kept, "the state of step 6", 120)
+        for pid in job.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for(lambda: all(job.has_ended(x) for x in layouts), "the trainers' end")
+        if source == "storage":
+            for pid in job.server_pids():
+                os.kill(pid, signal.SIGKILL)
+            job.wait_for(lambda: not job.server_pids(), "the servers' end")
+        job.pids.clear()
+        job.layouts, job.sizes = {"r0": "tp", "r1": "plain"}, {"r0": 2, "r1": 1}
+        for replica in layouts:
+            job.start(replica)
+        job.finish(deadline_s=120)
+        assert set(job.codes.values()) == {0}, job.logs()
+        assert [e["step"] for e in events(job, "r0", 0, "join")] == [6], job.logs()
+        assert content(job, "r0") == content(job, "r1"), job.logs()
+        alone = losses_alone(build(), STEPS, GLOBAL_BATCH)
+        assert losses(job, "r1")[-(STEPS - 6) :] == pytest.approx(alone[6:], rel=1e-4)
+
+
+def steps_of(storage: Storage) -> list[int]:
+    return [x.state.step for x in list_checkpoints(storage, "test").complete]

@@ -30,6 +30,12 @@ def crash(error):
     raise error
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """No copy is given up: on a loaded machine the server may take longer than SLOT_S."""
+    monkeypatch.setattr("fabric.client.state.state_digest.SLOT_S", 60.0)
+
+
 @pytest.fixture
 def keeper():
     worker = Worker("keeper", crash)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from fabric.model import JobEnd, Record
-from fabric.protocol.leader.endings import Endings
+from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.member.ending import Ending
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m

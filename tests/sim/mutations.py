@@ -13,7 +13,7 @@ from sim.store import Store
 
 from fabric.model import Record
 from fabric.protocol.leader import decisions as leader_decisions
-from fabric.protocol.leader.endings import Endings
+from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Liveness
 from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fabric.ckpt_server.fetch.http_source import HttpAddress
-from fabric.ckpt_server.server.crash_log import CrashLog
+from fabric.ckpt_server.server.crash_position import CrashLog
 from fabric.ckpt_server.server.debug_probe import DebugProbe
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.lifetime import Lifetime

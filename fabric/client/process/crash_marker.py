@@ -1,11 +1,11 @@
 """Records which micro-batch the main thread computes, in memory that outlives this process.
 
 Should the process die there, the checkpoint server tells the lighthouse. A micro-batch at which two processes
-died is poison: the lighthouse gives it to no third one. See ``fabric.ckpt_server.server.crash_log``.
+died is poison: the lighthouse gives it to no third one. See ``fabric.ckpt_server.server.crash_position``.
 """
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.server.crash_log import MARKER_BYTES, encode_marker
+from fabric.ckpt_server.server.crash_position import MARKER_BYTES, encode_marker
 from fabric.errors import FabricError
 
 

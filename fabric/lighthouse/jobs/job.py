@@ -17,7 +17,7 @@ from fabric.errors import StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
 from fabric.lighthouse.connections.connection import MemberConnection, WorkQueue, notice_of, text_frame
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
-from fabric.lighthouse.diagnosis.peer_addresses import PeerAddresses
+from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
 from fabric.lighthouse.diagnosis.server_states import CheckpointServers
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept

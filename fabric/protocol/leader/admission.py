@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from fabric.model import Record, ReplicaProcess, counted
-from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.evidence import FailureEvidence
+from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.orders import OperatorOrders
 from fabric.protocol.leader.outbox import LeaderOutbox

@@ -16,9 +16,9 @@ from fabric.protocol.leader import plan, refusal
 from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.decisions import Decisions
-from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.evictions import Evictions
 from fabric.protocol.leader.evidence import FailureEvidence
+from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.liveness import LastStatus, Peer
 from fabric.protocol.leader.orders import OperatorOrders

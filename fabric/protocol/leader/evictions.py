@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from fabric.model import Record
 from fabric.protocol.leader.admission import Admission
-from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.evidence import FailureEvidence
+from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import RecordWriter

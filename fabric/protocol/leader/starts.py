@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from fabric.model import DURABLE, Base, Record, counted, incident_id_of
 from fabric.protocol.leader.base_choice import BaseChoice
-from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.evidence import FailureEvidence
+from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.progress import Progress
 from fabric.protocol.leader.record_writer import RecordWriter

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from fabric.model import EVERYTHING, Member, Sharing
-from fabric.protocol.rules.placement import place
+from fabric.protocol.rules.data_slot_placement import place
 from fabric.protocol.rules.spare import hosts_of, settle
 
 _MOST = 1 << 53  # above every number of a data slot
@@ -196,8 +196,8 @@ def seated(
     """Give each member a data slot: that which it asks for, else that which it had, else a free one.
 
     No two members share a data slot: of two that ask for one, the earlier in roster order gets it. The free
-    data slot is the lowest. If replicas name their racks, `rules.placement` chooses it. There a data slot
-    without a shard does not last: its member gets the next one that is free.
+    data slot is the lowest. If replicas name their racks, `rules.data_slot_placement` chooses it. There a
+    data slot without a shard does not last: its member gets the next one that is free.
     """
     by_rack = sharing.readers > 0 and any(m.rack for m in roster)
     end = sharing.data_slots if by_rack else _MOST

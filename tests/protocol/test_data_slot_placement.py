@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fabric.model import Member, Sharing
 from fabric.protocol.rules.assignment import lost_parts, readers_of, seated
-from fabric.protocol.rules.placement import place
+from fabric.protocol.rules.data_slot_placement import place
 
 
 def arrangements(labels):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fabric.ckpt_server.server.crash_log import MARKER_BYTES, CrashLog, encode_marker
+from fabric.ckpt_server.server.crash_position import MARKER_BYTES, CrashLog, encode_marker
 from fabric.ckpt_server.server.memfd import Memfd
 from fabric.ckpt_server.server.slots import CRASH_MARKER, SlotTable
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch

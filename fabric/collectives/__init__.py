@@ -1,1 +1,1 @@
-"""Recorded collectives of all ranks: read without trust, compared, and explained in sentences."""
+"""Reads the recorded collectives of all ranks, checks and compares them, and explains them in sentences."""

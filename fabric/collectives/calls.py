@@ -1,4 +1,4 @@
-"""The calls of all processes side by side: who came to which collective, and who is still to come."""
+"""The calls of all processes side by side: which processes have entered which collective."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from fabric.collectives.recording import Group, Process, RecordedCollective, Rec
 
 _DEFAULT_GROUP = "default_pg"
 _LISTED = 8
-# No process leaves one of these before every process of the group has come.
+# No process leaves one of these before every process of the group has entered it.
 _SYNCHRONISING = frozenset(
     (
         "all_reduce",
@@ -21,8 +21,8 @@ _SYNCHRONISING = frozenset(
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupId:
-    """One group of one replica. Our own exchange is a group of the whole job: ``replica`` is empty then, and
-    ``rank`` says which ranks of the replicas exchange."""
+    """One group of one replica. Fabric's own exchange is a group of the whole job: then ``replica`` is empty,
+    and ``rank`` says which rank of every replica takes part."""
 
     replica: str
     name: str
@@ -32,16 +32,16 @@ class GroupId:
 
 @dataclass(slots=True)
 class GroupCalls:
-    """The calls in one group: by number and process, and the members as far as they are known."""
+    """The calls in one group by number and process, and those members of the group that are known."""
 
     group: Group
     is_own: bool
     members: set[Process] = field(default_factory=set)
     are_members_known: bool = False
-    are_members_guessed: bool = False  # a process that has no recording may be missing among them
+    are_members_guessed: bool = False  # ``members`` may lack a process that has no recording
     by_number: dict[int, dict[Process, RecordedCollective]] = field(default_factory=dict)
     sends: dict[Process, list[RecordedCollective]] = field(default_factory=dict)  # and receives
-    last: dict[Process, int] = field(default_factory=dict)  # the newest number that a process came to
+    last: dict[Process, int] = field(default_factory=dict)  # the newest call that each process entered
 
     def by_rank(self, rank: int) -> Process | None:
         """The member with this rank within the group."""
@@ -74,7 +74,7 @@ class AllCalls:
         return max(calls, key=lambda call: call.created_ns, default=None)
 
     def where(self, process: Process, call: RecordedCollective) -> str:
-        """The line of the program that called it, as the end of a sentence; empty where it is unknown."""
+        """The program's line that made the call, as the end of a sentence; empty where it is unknown."""
         if call.at:
             return f", called at {call.at}"
         recording = self.recording(process)
@@ -86,7 +86,8 @@ class AllCalls:
 
 
 def side_by_side(recordings: Iterable[Recording], unread: Mapping[Process, str] | None = None) -> AllCalls:
-    """All calls by group and number. Two recordings of one process are of torch and of our own exchange."""
+    """All calls by group and number. A process may have two recordings: torch's and that of fabric's own
+    exchange."""
     everything = AllCalls(tuple(recordings), dict(unread or {}))
     for recording in everything.recordings:
         everything.has_recorded.add((recording.process, recording.is_own))
@@ -95,7 +96,7 @@ def side_by_side(recordings: Iterable[Recording], unread: Mapping[Process, str] 
             if call.is_p2p:
                 calls.sends.setdefault(recording.process, []).append(call)
                 continue
-            # Of a coalesced launch the last entry stands for all.
+            # The last entry of a coalesced launch stands for all its entries.
             calls.by_number.setdefault(call.number, {})[recording.process] = call
             calls.last[recording.process] = max(calls.last.get(recording.process, -1), call.number)
         for group in recording.groups.values():
@@ -109,8 +110,8 @@ def side_by_side(recordings: Iterable[Recording], unread: Mapping[Process, str] 
 
 
 def is_over(call: RecordedCollective, awaited: Iterable[Process]) -> bool:
-    """Whether a call has done its work. Gloo marks a call that timed out like one that is done; only where a
-    member has never come to it, it cannot be done."""
+    """Whether a call has ended with a result. Gloo marks a timed-out call as complete, too. Such a call has
+    no result if a member never entered it."""
     if call.is_pending or call.has_failed:
         return False
     return call.backend != "gloo" or call.operation not in _SYNCHRONISING or not any(awaited)
@@ -135,8 +136,8 @@ def _calls_of(everything: AllCalls, recording: Recording, group: Group) -> Group
 
 
 def _guess_members(everything: AllCalls, group_id: GroupId, calls: GroupCalls) -> None:
-    """Gloo does not record members. All ranks that are known are in the default group; another group has
-    the processes that have called in it, and in a world of two it has both."""
+    """Guess the members of a group of gloo, which does not record them. The default group has all known
+    ranks. Another group has the processes that have called in it; in a world of two it has both."""
     if calls.is_own:
         return
     replica = [x for x in everything.recordings if x.process.replica == group_id.replica and not x.is_own]
@@ -149,7 +150,7 @@ def _guess_members(everything: AllCalls, group_id: GroupId, calls: GroupCalls) -
 
 
 def _name_processes(everything: AllCalls) -> None:
-    """A replica of one process needs no rank in its name."""
+    """Name the processes; a replica of one process needs no rank in its name."""
     processes = {x.process for x in everything.recordings} | set(everything.unread)
     processes |= {member for calls in everything.groups.values() for member in calls.members}
     several = {x.replica for x in processes if x.rank > 0}

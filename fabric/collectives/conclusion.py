@@ -11,7 +11,7 @@ DTYPE = "mismatched dtype"
 STUCK = "stuck transfer"
 STRAGGLER = "straggler"
 NOTHING = "nothing found"
-# In the order in which a person should act on them.
+# The most urgent first.
 VERDICTS = (OPERATION, SIZES, DTYPE, DEADLOCK, ABSENT, STUCK, STRAGGLER, NOTHING)
 
 _MOST_EVIDENCE = 12
@@ -36,6 +36,6 @@ class Conclusion:
 
 
 def bounded(evidence: list[str]) -> tuple[str, ...]:
-    """The first lines of the evidence, and how many were left out."""
+    """The first lines of the evidence, and a line that counts the omitted ones."""
     more = len(evidence) - _MOST_EVIDENCE
     return tuple(evidence[:_MOST_EVIDENCE]) + ((f"and {more} more",) if more > 0 else ())

@@ -1,4 +1,4 @@
-"""Finds what processes wait for: the wait-for graph of all groups together, its circles and its ends."""
+"""Finds what processes wait for: builds one wait-for graph of all groups, and finds its cycles and ends."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from fabric.collectives.recording import Process, RecordedCollective
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One process in a call that has not ended. ``absent``: the members that have not come, or whose
-    recording is missing; empty where all have come. ``is_ending``: the call has ended at another member."""
+    """One process in a call that has not ended. ``absent``: the members that have not entered it, or whose
+    recording is missing; empty where all have. ``is_ending``: the call has ended at another member."""
 
     process: Process
     group_id: GroupId
@@ -21,12 +21,12 @@ class Wait:
 
     @property
     def key(self) -> tuple[Process, GroupId, bool, int]:
-        """The same wait in a later look at the same job."""
+        """Identifies the same wait in a later look at the same job."""
         return self.process, self.group_id, self.call.is_p2p, self.call.number
 
 
 def waits(everything: AllCalls) -> list[Wait]:
-    """The oldest call of every process in every group that has not ended."""
+    """For every process and group, the oldest call that has not ended."""
     pending: list[Wait] = []
     newest = {(x.process, x.is_own): x.collectives[-1] for x in everything.recordings if x.collectives}
     for group_id, calls in sorted(everything.groups.items()):
@@ -39,7 +39,7 @@ def waits(everything: AllCalls) -> list[Wait]:
             for process, call in sorted(present.items(), key=lambda item: item[0]):
                 if process in seen or is_over(call, read):
                     continue
-                # A call that was given up is history where its process has gone on.
+                # A call that timed out or was aborted is no wait if its process has made later calls.
                 is_last = call is newest[process, True] if calls.is_own else number == calls.last[process]
                 if call.is_pending or is_last:
                     seen.add(process)
@@ -50,8 +50,8 @@ def waits(everything: AllCalls) -> list[Wait]:
 
 
 def hangs(everything: AllCalls, pending: Sequence[Wait], now_ns: int = 0) -> Iterator[Conclusion]:
-    """Deadlocks, then absent ranks, then calls to which all have come and that do not end. ``now_ns``: when
-    the recordings were taken, where that is known."""
+    """Deadlocks, then absent ranks, then calls that all members have entered but that do not end. ``now_ns``:
+    when the recordings were taken, 0 where unknown."""
     graph: dict[Process, set[Process]] = {}
     for wait in pending:
         graph.setdefault(wait.process, set()).update(wait.absent)
@@ -74,7 +74,7 @@ def hangs(everything: AllCalls, pending: Sequence[Wait], now_ns: int = 0) -> Ite
 def _absent(
     everything: AllCalls, calls: GroupCalls, number: int
 ) -> tuple[tuple[Process, ...], tuple[Process, ...]]:
-    """The members that have not come to the call: those that were read, and those that were not."""
+    """The members that have not entered the call: those with a recording, and those without."""
     away = [p for p in sorted(calls.members) if p not in calls.by_number[number]]
     read = tuple(
         p for p in away if (p, calls.is_own) in everything.has_recorded and calls.last.get(p, -1) < number
@@ -83,7 +83,7 @@ def _absent(
 
 
 def _transfers(everything: AllCalls, group_id: GroupId, calls: GroupCalls) -> Iterator[Wait]:
-    """The oldest send or receive of a process that has not ended, for every peer."""
+    """For every process and peer, the oldest send or receive that has not ended."""
     partial = {x.process for x in everything.recordings if x.is_partial}
     for process, transfers in sorted(calls.sends.items()):
         rank = sorted(calls.members).index(process) if process in calls.members else -1
@@ -148,7 +148,7 @@ def _components(graph: Mapping[Process, set[Process]]) -> list[frozenset[Process
 
 
 def _circle(graph: Mapping[Process, set[Process]], part: frozenset[Process]) -> list[Process]:
-    """A shortest circle through the first process of ``part``."""
+    """A shortest cycle through the first process of ``part``."""
     start = min(part)
     came_from: dict[Process, Process] = {}
     queue = [start]
@@ -212,7 +212,7 @@ def _absence(everything: AllCalls, pending: Sequence[Wait], process: Process, no
 
 
 def _stuck(everything: AllCalls, pending: Sequence[Wait], now_ns: int) -> Iterator[Conclusion]:
-    """Calls to which all members have come. One group and number makes one conclusion."""
+    """Calls that all members have entered but that do not end: one conclusion for each group and number."""
     by_call: dict[tuple[GroupId, bool, int], list[Wait]] = {}
     for wait in pending:
         if not wait.absent:
@@ -238,12 +238,12 @@ def _stuck(everything: AllCalls, pending: Sequence[Wait], now_ns: int) -> Iterat
 
 
 def _since(call: RecordedCollective, now_ns: int) -> str:
-    """For how long a process has been in the call, where that is known."""
+    """How long a process has been in the call; empty where unknown."""
     return f" for {(now_ns - call.created_ns) / 1e9:.1f} s" if 0 < call.created_ns < now_ns else ""
 
 
 def _whereabouts(everything: AllCalls, process: Process) -> list[str]:
-    """Say where a process is that has not come."""
+    """Say where a process is that has not entered the awaited call."""
     name, lines = everything.name(process), []
     recording = everything.recording(process)
     state = recording.process_state if recording is not None else ""
@@ -270,7 +270,7 @@ def _evidence(everything: AllCalls, wait: Wait) -> str:
 
 
 def still(pending: Iterable[Wait], earlier: Iterable[Wait]) -> list[Wait]:
-    """The waits that an earlier look had seen, too: a job that runs is in other calls by now."""
+    """The waits that an earlier look had seen, too: a healthy job has moved on to other calls."""
     before = {wait.key: set(wait.absent) for wait in earlier}
     return [
         wait

@@ -1,4 +1,5 @@
-"""Finds calls that do not fit together: other operations, sizes or data types at one place of a sequence."""
+"""Finds calls that do not fit together: processes call different operations, sizes or data types at the same
+place of a sequence."""
 
 import math
 from collections import Counter
@@ -8,7 +9,7 @@ from fabric.collectives.calls import AllCalls, GroupCalls
 from fabric.collectives.conclusion import DTYPE, OPERATION, SIZES, Conclusion, bounded
 from fabric.collectives.recording import Process, RecordedCollective
 
-# Operations whose sizes may differ from rank to rank, or of which only some ranks have tensors.
+# Operations whose sizes may differ between ranks, or for which only some ranks have tensors.
 _UNEVEN = ("all_to_all", "alltoall", "gather_v", "scatter_v", "gather", "scatter", "coalesced", "split")
 _EVEN = ("all_gather", "reduce_scatter")
 
@@ -16,7 +17,7 @@ Present = Mapping[Process, RecordedCollective]
 
 
 def mismatches(everything: AllCalls) -> Iterator[Conclusion]:
-    """The first mismatch of every group; what follows it in the sequence is its consequence."""
+    """The first mismatch of every group; later mismatches in the same sequence follow from it."""
     for _, calls in sorted(everything.groups.items()):
         for number in sorted(calls.by_number):
             conclusion = _compare(everything, calls.by_number[number])
@@ -30,7 +31,7 @@ def _compare(everything: AllCalls, present: Present) -> Conclusion | None:
     if len(present) < 2:
         return None
     if _parted(present, lambda call: call.operation):
-        # Operations that all have ended did fit: some libraries name one operation in two ways.
+        # Calls that have all ended did fit: some libraries have two names for one operation.
         if all(not call.is_pending and not call.has_failed for call in present.values()):
             return None
         return _conclusion(everything, present, OPERATION, lambda call: call.operation)
@@ -42,7 +43,7 @@ def _compare(everything: AllCalls, present: Present) -> Conclusion | None:
 
 
 def _parted(present: Present, key: Callable[[RecordedCollective], Hashable]) -> bool:
-    """Whether processes differ; a key of None fits any other."""
+    """Whether processes have different keys; the key None fits every key."""
     return len({k for call in present.values() if (k := key(call)) is not None}) > 1
 
 
@@ -51,7 +52,7 @@ def _dtypes(call: RecordedCollective) -> Hashable:
 
 
 def _elements(call: RecordedCollective) -> Hashable:
-    """The elements that every process must bring; shapes may differ."""
+    """The number of elements, which must be equal in all processes; shapes may differ."""
     is_even = any(word in call.operation for word in _EVEN)
     if not is_even and any(word in call.operation for word in _UNEVEN):
         return None
@@ -63,7 +64,7 @@ def _elements(call: RecordedCollective) -> Hashable:
 def _conclusion(
     everything: AllCalls, present: Present, verdict: str, key: Callable[[RecordedCollective], Hashable]
 ) -> Conclusion:
-    """Blame the minority; where two sides are equal, both."""
+    """Blame the processes in the minority; where both sides are equally many, blame both."""
     sides: dict[Hashable, list[Process]] = {}
     for process, call in sorted(present.items(), key=lambda item: item[0]):
         sides.setdefault(key(call), []).append(process)
@@ -93,7 +94,7 @@ def _evidence(everything: AllCalls, process: Process, call: RecordedCollective) 
 
 
 def _transfers(everything: AllCalls, calls: GroupCalls) -> Iterator[Conclusion]:
-    """Sends and receives of unequal sizes. Processes number them apart, so only whole sequences compare."""
+    """Sends and receives of unequal sizes. Each process numbers its own, so only whole sequences compare."""
     complete = {x.process for x in everything.recordings if not x.is_own and not x.is_partial}
     for process, sent in sorted(calls.sends.items()):
         own_rank = sorted(calls.members).index(process) if process in calls.members else -1

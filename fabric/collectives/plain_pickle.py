@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from fabric.errors import ProtocolError
 
-# One instruction may be one byte and one value; a larger dump is none of torch's.
+# Torch writes no larger dump. One byte of a dump can make one value, so bytes alone do not bound it.
 MAX_VALUES: Final = 5_000_000
 _MARK: Final = object()
 _MAX_PROTOCOL = 5
 
 
 class BadRecording(ProtocolError):
-    """A dump cannot be read, or is not a recording; the sentence says where it breaks."""
+    """A dump cannot be read, or is not a recording; the message says at which place."""
 
 
 def load_plain(data: bytes) -> Any:

@@ -1,7 +1,7 @@
 """The recorded collectives of one process, parsed and checked: torch's Flight Recorder and our own exchange.
 
-A recording is JSON or the plain part of a pickle, of gloo, NCCL or ``fabric``. Every field is checked before
-any of it is used, so a damaged recording is refused as a whole.
+A recording is JSON or a plain pickle, and describes calls of gloo, NCCL or ``fabric``. Every field is checked
+before any is used, so a damaged recording is refused as a whole.
 """
 
 import json
@@ -19,7 +19,7 @@ _TEXT = 200
 _MAX_RANKS = 1 << 20
 _PEER = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})", re.ASCII)
 _INTEGER = re.compile(r"-?\d{1,19}", re.ASCII)
-# Frames of the library say nothing of where the user's program is.
+# Frames of libraries do not show where the user's program is.
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/fabric/(?:client|ftar)/|^<frozen ")
 
 SCHEDULED, STARTED, DONE = "scheduled", "started", "done"
@@ -28,8 +28,7 @@ OWN_BACKEND = "fabric"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Process:
-    """One process of a job: rank ``rank`` of the replica ``replica``, which is empty where files have no name
-    for it."""
+    """One process of a job. ``replica`` is empty where the recordings do not name a replica."""
 
     replica: str
     rank: int
@@ -42,7 +41,8 @@ class Process:
 @dataclass(frozen=True, slots=True)
 class Group:
     """The processes that call the same collectives in the same order, as one process names them. ``ranks``:
-    the members by rank, ``replicas`` by replica; both empty where the recording does not say."""
+    the members by rank; ``replicas``: the members by replica. Both are empty where the recording names no
+    members."""
 
     name: str
     description: str = ""
@@ -60,7 +60,7 @@ class RecordedCollective:
     """One call of a process."""
 
     group: Group
-    number: int  # place in the sequence of the group; of a send or receive, in that of its sends and receives
+    number: int  # place in the sequence of the group's collectives, or of its sends and receives
     backend: str
     operation: str
     input_sizes: tuple[tuple[int, ...], ...]
@@ -72,7 +72,7 @@ class RecordedCollective:
     created_ns: int = 0  # Unix time by the clock of its host; 0 where unknown
     completed_ns: int = 0
     duration_ms: float | None = None
-    is_p2p: bool = False  # numbered apart from the collectives, and by each process for itself
+    is_p2p: bool = False  # a send or receive; each process numbers its own
     peer: int | None = None  # the other rank of a send or receive, within the group
     at: str = ""  # file, line and function of the user's program
     note: str = ""
@@ -117,15 +117,15 @@ class Recording:
     source: str
     collectives: tuple[RecordedCollective, ...] = ()
     is_partial: bool = False
-    is_own: bool = False  # of our own exchange, not of torch
+    is_own: bool = False  # of fabric's own exchange, not of torch
     groups: Mapping[str, Group] = field(default_factory=dict)
     ranks_named: frozenset[int] = frozenset()  # members of groups that gloo gives no name
     main: tuple[str, ...] = ()  # the main thread's stack, innermost first; only of living processes
-    process_state: str = ""  # the kernel's word of the process; only of living processes
+    process_state: str = ""  # the process's state as the kernel names it; only of living processes
 
     @property
     def user_frame(self) -> str:
-        """The innermost frame of the main thread outside of the libraries; empty where there is none."""
+        """The innermost frame of the main thread outside of libraries; empty where there is none."""
         return next((frame for frame in self.main if not _LIBRARY.search(frame)), "")
 
 
@@ -197,7 +197,7 @@ def _body(data: bytes) -> object:
 
 
 def _groups(config: object) -> dict[str, Group]:
-    """Groups by name. Gloo writes one group without a name, with the ranks of the group made last."""
+    """Groups by name. Gloo writes one group without a name; it has the ranks of the newest group."""
     if not isinstance(config, Mapping):
         raise BadRecording("its pg_config is not a table of groups")
     groups = {}
@@ -210,7 +210,7 @@ def _groups(config: object) -> dict[str, Group]:
 
 
 def _members(value: object) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The members, which torch writes as a text such as ``[0, 1]``; our own exchange lists names."""
+    """The members of a group. Torch writes them as a text such as ``[0, 1]``, fabric as a list of names."""
     if isinstance(value, str):
         parts: list[object] = [part.strip() for part in value.strip().strip("[]").split(",") if part.strip()]
     elif isinstance(value, list | tuple):
@@ -243,7 +243,7 @@ def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
     is_p2p = entry.get("is_p2p", False) is True
     peer = None
     if (match := _PEER.fullmatch(operation)) is not None:
-        # ``send 0->1`` and ``recv 1<-0``: this process comes first, the other one second.
+        # ``send 0->1`` and ``recv 1<-0``: the recording process comes first, its peer second.
         operation, peer, is_p2p = match[1], int(match[3]), True
     state, has_failed = _state(entry, backend)
     duration = entry.get("duration_ms")
@@ -271,7 +271,7 @@ def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
 
 
 def _state(entry: Mapping[Any, Any], backend: str) -> tuple[str, bool]:
-    """The state, and whether it was given up. Gloo's state stays ``scheduled``: ``retired`` is its end."""
+    """The state, and whether the call failed. Gloo's state stays ``scheduled``; ``retired`` says it ended."""
     state, is_retired = entry.get("state"), entry.get("retired", False) is True
     if state == "completed":
         return DONE, False
@@ -283,9 +283,9 @@ def _state(entry: Mapping[Any, Any], backend: str) -> tuple[str, bool]:
 
 
 def _with_coalesced(calls: list[RecordedCollective]) -> tuple[RecordedCollective, ...]:
-    """The calls of a coalesced launch, which have no state of their own, take that of the launch's entry.
+    """Give the calls of a coalesced launch, which have no state of their own, the state of the launch.
 
-    Torch gives them the sequence number of the entry ``coalesced`` that follows them in their group.
+    Torch gives these calls the sequence number of the entry ``coalesced`` that follows them in their group.
     """
     result = list(calls)
     launches: dict[tuple[str, str, bool, int], RecordedCollective] = {}
@@ -359,7 +359,7 @@ def _user_frame(frames: object) -> str:
 
 
 def _short(value: object) -> str:
-    """A text of a stranger, cut; anything but a text or a number is empty."""
+    """A text or number from the dump, cut to a bounded length; any other value becomes empty."""
     if isinstance(value, str):
         return value[:_TEXT]
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else ""

@@ -50,15 +50,15 @@ def explain(
     """Compare the recordings of all processes.
 
     ``unread``: processes without a recording, and why. ``earlier``: the waits of an earlier look at a living
-    job; only waits that last count then. ``now_ns``: Unix time of the look at a living job.
+    job; with it, only waits in both looks count. ``now_ns``: Unix time of the look at a living job.
     """
     calls = side_by_side(recordings, unread)
     pending = waits(calls)
-    # One look cannot tell a call that is about to end from one that is stuck at some of its members.
+    # One look cannot distinguish a call that is about to end from a call that is stuck at some members.
     pending = still(pending, earlier) if earlier is not None else [w for w in pending if not w.is_ending]
     came = arrivals(calls)
     apart = list(mismatches(calls))
-    # Processes in calls that do not fit wait for each other: the mismatch says so already.
+    # Processes in mismatched calls wait for each other; the conclusion of the mismatch says so already.
     fitting = [c for c in hangs(calls, pending, now_ns) if not _is_explained(c, apart)]
     conclusions = [*apart, *fitting, *stragglers(calls, came)]
     conclusions.sort(key=lambda conclusion: VERDICTS.index(conclusion.verdict))
@@ -66,7 +66,7 @@ def explain(
 
 
 def _is_explained(conclusion: Conclusion, apart: Sequence[Conclusion]) -> bool:
-    """Whether a stuck call is one of calls that do not fit together."""
+    """Whether a mismatch already explains this stuck call."""
     names = {name for other in apart for line in other.evidence for name in [line.partition(":")[0]]}
     return conclusion.verdict == "stuck transfer" and bool(apart) and set(conclusion.about) <= names
 

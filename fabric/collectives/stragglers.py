@@ -1,7 +1,7 @@
 """Finds the process that comes last to collectives: how often, and how long the others waited for it.
 
-A collective lasts shortest at the process that came last. So durations are compared where they are recorded,
-and the clocks of hosts need not agree. Else the times of the calls are compared.
+A collective lasts shortest at the process that came last. Where durations are recorded they are compared, so
+the clocks of hosts need not agree. Otherwise the times of the calls are compared.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,19 +13,19 @@ from fabric.collectives.calls import AllCalls, GroupCalls
 from fabric.collectives.conclusion import STRAGGLER, Conclusion
 from fabric.collectives.recording import Process, RecordedCollective
 
-# A process is a straggler if it caused so much of all waiting, and waiting took so much of the time.
+# A straggler causes at least this share of all waiting, and its waiting is at least that share of the time.
 _SHARE_OF_WAITING = 2 / 3
 _SHARE_OF_TIME = 0.05
 _LEAST_TIMES = 3
 _LEAST_MS = 1.0
-# A checkpoint or a first call makes one process late once or twice: that is not a straggler.
+# A process that is late only once or twice, at a checkpoint or a first call, is not a straggler.
 _HICCUPS = 2
 
 
 @dataclass(slots=True)
 class Arrivals:
-    """How one process came to the collectives of its groups. ``late_ms``: how long a usual other process
-    waited, once for every collective to which this one came last."""
+    """How late one process entered the collectives of its groups. ``late_ms``: for every collective that this
+    process entered last, the usual wait of the others."""
 
     process: Process
     collectives: int = 0
@@ -35,7 +35,7 @@ class Arrivals:
 
     @property
     def waited_ms(self) -> float:
-        """The waiting that it caused, without the few longest times."""
+        """The waiting that this process caused, without its longest two waits."""
         return sum(sorted(self.late_ms)[:-_HICCUPS])
 
     def to_json(self, name: str) -> dict[str, Any]:
@@ -50,10 +50,10 @@ class Arrivals:
 
 
 def arrivals(everything: AllCalls) -> dict[Process, Arrivals]:
-    """How every process came, over all groups of at least two."""
+    """The arrivals of every process, over all groups of at least two processes."""
     result: dict[Process, Arrivals] = {}
     for _, calls in sorted(everything.groups.items()):
-        for number in sorted(calls.by_number)[1:]:  # to the first call processes come as they start
+        for number in sorted(calls.by_number)[1:]:  # the first call only shows when a process started
             _note(result, calls, calls.by_number[number])
     return result
 

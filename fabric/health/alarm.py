@@ -1,13 +1,12 @@
-"""Two rules that raise an alarm when observed times leave the predicted ones behind.
+"""Two rules that raise an alarm when observed times exceed the predicted times.
 
-`CusumAlarm` adds up how much later than usual something is, so it also sees a slowdown of a few percent that
-lasts. It cannot see one below its slack (2 %, or 1.5 times the noise), nor one that was there in the
-warm-up; and a slowdown that begins more slowly than the prediction follows (some 200 samples) is learnt as
-normal.
+`CusumAlarm` sums up the excess over the usual time, so it also sees a lasting slowdown of a few percent. It
+cannot see a slowdown below its slack (2 %, or 1.5 times the noise), or one that was there in the warm-up. A
+slowdown that grows over more than some 200 samples is learnt as normal.
 
 `RatioAlarm` is the published rule: observed above 1.25 times predicted. It needs no history of errors, but it
-cannot see what makes an iteration less than 25 % longer. In split 1F1B with four stages that is one stage
-(the second) slower by less than 1.72, 1.45 or 1.34 times, for 4, 8 or 16 micro-batches.
+cannot see a fault that makes an iteration less than 25 % longer. In split 1F1B with four stages it does not
+see a second stage that is slower by less than 1.72, 1.45 or 1.34 times (with 4, 8 or 16 micro-batches).
 """
 
 import math
@@ -16,8 +15,8 @@ from typing import Protocol
 
 from fabric.health.statistics import median, spread
 
-WINDOW = 128  # errors that say what is usual
-FEW = 10  # with fewer errors there is no saying what is usual
+WINDOW = 128  # newest errors from which the usual error is computed
+FEW = 10  # with fewer errors the usual error is unknown
 LARGEST = 0.7  # one error counts as at most twice the time
 SLACK, SLACK_SIGMAS = 0.02, 1.5
 THRESHOLD, THRESHOLD_SIGMAS = 0.12, 8.0
@@ -31,7 +30,7 @@ class AlarmRule(Protocol):
 
     @property
     def statistic(self) -> float:
-        """Above zero where something may be slow: nothing is learnt meanwhile."""
+        """Above zero where the unit may be slow; the detector learns nothing while it is above zero."""
 
     def observe(self, observed: float, predicted: float) -> bool:
         """Take one pair of times above zero; return whether the alarm is raised now."""
@@ -44,7 +43,7 @@ class CusumAlarm:
         self.is_raised = False
         self._sum = 0.0
         self._usual: deque[float] = deque(maxlen=WINDOW)
-        self._doubtful: list[float] = []  # errors since the sum left zero; they count when there was no alarm
+        self._doubtful: list[float] = []  # errors since the sum left zero; kept only if no alarm followed
         self._centre = self._sigma = 0.0
 
     @property

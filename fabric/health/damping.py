@@ -1,26 +1,27 @@
-"""On a crowded host devices are slow for moments: after such a slowdown the next one must last before it is
-told."""
+"""On a crowded host devices are slow for short times. After a short slowdown, the next slowdown is reported
+only once it has lasted."""
 
 from collections.abc import Collection
 
-SHORT = 30  # steps: a slowdown that ends sooner was not worth a word
-FIRST = 5  # steps that the next slowdown must last, after the first short one; then more and more
+SHORT = 30  # steps: a reported slowdown that ends sooner should not have been reported
+FIRST = 5  # steps that a slowdown must last after the first short one; each further short one raises it
 MOST = 40
-CALM = 300  # steps without a short slowdown halve what is asked of the next one
+CALM = 300  # after so many steps without a short slowdown, ``needed`` is halved
 
 
 class Damping:
-    """Lets slowdowns through when they have lasted; at first at once."""
+    """Decides which slowdowns are reported: at first each one at once, later those that have lasted."""
 
     def __init__(self) -> None:
         self.needed = 0  # steps that a slowdown must last
-        self._since: dict[str, int] = {}  # name -> the step since which it is slow
-        self._told: dict[str, int] = {}  # name -> the step at which it was let through
+        self._since: dict[str, int] = {}  # name -> the step at which it became slow
+        self._told: dict[str, int] = {}  # name -> the step at which its slowdown was first reported
         self._calm_since = 0
         self._step = 0
 
     def admit(self, slow: Collection[str], step: int) -> set[str]:
-        """Return those of ``slow`` to tell of at this step. Steps may go back, when the job begins again."""
+        """Return those names of ``slow`` to report at this step. ``step`` may fall when the job begins
+        again."""
         if step < self._step:
             self._since, self._told, self._calm_since = {}, {}, step
         self._step = step

@@ -1,4 +1,4 @@
-"""Detectors fed with observed times: of one unit, of a pipeline, of the replicas of a job.
+"""Detectors that take observed times: of one unit, of a pipeline, or of the replicas of a job.
 
 Only time spent computing counts. The caller leaves out steps with an evaluation, a snapshot, a join or
 announced work of the user (`session.busy`), and takes out the time that a unit waited for others.
@@ -16,15 +16,13 @@ from fabric.health.predictor import WARM_UP, Sample, WorkPredictor
 from fabric.health.statistics import median
 from fabric.health.work import WorkAmount, is_time
 
-RECENT = 5  # samples that say how slow something is now: two outliers among them change nothing
-SPEED_SAMPLES = (
-    15  # samples that a measured speed rests on; odd: between two speeds the middle is one of them
-)
-# A replica that was slow from its first step is compared with the others; their hardware may differ a little.
+RECENT = 5  # samples that give the present slowness; their median ignores two outliers
+SPEED_SAMPLES = 15  # samples behind a measured speed; odd, so that the median is a measured value
+# The least factor for a replica that was slow from its first step: hardware may differ a little.
 ALWAYS_SLOW = 1.25
-MOST_MODELS = 16  # that say what is usual: in a job of thousands, each report asks a few
-MOST_BEHIND = 50  # a replica whose newest report is older by so many steps holds no comparison up
-FIRST_STEPS = 3  # of a process: kernels are compiled and caches filled in them
+MOST_MODELS = 16  # replicas whose models give the usual time; a job of thousands need not ask all
+MOST_BEHIND = 50  # a comparison does not wait for a replica whose newest report is older by so many steps
+FIRST_STEPS = 3  # steps of a process that do not count: it compiles kernels and fills caches
 
 MakeAlarm = Callable[[], AlarmRule]
 
@@ -36,12 +34,12 @@ class UnitDetector:
         self.predictor = WorkPredictor(warm_up)
         self.alarm = alarm()
         self._recent: deque[float] = deque(maxlen=RECENT)  # observed / predicted
-        # Iterations since the statistic of the alarm left zero: not learnt before it is back there.
+        # Iterations since the alarm's statistic left zero; learnt only when the statistic is zero again.
         self._doubtful: list[Sequence[Sample]] = []
 
     @property
     def ratio(self) -> float | None:
-        """How many times the predicted time it takes now; None without enough samples."""
+        """The observed time over the predicted time, now; None without enough samples."""
         return median(self._recent) if len(self._recent) > RECENT // 2 else None
 
     @property
@@ -64,7 +62,7 @@ class UnitDetector:
         self._learn(samples)
 
     def _learn(self, samples: Sequence[Sample]) -> None:
-        """Learn what is certainly no fault: while the statistic is above zero samples wait for its return."""
+        """Learn samples that certainly show no fault: while the statistic is above zero, samples wait."""
         if self.alarm.is_raised:
             self._doubtful.clear()
         elif self.alarm.statistic > 0:
@@ -77,7 +75,7 @@ class UnitDetector:
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """How a replica runs its iterations."""
+    """The parameters of one replica's pipeline."""
 
     stages: int
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
@@ -97,7 +95,7 @@ class PipelineShape:
 
 
 class PipelineDetector:
-    """One replica of pipeline stages: an alarm on its iterations, and one on each stage."""
+    """Watches one replica of pipeline stages: one alarm on its iterations, and one on each stage."""
 
     def __init__(
         self, replica: str, shape: PipelineShape, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP
@@ -147,11 +145,11 @@ class PipelineDetector:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpeed:
-    """One replica, measured."""
+    """The measured speed of one replica."""
 
     replica: str
     ratio: float | None  # observed over predicted, from its own past
-    relative: float | None  # its time over that which the replicas' models predict in the middle for the work
+    relative: float | None  # its time over the median of the times that all replicas' models predict
     seconds: float  # computing, in its newest step
     predicted_s: float | None
     is_slow: bool
@@ -159,12 +157,12 @@ class ReplicaSpeed:
 
     @property
     def speed(self) -> float:
-        """Relative to the middle of all replicas: 0.5 is half of its speed; 1 where nothing is known."""
+        """The speed relative to the median replica: 0.5 is half as fast; 1 where no speed is known."""
         return 1.0 / self.relative if self.relative is not None else 1.0
 
 
 class _Replica:
-    """The memory of one process of a replica."""
+    """What the detector remembers of one process of a replica."""
 
     def __init__(self, replica: str, incarnation: int, alarm: MakeAlarm, warm_up: int) -> None:
         self.replica = replica
@@ -178,21 +176,21 @@ class _Replica:
         self.ratios: deque[tuple[int, float]] = deque(maxlen=2 * SPEED_SAMPLES)
 
     def forget(self) -> None:
-        """Drop what is known by step, for the steps begin again."""
+        """Drop all values that are kept by step, because the steps begin again."""
         self.relative.clear()
         self.ratios.clear()
 
 
 class JobDetector:
-    """The replicas of one job, each one unit."""
+    """Watches the replicas of one job, each as one unit."""
 
     def __init__(self, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP, floor_s: float = 0.0) -> None:
         self._alarm, self._warm_up = alarm, warm_up
-        self._floor_s = floor_s  # a replica that costs a step less than this is not accused
+        self._floor_s = floor_s  # a replica that makes a step longer by less than this is not reported
         self._replicas: dict[str, _Replica] = {}
 
     def observe(self, replica: str, incarnation: int, step: int, work: WorkAmount, seconds: float) -> None:
-        """Take the report of one step; one that came before, or an impossible one, does not count.
+        """Take the report of one step; a repeated or an impossible report does not count.
 
         Steps may go back, when the job begins from an older state.
         """
@@ -217,7 +215,7 @@ class JobDetector:
         watched.unit.observe([(work, seconds)])
 
     def _in_the_middle(self, work: WorkAmount) -> float | None:
-        """The middle of the times that the replicas' models predict for this work."""
+        """The median of the times that the replicas' models predict for this work."""
         asked = islice(self._replicas.values(), MOST_MODELS)
         predicted = [watched.unit.predictor.predict(work) for watched in asked]
         times = [seconds for seconds in predicted if seconds is not None]
@@ -237,7 +235,7 @@ class JobDetector:
     def _speed(self, name: str, watched: _Replica) -> ReplicaSpeed:
         assert watched.newest is not None
         unit = watched.unit
-        # Of a replica that got slow, the older samples are from before.
+        # The older samples of a replica that got slow show its speed before the slowdown.
         samples = RECENT if unit.is_slow else SPEED_SAMPLES
         return ReplicaSpeed(
             replica=name,
@@ -250,7 +248,7 @@ class JobDetector:
         )
 
     def slowdowns(self, failed: Collection[str] = ()) -> list[Slowdown]:
-        """The slow replicas, or the whole job; ``failed`` replicas accuse nobody and are not accused."""
+        """The slow replicas, or the whole job. ``failed`` replicas are left out of the comparison."""
         speeds = {x.replica: x for x in self.speeds() if x.replica not in failed}
         replicas = [self._replicas[name] for name in speeds]
         until = self._same_step(replicas)
@@ -265,27 +263,29 @@ class JobDetector:
 
     @staticmethod
     def _same_step(replicas: Sequence[_Replica]) -> int:
-        """The newest step that all have reported: beyond it, the first to tell of a slow job would be
-        accused."""
+        """The newest step that all replicas have reported. Later steps would accuse the replica that reports
+        a slow job first."""
         steps = [watched.step for watched in replicas if watched.ratios]
         newest = max(steps, default=0)
         return min((step for step in steps if step > newest - MOST_BEHIND), default=0)
 
     @staticmethod
     def _is_alarmed(slowdown: Slowdown, speeds: Mapping[str, ReplicaSpeed]) -> bool:
-        """Whether the accused has an alarm; for the whole job, more than half of the replicas."""
+        """Whether the slow unit has an alarm; for the whole job, whether more than half of the replicas
+        have."""
         if slowdown.scope is Scope.JOB:
             return 2 * sum(x.is_slow for x in speeds.values()) > len(speeds)
         return speeds[slowdown.replica].is_slow
 
     @staticmethod
     def _cost_s(speed: ReplicaSpeed, factor: float) -> float:
-        """The seconds of its newest step that the slowness makes up."""
+        """The seconds by which the slowness makes the replica's newest step longer."""
         return speed.seconds * (1.0 - 1.0 / factor)
 
     @staticmethod
     def _since_they_came(replicas: Sequence[_Replica], until: int) -> list[Slowdown]:
-        """The model of a replica that was slow in its warm-up has slow times: only the others tell."""
+        """Find replicas that were slow from their first step. Their own models learnt the slow times, so this
+        compares them with the other replicas."""
         samples = {x.replica: _newest(x.relative, SPEED_SAMPLES, SPEED_SAMPLES, until) for x in replicas}
         relative = {replica: value for replica, value in samples.items() if value is not None}
         slowdowns = []
@@ -307,6 +307,6 @@ class JobDetector:
 def _newest(
     values: Sequence[tuple[int, float]], samples: int, at_least: int, until: int | None = None
 ) -> float | None:
-    """The middle of the newest ``samples`` of these values by step, up to step ``until``."""
+    """The median of the newest ``samples`` values up to step ``until``; None with fewer than ``at_least``."""
     newest = [value for step, value in values if until is None or step <= until][-samples:]
     return median(newest) if len(newest) >= at_least else None

@@ -11,11 +11,11 @@ from enum import StrEnum
 
 from fabric.health.statistics import median
 
-SLOW = 1.10  # more than this over what the same unit of other replicas does
+SLOW = 1.10  # a unit is slow above this factor over the same unit of other replicas
 SLOW_LINK = 1.5  # transfers vary more than computation
-MANY = 64  # a unit is compared with about so many equals
+MANY = 64  # a unit is compared with about so many equal units
 MAX_SUSPECTS = 4
-CONFIRM_S = 2.0  # a bound on the micro-benchmarks of one confirmation
+CONFIRM_S = 2.0  # the longest time for the micro-benchmarks of one confirmation
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,11 +39,11 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """One slow thing, with the evidence."""
+    """One slow rank, stage, link, replica or job, with the evidence."""
 
     scope: Scope
-    units: tuple[Unit, ...]  # the accused; the two ends of a link; none where the whole job is slow
-    factor: float  # how many times longer than its equals it takes
+    units: tuple[Unit, ...]  # the slow units; for a link its two ends; empty where the whole job is slow
+    factor: float  # its time over that of equal units
     evidence: str
 
     @property
@@ -65,10 +65,10 @@ LinkRatios = Mapping[tuple[Unit, Unit], float]
 
 
 def localise(ratios: Ratios, links: LinkRatios | None = None, failed: Collection[str] = ()) -> list[Slowdown]:
-    """The slow things, the slowest first; empty where nothing is slow.
+    """The slowdowns, the slowest first; empty where nothing is slow.
 
-    ``ratios``: observed over predicted seconds; ``links``: the same for transfers; ``failed``: replicas of
-    which a process has failed or is suspected.
+    ``ratios``: observed over predicted seconds; ``links``: the same for transfers; ``failed``: replicas with
+    a process that has failed or is suspected.
     """
     living = {u: r for u, r in ratios.items() if u.replica not in failed and math.isfinite(r) and r > 0}
     equals = _Equals(living)
@@ -84,7 +84,7 @@ def localise(ratios: Ratios, links: LinkRatios | None = None, failed: Collection
 
 
 class _Equals:
-    """The ratios of the units, by what they are equal in."""
+    """The ratios of the units, grouped by equal place in their replicas."""
 
     def __init__(self, ratios: Ratios) -> None:
         self._ratios = ratios
@@ -94,10 +94,10 @@ class _Equals:
                 self._by_place.setdefault(place, []).append((unit.replica, ratio))
 
     def usual(self, unit: Unit) -> float:
-        """The ratio of the unit's equals: the same rank elsewhere, or else the other units of its replica."""
+        """The median ratio of the same rank in other replicas, or else of the other units of its replica."""
         for place in ((unit.stage, unit.rank), (unit.stage,)):
             there = self._by_place[place]
-            if len(there) > MANY:  # one of so many does not move the middle
+            if len(there) > MANY:  # with so many units, one does not move the median
                 there = there[:: len(there) // MANY]
             elsewhere = [ratio for replica, ratio in there if replica != unit.replica]
             if elsewhere:
@@ -107,7 +107,7 @@ class _Equals:
 
 
 def _groups(slow: Collection[Unit], ratios: Ratios) -> Iterable[tuple[Scope, tuple[Unit, ...]]]:
-    """The slow units, put together where they make a stage or a replica."""
+    """The slow units, grouped where they make up a whole stage or replica."""
     for replica in sorted({unit.replica for unit in slow}):
         units = {unit for unit in ratios if unit.replica == replica}
         guilty = {unit for unit in slow if unit.replica == replica}
@@ -168,7 +168,7 @@ def _slow_links(links: LinkRatios, failed: Collection[str]) -> list[Slowdown]:
 
 
 def confirmation(slowdowns: Iterable[Slowdown], units: int) -> ConfirmationRequest | None:
-    """Ask the suspects for a micro-benchmark; None where there are none, or half of all ``units`` or more."""
+    """Ask the slow units for a micro-benchmark; None where no unit is slow, or half of all ``units``."""
     computing: list[Unit] = []
     transfers: list[tuple[Unit, Unit]] = []
     for slowdown in slowdowns:

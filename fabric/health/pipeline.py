@@ -27,7 +27,7 @@ class PipelineSchedule(StrEnum):
     GPIPE = "gpipe"  # all forward passes, then all backward passes
     ONE_F_ONE_B = "1f1b"  # a backward pass as soon as there is one; it sends its gradient at its end
     SPLIT_1F1B = "split-1f1b"  # as 1f1b, but the gradient leaves after B, and W follows at once
-    ZB_H1 = "zb-h1"  # zero bubble with the memory of 1f1b: stage s puts W off by s micro-batches
+    ZB_H1 = "zb-h1"  # zero bubble with the memory of 1f1b: stage s delays W by s micro-batches
 
     @property
     def splits(self) -> bool:
@@ -75,7 +75,7 @@ class PipelineCosts:
     def of_micro_batches(
         cls, times: Sequence[float], stages: int = 1, *, factors: Mapping[int, float] | None = None
     ) -> "PipelineCosts":
-        """Costs of micro-batches whose F, B and W take equally long; ``factors`` multiply single stages'
+        """Costs of micro-batches whose F, B and W take equally long; ``factors`` multiply the stages'
         times."""
         slow = factors or {}
         table = tuple(tuple(time * slow.get(stage, 1.0) for time in times) for stage in range(stages))
@@ -156,8 +156,8 @@ def run_orders(orders: Sequence[Order], cost: OperationCost, transfer: TransferC
     """Time the operations of all workers. A worker may hold any operations, also those of another replica's
     stage.
 
-    Data of an operation that no worker holds are there from the beginning. Raises ValueError where an
-    operation stands in two orders, or where the orders wait for each other.
+    An operation that no worker holds counts as done at the beginning. Raises ValueError where an operation
+    stands in two orders, or where the orders wait for each other.
     """
     worker_of = {operation: worker for worker, order in enumerate(orders) for operation in order}
     if len(worker_of) != sum(len(order) for order in orders):
@@ -191,7 +191,7 @@ def run_orders(orders: Sequence[Order], cost: OperationCost, transfer: TransferC
 def _graph(
     orders: Sequence[Order], worker_of: Mapping[Operation, int]
 ) -> tuple[dict[Operation, list[Operation]], dict[Operation, list[Operation]]]:
-    """The sources and the followers of each operation: by data, and by the order of its worker."""
+    """For each operation the operations that it waits for, and those that wait for it."""
     needs: dict[Operation, list[Operation]] = {}
     followers: dict[Operation, list[Operation]] = {}
     for order in orders:

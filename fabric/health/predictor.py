@@ -1,7 +1,7 @@
 """Predict the time of work: ``seconds = a * tokens + b * squares + c * micro_batches``.
 
 The first samples are fitted robustly and all at once (Huber weights, coefficients of zero or more). Later
-ones move the coefficients by recursive least squares with forgetting. Errors count relative to the
+samples move the coefficients by recursive least squares with forgetting. Errors count relative to the
 prediction, so that long and short micro-batches weigh the same.
 """
 
@@ -14,19 +14,19 @@ from fabric.health.statistics import Row, dot, inverse, median, solve, spread
 from fabric.health.work import WorkAmount, is_time
 
 WARM_UP = 50
-MOST_SAMPLES = 400  # that the first fit rests on
+MOST_SAMPLES = 400  # for the first fit
 FORGETTING = 0.995
 ROUNDS = 15  # of the robust fit
 HUBER = 1.345  # in standard deviations: 95 % efficient on normal errors
 RIDGE = 1e-6  # keeps a fit defined where the work never varies
-# Without variation in the work a recursive fit forgets what it knows; its uncertainty ends here.
+# A recursive fit of work that never varies grows ever more uncertain; this bounds its uncertainty.
 MAX_UNCERTAINTY = 1e6
 CLIP = 3.0  # a sample moves the fit as if it were at most so many standard deviations away
 NOISE_FLOOR = 0.002
-NOISE_GAIN = 0.02  # by which one sample moves the estimate of the noise
-NEW_LAYOUT_NOISE = 0.2  # a new fixed cost may be as far off as this
-VARIES = 0.02  # work that varies by less says nothing about its worth
-USELESS = 0.95  # the work must bring the errors below this share of those by the number of samples
+NOISE_GAIN = 0.02  # the weight of one sample in the estimate of the noise
+NEW_LAYOUT_NOISE = 0.2  # the relative error that a new fixed cost may have
+VARIES = 0.02  # with less variation, the work cannot show whether it predicts the time
+USELESS = 0.95  # the work is used if its errors are below this share of those from the number of samples
 
 
 Sample = tuple[WorkAmount, float]  # work and its seconds
@@ -42,12 +42,12 @@ def _by_samples(work: WorkAmount) -> Row:
 
 @dataclass(slots=True)
 class LinearFit:
-    """Coefficients over scaled features, and what a recursive fit needs to go on."""
+    """Coefficients over scaled features, and the state of the recursive fit."""
 
     scales: Row
     coefficients: Row
     noise: float  # relative standard deviation of the errors
-    uncertainty: list[Row]  # covariance of the coefficients, up to the noise
+    uncertainty: list[Row]  # covariance of the coefficients, before multiplication by the noise
 
     def predict(self, features: Row) -> float:
         return dot(self._scaled(features), self.coefficients)
@@ -102,7 +102,7 @@ def _nonnegative(normal: Sequence[Row], right: Sequence[float], usable: Sequence
 
 
 def _uncertainty(normal: Sequence[Row], usable: Sequence[int]) -> list[Row]:
-    """The covariance with which a recursive fit goes on; features that were always zero stay out."""
+    """The first covariance of the recursive fit; features that were always zero stay out."""
     ridge = RIDGE * sum(normal[i][i] for i in usable)
     small = inverse([[normal[i][j] + ridge * (i == j) for j in usable] for i in usable])
     full = [[0.0] * len(normal) for _ in normal]
@@ -136,7 +136,7 @@ def robust_fit(features: Sequence[Row], seconds: Sequence[float]) -> LinearFit:
 
 
 class WorkPredictor:
-    """Predicts after ``warm_up`` iterations; ``note`` says where the given work was of no use."""
+    """Predicts after ``warm_up`` iterations; ``note`` says why the declared work is not used."""
 
     def __init__(self, warm_up: int = WARM_UP) -> None:
         self.note = ""
@@ -195,12 +195,11 @@ class WorkPredictor:
 
     def rescale(self, factor: float) -> None:
         """Follow a new layout: ``factor`` is the new share of the layers over the old one, divided by the
-        growth of the tensor-parallel group. The cost per micro-batch stays, and the samples to come move it
-        alone."""
+        growth of the tensor-parallel group. The cost per micro-batch stays; later samples move it alone."""
         if self._fit is None or not (math.isfinite(factor) and factor > 0):
             return
         fit = self._fit
         fit.coefficients = [fit.coefficients[0] * factor, fit.coefficients[1] * factor, fit.coefficients[2]]
-        usual = sum(fit.coefficients)  # the time of usual work: the features are scaled to 1
+        usual = sum(fit.coefficients)  # the time of usual work, whose scaled features are all 1
         fit.noise = max(fit.noise, NEW_LAYOUT_NOISE)
         fit.uncertainty = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, usual * usual]]

@@ -13,7 +13,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float], centre: float) -> float:
-    """The standard deviation that the median distance from ``centre`` stands for (1.4826 MAD)."""
+    """The standard deviation, estimated from the median distance to ``centre`` (1.4826 MAD)."""
     return 1.4826 * median([abs(value - centre) for value in values])
 
 

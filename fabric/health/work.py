@@ -9,14 +9,15 @@ from dataclasses import dataclass
 class WorkAmount:
     """The work of one micro-batch, or the sum over several."""
 
-    tokens: float  # or whatever number the user gave; else the number of samples
+    tokens: float  # or another amount that the user declared; without one, the number of samples
     squares: float = 0.0  # sum of the squared lengths of the packed documents; the work of attention
     samples: float = 0.0
     micro_batches: int = 1
 
     @classmethod
     def of_documents(cls, lengths: Sequence[float], samples: float = 1.0) -> "WorkAmount":
-        """One micro-batch of packed documents with a block-diagonal mask; one length below zero spoils it."""
+        """One micro-batch of packed documents with a block-diagonal mask; a negative length makes it
+        invalid."""
         tokens = float(sum(lengths)) if min(lengths, default=0) >= 0 else -1.0
         return cls(tokens, float(sum(x * x for x in lengths)), samples)
 
@@ -32,11 +33,11 @@ class WorkAmount:
 
     @property
     def is_valid(self) -> bool:
-        """Whether a time can be predicted from it: finite, nothing below zero, at least one micro-batch."""
+        """Whether it can predict a time: finite, no number below zero, at least one micro-batch."""
         numbers = (self.tokens, self.squares, self.samples)
         return self.micro_batches > 0 and all(math.isfinite(x) and x >= 0 for x in numbers)
 
 
 def is_time(seconds: object) -> bool:
-    """Whether ``seconds`` is a time that something can have taken."""
+    """Whether ``seconds`` is a finite number above zero."""
     return isinstance(seconds, int | float) and math.isfinite(seconds) and seconds > 0

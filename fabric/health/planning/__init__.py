@@ -2,7 +2,7 @@
 
 - `partition`: micro-batches, layers and ranks in proportion to measured speeds;
 - `layout`: what one replica can compute in one layout of its ranks, and its best layout;
-- `adaptation_plan`: what a plan says, and which plan is in force when two planners write;
+- `adaptation_plan`: the content of a plan, and which plan is in force when two planners write;
 - `remedies`: the remedies for a job, each with its gain, cost and reason;
 - `limits`: the budget of actions and the operator's veto.
 

@@ -1,7 +1,7 @@
 """The content of a plan of adaptation, and the rule that says which plan is in force when two planners write.
 
-A plan is a whole: it is adopted with all its entries or refused with one sentence. Versions grow by one, so
-of two planners that start from one plan the later writer is refused; it plans again from the record that won.
+A plan is adopted with all its entries or refused with one sentence. Versions grow by one. So when two
+planners start from the same plan, the later writer is refused and plans again from the stored record.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from fabric.health.planning.layout import StageLayout
 
 @dataclass(frozen=True, slots=True)
 class LayerMove:
-    """One layer that another stage of the same replica has after the change."""
+    """One layer that moves to another stage of the same replica."""
 
     layer: int
     source: int  # stage
@@ -27,10 +27,10 @@ class ReplicaPlan:
     incarnation: int  # when the plan was made; 0: the replica was away, and its next start takes the layout
     layout: StageLayout
     micro_batches: int  # per step
-    standbys: tuple[int, ...] = ()  # living ranks that stay out
+    standbys: tuple[int, ...] = ()  # living ranks that do not compute
     moves: tuple[LayerMove, ...] = ()
     rejoins: bool = False  # whether the replica leaves and comes back in this layout
-    donors: tuple[str, ...] = ()  # replicas that have its state; empty with ``rejoins``: the last checkpoint
+    donors: tuple[str, ...] = ()  # replicas that have its state; empty with ``rejoins``: last checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _version_refusal(version: int, plan: AdaptationPlan) -> str:
 
 
 def _roster_refusal(plan: AdaptationPlan, roster: Mapping[str, int], spares: Mapping[str, int]) -> str:
-    """Why the entries do not fit the replicas that are there."""
+    """Why the entries do not fit the replicas of the job."""
     names = [entry.replica for entry in plan.replicas]
     if len(set(names)) != len(names):
         return f"plan {plan.version} names a replica twice: plan again"
@@ -115,7 +115,7 @@ def _donor_refusal(plan: AdaptationPlan, roster: Mapping[str, int]) -> str:
 
 
 def layer_moves(before: StageLayout, after: StageLayout) -> tuple[LayerMove, ...]:
-    """The layers that change their stage; stages are those of each layout."""
+    """The layers that change their stage; a stage is numbered within its own layout."""
     stages = zip(_stage_of(before.layers), _stage_of(after.layers), strict=False)
     return tuple(LayerMove(layer, old, new) for layer, (old, new) in enumerate(stages) if old != new)
 

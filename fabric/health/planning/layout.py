@@ -58,14 +58,14 @@ class StageLayout:
 
 @dataclass(frozen=True, slots=True)
 class ModelCut:
-    """Into which layouts the script can cut the model."""
+    """The layouts into which the script can cut the model."""
 
     layers: int
-    heads: int = 0  # 0: the model is not cut by tensor parallelism, so any size below divides it
+    heads: int = 0  # 0: tensor parallelism does not cut the model, so any number of ranks divides it
     hidden: int = 0
-    least_group: int = 1  # ranks of a stage that the memory of the model needs at least
+    least_group: int = 1  # the fewest ranks of a stage whose memory holds the model
     sizes: tuple[int, ...] = ()  # allowed ranks of a stage; empty: powers of two that divide heads and hidden
-    most_layers: int = 0  # layers that the memory of a stage takes; 0: no limit
+    most_layers: int = 0  # layers that fit into the memory of a stage; 0: no limit
     can_repartition: bool = True  # whether the script can build other splits of the layers
     can_resize: bool = True  # whether the script can build groups of other sizes
 
@@ -128,7 +128,7 @@ def resplit(layout: StageLayout, speeds: Sequence[float], cut: ModelCut) -> Stag
 
 
 def exclude(usual: StageLayout, speeds: Sequence[float], cut: ModelCut) -> StageLayout:
-    """The fastest group of each stage that the model allows, with the layers cut to the groups' speeds.
+    """For each stage the fastest group that the model allows, with the layers cut to the groups' speeds.
 
     A stage without a group that the model allows is left out, and the other stages take its layers. Raises
     ValueError where no stage is left, or the rest cannot hold the layers.

@@ -31,10 +31,10 @@ def _restarted(remedy: Remedy) -> Iterable[str]:
 def hold(
     remedies: Sequence[Remedy], rules: ActionRules, veto: Veto, acted_s: Iterable[float], now_s: float
 ) -> tuple[Remedy, ...]:
-    """Say of each remedy why it may not be done now.
+    """Set ``held`` of each remedy that may not be done now.
 
-    ``acted_s``: the times of earlier actions, on the clock of ``now_s``. A time in the future counts: the
-    clock of the leader before may be ahead.
+    ``acted_s``: the times of earlier actions, on the clock of ``now_s``. A time in the future counts, because
+    the clock of an earlier leader may be ahead.
     """
     recent = sum(now_s - at_s < _HOUR_S for at_s in acted_s)
     spent = (

@@ -13,8 +13,9 @@ def micro_batch_shares(total: int, speeds: Sequence[float], least: int = 1) -> t
     """Split ``total`` micro-batches in proportion to ``speeds``, by the largest remainder; ties go to the
     first.
 
-    A replica with a speed gets at least ``least``, so that its speed stays measured. A replica without gets
-    0. Raises ValueError for values that are not speeds, and where ``least`` for each is more than ``total``.
+    A replica with a speed gets at least ``least``, so that its speed stays measured. A replica with the
+    speed 0 gets none. Raises ValueError for values that are not speeds, and where ``total`` is too small to
+    give each replica ``least``.
     """
     check_speeds(speeds, "replica")
     able = [place for place, speed in enumerate(speeds) if speed > 0]
@@ -30,7 +31,7 @@ def micro_batch_shares(total: int, speeds: Sequence[float], least: int = 1) -> t
         if not small:
             _largest_remainder(shares, rest, quotas)
             break
-        # The slowest gets its least part first: it makes the quotas of the others smaller.
+        # The slowest replica gets ``least`` first, which leaves fewer micro-batches for the others.
         slowest = min(small, key=lambda place: (speeds[place], place))
         shares[slowest] = least
         able.remove(slowest)
@@ -49,9 +50,9 @@ def _largest_remainder(shares: list[int], total: int, quotas: Mapping[int, float
 def cut_layers(layers: int, speeds: Sequence[float], most: int = 0) -> tuple[int, ...]:
     """Cut ``layers`` equal layers into stages, at least 1 each, with the smallest slowest stage.
 
-    The slowest stage has max(l_s / v_s). Greedy: the next layer goes to the stage with the smallest
-    (l_s + 1) / v_s, ties to the first; for equal layers no cut is better. ``most``: the layers that the
-    memory of a stage takes; 0 means no limit. Raises ValueError where no such cut exists.
+    The slowest stage has max(l_s / v_s). Greedy: the next layer goes to the stage with the smallest (l_s + 1)
+    / v_s, ties to the first. For equal layers no cut is better. ``most``: the layers that fit into the memory
+    of a stage; 0 means no limit. Raises ValueError where no such cut exists.
     """
     check_speeds(speeds, "stage")
     stages = len(speeds)
@@ -78,7 +79,7 @@ class GroupChoice:
     """The ranks that work as one tensor-parallel or FSDP group."""
 
     ranks: tuple[int, ...]  # ascending
-    standbys: tuple[int, ...]  # living ranks that stay out
+    standbys: tuple[int, ...]  # living ranks that do not compute
     speed: float  # k times the slowest rank's speed
 
 
@@ -104,7 +105,7 @@ def select_group(speeds: Mapping[int, float], sizes: Iterable[int]) -> GroupChoi
 
 
 def group_sizes(ranks: int, heads: int, hidden: int, least: int = 1) -> tuple[int, ...]:
-    """The powers of two from ``least`` (memory) to ``ranks`` that divide the heads and the hidden size."""
+    """The powers of two from ``least`` to ``ranks`` that divide the heads and the hidden size."""
     powers = (1 << power for power in range(max(ranks, 0).bit_length()))
     return tuple(k for k in powers if least <= k <= ranks and heads % k == 0 and hidden % k == 0)
 

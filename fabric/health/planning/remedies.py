@@ -1,8 +1,8 @@
 """The remedies for a slow or shrunken replica, cheapest first, each with its gain, its cost and its reason.
 
-The planner compares step times under the shares that each arrangement allows. A remedy's gain counts beyond
-the cheaper remedies; a remedy that gains less than the threshold or does not pay back its cost is not
-proposed. Only ratios of speeds count: a fleet that is slow as a whole moves nothing.
+The planner compares step times under the shares that each arrangement allows. A remedy's gain is what it adds
+to the gain of the cheaper remedies. A remedy that gains less than the threshold or does not pay back its cost
+is not proposed. Only ratios of speeds count: when all replicas are equally slow, nothing is proposed.
 """
 
 import math
@@ -19,7 +19,7 @@ from fabric.health.planning.partition import micro_batch_shares
 class RemedyKind(StrEnum):
     """The kinds of remedies, cheapest first."""
 
-    SHARES = "shares"  # other micro-batches per replica: one record, in force with the next step
+    SHARES = "shares"  # other micro-batches per replica: one write of the record, in force from the next step
     REPARTITION = "repartition"  # one replica comes back with another split of its layers
     EXCLUSION = "exclusion"  # one replica comes back with smaller groups of ranks
     DRAIN = "drain"  # one replica leaves; a spare takes its place where there is one
@@ -29,10 +29,10 @@ class RemedyKind(StrEnum):
 class ActionRules:
     """When a remedy is worth its cost."""
 
-    least_gain: float = 0.05  # throughput gained, as a share; less is not proposed
-    hysteresis: float = 0.03  # speeds that differ by less count as equal
-    rejoin_s: float = 60.0  # a replica that changes its layout is away for so long
-    horizon_s: float = 3600.0  # a remedy earns its cost within this time
+    least_gain: float = 0.05  # the least gain of throughput, as a share, for which a remedy is proposed
+    hysteresis: float = 0.03  # two speeds that differ by less, as a share, count as equal
+    rejoin_s: float = 60.0  # how long a replica that changes its layout is away
+    horizon_s: float = 3600.0  # a remedy must gain back its cost within this time
     actions_per_hour: int = 6
 
     def __post_init__(self) -> None:
@@ -54,15 +54,15 @@ class JobHealth:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One thing to do, and why. Nothing is done before the limits are asked (`limits`)."""
+    """One action, and why. The limits (`limits`) decide whether it may be done."""
 
     kind: RemedyKind
-    replica: str  # the replica that it is for; empty: several
-    gain: float  # throughput gained beyond the cheaper remedies, as a share
-    cost_s: float  # time that the job loses by it
+    replica: str  # the replica that it changes; empty: several
+    gain: float  # throughput gained on top of the cheaper remedies, as a share
+    cost_s: float  # time that the job loses by the change
     reason: str  # one sentence
     plan: AdaptationPlan
-    undoes: bool = False  # whether it takes an earlier remedy back
+    undoes: bool = False  # whether it undoes an earlier remedy
     held: str = ""  # why it may not be done now; empty: it may
 
 
@@ -71,7 +71,7 @@ class Proposal:
     """The planner's answer."""
 
     remedies: tuple[Remedy, ...]
-    refusals: tuple[str, ...] = ()  # what could not be planned, one sentence each
+    refusals: tuple[str, ...] = ()  # one sentence for each replica that could not be planned
 
 
 def propose(job: JobHealth, rules: ActionRules) -> Proposal:
@@ -120,7 +120,7 @@ class _Fleet:
         return 1 / self.layouts[replica].slowest_stage(self.speeds[replica])
 
     def level_capacities(self) -> dict[str, float]:
-        """Capacities, where those near the median count as the median: noise moves nothing."""
+        """The capacities; a capacity near the median counts as the median, so that noise changes nothing."""
         capacities = {replica: self.capacity(replica) for replica in self.layouts}
         middle = statistics.median(capacities.values())
         return {
@@ -177,7 +177,8 @@ class _Planner:
     # --- shares ---------------------------------------------------------------------------------------
 
     def _current(self) -> dict[str, int]:
-        """The micro-batches at present; what an absent replica had is shared out by the same shares."""
+        """Replica -> micro-batches at present. Those of an absent replica are divided in the same
+        proportions."""
         counts = {name: self._health[name].micro_batches for name in self._fleet.layouts}
         if sum(counts.values()) == self._job.micro_batches:
             return counts
@@ -211,8 +212,8 @@ class _Planner:
     # --- layouts --------------------------------------------------------------------------------------
 
     def _layout_remedy(self, replica: ReplicaHealth) -> Remedy | None:
-        """Another layout for a replica. Both kinds cost one rejoin, so the second must gain enough beyond
-        the first."""
+        """Another layout for a replica. A repartition and an exclusion cost one rejoin each, so an exclusion
+        must gain enough beyond a repartition."""
         repartition, exclusion = (self._change(replica, kind) for kind in _LAYOUT_KINDS)
         if repartition is None or exclusion is None:
             return repartition or exclusion
@@ -238,7 +239,7 @@ class _Planner:
         return Remedy(kind, replica.replica, gain, cost_s, reason, self._plan(fleet), undoes)
 
     def _target(self, replica: ReplicaHealth, kind: RemedyKind) -> StageLayout | None:
-        """The layout to aim at, None where this kind of remedy does not apply."""
+        """The layout that this kind of remedy gives, None where the kind does not apply."""
         cut = self._job.cut
         if kind is RemedyKind.EXCLUSION:
             if not cut.can_resize:

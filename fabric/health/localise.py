@@ -168,7 +168,8 @@ def _slow_links(links: LinkRatios, failed: Collection[str]) -> list[Slowdown]:
 
 
 def confirmation(slowdowns: Iterable[Slowdown], units: int) -> ConfirmationRequest | None:
-    """Ask the slow units for a micro-benchmark; None where no unit is slow, or half of all ``units``."""
+    """Ask the slow units for a micro-benchmark; None if no unit is slow, or at least half of all
+    ``units``."""
     computing: list[Unit] = []
     transfers: list[tuple[Unit, Unit]] = []
     for slowdown in slowdowns:

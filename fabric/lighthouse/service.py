@@ -1,8 +1,8 @@
-"""The lighthouse process: store, election, jobs and HTTP, begun and ended in order.
+"""The lighthouse process: starts and ends store, election, jobs and HTTP in order.
 
-A signal ends it, or a defect in one of its tasks. Its supervisor starts it again, and another lighthouse
-leads until then. At the end it gives the lease back first, while HTTP is still up. So sessions close with a
-reason and find the next leader at once.
+A signal or a defect in one of its tasks ends the process. Its supervisor starts it again, and another
+lighthouse leads meanwhile. Before it ends, it gives the lease back while HTTP still works. So sessions close
+with a reason and find the next leader at once.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ _STORE_RETRY_S = (0.1, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class LighthouseSettings:
-    """``store``: its URL, ``store_access``: how it lets us in. ``bind``, ``port`` (or a range): where to
-    listen; ``advertise``: the base URL that others use, empty for the bound one. ``namespace`` keeps several
-    fabrics in one store apart. ``tls``: how it is reached. ``ready_file`` is written once requests can be
-    answered. ``lease_s``: how long a dead leader keeps the others waiting. ``store_wait_s``: how long to wait
-    for a store that is not up yet. ``token_file`` opens every job, each file in ``job_tokens`` the job
-    of its name. ``otlp``: base URL of an OpenTelemetry collector, empty for no traces."""
+    """``store``: its URL; ``store_access``: the credentials for it. ``bind``, ``port`` (or a range): where to
+    listen; ``advertise``: the base URL that others use, empty for the bound address. ``namespace`` separates
+    several fabrics in one store. ``tls``: the certificates of its HTTP. ``ready_file`` is written once
+    requests can be answered. ``lease_s``: how long the others wait for a dead leader. ``store_wait_s``: how
+    long to wait for a store that is not up yet. ``token_file`` opens every job, each file in ``job_tokens``
+    the job of its name. ``otlp``: base URL of an OpenTelemetry collector, empty for no traces."""
 
     store: str
     bind: str = "127.0.0.1"
@@ -72,7 +72,7 @@ class LighthouseSettings:
 
 
 async def run(settings: LighthouseSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises FabricError where that cannot begin, or must end."""
+    """Serve until SIGTERM or SIGINT. Raises FabricError if serving cannot begin or must end."""
     check_settings(settings)
     own = TokenFile(settings.token_file)
     check_exposure(
@@ -101,7 +101,7 @@ async def run(settings: LighthouseSettings) -> None:
 
 
 def check_settings(settings: LighthouseSettings) -> None:
-    """Raises FabricError for settings that cannot be used."""
+    """Raise FabricError for settings that cannot be used."""
     check_name("namespace", settings.namespace)
     AllowedHosts.parse(settings.ckpt_networks)
     if not 1 <= settings.lease_s <= 3600:
@@ -160,7 +160,7 @@ async def _serve(
             limit=parts.metrics.connections,
         )
         stack.push_async_callback(runner.cleanup)
-        # Closed first: the election's end resigns and closes the sessions.
+        # The tasks are closed first: the end of the election's task resigns and closes the sessions.
         stack.push_async_callback(tasks.close)
         url = settings.advertise.rstrip("/") or f"{settings.tls.scheme}://{_url_host(settings.bind)}:{port}"
         tasks.start("election", parts.election.run(url))
@@ -227,7 +227,8 @@ def _writer(settings: LighthouseSettings, stack: AsyncExitStack) -> Commit | Non
 
 
 async def _connect(store: Store, wait_s: float) -> None:
-    """Reach the store: try again for ``wait_s`` while it is away, and raise any other error at once."""
+    """Connect to the store; try for ``wait_s`` while it does not answer, and raise any other error at
+    once."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
     jitter = random.Random()  # noqa: S311 - spreads attempts, protects nothing
@@ -248,7 +249,7 @@ async def _connect(store: Store, wait_s: float) -> None:
 
 
 def _tell_ready(path: Path | None, url: str, me: Candidate) -> None:
-    """Write the ready file, whole or not at all."""
+    """Write the ready file atomically."""
     if path is None:
         return
     body = {"url": url, "pid": os.getpid(), "id": me.id}

@@ -1,1 +1,1 @@
-"""Sessions of members as bytes: admitted, validated, written without waiting."""
+"""The connections of members: admits them, checks their messages, and writes to them without waiting."""

@@ -1,10 +1,10 @@
 """Admits connections a few at a time: after a fail-over thousands come back at once.
 
 Admitting a connection costs as much as a dozen heartbeats. So connections wait in a queue, and every turn of
-the loop admits a few. Heartbeats and answers travel between the turns. A long turn admits more.
-A connection that would wait longer than its patience is refused at once, with the time after which to come
-back. That time grows with the number of refusals, which spreads the returns.
-The cores hear that connections wait: a member that has not come back may stand in this queue.
+the loop admits a few. Heartbeats and answers travel between the turns. A long turn admits more. A connection
+that would have to wait too long is refused at once, with the time after which to connect again. That time
+grows with the number of refusals, which spreads the new attempts. The queue reports its overload to the
+cores, because a member that has not reconnected may wait in it.
 """
 
 import asyncio
@@ -12,24 +12,24 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-# As many as the queue admits within the time that a member waits for its connection.
+# The number that the queue admits within the time that a member waits for its connection.
 MOST_WAITING = 1000
 _PER_TURN = 8
-# A long turn admits as many as PER_S says, up to this; otherwise members inside would take all the time.
+# The most that one long turn admits. A long turn admits many, or admitted members would take all the time.
 _MOST_PER_TURN = 50
-# The rate at which a busy core admits, roughly; the number only spreads the returns.
+# Roughly the rate at which a busy lighthouse admits; it only serves to spread new attempts.
 PER_S = 500
 _AGAIN_S = (1, 30)
-# Within so many seconds a waiting connection is admitted, or gives up and comes again.
+# Within so many seconds a waiting connection is admitted, or gives up and connects again.
 _QUEUE_S = 3.0
-# An overload is reported again when it has to last so much longer.
+# An overload is reported again when its expected end has moved by so much.
 _LONGER_S = 0.5
 
 
 class AdmissionQueue:
-    """One queue for all jobs of a lighthouse. Whenever the overload lasts longer than reported,
-    ``on_overload`` hears for how many seconds from now connections may wait. ``per_s``: the rate of
-    admission, roughly."""
+    """One queue for all jobs of a lighthouse. When the overload lasts longer than reported, ``on_overload``
+    gets the number of seconds for which connections may still wait. ``per_s``: roughly the rate of
+    admission."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class AdmissionQueue:
         self._turn_at = 0.0  # when the queue last admitted
 
     async def admit(self) -> int:
-        """Wait for admission and return 0; from a full queue return at once after how many seconds to come
-        back."""
+        """Wait for admission and return 0. If the queue is full, return at once the seconds until the next
+        attempt."""
         if len(self._waiting) >= self._most_waiting:
             self._refused += 1
             seconds = math.ceil((self._most_waiting + self._refused) / self._per_s)
@@ -69,7 +69,7 @@ class AdmissionQueue:
         left = max(_PER_TURN, min(int(took_s * self._per_s), _MOST_PER_TURN))
         while self._waiting and left:
             turn = self._waiting.popleft()
-            if not turn.done():  # a connection that went away has cancelled it
+            if not turn.done():  # the closing of its connection may have cancelled it
                 turn.set_result(None)
                 left -= 1
         if self._waiting:

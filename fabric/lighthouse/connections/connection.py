@@ -1,8 +1,8 @@
-"""One member's WebSocket as a job sees it: the job writes at once and waits for nothing.
+"""One member's WebSocket as a job uses it: a write returns at once.
 
 Thousands of sessions get the same message, so the job encodes it once and passes the bytes to the transport.
-The queue for a member that does not read is bounded. A connection over the bound, or one that does not close
-in time, is cut.
+The queue for a member that does not read is bounded. A connection is cut if its queue exceeds the bound, or
+if it does not close in time.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from fabric.model import Record
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.network import EpochNotice, HeartbeatAck, LeaderMessage
 
-# Our own close codes; 1008 is the standard's "policy violation", for a message that cannot be understood.
+# Fabric's close codes; 1008 is the standard's "policy violation", used for a message that is not valid.
 NOT_THE_LEADER = 4001
 REPLACED = 4002
 REFUSED = 4003
@@ -36,19 +36,19 @@ _FRAMES = 16
 _TEXT, _BINARY = 0x81, 0x82
 # Checkpoint servers of a large job send their status less often, down to once a second.
 _STATUSES_PER_S = 2000
-# Frames from this size on are paced by bytes per turn of the loop, bytes per second, and pieces of work per
-# turn (some 20 microseconds each). A first roster for 10,000 members is 1.8 GB: sent at once, it would fill
-# the kernel's buffers and the network, and delay heartbeats for seconds.
+# Frames of at least this size are sent at a bounded pace: so many bytes per turn of the loop, bytes per
+# second, and pieces of work per turn (some 20 microseconds each). A first roster for 10,000 members is 1.8
+# GB: sent at once, it would fill the kernel's buffers and the network, and delay heartbeats for seconds.
 _LARGE_BYTES = 16 * 1024
 _PER_TURN_BYTES = 2 << 20
 _PER_S_BYTES = 256 << 20
 _PER_TURN = 200
-# Timers are not finer than this; a shorter pause is skipped.
+# A shorter pause is skipped, because timers are not more precise.
 _PAUSE_S = 0.001
 
 
 class FrameCache:
-    """Messages as frames; a message to many members is encoded once."""
+    """Encodes messages as frames; a message to many members is encoded once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, bool], tuple[LeaderMessage, bytes]] = {}
@@ -99,10 +99,10 @@ class MemberConnection:
     def __init__(self, socket: web.WebSocketResponse, transport: asyncio.Transport | None) -> None:
         self.replica = ""
         self.incarnation = -1
-        self.rank = -1  # of a checkpoint server's connection
+        self.rank = -1  # the rank, on a checkpoint server's connection
         self.accepts_compression = False  # the member understands compressed messages
-        self.address = ""  # from where the other side has connected
-        self.is_trusted = False  # whether it showed the lighthouse's own token
+        self.address = ""  # the address of the other side
+        self.is_trusted = False  # whether the other side showed the lighthouse's own token
         self.is_ending = False
         self._socket = socket
         self._transport = transport
@@ -114,7 +114,7 @@ class MemberConnection:
         return self.incarnation == incarnation and self.replica == replica
 
     def send(self, frame: bytes) -> None:
-        """Write one frame; a connection that has fallen too far behind is cut."""
+        """Write one frame; cut a connection with too many unread bytes."""
         transport = self._transport
         if self.is_ending or transport is None or transport.is_closing():
             return
@@ -124,7 +124,7 @@ class MemberConnection:
             transport.abort()
 
     def end(self, code: int, reason: str) -> None:
-        """Close with ``code`` after everything sent, or without it when that takes too long."""
+        """Close with ``code`` after all sent frames; if they take too long, cut the connection."""
         if self.is_ending:
             return
         self.is_ending = True
@@ -133,12 +133,12 @@ class MemberConnection:
         self._cut = loop.call_later(_CLOSE_WITHIN_S, self._abort)
 
     async def ended(self) -> None:
-        """Wait until a close that has begun is over."""
+        """Wait until a close that has begun is complete."""
         if self._closing is not None:
             await self._closing
 
     def forget(self) -> None:
-        """Note that the socket is closed, so that there is nothing left to cut."""
+        """Note that the socket is closed, so that it is not cut later."""
         self.is_ending = True
         if self._cut is not None:
             self._cut.cancel()
@@ -146,7 +146,7 @@ class MemberConnection:
 
     async def _close(self, code: int, reason: str) -> None:
         text = reason.encode()[:_MAX_CLOSE_REASON].decode(errors="ignore")
-        with suppress(ConnectionError):  # the reader of this socket learns of it too
+        with suppress(ConnectionError):  # the task that reads this socket gets the error, too
             await self._socket.close(code=code, message=text.encode())
 
     def _abort(self) -> None:
@@ -155,8 +155,8 @@ class MemberConnection:
 
 
 class WorkQueue:
-    """Work that may wait, done in order, ``per_turn`` pieces in one turn of the loop. The answers of
-    thousands arrive at once; neither the lease nor heartbeats must wait for all of them."""
+    """Does queued work in order, ``per_turn`` pieces in one turn of the loop. Thousands of members answer at
+    once; neither the lease nor heartbeats may wait for all these answers."""
 
     def __init__(self, per_turn: int = _PER_TURN) -> None:
         self._per_turn = per_turn
@@ -183,22 +183,22 @@ class WorkQueue:
                 work, size = self._waiting.popleft()
                 written, left = written + size, left - 1
                 work()
-        finally:  # the loop logs a piece that fails; the others go on
+        finally:  # the loop logs a piece that fails, and does the other pieces
             self._has_turn = False
             if self._waiting:
                 self._take_turn(written / _PER_S_BYTES)
 
 
 class SendPacer:
-    """Sends large frames in turns, and small ones at once. A change of the epoch is small: it reaches 10,000
-    members in a tenth of a second. In turns, each would wait behind the heartbeats and answers of others.
+    """Queues large frames and sends small ones at once. An epoch change is small: it reaches 10,000 members
+    in a tenth of a second. In the queue it would wait behind the heartbeats and answers of other members.
     Small frames may overtake large ones; the protocol allows that."""
 
     def __init__(self) -> None:
         self._turns = WorkQueue()
 
     def send(self, connection: MemberConnection, frame: bytes) -> None:
-        """Send it now, or in its turn where it is large."""
+        """Send a small frame now, and queue a large one."""
         if len(frame) >= _LARGE_BYTES:
             self._turns.add(partial(connection.send, frame), len(frame))
         else:

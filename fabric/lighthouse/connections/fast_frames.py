@@ -1,15 +1,15 @@
-"""A fast path for the usual frames of a session: short masked text in one piece.
+"""A fast path for the usual frames of a session: short masked text, not fragmented.
 
 The library wakes a task for every message, which costs as much as the message itself, thousands of times a
-second. So this module reads the connection before the library does. The first unusual frame (in pieces, long,
-a ping, a close, malformed) and all later ones go to the library. All earlier frames have been handled by
-then, so the order stays.
+second. So this module reads the connection before the library does. The first unusual frame (fragmented,
+long, a ping, a close, malformed) and all later frames go to the library. This module has handled all earlier
+frames, so the order stays.
 """
 
 import asyncio
 from collections.abc import Callable
 
-# The first byte of a text in one piece. The second byte is its size; these two say that the size follows.
+# The first byte of an unfragmented text. The second byte is its size; two values say that the size follows.
 _WHOLE_TEXT = 0x81
 _MASKED = 0x80
 _TWO_BYTES, _EIGHT_BYTES = _MASKED + 126, _MASKED + 127
@@ -39,7 +39,7 @@ class FastFrames(asyncio.Protocol):
                 break
             if size == _TWO_BYTES - _MASKED:
                 size, begin = int.from_bytes(data[at + 2 : at + 4], "big"), at + 8
-            if len(data) < begin + size:  # a size that is not all here yet is smaller than its head
+            if len(data) < begin + size:  # the size itself may not have arrived whole
                 break
             text = _unmasked(data[begin - 4 : begin], data[begin : begin + size])
             if text is None:

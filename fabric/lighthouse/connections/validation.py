@@ -1,7 +1,7 @@
-"""Messages of members and checkpoint servers: decoded, checked and bounded before a core hears them.
+"""Decodes and checks messages of members and checkpoint servers before a core gets them.
 
-A core trusts its events to be well-formed and puts names, addresses and reasons into the record, which
-has a size limit in the store. So names must be names, addresses short, and sentences are cut.
+A core trusts its events. It puts names, addresses and reasons into the record, whose size the store limits.
+So names and addresses are checked, and sentences are cut.
 """
 
 import re
@@ -20,29 +20,30 @@ MAX_STATUS_BYTES = 64 * 1024
 # each micro-batch.
 MAX_MESSAGE_BYTES = 64 * 1024
 _MORE_BYTES = {m.OpenSession: 256 * 1024, m.Heartbeat: 256 * 1024, m.Report: wire.MAX_BYTES}
-# Their reasons may be long, a user's exception for instance, and are cut at once.
+# The reasons in these messages may be long, a user's exception for instance; they are cut at once.
 _MORE_BYTES |= dict.fromkeys((m.Aborted, m.LoopFailed, m.CannotContinue, m.RequestState), 1 << 20)
 MAX_ADDRESS = 300
-# Names of peers in one message other than a report.
+# The most names of peers in one message other than a report.
 MAX_NAMES = 256
-# Of members that one process cannot reach. A member names fewer.
+# The most names of members that one process cannot reach. An honest member names fewer.
 MAX_UNREACHABLE = 64
 MAX_NAME = 64
 MAX_SECRET = 64
-# Longer time budgets than a year mean nothing.
+# A time budget of more than a year is refused.
 _MAX_BUDGET_S = 366 * 86400.0
 MAX_DIGEST = 200
 MAX_SENTENCE = 300
-# Names and values of the settings that the data order depends on.
+# The most characters in names and values of the settings that the data order depends on.
 MAX_SETTINGS = 1024
 MAX_DESCRIPTION = 64 * 1024
-# Of one replica.
+# The most ranks of one replica.
 MAX_RANKS = 65_536
 MAX_SNAPSHOTS = 64
 MAX_MICRO_BATCHES = 1_000_000
-# As many replicas as a job may have where a lighthouse is not told otherwise.
+# The default of ``--max-replicas``.
 MAX_REPLICAS = 1024
-# As many as a lighthouse may be told to take; a record of some 35,000 is as long as a store's value may be.
+# The most that ``--max-replicas`` accepts: a record of some 35,000 replicas is as long as a store's value may
+# be.
 MOST_REPLICAS = 30_000
 MAX_DEATHS = 64
 
@@ -55,7 +56,7 @@ _TRAINER_STATES = ("running", "stopped", "gone", "absent")
 
 
 def check_name(what: str, name: str) -> str:
-    """``name`` itself. Raises ProtocolError unless it is one that can stand in a path and a key."""
+    """Return ``name``. Raises ProtocolError unless it can stand in a path and a key."""
     if not _NAME.fullmatch(name):
         raise ProtocolError(
             f"the {what} {name[:80]!r} is no name: give 1 to 64 letters, digits, dots, dashes or underscores,"
@@ -67,7 +68,8 @@ def check_name(what: str, name: str) -> str:
 def parse_policy(text: str, start_wait_s: float) -> Policy:
     """Return the policy that ``?replicas=`` asks for. Raises ConfigError.
 
-    "3" starts with 3 and goes on with 1; "2:8" needs 2 and takes 8; empty is "1".
+    "3": the job starts with 3 replicas and goes on with 1 or more. "2:8": it needs 2 and takes at most 8. An
+    empty text means "1".
     """
     least, start = parse_replicas(text or "1")
     most = start if ":" in text else max(MOST_REPLICAS, start)
@@ -138,7 +140,7 @@ def decode_status(data: str) -> m.TrainerStatus:
 
 
 def _checked_beat(beat: m.Heartbeat) -> m.Heartbeat:
-    """Check a heartbeat; the usual one takes a short way and is not copied."""
+    """Check a heartbeat; the usual heartbeat needs few checks and is not copied."""
     if beat.waiting_for or beat.digest:
         _check_names("waiting_for", beat.waiting_for, MAX_NAMES)
         _check_length("digest", beat.digest, MAX_DIGEST)
@@ -160,7 +162,7 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
     _check_length("adapt", session.adapt, MAX_NAME)
     if len(session.predecessors) > MAX_NAMES:
         raise ProtocolError(f"Session.predecessors must be a list of at most {MAX_NAMES}")
-    if not 0 <= session.autonomy_s <= _MAX_BUDGET_S:  # an older version says none
+    if not 0 <= session.autonomy_s <= _MAX_BUDGET_S:  # an older version sends none
         raise ProtocolError("Session.autonomy_s must be a number of seconds from 0, and at most a year")
     for name in ("exchange_s", "user_code_s"):
         if not 0 < getattr(session, name) <= _MAX_BUDGET_S:
@@ -230,7 +232,7 @@ def _short(data: str, kind: type) -> str:
 
 
 def _check_ckpt(url: str) -> None:
-    """Check an address that the lighthouse may call: a scheme, a host and a port, nothing else."""
+    """Check a checkpoint server's address: it must have a scheme, a host and a port, and nothing else."""
     if url and not (len(url) <= MAX_ADDRESS and _CKPT.fullmatch(url)):
         raise ProtocolError(f"ckpt is {url[:80]!r}: it must be http://host:port or https://host:port")
 

@@ -1,5 +1,5 @@
-"""The addresses that the lighthouse may ask: those from which a job's processes connected, and networks that
-the operator allowed."""
+"""The addresses that the lighthouse may call: those from which a job's processes have connected, and networks
+that the operator allowed."""
 
 import asyncio
 import ipaddress
@@ -16,12 +16,12 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class HostNotAllowed(OSError):
-    """A name leads to no address that may be asked."""
+    """A name resolves to no address that the lighthouse may call."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedHosts:
-    """``networks`` may be asked whatever a process has connected from."""
+    """The lighthouse may always call addresses in ``networks``."""
 
     networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
 
@@ -36,19 +36,20 @@ class AllowedHosts:
             ) from error
 
     def allow(self, address: str, sources: Iterable[str]) -> bool:
-        """Whether ``address`` may be asked for processes that have connected from ``sources``."""
+        """Whether the lighthouse may call ``address`` for processes that have connected from ``sources``."""
         asked = _address(address)
         if asked is None:
             return False
         if any(asked in network for network in self.networks):
             return True
         came = [_address(source) for source in sources]
-        # A process that connects over loopback runs on this host; each address of the host may be its own.
+        # A process that connects over loopback runs on this host, so it may listen on each address of this
+        # host.
         return asked in came or (any(x is not None and x.is_loopback for x in came) and _is_this_host(asked))
 
 
 class ConfinedResolver(AbstractResolver):
-    """Resolves names to allowed addresses only, so that the address that was checked is the one dialled."""
+    """Resolves names to allowed addresses only, so that the client dials the address that was checked."""
 
     def __init__(self, hosts: AllowedHosts, sources: Iterable[str]) -> None:
         self._hosts = hosts
@@ -58,7 +59,7 @@ class ConfinedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Raises NotThere where the name leads elsewhere."""
+        """Resolve ``host``. Raises HostNotAllowed where no allowed address is found."""
         addresses = await self._names.resolve(host, port, family)
         may = [x for x in addresses if await asyncio.to_thread(self._hosts.allow, x["host"], self._sources)]
         if not may:
@@ -66,12 +67,12 @@ class ConfinedResolver(AbstractResolver):
         return may
 
     async def close(self) -> None:
-        """Do nothing: there is nothing open."""
+        """Do nothing: the resolver holds no resources."""
         await self._names.close()
 
 
 def is_address(text: str) -> bool:
-    """Whether it is an address, and no name."""
+    """Whether ``text`` is an IP address and not a name."""
     return _address(text) is not None
 
 
@@ -90,7 +91,7 @@ def _is_this_host(address: Address) -> bool:
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((str(address), 0))  # only an address of this host can be bound
+            probe.bind((str(address), 0))  # a socket binds only to addresses of its own host
         except OSError:
             return False
     return not address.is_unspecified

@@ -1,9 +1,9 @@
 """Finds the cause of a failure: probes the ranks concerned, and stores one diagnosis with the recovery
 record.
 
-A diagnosis begins when an eviction is pending or a member aborts, while the process is still there to be
-probed. A diagnosis also begins when members have waited long for one that is not evicted yet. No decision
-waits for it: the recovery record gets the diagnosis when it is ready.
+A diagnosis begins when an eviction is pending or a member aborts, while the process can still be probed. A
+diagnosis also begins when members have long waited for a member that is not evicted yet. No decision waits
+for a diagnosis: the recovery record gets it when it is ready.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from fabric.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-# So many diagnoses at a time in one job; further failures get none.
+# The most diagnoses at a time in one job; further failures get none.
 MOST_AT_ONCE = 4
-# Within this time the other members of an aborted round report, too.
+# The other members of an aborted round report their aborts within this time.
 _COMPANIONS_S = 0.1
 # A wait of this length, or of half the member's limit, is a stall to diagnose.
 STALLED_S = 10.0
@@ -37,14 +37,14 @@ Tell = Callable[[str, str, str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class FailureSnapshot:
-    """The leader and the epoch in which the failure happened; the epoch's view outlives that epoch."""
+    """The leader and the epoch at the time of the failure; the view stays valid after that epoch."""
 
     view: LeaderView
     record: Record
     epoch: EpochView
 
     def case(self, waited_for: str = "") -> Symptoms:
-        """Return the symptoms at this moment, with only the members that a symptom names."""
+        """Return the symptoms now, with only those members that a symptom names."""
         condemned, aborted = dict(self.epoch.pending_evictions), dict(self.epoch.aborted)
         if waited_for and waited_for not in condemned:
             condemned[waited_for] = "the others wait for it"
@@ -102,7 +102,7 @@ class DiagnosisTask:
         self._tasks = tasks
         self._tell = tell
         self._keep = keep
-        self._begun: set[int] = set()  # records with a diagnosis under way, done or skipped
+        self._begun: set[int] = set()  # ids of records with a diagnosis under way, done or skipped
         self._running = 0
         self._stalls: set[tuple[str, int]] = set()
         self._looked = 0.0
@@ -112,7 +112,7 @@ class DiagnosisTask:
         clock."""
         record = view.record
         if record is None or record.complete:
-            return  # members that end their links have finished; there is nothing to diagnose
+            return  # members close their links because they have finished, so there is no failure
         for recovery in changed:
             if recovery.id in self._begun or recovery.diagnosis is not None:
                 continue
@@ -175,6 +175,6 @@ class DiagnosisTask:
             await asyncio.sleep(_COMPANIONS_S)
         case = scene.case(waited_for)
         seen = await rank_probe.ask(scene.places(case.concerned(), self._peer_addresses), self._access)
-        # Later aborts, evictions and ends of processes count too.
+        # Aborts, evictions and ends of processes that happened during the probes count, too.
         diagnosis = diagnose(scene.case(waited_for), seen)
         return replace(diagnosis, t=time.time(), seconds=time.monotonic() - begun)

@@ -1,10 +1,10 @@
-"""The addresses that the sessions and trainer statuses of a job come from, as the kernel reports them.
+"""The addresses from which a job's sessions and trainer statuses come, as the kernel reports them.
 
-A member names the address of its checkpoint server. After a failure the lighthouse calls it, with the job's
-token. So the lighthouse calls only an address from which that member or its checkpoint server has connected.
+A member names the address of its checkpoint server. After a failure the lighthouse calls that address and
+shows the job's token. It does so only if that member or its checkpoint server has connected from there.
 Otherwise a member could make the lighthouse call any host in its network.
 
-A process also sends a secret, so that another owner of the job's token cannot take over its session.
+Each process also sends a secret, so that another process with the job's token cannot take over its session.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class PeerAddresses:
     _sources: dict[tuple[str, int], _Source] = field(default_factory=dict)
 
     def stranger(self, session: OpenSession) -> str:
-        """Return why this is not the process that it claims to be, or an empty string.
+        """Return why the session is not from the process that it claims, or an empty string.
 
         The incarnation alone proves nothing, because the job's status shows it.
         """

@@ -24,14 +24,15 @@ from fabric.lighthouse.diagnosis.allowed_hosts import (
 from fabric.lighthouse.diagnosis.verdict import RankProbe
 from fabric.runtime.http.tls import Tls
 
-# A trainer that holds the interpreter's lock is asked for a second; then a signal writes its stacks.
+# A trainer that holds the interpreter's lock does not answer within a second; then a signal writes its
+# stacks.
 ASK_S = 3.0
 MAX_RANKS = 16
 MAX_ANSWER_BYTES = 256 * 1024
 _LAST_COLLECTIVES = 100
 _MAX_FRAMES = 50
-# A parsed answer may take many times its size in memory. So a thread parses one answer after the other, and
-# keeps so many values of each at most.
+# A parsed answer may take many times its size in memory. So one thread parses all answers in turn, and keeps
+# a bounded number of values of each.
 _parser = ThreadPoolExecutor(1, "fabric-inquiry")
 _MAX_VALUES = 20_000
 _MAX_DEPTH = 12
@@ -50,14 +51,14 @@ class ProbeTarget:
     replica: str
     rank: int
     url: str  # the base URL of its checkpoint server, as the member names it
-    hosts: frozenset[str] = frozenset()  # from which its processes have connected
-    is_trusted: bool = False  # it showed the lighthouse's own token
+    hosts: frozenset[str] = frozenset()  # the addresses from which its processes have connected
+    is_trusted: bool = False  # whether the member showed the lighthouse's own token
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeAccess:
     """The credentials for checkpoint servers: the job's token, and certificates where TLS is configured.
-    ``hosts``: where they may be besides the addresses that they have connected from."""
+    ``hosts``: the networks where they may be, besides the addresses from which they have connected."""
 
     token: str | None = None
     tls: Tls = field(default_factory=Tls)
@@ -69,8 +70,8 @@ async def ask(
 ) -> list[RankProbe]:
     """Probe up to MAX_RANKS ranks within ``ask_s`` seconds.
 
-    ``access_to`` gets whether a member showed the lighthouse's own token. It is called now, because tokens
-    change.
+    ``access_to`` is called with whether a member showed the lighthouse's own token. It is called for each
+    probe, because tokens change.
     """
     return list(
         await asyncio.gather(
@@ -119,7 +120,7 @@ async def _get(
     """Return the JSON object at ``url``, or ``{"error": why}``."""
     try:
         host = URL(url).host or ""
-        # The library does not resolve an address.
+        # The library does not pass an IP address to the resolver, so it is checked here.
         if is_address(host) and not hosts.allow(host, where.hosts):
             raise HostNotAllowed(host)
         async with asyncio.timeout(ask_s), client.get(url, allow_redirects=False) as answer:
@@ -141,7 +142,7 @@ async def _get(
 
 
 def _parse(data: bytes) -> Any:
-    """Parse an answer, bounded in its values and its depth."""
+    """Parse an answer; the numbers of its values and levels are bounded."""
     return _kept(json.loads(data), [_MAX_VALUES], _MAX_DEPTH)
 
 

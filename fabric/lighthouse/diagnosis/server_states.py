@@ -1,5 +1,5 @@
-"""Trouble of checkpoint servers: a server is silent although its trainer speaks, or durable checkpoints fail.
-An event says when the trouble begins and when it is over."""
+"""Faults of checkpoint servers: a server is silent although its trainer sends heartbeats, or durable
+checkpoints fail. An event says when a fault begins and when it ends."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from fabric.protocol.leader.liveness import LastStatus
 from fabric.protocol.leader.view import LeaderView, LivenessView
 from fabric.protocol.messages.network import TrainerStatus
 
-# A status comes every quarter of a second, in large jobs every second.
+# A server sends a status every quarter of a second, in large jobs every second.
 SILENT_S = 5.0
 
 
@@ -24,7 +24,7 @@ class HeardStatus:
 @dataclass(slots=True)
 class CheckpointServers:
     """The checkpoint servers of one job. ``failing``: why a replica's last durable checkpoint was not
-    written, until a replica writes one."""
+    written; cleared when a replica writes a checkpoint."""
 
     failing: dict[str, str] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
@@ -61,7 +61,8 @@ class CheckpointServers:
 
 
 def silence(liveness: LivenessView, member: Member, now: float) -> str:
-    """Say that a checkpoint server of this member is silent while its trainer speaks, or return empty."""
+    """Say that a checkpoint server of this member is silent while its trainer sends heartbeats, or return
+    empty."""
     peer = liveness.peers.get(member.replica)
     if peer is None or not peer.connected or peer.incarnation != member.incarnation:
         return ""

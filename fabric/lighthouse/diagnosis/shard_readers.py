@@ -1,5 +1,5 @@
-"""Which member reads and computes which shards of data that only some replicas can read, and which shards are
-down to their last reader."""
+"""For data that only some replicas can read: which member reads and computes which shards, and which shards
+have only one reader left."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,16 +14,16 @@ _LOSSES = {
     "shrink": "its part of each step is skipped",
     "stop": "the job stops",
 }
-_NAMED = 4  # so many shards are named in a sentence, the rest counted
+_NAMED = 4  # a sentence names so many shards and counts the others
 
 
 def shard_readers(record: Record | None) -> dict[str, Any] | None:
     """Return SPARe's layout in this epoch as JSON values; None where every replica can read all data.
 
     ``redundancy``: how many data slots read each shard. ``depth``: how many parts the busiest member
-    computes. ``last_reader``: the replica by shard number, where one member is left that reads the shard.
-    ``lost``: the shards that no member can read. ``warning``: a sentence on the shards with one reader left,
-    empty where there are none or the redundancy is 1.
+    computes. ``last_reader``: shard number -> replica, for each shard that only one member reads. ``lost``:
+    the shards that no member can read. ``warning``: a sentence on the shards with one reader, empty where
+    there are none or the redundancy is 1.
     """
     if record is None or not record.sharing.readers:
         return None

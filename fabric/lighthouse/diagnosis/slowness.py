@@ -1,8 +1,8 @@
-"""The replicas of a job that are slow, found from the times in their heartbeats, and what would help.
+"""Finds slow replicas of a job from the times in their heartbeats, and the shares of work that would help.
 
-Times count only while the job runs undisturbed: not from a member that joins or stands by, nor while another
-joins, nor from the first step of an epoch. A member that may have failed is neither accused nor compared
-with.
+Times count only while the job runs undisturbed: not from a joining member or a spare, not while another
+member joins, and not from the first step of an epoch. A member that may have failed is left out of the
+comparison.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,18 @@ from fabric.protocol.rules.assignment import apportion
 
 OFF = "off"
 WHOLE_JOB = ""  # the name that stands for all replicas
-# A replica that costs a step less than this is not worth a word: on a shared host, work of others costs more.
+# A replica that makes a step longer by less than this is not reported: on a shared host other work costs
+# more.
 FLOOR_S = 0.02
 REPLAN = 1.25  # the advice stays while the replicas are slow by about the same factor
-# The layout of every replica, as far as the shares are concerned.
+# A layout of one rank and one layer: to compute shares no other detail is needed.
 _LAYOUT = StageLayout(((0,),), (1,))
 _CUT = ModelCut(1, can_repartition=False, can_resize=False)
 
 
 @dataclass(frozen=True, slots=True)
 class SlownessEvent:
-    """Something to tell people."""
+    """A change that people should see in the job's events."""
 
     kind: str
     about: str
@@ -44,7 +45,7 @@ class Advice:
     """The shares that would help, and why."""
 
     micro_batches: Mapping[str, int]  # by replica, of the whole step
-    gain: float  # throughput, as a share
+    gain: float  # of throughput, as a share
     reason: str
 
 
@@ -54,7 +55,7 @@ class SlownessWatch:
     def __init__(self) -> None:
         self._detector = JobDetector(floor_s=FLOOR_S)
         self._damping, self._job_damping = Damping(), Damping()
-        self._newest_step = 0  # of the times that counted
+        self._newest_step = 0  # of the times that were used
         self._epochs: dict[str, int] = {}  # replica -> the epoch of its newest times
         self._record: Record | None = None
         self._is_settled = False  # whether no member of the record is joining
@@ -65,12 +66,12 @@ class SlownessWatch:
 
     @property
     def slow(self) -> Mapping[str, Slowdown]:
-        """The slowdowns of now, by replica; by the empty name where the whole job is slow."""
+        """The present slowdowns by replica; WHOLE_JOB where the whole job is slow."""
         return self._slow
 
     @staticmethod
     def mode(view: LeaderView) -> str:
-        """The mode that the job wants: what its most senior member says."""
+        """The mode of the job, as its most senior member sets it."""
         record = view.record
         for member in record.roster if record is not None else ():
             if (peer := view.peers.get(member.replica)) is not None:
@@ -87,7 +88,7 @@ class SlownessWatch:
         if newest != beat.epoch or beat.busy:
             return
         if not self._newest_step - MOST_BEHIND < beat.step <= self._newest_step:
-            self._newest_step = beat.step  # far below it, the job has begun again
+            self._newest_step = beat.step  # a much lower step: the job has begun again
         self._detector.observe(replica, incarnation, beat.step, _work(times), times.compute_s)
 
     def _counts(self, record: Record, replica: str, incarnation: int) -> bool:
@@ -98,14 +99,14 @@ class SlownessWatch:
         return self._is_settled and record.lists(replica, incarnation)
 
     def look(self, view: LeaderView, now: float) -> list[SlownessEvent]:
-        """Judge again; return what is new."""
+        """Judge all replicas again; return the new events."""
         record = view.record
         if record is None or view.is_complete or self.mode(view) == OFF:
             self._slow, self._planned, self._advice = {}, {}, None
             return []
         failed = {m.replica for m in record.roster if view.liveness.failure_reason(m, now)}
         before, slowdowns = self._slow, {x.replica: x for x in self._detector.slowdowns(failed)}
-        # Slow moments of the whole job must not delay the name of a slow replica.
+        # A short slowdown of the whole job must not delay the report of a slow replica.
         lasting = self._damping.admit(slowdowns.keys() - {WHOLE_JOB}, self._newest_step)
         lasting |= self._job_damping.admit(slowdowns.keys() & {WHOLE_JOB}, self._newest_step)
         self._slow = {name: slowdown for name, slowdown in slowdowns.items() if name in lasting}
@@ -122,13 +123,14 @@ class SlownessWatch:
         return events + self._notes_of(self._detector.speeds()) + self._advise(view, record, failed)
 
     def _notes_of(self, speeds: Sequence[ReplicaSpeed]) -> list[SlownessEvent]:
-        """Say once of each replica that its declared work is of no use."""
+        """Report once for each replica that its declared work does not predict its times."""
         fresh = [x for x in speeds if x.note and x.replica not in self._notes]
         self._notes.update(x.replica for x in fresh)
         return [SlownessEvent("work ignored", x.replica, x.note) for x in fresh]
 
     def _advise(self, view: LeaderView, record: Record, failed: set[str]) -> list[SlownessEvent]:
-        """Plan shares for the slow replicas; again where others are slow, or by another factor."""
+        """Plan shares for the slow replicas; plan again when other replicas are slow or a factor has
+        changed."""
         factors = {x.replica: x.factor for x in self._slow.values() if x.scope is not Scope.JOB}
         is_planned = factors.keys() == self._planned.keys() and all(
             1 / REPLAN <= factor / self._planned[name] <= REPLAN for name, factor in factors.items()
@@ -188,7 +190,7 @@ class SlownessWatch:
 
 
 def _work(times: StepTimes) -> WorkAmount:
-    """The work of a step; an older version says only what is declared, which was the number of samples."""
+    """The work of a step; an older version sends only the declared work, which was the number of samples."""
     tokens = sum(times.work.values())
     if not times.micro_batches:
         return WorkAmount(tokens, 0.0, tokens, len(times.work))

@@ -14,12 +14,12 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages.network import Heartbeat, HeartbeatAck, LeaderMessage
 from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_data
 
-_NAMED = 8  # replicas named in a sentence; the rest is counted
-# Members wait for each other in every step; a longer wait is worth a sentence.
+_NAMED = 8  # a sentence names so many replicas and counts the others
+# Members wait for each other in every step; only a longer wait is reported.
 _WORTH_S = 1.0
-# After this time without a commit every wait is worth a sentence.
+# After this time without a commit every wait is reported.
 _LONG_S = 3.0
-# The period of this sentence for members. To find it the leader looks at every member.
+# The leader computes the sentence for members this often, because it must look at every member.
 _LOOK_S = 1.0
 
 
@@ -38,9 +38,9 @@ def numbers(asked: io.Operator) -> str:
 
 
 def others(replica: str, sessions: Collection[str], record: Record | None, allowed: int) -> int:
-    """Count the other replicas of the job; 0, without counting, for a member of a roster within the limit.
+    """Count the other replicas of the job. A member of a roster within the limit needs no count and gets 0.
 
-    Thousands of sessions open within seconds, and most are of members.
+    This saves time, because thousands of sessions open within seconds, and most belong to members.
     """
     members = len(record.roster) if record is not None else 0
     if len(sessions) + members < allowed:
@@ -53,7 +53,8 @@ def others(replica: str, sessions: Collection[str], record: Record | None, allow
 def no_room(job: str, replica: str, others: int, needed: int, allowed: int) -> str:
     """Return why ``replica`` gets no session, or an empty string.
 
-    Either the ``others`` fill the ``allowed`` places, or it needs more replicas than are ``allowed``.
+    Either the ``others`` fill the ``allowed`` places, or the replica needs more replicas than are
+    ``allowed``.
     """
     if others >= allowed:
         return (
@@ -136,7 +137,7 @@ def _waiting_to_start(view: LeaderView, now: float) -> str:
 
 
 def _waiting_in_epoch(view: LeaderView, record: Record, now: float) -> str:
-    """Describe the first outstanding condition; later ones depend on earlier ones."""
+    """Describe the first condition that is not met; later conditions depend on it."""
     for look in (
         _waiting_to_evict,
         _waiting_to_form_again,
@@ -232,7 +233,7 @@ def _waiting_for_data(_: LeaderView, record: Record, _now: float) -> str:
 
 
 def _waiting_to_end(view: LeaderView, record: Record, now: float) -> str:
-    """Describe the members for whose end finished members wait."""
+    """Describe the members that have not finished, for which the finished members wait."""
     late = [x.replica for x in record.roster if x.replica not in view.finished and not x.leaving]
     if not view.finished or not late:
         return ""
@@ -250,7 +251,7 @@ def _beats(view: LeaderView, record: Record) -> dict[str, Heartbeat]:
 
 
 def _waiting_to_link(view: LeaderView, record: Record, now: float) -> str:
-    """Describe members whose links of this epoch are not up after long; they cannot contribute yet."""
+    """Describe members whose links of this epoch take long to connect; they cannot contribute yet."""
     since = max(view.epoch.since, view.epoch.decided_at)
     if now - since < _WORTH_S:
         return ""
@@ -273,7 +274,7 @@ def _waiting_in_exchange(view: LeaderView, record: Record, now: float) -> str:
 
 
 def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
-    """Describe a long wait in the exchange for a member that has not come."""
+    """Describe a long wait in the exchange for a member that has not entered it."""
     awaited = []
     for name, (step, since) in view.awaited_in_step.items():
         peer = view.peers.get(name)
@@ -281,13 +282,13 @@ def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
             continue
         if peer.step <= step and now - since >= _WORTH_S:
             awaited.append((since, name, step))
-    # A member that has come since is missing in every newest heartbeat.
+    # A member that has entered it meanwhile is no longer awaited in the newest heartbeats.
     beats = [peer.beat for peer in view.peers.values() if awaited and peer.connected and peer.beat]
     named = {(name, beat.step) for beat in beats for name in beat.waiting_for}
     awaited = [(since, name, step) for since, name, step in awaited if (name, step) in named]
     if not awaited:
         return ""
-    # User code explains more than a link does.
+    # A member that is still in user code explains the wait better than a slow link.
     absent = [x for x in awaited if not _is_back(view.peers[x[1]], x[2])]
     if not absent:
         return _waiting_for_bytes(view, awaited, now)
@@ -304,12 +305,12 @@ def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
 
 
 def _is_back(peer: Peer, step: int) -> bool:
-    """Whether its main thread has returned from user code in this step, and waits."""
+    """Whether the member's main thread has returned from user code in this step and waits."""
     return peer.beat is not None and peer.beat.step == step and peer.beat.waits and not peer.beat.busy
 
 
 def _waiting_for_bytes(view: LeaderView, stalls: list[tuple[float, str, int]], now: float) -> str:
-    """Describe awaited members that have come and wait too: their bytes have not arrived."""
+    """Describe awaited members that have entered the exchange and wait, too: their bytes have not arrived."""
     since, _, step = min(stalls)
     missed = {name for _, name, _ in stalls}
     links = [
@@ -326,7 +327,8 @@ def _waiting_for_bytes(view: LeaderView, stalls: list[tuple[float, str, int]], n
 
 
 def _heard(view: LeaderView, names: list[str], since: float | None, now: float) -> str:
-    """Say when the longest silent of ``names`` was heard, and how long the others wait for it.
+    """Say when the lighthouse last heard the member of ``names`` that is silent for longest, and how long the
+    others wait for it.
 
     ``since``: when the wait began; None for a wait without a bound.
     """

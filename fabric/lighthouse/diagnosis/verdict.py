@@ -1,8 +1,8 @@
-"""One verdict on a failure, from the leader's symptoms and the probes of ranks. Pure.
+"""Judges a failure from the leader's symptoms and the probes of ranks. Pure.
 
-Each verdict asks a person for another act. Continue or replace a stopped process. Look at the code of a rank
-that did not come. Mend a program whose ranks call different operations. Look at a network. Any other failure
-is unknown, and the diagnosis shows all probes.
+Each verdict asks a person to act in its own way: continue or replace a stopped process, look at the code of a
+rank that did not enter the exchange, mend a program whose ranks call different operations, or look at a
+network. Any other failure is unknown, and the diagnosis shows all probes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,12 +20,12 @@ CUT_LINK = "cut link"
 UNKNOWN = "unknown"
 VERDICTS = (STOPPED, ABSENT, MISMATCH, SLOW_LINK, CUT_LINK, UNKNOWN)
 
-# Bounds for each rank: a recovery record stays small.
+# Bounds for each rank keep a recovery record small.
 _FRAMES = 10
 _FRAME_CHARACTERS = 120
 _SENTENCE = 300
 _NAMED = 100
-# Operations whose sizes may differ from rank to rank.
+# Operations whose sizes may differ between ranks.
 _UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
 
 
@@ -39,7 +39,8 @@ class Symptoms:
     processes: Mapping[str, str]  # replica -> running, stopped, gone, silent or unknown
 
     def concerned(self) -> tuple[str, ...]:
-        """Replicas to probe: those to be evicted, else those that other members waited for or blamed."""
+        """Replicas to probe: those with a pending eviction, else those that other members waited for or
+        blamed."""
         if self.condemned:
             return tuple(sorted(self.condemned))
         names = [*self.stuck(), *(a.about for a in self.aborted.values())]
@@ -47,7 +48,7 @@ class Symptoms:
         return tuple(dict.fromkeys(name for name in names if name in self.names))
 
     def stuck(self) -> tuple[str, ...]:
-        """Replicas that other members wait for in a stalled round, and that wait for none.
+        """Replicas that other members wait for in a stalled round, and that wait for no other replica.
 
         A replica that aborted was in the exchange: a round stalls only when every member is in it.
         """
@@ -59,18 +60,18 @@ class Symptoms:
 
 @dataclass(frozen=True, slots=True)
 class RankProbe:
-    """One rank as its checkpoint server showed it."""
+    """The state of one rank, from its checkpoint server."""
 
     replica: str
     rank: int = 0
     process: str = "unknown"  # the state of the process, as the kernel reports it
     pid: int = 0
-    says: Mapping[str, Any] | None = None  # the process's own answer; None: it did not answer
+    says: Mapping[str, Any] | None = None  # the process's own answer; None: it gave none
     how: str = ""  # how the stack was read
     main: Sequence[str] = ()  # the main thread's stack, innermost first
     kernel: str = ""  # the kernel function that the main thread sleeps in
     flight: Sequence[Mapping[str, Any]] = ()  # torch's recorded collectives
-    problem: str = ""  # why something is missing
+    problem: str = ""  # why a part of the probe is missing
 
     @property
     def name(self) -> str:
@@ -78,7 +79,7 @@ class RankProbe:
 
     @property
     def has_come(self) -> bool:
-        """Whether it says that it has contributed to the round, or that it has no round."""
+        """Whether the process says that it has contributed to the round, or that it is in no round."""
         if self.says is None:
             return False
         round_ = self.says.get("round")
@@ -106,8 +107,8 @@ class RankProbe:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``verdict`` is one of VERDICTS, ``about`` the replicas it is about, ``why`` a sentence. ``t``: when it
-    was made, Unix seconds; ``seconds``: how long asking took."""
+    """``verdict`` is one of VERDICTS, ``about`` names the replicas, ``why`` is a sentence. ``t``: when the
+    diagnosis was made, Unix seconds; ``seconds``: how long the probes took."""
 
     verdict: str
     about: tuple[str, ...]
@@ -128,7 +129,7 @@ class Diagnosis:
 
 
 def diagnose(case: Symptoms, seen: Sequence[RankProbe]) -> Diagnosis:
-    """Return the first verdict that symptoms and probes support; the most certain rules come first."""
+    """Return the first verdict that symptoms and probes support; the most certain rule is tried first."""
     for rule in (
         _stopped,
         _mismatched,
@@ -203,7 +204,7 @@ def _cut_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
 
 
 def _behind_in_collectives(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """Judge: a rank has not come to a collective in which another rank of its replica waits."""
+    """Judge: a rank has not entered a collective in which another rank of its replica waits."""
     for first, second in [*_pairs(seen), *((b, a) for a, b in _pairs(seen))]:
         there = {_key(entry) for entry in second.flight}
         missing = [e for e in first.flight if not _is_done(e) and _key(e) not in there]
@@ -214,7 +215,7 @@ def _behind_in_collectives(case: Symptoms, seen: Sequence[RankProbe]) -> Finding
 
 
 def _slow_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """Judge: every process concerned runs and is in the exchange, and bytes did not come."""
+    """Judge: every probed process runs and is in the exchange, but bytes do not arrive."""
     if case.condemned:
         return None
     complaints = {name: a for name, a in case.aborted.items() if a.about and a.about in case.names}
@@ -233,13 +234,13 @@ def _slow_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
 
 
 def _did_not_come(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """Judge: a process runs and the others wait for it; its main thread shows why."""
+    """Judge: a process runs but has not entered the exchange; its main thread shows why."""
     absent = [
         probe
         for probe in seen
         if probe.replica in (*case.stuck(), *case.condemned) and probe.process == "running"
     ]
-    # Of several ranks, first the one that no other rank holds up.
+    # A rank that no other rank holds up is judged first.
     for probe in [*(x for x in absent if not x.flight or all(map(_is_done, x.flight))), *absent]:
         if not probe.main and not probe.kernel:
             continue
@@ -264,7 +265,7 @@ def _at(probe: RankProbe) -> str:
 
 
 def _pairs(seen: Sequence[RankProbe]) -> Iterable[tuple[RankProbe, RankProbe]]:
-    """Pair the ranks of one replica that have recorded collectives, each with the next."""
+    """Pair each rank that has recorded collectives with the next such rank of its replica."""
     by_replica: dict[str, list[RankProbe]] = {}
     for probe in seen:
         by_replica.setdefault(probe.replica, []).append(probe)

@@ -1,1 +1,1 @@
-"""Which lighthouse leads, and how it writes to the store."""
+"""The election of the leader, and its writes to the store."""

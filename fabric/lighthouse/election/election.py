@@ -1,19 +1,19 @@
 """Election of the leader: a queue of keys in the store, one per candidate, each under the candidate's lease.
 
-The candidate with the lowest create revision leads. The others wait in line and renew their leases. When the
-leader's key goes, the next candidate leads at once: no election, no write, one message from the store.
+The candidate whose key has the lowest create revision leads. The others wait and renew their leases. When the
+leader's key disappears, the next candidate leads at once: it needs one message from the store, and no write.
 
-The lease is only a hint, so two rules make a leader safe. It stops when its lease may have ended: it counts
-the time on its own clock, from before each renewal, with a margin. And the create revision of its key guards
-every write (``Term.guard``). So a leader that was stopped, or whose clock is wrong, can change nothing once
-its key is gone, and no other candidate leads before that.
+The lease is only a hint, so two rules make a leader safe. First, a leader stops when its lease may have
+ended. It measures that on its own clock from before each renewal, with a margin. Second, the create revision
+of its key guards every write (``Term.guard``). So once its key is gone, a leader can change nothing, even if
+it was suspended or its clock is wrong. No other candidate leads while the key exists.
 
 A lease outlives its key where a person deletes the key or empties the store. So a leader watches its own key
-too. Every candidate reads the store's id when it enters the line: an emptied store has another id.
+too. Every candidate reads the store's id before it creates its key: an emptied store has another id.
 
-Thousands of sessions that come back at once keep the loop busy for seconds, just when losing the lead would
-cost most. So a thread with its own handle on the store renews the lease. A loop that is stuck must not lead
-for ever: the thread renews only while the loop turns.
+When thousands of sessions reconnect at once, the event loop is busy for seconds, and losing the lead would
+then cost most. So a thread with its own handle on the store renews the lease. A process whose loop is stuck
+must not lead for ever, so the thread renews only while the loop turns.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
-# The part of the lease, and at most so many seconds, by which a leader stops before its lease can end.
+# A leader stops before its lease can end: by this share of the lease, but at most so many seconds.
 MARGIN_SHARE = 0.2
 MARGIN_MOST_S = 1.0
 _REVOKE_S = 1.5
-# So many leases without a turn of the loop, and its lease is not renewed any more.
+# After so many leases without a turn of the loop, the thread no longer renews the lease.
 STUCK_LEASES = 3.0
 _RETRY_S = (0.05, 1.0)
 _MAX_VALUE_BYTES = 4096
@@ -59,7 +59,7 @@ class Candidate:
 
 
 class Term:
-    """One term as the leader. Two threads share ``ends`` and ``turned``."""
+    """One term as the leader. The loop and the renewing thread share ``ends`` and ``turned``."""
 
     def __init__(
         self, store_id: str, guard: Compare, clock: Clock, resign: Callable[["Term", str], None]
@@ -82,7 +82,7 @@ class Term:
         return self.guard.key
 
     def in_force(self) -> bool:
-        """Whether the lease cannot have ended yet."""
+        """Whether the lease is certainly still valid."""
         return not self.is_over and self._clock() < self.ends
 
     def holds(self) -> bool:
@@ -101,7 +101,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class ElectionHooks:
-    """Called at once and in order."""
+    """The callbacks of an election; the loop calls them at once and in order."""
 
     elected: Callable[[Term], None]  # this process leads
     lost: Callable[[str], None]  # this process no longer leads, and why
@@ -110,7 +110,7 @@ class ElectionHooks:
 
 
 class Election:
-    """Stands for election until cancelled. ``leader`` is the candidate that the store named last.
+    """Stands for election until cancelled. ``leader`` is the leader as the store last named it.
 
     ``lease_store``: another handle on the store, for the thread that renews the lease. Without it (a store in
     memory) the loop renews.
@@ -140,7 +140,7 @@ class Election:
         self._said = ""
 
     async def run(self, url: str) -> None:
-        """Follow or lead, for ever. ``url`` is how others reach this process; the store is connected."""
+        """Follow or lead, for ever. ``url`` is the address at which others reach this process."""
         self.me = Candidate(self.me.id, url)
         self._side = BackgroundLoop("fabric-lease") if self._lease_store is not None else None
         try:
@@ -167,13 +167,13 @@ class Election:
         """The leader, if it is another process at another address.
 
         A process that was killed and started again at the same address finds its own URL in the store until
-        the old lease ends. A redirect there would be a circle.
+        the old lease ends. A redirect to that URL would never end.
         """
         leader = self.leader
         return leader if leader and leader.id != self.me.id and leader.url != self.me.url else None
 
     async def _stand(self) -> None:
-        """Enter the queue, wait for the turn, and lead while that lasts."""
+        """Enter the queue, wait until this candidate is first, and lead until its key is lost."""
         store_id = await settle_store_id(self._store)
         sent = self._clock()
         lease = await self._store.grant_lease(self._lease_s)
@@ -191,7 +191,8 @@ class Election:
                     await self._store.revoke(lease.id)
 
     async def _enter(self, lease: Lease, store_id: str) -> Term | None:
-        """Create this candidate's key, last in the line. Look up an unknown outcome; None: not there."""
+        """Create this candidate's key, last in the queue. If the write's outcome is unknown, look the key up;
+        return None if it does not exist."""
         key = f"{self.prefix}{lease.id:x}"
         value = json.dumps({"id": self.me.id, "url": self.me.url}).encode()
         try:
@@ -208,7 +209,7 @@ class Election:
         return Term(store_id, guard, self._clock, self._end)
 
     async def _hold(self, term: Term, lease: Lease, sent: float) -> None:
-        """Keep the place in the line until it is lost; lead from the moment when it is the first."""
+        """Keep the key in the queue until it is lost; lead once it is the first."""
         self._changed.clear()
         turn = asyncio.get_running_loop().create_task(self._await_turn(term))
         renewals = self._start_renewals(term, lease, sent)
@@ -239,13 +240,14 @@ class Election:
         return asyncio.wrap_future(self._side.start(self._renew_aside(term, lease, sent, self._lease_store)))
 
     async def _await_turn(self, term: Term) -> None:
-        """Return when no key in the line is older than mine. Raises LeaseGone when mine is not there."""
+        """Return when no key in the queue is older than this candidate's. Raises LeaseGone when its key is
+        gone."""
         while True:
             entries, revision = await self._store.list(self.prefix)
             line = {kv.key: kv for kv in entries}
             if self._learn(line, term):
                 return
-            with suppress(Compacted):  # the watch came too late: look again
+            with suppress(Compacted):  # the watch began too late: read the queue again
                 async with aclosing(self._store.watch(self.prefix, revision + 1)) as events:
                     async for event in events:
                         if event.kind == "put":
@@ -259,7 +261,8 @@ class Election:
     async def _await_loss(self, term: Term, turn: "asyncio.Task[None]", pause_s: float) -> str:
         """Return a sentence once the key of this term is gone.
 
-        A store that does not answer is asked again. The lease bounds how long a leader does without it.
+        It asks again a store that does not answer. The lease bounds how long a leader can lead without the
+        store.
         """
         await asyncio.wait({turn})
         gone = (
@@ -278,7 +281,7 @@ class Election:
             await asyncio.sleep(pause_s)
 
     def _learn(self, line: Mapping[str, KeyValue], term: Term) -> bool:
-        """Take the leader from the line as it stands; return whether that is me."""
+        """Note which candidate is first in the queue; return whether it is this one."""
         if term.key not in line:
             raise LeaseGone(f"the key {term.key} is gone, and with it the place in the line: start over")
         first = min(line.values(), key=lambda kv: kv.create_revision)
@@ -303,23 +306,23 @@ class Election:
         self._hooks.elected(term)
 
     async def _renew_aside(self, term: Term, lease: Lease, sent: float, store: Store) -> str:
-        """Renew in the thread, which may touch nothing of the loop's but ``term``."""
+        """Renew in the thread, which may touch no object of the loop except ``term``."""
         try:
             return await self._renew(term, lease, sent, store)
         finally:
             await store.close()
 
     async def _renew(self, term: Term, lease: Lease, sent: float, store: Store) -> str:
-        """Renew the lease in time until it is gone; returns the sentence of that."""
+        """Renew the lease in time until it is lost; return a sentence that says why."""
         logged, connected = "", store is self._store
         renew = sent + lease.ttl_s / 3
-        # At once: at the first renewal there may be no descriptor left for it.
+        # Connect at once: at the first renewal no file descriptor may be left.
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(max(0.0, renew - self._clock())):
                 if not connected:
                     await store.connect()
                     connected = True
-        # Not for ever, also where a cancellation got lost among timeouts that ended at the same moment.
+        # The check ends the loop even if a cancellation was lost because timeouts ended at the same moment.
         while not term.is_over:
             await asyncio.sleep(max(0.0, renew - self._clock()))
             sent = self._clock()
@@ -343,7 +346,7 @@ class Election:
             if why and why != logged:
                 log.warning("election: %s", why)
             logged = why
-            # After a failure ask the store more often, because the lease runs out.
+            # After a failure renew more often, because the lease runs out.
             renew = sent + lease.ttl_s / (20 if why else 3)
         return "its term is over"
 
@@ -384,7 +387,7 @@ def _margin(ttl_s: float) -> float:
 
 
 def _candidate(value: bytes) -> Candidate | None:
-    """Return the candidate that the key's value names, or None for a value that no lighthouse wrote."""
+    """Return the candidate in the key's value, or None for a value that no lighthouse wrote."""
     if len(value) > _MAX_VALUE_BYTES:
         return None
     try:

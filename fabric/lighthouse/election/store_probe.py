@@ -1,7 +1,7 @@
 """Whether the store takes writes: a full store answers every read and refuses every write.
 
 The probe is a write whose guard can never hold. A store that takes writes says that the guard failed, and
-changes nothing. A full store refuses, because it looks at its room first.
+changes nothing. A full store refuses the write before it looks at the guard.
 """
 
 import asyncio
@@ -19,7 +19,8 @@ _NEVER = (1 << 62) - 1
 
 @dataclass(slots=True)
 class WriteProbe:
-    """``refusal``: the store's sentence when it refused last; empty while it takes writes or is away."""
+    """``refusal``: the store's message if it refused the last probe; empty if it took the probe or did not
+    answer."""
 
     store: Store
     key: str
@@ -28,20 +29,20 @@ class WriteProbe:
     refusal: str = ""
 
     async def watch(self) -> None:
-        """Ask again and again, until cancelled."""
+        """Probe again and again, until cancelled."""
         while True:
             await self.ask()
             await asyncio.sleep(self.every_s)
 
     async def ask(self) -> str:
-        """Ask once; returns the refusal."""
+        """Probe once; return the refusal."""
         logged = self.refusal
         try:
             async with asyncio.timeout(self.answer_s):
                 await self.store.commit([Compare(self.key, create_revision=_NEVER)], [Put(self.key, b"")])
             self.refusal = ""
         except (StoreUnavailable, StoreIndefinite, TimeoutError):
-            pass  # whether it can be reached is asked elsewhere, more often
+            pass  # another check asks more often whether the store can be reached
         except StoreError as error:
             self.refusal = str(error)
         if bool(self.refusal) != bool(logged):

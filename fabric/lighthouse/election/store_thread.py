@@ -1,8 +1,8 @@
-"""Writes to the store from a thread of their own.
+"""Writes to the store from a separate thread.
 
-A write takes eight turns of an event loop: connect, send, hear the answer, hand it on. With 10,000 sessions a
-turn of the lighthouse's loop takes some 50 ms. So an epoch was in the store long before its members heard of
-it. From this thread a write costs one turn of that loop.
+A write takes eight turns of an event loop, to connect, send, and read the answer. With 10,000 sessions a turn
+of the lighthouse's loop takes some 50 ms. In that loop, an epoch would be in the store long before its
+members hear of it. From this thread a write costs one turn of that loop.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ Commit = Callable[[Sequence[Compare], Sequence[Operation]], Awaitable[int | None
 
 
 class StoreThread:
-    """``store``: this thread's own handle, connected with the first write."""
+    """``store``: this thread's own handle; the first write connects it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -43,7 +43,7 @@ class StoreThread:
         except (StoreUnavailable, StoreIndefinite, LeaseGone):
             raise
         except StoreError:
-            # It may be another store by now (wiped, or replaced), which a handle refuses for ever.
+            # The store may have been wiped or replaced; a connected handle refuses another store for ever.
             self._is_connected = False
             await self._store.close()
             raise

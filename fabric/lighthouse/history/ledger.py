@@ -3,13 +3,14 @@
 - *training*: steps are committed by as many members as the job starts with;
 - *degraded*: steps are committed by fewer;
 - *recovering*: from the detection of a failure to the next committed step;
-- *stalled*: no step for longer than ten times the usual (at least 10 s; ten minutes while no usual is known),
-  whatever the reason, an evaluation included.
+- *stalled*: no step for longer than ten usual steps (at least 10 s; ten minutes while the usual step is
+  unknown), whatever the reason, an evaluation included.
 
 Every second of a job that has begun and is neither complete nor failed has exactly one state. The time since
-the newest step is counted when the next step comes, or when it is a stall, so sums only grow. A step counts
-when the lighthouse hears of it. A new leader goes on from the stored sums. When it has heard a member it
-counts the time between: in the stored state if steps were committed about as often as usual, else as stalled.
+the newest step is counted when the next step comes, or when it has become a stall. So sums only grow. A step
+counts when the lighthouse hears of it. A new leader goes on from the stored sums. After its first message
+from a member it counts the time since they were stored: in the stored state if steps were committed about as
+often as usual, else as stalled.
 """
 
 from collections import deque
@@ -43,14 +44,14 @@ class JobSample:
 
 @dataclass(slots=True)
 class GoodputLedger:
-    """Call ``observe`` now and then; ``seconds`` are the sums by state. Times are monotonic seconds."""
+    """Call ``observe`` regularly; ``seconds`` are the sums by state. Times are monotonic seconds."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
     state: str = ""  # empty while nothing is counted
-    _counted: float = 0.0  # up to when
+    _counted: float = 0.0  # the time up to which all is counted
     _generation: int = 0
     _step: int = -1
-    _stepped: float = 0.0  # when that step was first seen
+    _stepped: float = 0.0  # when the newest step was first seen
     _begun: float = 0.0
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
@@ -66,10 +67,10 @@ class GoodputLedger:
             self._counted = self._stepped = self._begun = now
         if look.generation != self._generation:  # a cold start goes on from an earlier step
             self._generation, self._step = look.generation, -1
-        # The first step heard may have been committed long ago.
+        # The first step that is reported may have been committed long ago.
         stepped = look.step > self._step >= 0
         if look.is_recovering:
-            # The time before the failure keeps its state: the step under way is not lost.
+            # The time before the failure keeps its state, because the current step is not lost.
             self._count(self.state, now)
             self.state, self._stepped = RECOVERING, now
         elif stepped or self.state == RECOVERING:
@@ -80,7 +81,7 @@ class GoodputLedger:
         self._step = max(self._step, look.step)
 
     def _stands_still(self, look: JobSample, now: float) -> bool:
-        if look.step < 0:  # nobody is back to tell of steps
+        if look.step < 0:  # no member has reported a step yet
             return now - self._begun > UNKNOWN_STALL_S
         return now - self._stepped > self.stall_s
 
@@ -88,7 +89,7 @@ class GoodputLedger:
         if self.state in (TRAINING, DEGRADED):
             step_s = (now - self._stepped) / (look.step - self._step)
             if step_s > self.stall_s:
-                self.state = STALLED  # across a fail-over: nobody looked while it lasted
+                self.state = STALLED  # no leader observed the job during the fail-over
             else:
                 self._usual.append(step_s)
         self._count(self.state, now)
@@ -96,14 +97,14 @@ class GoodputLedger:
 
     @property
     def stall_s(self) -> float:
-        """How long without a step is a stall."""
+        """The time without a step after which the job counts as stalled."""
         if len(self._usual) < _KNOWN:
             return UNKNOWN_STALL_S
         return max(LEAST_STALL_S, STALL_FACTOR * median(self._usual))
 
     @property
     def goodput(self) -> float | None:
-        """The part of the counted time that was training; None before there is any."""
+        """The part of the counted time that was training; None while no time is counted."""
         total = sum(self.seconds.values())
         return self.seconds[TRAINING] / total if total > 0 else None
 
@@ -146,7 +147,7 @@ class GoodputLedger:
             self.seconds[name] += value
         if not state or not self.state:
             return
-        # Under way then and now. The time between counts with the next step, or as a stall.
+        # The job ran then and runs now. The time between counts with the next step, or as a stall.
         gap = max(0.0, wall - t)
         self._counted = min(self._counted, now - gap)
         if self.state in (TRAINING, DEGRADED):

@@ -1,8 +1,8 @@
 """The cost of each failure: one recovery record per failure, filled in as the leader core learns of it.
 
 A record begins when an eviction is pending or a member aborts. It is complete when a step has been committed
-since and every lost replica is a member again. Times are Unix seconds as the lighthouse saw them: a heartbeat
-brings the news of the first step after a failure.
+after the failure and every lost replica is a member again. Times are Unix seconds at which the lighthouse
+learnt of the event: it learns of the first step after a failure from a heartbeat.
 """
 
 from collections.abc import Callable
@@ -14,46 +14,46 @@ from fabric.model import Record, incident_id_of
 from fabric.protocol.leader.view import EpochView, LeaderView
 from fabric.protocol.messages.wire import decode_value
 
-# So many of the newest are kept, in memory and in the store.
+# The number of newest records that are kept, in memory and in the store.
 CAPACITY = 200
-# A record names so many lost replicas and counts the rest. A record that names thousands would be too large
-# for a store, and each return would write it again.
+# A record names at most so many lost replicas and counts the others. A record with thousands of names would
+# be too large for a store, and each return of a replica would write it again.
 NAMED = 100
-# An open record is brought up to date after every event, or this often where members are many.
+# With more members than this, open records are updated at intervals and not after every event.
 _MANY = 100
 _LOOK_S = 0.05
 
 
 @dataclass(slots=True)
 class ReplicaReturn:
-    """The times of a lost replica on its way back; 0.0: not yet."""
+    """The times at which a lost replica came back; 0.0: not yet."""
 
-    started: float = 0.0  # a new process opened its session, or the lost one knows that it is outside
+    started: float = 0.0  # a new process opened its session, or the evicted process knows of its eviction
     has_state: float = 0.0
-    joined: float = 0.0  # its first round
+    joined: float = 0.0  # the time of its first round
 
 
 @dataclass(slots=True)
 class RecoveryRecord:
     """One recovery. Times are Unix seconds, 0.0 until they come."""
 
-    id: int  # of the event that began it
+    id: int  # the id of the event that began it
     kind: str  # death, abort or cold start
     why: str
-    step: int  # the newest known at the failure, or the one that the others went on from
+    step: int  # the newest step known at the failure, or the step from which the others went on
     detected: float
     generation: int = 0
     epoch: int = 0
     lost: dict[str, ReplicaReturn] = field(default_factory=dict)
-    incarnations: dict[str, int] = field(default_factory=dict)  # of the lost replicas
+    incarnations: dict[str, int] = field(default_factory=dict)  # the incarnations of the lost replicas
     epoch_committed: float = 0.0
     links_up: float = 0.0
     step_committed: float = 0.0
-    steps_lost: int = 0  # committed steps that only dead memory held
+    steps_lost: int = 0  # committed steps whose state only the lost processes held
     micro_batches_lost: int = 0
     incident_id: str = ""
     diagnosis: dict[str, Any] | None = None  # by `diagnosis.verdict`; None where no rank could be probed
-    # How many replicas an earlier leader counted without names as lost, and as joined.
+    # How many lost and how many joined replicas an earlier leader counted without naming them.
     unnamed: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -61,7 +61,7 @@ class RecoveryRecord:
         return not self.step_committed or any(not back.joined for back in self.lost.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form for the store and for people, with at most NAMED of the lost by name."""
+        """Return the form for the store and for people; it names at most NAMED lost replicas."""
         names, others = list(self.lost)[:NAMED], list(self.lost.values())[NAMED:]
         body = {name: getattr(self, name) for name in _FIELDS}
         body["lost"] = {name: asdict(self.lost[name]) for name in names}
@@ -75,7 +75,7 @@ _FIELDS = tuple(f.name for f in fields(RecoveryRecord))
 
 
 def from_json(data: bytes) -> RecoveryRecord:
-    """Invert ``to_json``, without the fields of a later release. Raises ProtocolError for another value."""
+    """Invert ``to_json``; drop fields of a later release. Raises ProtocolError for another value."""
     return decode_value(RecoveryRecord, data, "recovery record")
 
 
@@ -86,7 +86,7 @@ class Recoveries:
         self.kept: list[RecoveryRecord] = []
         self._pending: list[
             RecoveryRecord
-        ] = []  # those of ``kept`` that are open: looked at after every event
+        ] = []  # the open records of ``kept``, which are examined after every event
         self._record: Record | None = None
         self._looked = 0.0
 
@@ -96,14 +96,14 @@ class Recoveries:
         return any(not recovery.step_committed for recovery in self._pending)
 
     def restore(self, stored: list[RecoveryRecord]) -> None:
-        """Take the records of an earlier leader; open ones go on here."""
+        """Take the records of an earlier leader; this leader goes on with the open ones."""
         new = {recovery.id for recovery in self.kept}
         older = [recovery for recovery in stored if recovery.id not in new]
         self.kept = sorted([*older, *self.kept], key=lambda recovery: recovery.id)[-CAPACITY:]
         self._pending = [recovery for recovery in self.kept if recovery.is_open]
 
     def begin(self, record: Record | None) -> None:
-        """Begin a term with this record, which answers no failure."""
+        """Begin a term with ``record``, which counts as no answer to a failure."""
         self._record = record
 
     def observe(self, view: LeaderView, event: int, now: float) -> list[RecoveryRecord]:
@@ -122,7 +122,7 @@ class Recoveries:
             self._looked = now
             if changed:
                 self._pending = [recovery for recovery in self.kept if recovery.is_open]
-            top = cache(view.top_step)  # found once, however many were lost: it looks at everybody
+            top = cache(view.top_step)  # computed once for all lost replicas: it looks at every member
             for recovery in self._pending:
                 if _fill(recovery, view, now, top):
                     changed[recovery.id] = recovery
@@ -131,7 +131,7 @@ class Recoveries:
         return list(changed.values())
 
     def _unanswered(self) -> RecoveryRecord | None:
-        """Return the newest recovery, while no epoch has answered it."""
+        """Return the newest recovery if no epoch has answered it yet."""
         newest = self.kept[-1] if self.kept else None
         return newest if newest is not None and not newest.epoch_committed else None
 
@@ -163,7 +163,7 @@ class Recoveries:
         for member in before.roster:
             if not record.lists(member.replica, member.incarnation) and not member.leaving:
                 if recovery.kind == "abort" and recovery.why != record.reason[:1000]:
-                    # A peer noticed the failure first; the loss and its reason come before that sentence.
+                    # A peer noticed the failure first. The epoch's reason is put before the peer's sentence.
                     recovery.why = f"{record.reason} ({recovery.why})"[:1000]
                 recovery.kind = "death"
                 self._supersede(member.replica, recovery)
@@ -185,7 +185,7 @@ class Recoveries:
         return recovery
 
     def _supersede(self, replica: str, recovery: RecoveryRecord) -> None:
-        """Let older records no longer wait for a replica that is lost again."""
+        """End the wait of older records for a replica that is lost again."""
         for older in self.kept:
             if older is not recovery and replica in older.lost and not older.lost[replica].joined:
                 del older.lost[replica]
@@ -197,7 +197,8 @@ def _has_failed(epoch: EpochView) -> bool:
 
 
 def _is_by_order(before: Record, record: Record) -> bool:
-    """Whether its members stop, or go on, only because another number of them is needed."""
+    """Whether the epoch stops or resumes the job only because an operator changed how many members it
+    needs."""
     if record.generation != before.generation or record.min_replicas == before.min_replicas:
         return False
     members, others = ({(x.replica, x.incarnation) for x in r.roster} for r in (before, record))
@@ -205,7 +206,7 @@ def _is_by_order(before: Record, record: Record) -> bool:
 
 
 def _fill(recovery: RecoveryRecord, view: LeaderView, now: float, top: Callable[[], int]) -> bool:
-    """Fill in what has happened since; return whether anything has. ``top``: the job's newest step."""
+    """Fill in the new facts; return whether there were any. ``top``: the job's newest step."""
     record = view.record
     if record is None or not recovery.epoch_committed:
         return False
@@ -222,7 +223,7 @@ def _fill(recovery: RecoveryRecord, view: LeaderView, now: float, top: Callable[
 
 
 def _note_resume(recovery: RecoveryRecord, view: LeaderView) -> bool:
-    """Note the step that the others go on from: a new leader knew none at the failure."""
+    """Note the step from which the others go on; a new leader did not know a step at the failure."""
     decision = view.epoch.decision
     if recovery.step_committed or decision is None or decision.step <= recovery.step:
         return False
@@ -252,8 +253,8 @@ def _fill_return(
     back, peer = recovery.lost[replica], view.peers.get(replica)
     if back.joined or peer is None or not peer.connected:
         return False
-    # A session may outlive its process for a while. One that goes on says that it knows of the epoch without
-    # it, and has its old state: it counts as one that has the job's when it has caught up.
+    # A lost process that still lives reports that it knows of the epoch without it. It still has its old
+    # state, so it counts as restored only when it has caught up.
     is_lost_one = peer.incarnation == recovery.incarnations.get(replica)
     if is_lost_one and (peer.beat is None or peer.beat.epoch < recovery.epoch):
         return False

@@ -1,8 +1,9 @@
-"""The page at ``/``: three files without any data, a login that trades the token for a cookie, a live stream.
+"""The page at ``/``: three files without data, a login that exchanges the token for a cookie, a live stream.
 
-A browser cannot send the token with every request, and a page must not keep it. So it is sent once; the
-answer is a cookie that no script can read and no other site can make the browser send. Its value is a time
-of expiry under an HMAC whose key is the token: nothing is remembered here, and it ends with the token.
+A browser cannot send the token with every request, and a page must not keep it. So the page sends it once.
+The answer is a cookie that no script can read and no other site can make the browser send. Its value is a
+time of expiry and an HMAC of it, with the token as key. So the lighthouse stores no logins, and a cookie is
+void when its token is replaced.
 """
 
 import asyncio
@@ -28,13 +29,13 @@ from fabric.runtime.http.token_file import is_same
 COOKIE = "fabric-page"
 LOGIN = "/login"
 COOKIE_S = 12 * 3600
-# Lighthouses that take over from each other may differ by so much.
+# The clocks of lighthouses that take over from each other may differ by so much.
 _CLOCK_S = 300
-# WebSockets of trainers and checkpoint servers: a page has no business there.
+# WebSockets of trainers and checkpoint servers, which no cookie opens.
 _FOR_PROCESSES = ("/session", "/trainer-status")
 _KINDS = {"index.html": "text/html", "dashboard.js": "text/javascript", "dashboard.css": "text/css"}
 OPEN_PATHS = frozenset({"/", LOGIN, "/dashboard.js", "/dashboard.css"})
-# The page's own script and style, and nothing from anywhere else.
+# The browser may load only the page's own script and style.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -44,7 +45,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-# How long the stream may be silent.
+# The longest silence of the stream.
 _SILENCE_S = 5.0
 _MAX_LOGIN_BYTES = 8192
 
@@ -61,7 +62,7 @@ def scope_of_cookie(request: web.Request, tokens: Tokens) -> Scope | bool:
     page."""
     expires, _, rest = request.cookies.get(COOKIE, "").partition(".")
     proof, _, job = rest.partition(".")
-    # One that lasts longer than any that is made now was made while a clock was wrong.
+    # A cookie that expires later than a new cookie would was made while a clock was wrong.
     now = time.time()
     if not expires.isdecimal() or len(expires) > 12 or not now <= int(expires) <= now + COOKIE_S + _CLOCK_S:
         return False
@@ -77,7 +78,7 @@ def _is_proof(given: str, expires: str, job: str, token: str) -> bool:
 
 
 def _proof(expires: str, job: str, token: str) -> str:
-    """Return the cookie's proof, which is void when the token is replaced."""
+    """Return the cookie's HMAC, which no longer fits when the token is replaced."""
     return hmac.new(token.encode(), f"page {expires} {job}".encode(), hashlib.sha256).hexdigest()
 
 

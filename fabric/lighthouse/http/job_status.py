@@ -14,7 +14,7 @@ from fabric.protocol.leader.view import LeaderView
 
 
 def job_line(job: Job) -> dict[str, Any]:
-    """Describe one job in the list of all."""
+    """Describe one job in the list of all jobs."""
     record = job.view.record
     return {
         "job": job.name,
@@ -60,7 +60,7 @@ def job_view(job: Job) -> dict[str, Any]:
 
 
 def _servers(view: LeaderView) -> list[tuple[str, int, LastStatus]]:
-    """Return the checkpoint servers heard, by replica and rank; of a complete job only connected ones."""
+    """Return the known checkpoint servers by replica and rank; for a complete job only the connected ones."""
     servers = [
         (name, rank, status)
         for rank in view.liveness.status_ranks
@@ -94,7 +94,7 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
     verdict = epoch.pending_evictions.get(member.replica) or liveness.failure_reason(member, now)
     is_complete = view.is_complete
     if is_complete:
-        status = status if status and status.connected else None  # they end a moment after the job
+        status = status if status and status.connected else None  # servers end soon after the job
         verdict = "finished"
     elif not verdict and member.replica in epoch.aborted:
         verdict = f"aborted: {epoch.aborted[member.replica].why}"
@@ -102,7 +102,7 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
     alive = status is not None and status.incarnation == member.incarnation and status.ckpt
     return {
         **{name: value for name, value in asdict(member).items() if name != "cuts"},  # very long
-        # A server that was started again listens elsewhere than the record says.
+        # A restarted server listens at another address than the record says.
         "ckpt": status.ckpt if status is not None and alive else "" if is_complete else member.ckpt,
         "running": member.replica in epoch.running,
         **session,

@@ -1,4 +1,4 @@
-"""How often a wrong token may be tried at the login: a short one must not be guessed."""
+"""Limits how often an address may try a wrong token at the login, so that nobody can guess a short token."""
 
 import time
 from collections import OrderedDict, deque
@@ -8,23 +8,23 @@ from fabric.errors import FabricError
 
 MOST_FAILURES = 20
 WITHIN_S = 60.0
-# Beyond so many addresses the one that failed longest ago is forgotten.
+# The most addresses kept; the address that failed longest ago is forgotten first.
 _MOST_ADDRESSES = 4096
 
 
 class TooManyTries(FabricError):
-    """The address has to wait."""
+    """Too many wrong tokens came from the address; it must wait."""
 
 
 class LoginTries:
-    """Failures by address: ``check`` before a try, ``failed`` after a wrong one."""
+    """Failed logins by address: call ``check`` before a try, ``failed`` after a wrong token."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._failures: OrderedDict[str, deque[float]] = OrderedDict()
 
     def check(self, address: str) -> None:
-        """Raises TooManyTries where the address has to wait."""
+        """Raise TooManyTries where the address must wait."""
         failures = self._failures.get(address)
         if failures is None or len(failures) < MOST_FAILURES:
             return

@@ -1,8 +1,9 @@
-"""Operator commands over HTTP: each says who and why, and each is safe to repeat.
+"""Operator commands over HTTP: each names its author and reason, and each is safe to repeat.
 
 An impossible command is refused and changes nothing; the core's ``objection`` says why. Drain and evict are
-answered with 202 when the leader has taken them. Pause, resume, scale and admit hold until another command
-ends them, and are answered when the store has them. Retry holds while this lighthouse leads.
+answered with 202 when the leader has accepted them. Pause, resume, scale and admit stay in force until
+another command ends them, and are answered when the store has them. Retry stays in force while this
+lighthouse leads.
 """
 
 import json
@@ -32,7 +33,7 @@ def add_commands(app: web.Application, jobs: Callable[[], Jobs]) -> None:
 
 
 def find_job(jobs: Jobs, request: web.Request) -> Job | web.Response:
-    """Return the job of the path, or the answer that there is none."""
+    """Return the job that the path names, or the answer that it does not exist."""
     name = request.match_info["job"]
     job = jobs.find(name)
     return (
@@ -102,7 +103,7 @@ def _check(job: Job, asked: io.Operator) -> None:
 
 
 def _note(job: Job, action: str) -> str:
-    """Say a consequence that the operator may not expect, or return empty."""
+    """Return a consequence that the operator may not expect, or an empty string."""
     view, record = job.view, job.view.record
     if action == "retry":
         return "It begins again when its replicas are started."
@@ -120,7 +121,8 @@ def _check_scale(job: Job, asked: io.Operator) -> None:
         raise ProtocolError('give "min", "max" or both: counts of replicas, 0 for what the replicas ask for')
     least = overrides.min_replicas if asked.min_replicas is None else asked.min_replicas
     most = overrides.max_replicas if asked.max_replicas is None else asked.max_replicas
-    # A minimum above the replicas' own maximum raises that too; one above an ordered maximum is a slip.
+    # A minimum above the maximum of the replicas' policy raises that maximum, too. A minimum above the
+    # maximum that an operator ordered is refused.
     if most and (least or policy.min_replicas) > most:
         both = asked.min_replicas is not None and asked.max_replicas is not None
         advice = "the first must not be above the second" if both else "give both"

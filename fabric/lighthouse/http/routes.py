@@ -30,10 +30,10 @@ from fabric.runtime.http.browser_guard import pages_kept_out
 from fabric.runtime.http.http_service import Handler, errors_as_json, json_error, query_integer
 from fabric.store import Store
 
-# Every instance answers these itself, leader or not, without a token: they reveal nothing about a job.
+# Every instance, leader or not, answers these without a token: they reveal nothing about a job.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/metrics"}) | dashboard.OPEN_PATHS
 MAX_BODY_BYTES = 64 * 1024
-# A follower's client comes back within this time; an election takes about a lease.
+# A client should ask again after this time; an election takes about a lease.
 RETRY_AFTER_S = 1
 _MAX_ID = 2**62
 
@@ -42,7 +42,7 @@ _MAX_ID = 2**62
 class StoreProbe:
     """Whether the store answers, asked at most once a second.
 
-    A request waits at most ``patience_s``, because kubelets wait one second; then the last answer counts."""
+    A request waits at most ``patience_s``, because kubelets wait one second; then it gets the last answer."""
 
     store: Store
     key: str
@@ -92,12 +92,13 @@ class LighthouseParts:
 
     @property
     def serves(self) -> bool:
-        """Whether this instance leads and answers for its jobs: not before it has read their records."""
+        """Whether this instance leads and has read the records of its jobs, so that it can answer for
+        them."""
         return self.leads and self.jobs.loaded.is_set()
 
 
 def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str] = ()) -> web.Application:
-    """Make the application, with all but OPEN_PATHS behind ``tokens`` (None: open).
+    """Make the application. All paths except OPEN_PATHS need one of ``tokens`` (None: no path needs a token).
 
     ``names``: its host names besides loopback.
     """
@@ -132,7 +133,7 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
 
 
 async def _keep_no_answer(request: web.Request, response: web.StreamResponse) -> None:
-    """Keep answers that need a job's token out of caches on the way."""
+    """Forbid proxies to cache answers that need a token."""
     if request.path.startswith("/v1/"):
         response.headers.setdefault("Cache-Control", "no-store")
 
@@ -165,11 +166,11 @@ class LighthouseRoutes:
         self._looks = StatusCache()
 
     async def alive(self, request: web.Request) -> web.Response:
-        """Answer 200 while the process runs: a restart would not mend the store."""
+        """Answer 200 while the process runs, even without the store: a restart would not mend the store."""
         return web.json_response({"ok": True})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """Answer 200 where this instance can do its work, else 503."""
+        """Answer 200 if this instance can do its work, else 503."""
         health = await self._health()
         return web.json_response(health, status=200 if health["ok"] else 503)
 
@@ -197,7 +198,7 @@ class LighthouseRoutes:
         return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def list_jobs(self, request: web.Request) -> web.Response:
-        """List the jobs, one line each; a line says where its record cannot be read."""
+        """List the jobs, one line each; the line of a job with an unreadable record says so."""
         jobs = self._parts.jobs
         lines = [job_line(job) for name, job in sorted(jobs.by_name.items()) if is_in_scope(request, name)]
         broken = [
@@ -208,7 +209,7 @@ class LighthouseRoutes:
         return web.json_response(lines + broken)
 
     async def show_job(self, request: web.Request) -> web.Response:
-        """Show all about one job, and which lighthouse answers."""
+        """Show the status of one job, and which lighthouse answers."""
         job = self._job(request)
         if isinstance(job, web.Response):
             return job
@@ -268,7 +269,7 @@ class LighthouseRoutes:
         return await self._come_again() or await websockets.trainer_status(request, self._parts.jobs)
 
     async def _come_again(self) -> web.Response | None:
-        """Wait for this connection's turn; return a refusal, or None when it is admitted."""
+        """Wait until the queue admits this connection; return a refusal, or None when it is admitted."""
         seconds = await self._parts.admissions.admit()
         if not seconds:
             return None

@@ -35,11 +35,11 @@ class StatusCache:
         self._newest: WeakKeyDictionary[Job, CachedStatus] = WeakKeyDictionary()
 
     def period_s(self, job: Job) -> float:
-        """Return for how many seconds a status of this job counts."""
+        """Return the seconds for which a computed status of this job is used."""
         return max(_LOOK_S, len(job.view.peers) / _ROWS_PER_S)
 
     def look(self, job: Job) -> CachedStatus:
-        """Return the job as it is now, or was less than ``period_s`` ago."""
+        """Return the job's status, computed at most ``period_s`` ago."""
         cached, now = self._newest.get(job), self._clock()
         if cached is None or now - cached.at >= self.period_s(job):
             recoveries = json.dumps([recovery.to_json() for recovery in job.history.recoveries.kept[-50:]])

@@ -1,12 +1,12 @@
-"""Access to jobs: the lighthouse's own token opens all of them, a job's token opens that job.
+"""Access to jobs: the lighthouse's own token opens all jobs, a job's token opens that job.
 
-A job's token lies in a file with the job's name, in one folder. A request rereads the folder, at most once a
-second: a job is let in or shut out without a restart. Files with other names are ignored, so a mounted
-Kubernetes secret works as it is.
+A job's token lies in a file with the job's name, in one folder. Requests reread the folder, at most once a
+second. So the operator adds or removes a job's token without a restart. Files with other names are ignored,
+so a mounted Kubernetes secret works as it is.
 
-While a folder or file cannot be read (too few descriptors, a storage that hangs) the tokens stay as they
-were. A token that is not among them is answered with 503 instead of 401. A thread reads the folder, so that a
-storage that hangs stops nothing."""
+While a folder or file cannot be read (no free descriptors, hanging storage) the tokens read before stay
+valid. An unknown token is then answered with 503 instead of 401. A thread reads the folder, so that hanging
+storage does not stop the event loop."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ from fabric.runtime.http.token_file import LOOK_S, TokenFile, is_same, read_toke
 
 log = logging.getLogger(__name__)
 
-# Requests wait so long for a look at the folder; then the tokens read before count.
+# Requests wait at most so long for the folder; then they use the tokens read before.
 HANG_S = 1.0
 Scope = frozenset[str] | None
 
@@ -40,14 +40,14 @@ class _TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class _FolderScan:
-    """The folder at one moment."""
+    """What one reading of the folder gave."""
 
     entries: dict[str, _TokenEntry]
     blind: str = ""  # what could not be read
 
 
 class Tokens:
-    """``own`` opens every job, the files in ``folder`` one each. Neither: everything is open."""
+    """``own`` opens every job, and each file in ``folder`` opens one job. Without both, every job is open."""
 
     def __init__(self, own: TokenFile | str | None, folder: Path | None = None) -> None:
         self._own = TokenFile.of(own)
@@ -62,8 +62,8 @@ class Tokens:
         return self._own.is_open and self._folder is None
 
     def may_reach_servers(self, scope: Scope) -> bool:
-        """Whether a person may show checkpoint servers the token that has this scope: it opens no other job
-        than theirs, or no job has a token of its own."""
+        """Whether a person may send a token of this scope to checkpoint servers: the token opens only their
+        job, or no job has a token of its own."""
         return scope is not None or self._folder is None
 
     def scope(self, given: str) -> Scope:
@@ -82,7 +82,7 @@ class Tokens:
         raise Unauthorized("the token does not match this job's: use the token file that the job was given")
 
     def keys(self, job: str) -> tuple[str, ...]:
-        """Return the tokens of ``job`` (empty: of the lighthouse); the first is the one to show."""
+        """Return the tokens of ``job`` (empty: of the lighthouse); requests should carry the first."""
         if not job:
             return self._own.accepted()
         entry = self._look.entries.get(job)
@@ -91,16 +91,15 @@ class Tokens:
     def shown_to_servers(self, job: str, *, is_trusted: bool) -> str | None:
         """Return the token for the checkpoint servers of ``job``: the job's own.
 
-        The lighthouse's token opens every job. So it is shown only where jobs have no tokens, or to members
-        that showed it themselves (``is_trusted``).
+        The lighthouse's token opens every job. So the lighthouse sends it only where jobs have no tokens, or
+        to members that have sent it themselves (``is_trusted``).
         """
         if keys := self.keys(job):
             return keys[0]
         return (self._own.shown() or None) if self._folder is None or is_trusted else None
 
     async def refresh(self) -> None:
-        """Look at the folder again where the last look is over a second ago; waits for that HANG_S at
-        most."""
+        """Read the folder again if the last reading is over a second old; wait at most HANG_S for it."""
         if self._folder is None:
             return
         if self._looking is None:
@@ -111,7 +110,7 @@ class Tokens:
         elif self._look.blind == _HANGS:
             return
         await asyncio.wait({self._looking}, timeout=HANG_S)
-        await asyncio.sleep(0)  # a finished look is taken in the next turn
+        await asyncio.sleep(0)  # the result of a finished reading is taken in the next turn
         if self._looking is not None:
             self._see(_FolderScan(self._look.entries, _HANGS))
 
@@ -131,7 +130,7 @@ _HANGS = f"does not answer within {HANG_S:g} s"
 def _in_thread(
     work: Callable[[Path, dict[str, _TokenEntry]], _FolderScan], folder: Path, entries: dict[str, _TokenEntry]
 ) -> "asyncio.Future[_FolderScan]":
-    """Run ``work`` in a thread that the process's end does not wait for."""
+    """Run ``work`` in a thread that may still run when the process ends."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[_FolderScan] = loop.create_future()
 
@@ -177,7 +176,7 @@ def _look_at(folder: Path, before: dict[str, _TokenEntry]) -> _FolderScan:
 
 
 def _read(file: Path, stamp: tuple[int, int, int]) -> _TokenEntry:
-    """Raises OSError where the file cannot be read now; one that holds no token counts as none."""
+    """Read a token. Raises OSError where the file cannot be read now; a file without a token is ignored."""
     try:
         return _TokenEntry(stamp, read_tokens(file))
     except ConfigError as error:
@@ -192,7 +191,7 @@ def token_required(
 ) -> Middleware:
     """Make a middleware that admits a request whose token or ``cookie`` opens the job of its path.
 
-    ``cookie`` returns False for a cookie that does not count. Without a job in the path the handler asks
+    ``cookie`` returns False for a cookie that is not valid. For a path without a job the handler calls
     ``is_in_scope``.
     """
 

@@ -1,8 +1,8 @@
 """The two WebSockets of a job: a trainer's session, and the trainer statuses of a checkpoint server.
 
-A message that cannot be understood ends its own connection with a sentence, and nothing else. There are no
-pings on a session: a trainer may hold the interpreter's lock for long, and must not lose its session
-for that. The kernel's keep-alive finds hosts that have vanished.
+A message that is not valid closes only its own connection, with a sentence. The lighthouse sends no pings on
+a session: a trainer may hold the interpreter's lock for long and must not lose its session for that. The
+kernel's keep-alive finds hosts that have vanished.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ _KEEP_ALIVE = (
 
 
 async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
-    """``GET /v1/jobs/{job}/session``: from the first message, a Session, until either side closes."""
+    """``GET /v1/jobs/{job}/session``: the first message opens the session; it lasts until either side
+    closes."""
     name = request.match_info["job"]
     jobs.find(name)
     policy = parse_policy(request.query.get("replicas", ""), jobs.start_wait_s)
@@ -98,7 +99,7 @@ async def trainer_status(request: web.Request, jobs: Jobs) -> web.WebSocketRespo
 
 
 class JobLookup:
-    """Finds or makes the job of a connection, with the first message that is valid."""
+    """Finds or makes the job of a connection, when the connection's first valid message arrives."""
 
     def __init__(self, jobs: Jobs, name: str) -> None:
         self.name = name
@@ -121,7 +122,7 @@ class JobLookup:
 
 
 class _ExplainingSocket(web.WebSocketResponse):
-    """A WebSocket that says why it is closed, also where the frames themselves are at fault."""
+    """A WebSocket that says why it is closed, also if its frames are malformed."""
 
     def __init__(self, most_bytes: int, silence_s: float | None) -> None:
         super().__init__(max_msg_size=most_bytes, receive_timeout=silence_s, timeout=_CLOSE_S, compress=False)
@@ -132,7 +133,7 @@ class _ExplainingSocket(web.WebSocketResponse):
         }
 
     async def close(self, *, code: int = WSCloseCode.OK, message: bytes = b"", drain: bool = True) -> bool:
-        """As everywhere; with a sentence where the library found the fault and gave none."""
+        """Close; add a sentence where the library closes for a malformed frame without one."""
         message = message or self._faults.get(code, "").encode()
         return await super().close(code=code, message=message, drain=drain)
 
@@ -146,7 +147,7 @@ async def _accept(
     try:
         await socket.prepare(request)
     except ConnectionError as error:
-        # It has gone while it stood in line: ended as where aiohttp notices that first, without a traceback.
+        # The connection closed while it waited for admission. End as aiohttp does, without a traceback.
         raise asyncio.CancelledError from error
     transport = request.transport
     raw = transport.get_extra_info("socket") if transport is not None else None
@@ -161,7 +162,7 @@ async def _accept(
 def _guarded(
     place: JobLookup, connection: MemberConnection, on_text: Callable[[str], bool]
 ) -> Callable[[str], bool]:
-    """Wrap ``on_text``: its errors end the connection with a sentence, and it returns False then."""
+    """Wrap ``on_text``: an error in it closes the connection with a sentence and makes it return False."""
 
     def take(text: str) -> bool:
         try:
@@ -190,7 +191,7 @@ async def _serve(
     on_end: Callable[[Job], None],
 ) -> None:
     """Give every text to ``take`` until it says False or the socket ends."""
-    # A separate task: every message would wake the request's task with all that awaits it.
+    # A separate task, because every message would wake the request's task and all its callers.
     reading = asyncio.get_running_loop().create_task(_read(place, socket, connection, take))
     try:
         await reading
@@ -213,7 +214,7 @@ async def _read(
             if wait_s is None or place.job is None:
                 connection.end(MALFORMED, "nothing was said for too long")
                 return
-            wait_s = None  # it was said, and taken before the library
+            wait_s = None  # the fast path has already read the first message
             continue
         wait_s = None
         if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):

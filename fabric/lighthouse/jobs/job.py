@@ -42,12 +42,12 @@ from fabric.runtime.logs import fields
 log = logging.getLogger(__name__)
 
 _REMAKE_S = 1.0
-# Every member sends these when it hears of an epoch.
+# The messages that every member sends when it gets a new epoch.
 _ANSWERS = ('{"kind":"Report"', '{"kind":"Running"')
 
 
 class Job:
-    """``begin`` once; then events come in by the methods below. ``close`` ends everything."""
+    """Call ``begin`` once; then the methods below bring events. ``close`` ends the job here."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class Job:
         self._records = RecordTasks(self, context, stored)
         self._driver: Driver[io.Event, io.Effect] | None = None
         self._retention = Retention(time.time(), context.clock())
-        self._changed = asyncio.Event()  # set when the record changes; then replaced by a new one
-        self._record: Record | None = None  # as the shell last saw it
-        self._tensors: tuple[str, ...] = ()  # one list, which thousands of sessions share
+        self._changed = asyncio.Event()  # set when the record changes, then replaced by a new Event
+        self._record: Record | None = None  # as this shell last saw it
+        self._tensors: tuple[str, ...] = ()  # one tuple, which thousands of sessions share
         self._answers = WorkQueue()
         self._waits = WaitSentence()
         self.slowness = SlownessWatch()
@@ -90,17 +90,17 @@ class Job:
 
     @property
     def view(self) -> LeaderView:
-        """The core as this shell may read it."""
+        """The read-only view of the core."""
         return self.core.view
 
     @property
     def is_running(self) -> bool:
-        """False for the moment between a defect and the new core."""
+        """False between a defect in the core and the start of its successor."""
         return self._driver is not None
 
     @property
     def max_replicas(self) -> int:
-        """As many as this lighthouse lets a job have."""
+        """The most replicas that this lighthouse allows a job."""
         return self._context.max_replicas
 
     @property
@@ -110,11 +110,11 @@ class Job:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has finished."""
+        """Whether the job has finished."""
         return self.view.is_complete
 
     def is_over_since(self, seconds: float, unix_s: float) -> bool:
-        """Whether it was complete so long ago, and no process has a connection any more."""
+        """Whether the job was complete ``seconds`` ago, and no process has a connection."""
         record = self.view.record
         is_used = not self.connections.are_none or self.view.record_in_flight
         if record is None or not record.complete or is_used:
@@ -167,7 +167,7 @@ class Job:
         self._feed(io.Elected(self._context.term.store_id, record, time.time()))
 
     def close(self, code: int, reason: str) -> None:
-        """Feed nothing more, and close every connection with ``code``."""
+        """Give the core no more events, and close every connection with ``code``."""
         if self._driver is not None:
             self._driver.close()
             self._driver = None
@@ -177,7 +177,8 @@ class Job:
     # --- members -----------------------------------------------------------------------------------------
 
     def open(self, connection: MemberConnection, session: m.OpenSession, policy: Policy) -> bool:
-        """Begin (or say again) a session; False when the core refused it, and it is being closed."""
+        """Open a session, or open it again; return False when the core refused it, so that it is being
+        closed."""
         if reason := self._refusal(session, policy):
             self.note("session refused", session.replica, reason)
             self.connections.refuse(connection, reason)
@@ -210,7 +211,7 @@ class Job:
         return reason or self.peer_addresses.stranger(session)
 
     def _agreed_policy(self, replica: str, policy: Policy) -> Policy | None:
-        """Return the policy of the first session within this lighthouse's limits; None for later sessions."""
+        """Return the first session's policy, cut to this lighthouse's limits; None for later sessions."""
         allowed, is_first = self.max_replicas, not self.connections.sessions
         start, most = min(policy.start_replicas, allowed), min(policy.max_replicas, allowed)
         if start < policy.start_replicas and is_first:
@@ -224,7 +225,7 @@ class Job:
         return None
 
     def overloaded(self, seconds: float) -> None:
-        """Tell the core that some connections to this lighthouse must wait, for so many seconds yet."""
+        """Tell the core that some connections to this lighthouse must wait for ``seconds`` more."""
         self._feed(io.AcceptQueueFull(seconds))
 
     def hear(self, connection: MemberConnection, message: m.MemberMessage) -> None:
@@ -235,8 +236,8 @@ class Job:
                 self.slowness.hear(self.view, connection.replica, connection.incarnation, message)
 
     def defer(self, text: str, work: Callable[[], object]) -> bool:
-        """Whether ``work`` on this text waits for its turn. Answers of thousands are handled
-        between their heartbeats."""
+        """Queue ``work`` if this text may wait, and return whether it was queued. So the answers of thousands
+        of members do not delay heartbeats."""
         if is_deferred := self._is_many and text.startswith(_ANSWERS):
             self._answers.add(work)
         return is_deferred
@@ -254,7 +255,7 @@ class Job:
     # --- checkpoint servers ------------------------------------------------------------------------------
 
     def trainer_status(self, connection: MemberConnection, status: m.TrainerStatus) -> None:
-        """Take one status; of many that say the same the core hears some."""
+        """Take one status; the core gets only some of many equal statuses."""
         if self.connections.is_new_server(connection) and self.view.record is not None:
             connection.send(text_frame(notice_of(self.view.record)))
         if self.connections.is_news(connection, status, self.now):
@@ -262,7 +263,7 @@ class Job:
             self._feed(io.TrainerStatusSeen(status))
 
     def server_closed(self, connection: MemberConnection) -> None:
-        """Note the end of a checkpoint server's connection; it may have another one already."""
+        """Note the end of a checkpoint server's connection; the server may already have a new one."""
         for status in self.connections.server_closed(connection):
             self._feed(io.TrainerStatusClosed(status.replica, status.ckpt, status.rank))
 
@@ -274,8 +275,8 @@ class Job:
         self._feed(asked)
 
     async def overrides_stored(self, within_s: float) -> None:
-        """Wait until the store has the operators' overrides. Raises StoreUnavailable where it does not take
-        them in that time, or this lighthouse leads no longer."""
+        """Wait until the store has the operators' overrides. Raises StoreUnavailable if it does not take them
+        within ``within_s``, or if this lighthouse leads no longer."""
         core, view = self.core, self.view
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -305,12 +306,12 @@ class Job:
             self.look_at_ledger()
 
     def answer(self, asker: object, event: io.Event) -> None:
-        """Feed an outcome to the core that ordered it, not to a core that came after."""
+        """Give an outcome to the core that ordered the write or read, but not to a later core."""
         if self.is_asked_by(asker):
             self._feed(event)
 
     def is_asked_by(self, asker: object) -> bool:
-        """Whether ``asker`` drives the core of now; None stands for no core."""
+        """Whether ``asker`` drives the present core; None stands for no core."""
         return self._driver is asker
 
     def _perform(self, effect: io.Effect) -> None:
@@ -327,7 +328,8 @@ class Job:
         else:
             self.note(effect.kind, effect.about, effect.why, effect.epoch, effect.incident_id)
             if effect.kind in ("evicting", "aborted"):
-                # The driver's own tick may have brought it, and no event may follow until it is answered.
+                # The effect may come from the driver's own tick, during which the core takes no further
+                # event.
                 asyncio.get_running_loop().call_soon(self._observe)
 
     def _observe(self) -> None:
@@ -350,7 +352,7 @@ class Job:
         incarnation = peer.incarnation if peer is not None else None
         where = {"job": self.name, "replica": about, "incarnation": incarnation, "epoch": epoch}
         text = ": ".join(filter(None, (kind, about, event.why)))
-        # The newest step that the core has heard of: to find the highest of all would look at every peer.
+        # The newest step that the core knows; the highest step of all members would cost a look at each.
         log.info("%s", text, extra=fields(**where, step=view.highest_step or 0, incident_id=incident_id))
 
     def _note_incident(self, kind: str, about: str, why: str, incident_id: str) -> None:

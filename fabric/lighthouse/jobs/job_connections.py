@@ -16,18 +16,18 @@ from fabric.lighthouse.connections.connection import (
 from fabric.lighthouse.diagnosis.server_states import HeardStatus
 from fabric.protocol.messages import network as m
 
-# The core hears an unchanged trainer status this often, a changed one at once.
+# The core gets an unchanged trainer status this often, and a changed status at once.
 STATUS_S = 0.2
-_ENDS_PER_TURN = 20  # connections, each of which takes some 150 microseconds
+_ENDS_PER_TURN = 20  # connections closed per turn; each takes some 150 microseconds
 
 
 class JobConnections:
-    """Open connections, and how messages travel over them."""
+    """The open connections of one job; sends messages over them."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, MemberConnection] = {}  # by replica
-        # By replica and rank for each connection: a second process with the same id, which the core refuses,
-        # has a checkpoint server, too.
+        # Kept for each connection, because a second process with the same replica and rank, which the core
+        # refuses, has a checkpoint server, too.
         self.servers: dict[MemberConnection, dict[tuple[str, int], HeardStatus]] = {}
         self.pacer = SendPacer()
         self._frames = FrameCache()
@@ -49,7 +49,8 @@ class JobConnections:
             self._opening = None
 
     def opened(self, connection: MemberConnection) -> None:
-        """Note that the core has taken this session; it replaces an older one of the same replica."""
+        """Note that the core has accepted this session, which replaces an older session of the same
+        replica."""
         older = self.sessions.get(connection.replica)
         self.sessions[connection.replica] = connection
         if older is not None and older is not connection:
@@ -65,7 +66,7 @@ class JobConnections:
         connection.end(codes.REFUSED, reason)
 
     def send(self, replica: str, incarnation: int, message: m.LeaderMessage) -> None:
-        """Send to this very process, if it has a session. A final refusal closes its connection."""
+        """Send to exactly this process, if it has a session. A final refusal closes its connection."""
         for connection in (self._opening, self.sessions.get(replica)):
             if connection is not None and connection.is_of(replica, incarnation):
                 self.pacer.send(connection, self._frames.of(message, connection.accepts_compression))
@@ -76,14 +77,14 @@ class JobConnections:
     # --- checkpoint servers ----------------------------------------------------------------------------
 
     def is_new_server(self, connection: MemberConnection) -> bool:
-        """Whether this connection speaks for the first time; it is known from now on."""
+        """Whether this is the connection's first message; note that it has come."""
         if connection in self.servers:
             return False
         self.servers[connection] = {}
         return True
 
     def is_news(self, connection: MemberConnection, status: m.TrainerStatus, now: float) -> bool:
-        """Whether the core should hear this status. Growing ages of the same snapshots do not count."""
+        """Whether the core should get this status. Growing ages of the same snapshots are no reason."""
         heard, key = self.servers[connection], (status.replica, status.rank)
         last = heard.get(key)
         if (
@@ -96,7 +97,7 @@ class JobConnections:
         return True
 
     def server_closed(self, connection: MemberConnection) -> list[m.TrainerStatus]:
-        """Forget this connection; return the newest status of each rank for which no other one speaks."""
+        """Forget this connection; return the newest status of each rank that has no other connection."""
         silent = []
         for key, heard in self.servers.pop(connection, {}).items():
             others = (statuses.get(key) for statuses in self.servers.values())
@@ -112,7 +113,8 @@ class JobConnections:
     # --- the end ---------------------------------------------------------------------------------------
 
     def close(self, code: int, reason: str) -> None:
-        """Close every connection, a few per turn, so that the lease can be given back between them."""
+        """Close every connection, a few per turn of the loop, so that the lease can be given back
+        meanwhile."""
         connections = [*self.sessions.values(), *self.servers]
         self.sessions.clear()
         self.servers.clear()

@@ -1,9 +1,8 @@
-"""A job's recent transitions, one line each, for people and for tools that follow along.
+"""A job's recent events, one line each, for people and for tools that follow them.
 
-The newest ``CAPACITY`` are kept. An id is the time in microseconds, raised where needed so that it only
-grows. So a reader that goes on at another lighthouse after a fail-over can say what it has seen. An id
-counts from the time of day at which the log began, on the monotonic clock, so that no clock change shows in
-it.
+The newest ``CAPACITY`` events are kept. An id is the time in microseconds, raised where needed so that ids
+only grow. So a reader can go on at another lighthouse after a fail-over, with the id of its last event. An id
+is the time of day at which the log began plus the monotonic time since, so a clock change does not affect it.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ class JobEvent:
     epoch: int
     about: str  # a replica, or empty
     why: str  # a sentence
-    incident_id: str = ""  # of its incident, if any; replicas and checkpoint servers log it too
+    incident_id: str = ""  # of its incident, if any; replicas and checkpoint servers log it, too
 
 
 class EventLog:

@@ -1,4 +1,4 @@
-"""A job's time ledger and recovery records, and their way into the store.
+"""A job's time ledger and recovery records; writes both to the store.
 
 Both are for people: no decision waits for them. A record that the store refuses stays in memory.
 """
@@ -17,13 +17,13 @@ from fabric.protocol.leader.view import LeaderView
 
 log = logging.getLogger(__name__)
 
-# Seconds between two samples of the ledger, more where sessions are many; and between two writes of it, fewer
-# when its state has changed.
+# Seconds between two samples of the ledger (more in a job of many sessions), and between two writes of it
+# (fewer when its state has changed).
 SAMPLE_S = 0.25
 _SESSIONS_PER_S = 4000
 LEDGER_S = 60.0
 _LEDGER_CHANGED_S = 5.0
-# Where members are many, recoveries are observed so often at most.
+# In a job of many members, recoveries are observed at most this often.
 _OBSERVE_S = 0.01
 _KEEP_LARGE_S = 1.0
 
@@ -33,7 +33,7 @@ class JobHistory:
 
     def __init__(self, job: str, context: TermContext, stored: StoredRecord, recoveries: Recoveries) -> None:
         self.ledger = GoodputLedger()
-        self.ledger_is_known = True  # False while the job has not read what an earlier leader stored
+        self.ledger_is_known = True  # False until the job has read what an earlier leader stored
         self.recoveries = recoveries
         self._job = job
         self._context = context
@@ -46,12 +46,12 @@ class JobHistory:
         return now - self._sampled_at >= max(SAMPLE_S, sessions / _SESSIONS_PER_S)
 
     def sample(self, view: LeaderView, now: float, *, keep: bool) -> GoodputLedger:
-        """Count where the job's time went, up to now; ``keep``: also store it when that is due."""
+        """Count the job's time up to now; ``keep``: also store the ledger when a write is due."""
         record = view.record
         is_on = record is not None and not record.complete and not record.failed
         members = len(record.roster) if record is not None else 0
         before, self._sampled_at = self.ledger.state, now
-        # A new leader has heard no member yet; the record only says where the generation began.
+        # Until a new leader has heard a member, it only knows the step at which the generation began.
         step = -1 if view.highest_step is None else view.highest_step
         generation = record.generation if record is not None else 0
         wanted = view.policy.start_replicas
@@ -75,7 +75,7 @@ class JobHistory:
         return changed
 
     def keep(self, recovery: RecoveryRecord) -> None:
-        """Store this record in a moment, and send it as a trace when it is complete."""
+        """Store this record from a task, and send it as a trace when it is complete."""
         if self._context.traces is not None:
             self._context.traces.recovery(self._job, recovery)
         is_idle = not self._unkept
@@ -94,11 +94,11 @@ class JobHistory:
                     "job %s: recovery record %d is not in the store: %s", self._job, recovery.id, error
                 )
             if len(recovery.lost) > NAMED:
-                await asyncio.sleep(_KEEP_LARGE_S)  # it changes with each of thousands that comes back
+                await asyncio.sleep(_KEEP_LARGE_S)  # a large record changes at each return of a replica
 
     def _keep_ledger(self, before: str, now: float) -> None:
-        """Store the ledger when its state changes, and now and then. A lost write costs nothing: the next one
-        contains it."""
+        """Store the ledger when its state changes, and at intervals. A lost write does no harm: the next
+        write holds the same sums."""
         waits_s = LEDGER_S if self.ledger.state == before else _LEDGER_CHANGED_S
         if now - self._ledger_stored_at >= waits_s:
             self._ledger_stored_at = now

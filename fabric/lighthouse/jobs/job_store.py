@@ -1,7 +1,7 @@
 """One job's membership record in the store: read it, and replace it under two guards.
 
-A write is applied only while this lighthouse's election key stands and the record is still the one that
-was read or written here last. So neither a deposed leader nor a stale one can undo anything.
+A write is applied only while this lighthouse's election key stands and the record is still the one that was
+read or written here last. So neither a deposed leader nor a stale leader can undo a write.
 """
 
 import json
@@ -35,9 +35,10 @@ def job_of(namespace: str, key: str) -> str:
 
 
 def recoveries_of(namespace: str, job: str) -> str:
-    """Return the prefix of the recovery records of ``job``, which are named by their ids.
+    """Return the prefix of the keys of the recovery records of ``job``; a key ends with the record's id.
 
-    It is not under the jobs' records, so that a new leader need not read them before it can lead.
+    They are not under the prefix of the jobs' records, so that a new leader need not read them before it can
+    lead.
     """
     return f"/fabric/{namespace}/recoveries/{job}/"
 
@@ -48,8 +49,8 @@ def ledger_of(namespace: str, job: str) -> str:
 
 
 class StoredRecord:
-    """The record of ``job`` as one term sees it. ``revision``: of the last read or write, 0 for none. All is
-    written by ``commit``."""
+    """The record of ``job`` as one term sees it. ``revision``: of the last read or write, 0 for none.
+    ``commit`` does all writes."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class StoredRecord:
         return True
 
     async def keep(self, recovery: RecoveryRecord, ids: list[int]) -> None:
-        """Write a recovery record, and remove the one that fell out of ``known`` (ascending ids) last. Raises
-        as ``Store.commit`` does; a deposed leader's is refused and forgotten."""
+        """Write a recovery record, and remove stored records older than the first of ``ids`` (ascending).
+        Raises as ``Store.commit`` does; the store refuses a deposed leader's write, which is then dropped."""
         folder = self._recoveries
         body = json.dumps(recovery.to_json()).encode()
         operations: list[Operation] = [Put(f"{folder}{recovery.id:020d}", body)]
@@ -112,7 +113,8 @@ class StoredRecord:
         return await self._commit(guards, [Delete(self._key), Delete(self._ledger)]) is not None
 
     async def keep_ledger(self, saved: Mapping[str, object]) -> None:
-        """Write it; raises as ``Store.commit`` does. A deposed leader's is refused and forgotten."""
+        """Write the ledger; raises as ``Store.commit`` does. A deposed leader's write is refused and
+        dropped."""
         await self._commit([self._term.guard], [Put(self._ledger, json.dumps(saved).encode())])
 
     async def read(self) -> Record | None:
@@ -131,4 +133,4 @@ class StoredRecord:
 
 
 class Deposed(StoreError):
-    """The election key is no longer this term's: nothing that it writes will be applied."""
+    """The election key is no longer this term's, so the store refuses all its writes."""

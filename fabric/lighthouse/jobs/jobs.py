@@ -1,7 +1,8 @@
-"""All jobs of this lighthouse: made from their records when it is elected, dropped when it leads no longer.
+"""All jobs of this lighthouse: it makes them from their records when elected, and drops them when it leads no
+longer.
 
-A job begins to exist here with the first session or status for it, and in the store with its first epoch.
-The logs of events outlive a term, so that a short trouble with the store does not make history vanish.
+A job exists here from its first session or status on, and in the store from its first epoch on. The logs of
+events outlive a term, so that they survive a short fault of the store.
 """
 
 import asyncio
@@ -38,8 +39,8 @@ _LOOK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """``jobs`` that are not complete, and ``replicas`` of each, at most. ``retain_s``: how long the record of
-    a complete job is kept, which tells late replicas that it is over."""
+    """The most ``jobs`` that are not complete, and the most ``replicas`` of each. ``retain_s``: how long a
+    complete job's record is kept; from it late replicas learn that the job is complete."""
 
     jobs: int = 4096
     replicas: int = MAX_REPLICAS
@@ -47,8 +48,8 @@ class Quotas:
 
 
 class Jobs:
-    """``begin`` and ``end`` follow the election. ``loaded`` is set while requests can be answered. ``commit``
-    is how records are written, the store's own by default."""
+    """The election calls ``begin`` and ``end``. ``loaded`` is set while requests can be answered. ``commit``
+    writes records; by default it is the store's own."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Jobs:
         self._tasks.start("forget old jobs", self._forget_old(self._context))
 
     def end(self, reason: str) -> None:
-        """Stop leading: decide nothing more here."""
+        """Stop leading: close every job."""
         self._context = None
         self.loaded.clear()
         for job in self.by_name.values():
@@ -104,7 +105,7 @@ class Jobs:
 
     @property
     def leads(self) -> bool:
-        """Whether the lease is in force; a term whose lease may have ended is over from now on."""
+        """Whether the lease is in force; if it may have ended, end the term."""
         return self._context is not None and self._context.term.holds()
 
     def find(self, name: str) -> Job | None:
@@ -139,7 +140,8 @@ class Jobs:
             self._recoveries.pop(job.name)
 
     def overloaded(self, seconds: float) -> None:
-        """Tell every job that some connections must wait, for so many seconds yet; whose is unknown."""
+        """Tell every job that some connections must wait for ``seconds`` more; their jobs are not known
+        yet."""
         for job in self.by_name.values():
             job.overloaded(seconds)
 
@@ -150,7 +152,7 @@ class Jobs:
 
     @property
     def start_wait_s(self) -> float:
-        """How long a job waits for all of its replicas; the rest of a policy comes with the sessions."""
+        """How long a job waits for all of its replicas; sessions bring the rest of the policy."""
         return self._config.policy.start_wait_s
 
     def gauges(self) -> Iterator[JobGauges]:
@@ -174,7 +176,7 @@ class Jobs:
         self.loaded.set()
 
     async def _list(self, context: TermContext) -> list[KeyValue]:
-        """Return all records; ask until the store answers or the term is over."""
+        """Return all records; ask again until the store answers or the term is over."""
         while not context.term.is_over:
             try:
                 entries, _ = await self._store.list(records_prefix(self._namespace))
@@ -211,8 +213,8 @@ class Jobs:
         return True
 
     async def _load_recoveries(self, name: str, recoveries: Recoveries) -> None:
-        """Load the records of earlier leaders. They are for people: a store that does not answer is asked
-        once."""
+        """Load the records of earlier leaders. They are for people, so a store that does not answer is not
+        asked again."""
         try:
             entries, _ = await self._store.list(recoveries_of(self._namespace, name))
             recoveries.restore([from_json(entry.value) for entry in entries])
@@ -220,7 +222,7 @@ class Jobs:
             log.warning("job %s: its older recovery records are not shown: %s", name, error)
 
     async def _load_ledger(self, name: str, job: Job) -> None:
-        """As an earlier leader left it; for people, like the recovery records."""
+        """Load the ledger of an earlier leader; it is for people, like the recovery records."""
         try:
             entry = await self._store.get(ledger_of(self._namespace, name))
             if entry is not None:
@@ -240,7 +242,7 @@ class Jobs:
         recoveries = self._recoveries.setdefault(name, Recoveries())
         if record is not None and not recoveries.kept:
             self._tasks.start(f"recoveries of {name}", self._load_recoveries(name, recoveries))
-        # Always from the store: while another one led, it went on there.
+        # Always from the store, because another leader may have changed the record meanwhile.
         job = self.by_name[name] = Job(name, context, stored, events, recoveries)
         job.begin(record)
         if record is not None:

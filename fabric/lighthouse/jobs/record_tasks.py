@@ -1,7 +1,7 @@
 """Writes and reads of a job's record: each is a task whose outcome returns to the core as an event.
 
 After a failed write the core reads the record again. The pause before a read grows with every failure, so
-that a store in trouble hears from us ever more rarely.
+that a faulty store gets fewer requests.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ class Shell(Protocol):
         """Record an event for people."""
 
     def answer(self, asker: object, event: io.Event) -> None:
-        """Feed the outcome to the core, unless another core has replaced the asker."""
+        """Give the outcome to the core, unless another core has replaced the asker."""
 
     def is_asked_by(self, asker: object) -> bool:
-        """Whether the asker still waits."""
+        """Whether the asker still waits for the outcome."""
 
 
 class RecordTasks:
-    """The record of one job in the store, and how often its writes have failed in a row."""
+    """Writes and reads the record of one job, and counts the writes that failed in a row."""
 
     def __init__(self, shell: Shell, context: TermContext, stored: StoredRecord) -> None:
         self._shell = shell
@@ -53,7 +53,7 @@ class RecordTasks:
         self._context.tasks.start(f"read {self._shell.name}", self._read(asker))
 
     async def read_afresh(self) -> Record | None:
-        """Return the record for a new core; past failures do not count."""
+        """Return the record for a new core, and forget past failures."""
         self._failures = 0
         return await self._read_stubbornly(None)
 

@@ -1,16 +1,16 @@
-"""How long a complete job is kept, by clocks that may be wrong.
+"""Decides when a complete job may be forgotten, although clocks may be wrong.
 
-The record says at which time of day the job ended, by the clock of the leader's host at that time. Today's
-leader may be on another host. Either clock may be wrong, or be set right at any moment.
+The record holds the time of day at which the job ended, by the clock of the leader's host. The present leader
+may be on another host. Either clock may be wrong, and may be corrected at any time.
 """
 
-# A clock that was wrong when its host started is set right within a day, or an operator hears of it.
+# A clock that is wrong when its host starts is assumed to be corrected within a day.
 WITNESSED_S = 86400.0
 
 
 class Retention:
-    """Of one job in one term, which began at ``unix_s``, a time of day, and ``now``, seconds of a clock that
-    only goes on."""
+    """The retention of one job in one term. The term began at ``unix_s`` (time of day) and ``now`` (seconds
+    of a monotonic clock)."""
 
     def __init__(self, unix_s: float, now: float) -> None:
         self._ahead_s = unix_s - now
@@ -23,9 +23,9 @@ class Retention:
     def is_over(self, ended: float, seconds: float, unix_s: float, now: float) -> bool:
         """Whether ``seconds`` have passed since ``ended`` (Unix seconds; 0: unknown).
 
-        Both clocks must say so: the time of day now, and that of the term's start plus the time since. So a
-        clock change does not count. Of a week at least a day without connections must lie in this term,
-        because a clock may start wrong."""
+        Two clocks must agree: the time of day, and the time of day at the term's start plus the monotonic
+        time since. So a clock change has no effect. At least a day without connections (or ``seconds``,
+        if that is shorter) must lie in this term, because a clock may be wrong at its host's start."""
         if self._over_at is None:
             self._over_at = now
         since = ended or self._over_at + self._ahead_s

@@ -30,5 +30,5 @@ class TermContext:
 
 
 def entropy() -> random.Random:
-    """Return a source of nonces, by which a writer knows its own record; no two lighthouses share one."""
+    """Return a source of nonces, by which a writer recognises its own record; each lighthouse has its own."""
     return random.Random(secrets.randbits(128))  # noqa: S311

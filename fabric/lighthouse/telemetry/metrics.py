@@ -1,6 +1,7 @@
-"""Metrics for Prometheus: decisions and store writes as they happen, the rest at every scrape.
+"""Metrics for Prometheus: decisions and store writes are counted as they happen, other values read at every
+scrape.
 
-The registry is our own, so that metrics of the process or of other libraries stay out.
+A registry of its own keeps metrics of the process and of other libraries out.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,8 +23,8 @@ _PREFIX = "fabric_lighthouse_"
 
 @dataclass(frozen=True, slots=True)
 class JobGauges:
-    """One job, as it is now. ``recoverable``: the freshest state that checkpoint servers hold, None: none.
-    ``heartbeat_age_s``: since the member that has been silent for longest was heard; ``ledger``: seconds by
+    """The present values of one job. ``recoverable``: the freshest state that checkpoint servers hold, or
+    None. ``heartbeat_age_s``: the age of the oldest of the members' newest heartbeats. ``ledger``: seconds by
     state."""
 
     job: str
@@ -43,7 +44,7 @@ class JobGauges:
 
 
 class LighthouseMetrics:
-    """Counts, also the ``connections``; ``render`` gives the text for a scrape."""
+    """The metrics of this process; ``render`` gives the text for a scrape."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -84,11 +85,11 @@ class LighthouseMetrics:
         self._told: set[tuple[str, int, str]] = set()
 
     def observe(self, is_leader: Callable[[], bool], jobs: Callable[[], Iterable[JobGauges]]) -> None:
-        """Name, once, whom to ask at every scrape."""
+        """Set, once, the functions that every scrape calls."""
         self._registry.register(_Gauges(is_leader, jobs))
 
     def watch_writes(self, are_taken: Callable[[], bool]) -> None:
-        """Name, once, whom to ask whether the store takes writes."""
+        """Set, once, the function that says whether the store takes writes."""
         self._takes_writes.set_function(lambda: float(are_taken()))
 
     def event(self, job: str, kind: str) -> None:

@@ -1,8 +1,8 @@
-"""Each recovery as an OpenTelemetry trace: an optional extra, off by default.
+"""Sends each recovery as an OpenTelemetry trace: an optional extra, off by default.
 
-A complete recovery record becomes a trace, with the record's times. A thread of the SDK sends it, and nothing
-waits for it: a collector that is away costs only the trace. The trace id follows from the record, whichever
-lighthouse sends it.
+A complete recovery record becomes a trace, with the record's times. A thread of the SDK sends the trace, and
+no task waits for it. If the collector does not answer, only the trace is lost. The trace id depends only on
+the record, not on the lighthouse that sends it.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ _NS = 1_000_000_000
 
 
 class Traces:
-    """Sends to the collector at ``url`` (base URL of OTLP over HTTP) until ``close``. Raises ConfigError
-    where the extra is not installed."""
+    """Sends traces to the collector at ``url`` (base URL of OTLP over HTTP) until ``close``. Raises
+    ConfigError if the extra is not installed."""
 
     def __init__(self, url: str) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f'the collector "{url[:200]}" is no URL: give one such as http://host:4318')
         try:
-            # Imported here, because a lighthouse without traces need not have the packages.
+            # Imported here, because a lighthouse without traces does not need the packages.
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -34,7 +34,7 @@ class Traces:
             ) from error
         self._ids = _Ids()
         resource = Resource.create({"service.name": "fabric-lighthouse"})
-        ids: Any = self._ids  # in the form of the SDK's IdGenerator, which may not be there to derive from
+        ids: Any = self._ids  # has the methods of the SDK's IdGenerator, which may not be installed
         self._provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=5)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -42,7 +42,7 @@ class Traces:
         self._sent: deque[tuple[str, int]] = deque(maxlen=16 * CAPACITY)
 
     def recovery(self, job: str, recovery: RecoveryRecord) -> None:
-        """Send it once, when it is complete and has been explained."""
+        """Send the recovery once, when it is complete and its diagnosis has ended."""
         if recovery.is_open or recovery.diagnosis is None or (job, recovery.id) in self._sent:
             return
         self._sent.append((job, recovery.id))
@@ -66,8 +66,8 @@ class Traces:
 
 
 class _Ids:
-    """Ids as OpenTelemetry wants them; ``trace`` is the next trace's. A span's is drawn from it and a
-    count."""
+    """Makes ids for OpenTelemetry. ``trace`` is the id of the next trace; a span's id is derived from it and
+    a count."""
 
     def __init__(self) -> None:
         self.trace = 1
@@ -86,12 +86,12 @@ class _Ids:
 
 
 def trace_id(job: str, recovery: int) -> int:
-    """Return the trace id of this record, and of no other."""
+    """Return the trace id of this recovery record; no other record has it."""
     return _number(f"{job} {recovery}", 16)
 
 
 def phases(recovery: RecoveryRecord) -> list[tuple[str, float, float]]:
-    """(name, begin, end) of each phase that has come, Unix seconds."""
+    """(name, begin, end) in Unix seconds of each phase that has been reached."""
     names = ("epoch committed", "links up", "first step committed")
     spans, begin = [], recovery.detected
     ends = (recovery.epoch_committed, recovery.links_up, recovery.step_committed)
@@ -110,7 +110,7 @@ def phases(recovery: RecoveryRecord) -> list[tuple[str, float, float]]:
 
 
 def attributes(job: str, recovery: RecoveryRecord) -> dict[str, Any]:
-    """Return the attributes of the trace; ``fabric.incident_id`` is in all logs too."""
+    """Return the attributes of the trace; ``fabric.incident_id`` is also in all logs."""
     diagnosis = recovery.diagnosis or {}
     return {
         "fabric.job": job,

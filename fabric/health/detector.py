@@ -162,7 +162,7 @@ class ReplicaSpeed:
 
 
 class _Replica:
-    """What the detector remembers of one process of a replica."""
+    """The detector's memory of one process of a replica."""
 
     def __init__(self, replica: str, incarnation: int, alarm: MakeAlarm, warm_up: int) -> None:
         self.replica = replica
@@ -263,8 +263,8 @@ class JobDetector:
 
     @staticmethod
     def _same_step(replicas: Sequence[_Replica]) -> int:
-        """The newest step that all replicas have reported. Later steps would accuse the replica that reports
-        a slow job first."""
+        """The newest step that all replicas have reported. Later steps would accuse the first reporter of a
+        slow job."""
         steps = [watched.step for watched in replicas if watched.ratios]
         newest = max(steps, default=0)
         return min((step for step in steps if step > newest - MOST_BEHIND), default=0)
@@ -284,8 +284,8 @@ class JobDetector:
 
     @staticmethod
     def _since_they_came(replicas: Sequence[_Replica], until: int) -> list[Slowdown]:
-        """Find replicas that were slow from their first step. Their own models learnt the slow times, so this
-        compares them with the other replicas."""
+        """Compare replicas with each other: the model of one that was slow from its first step learnt slow
+        times."""
         samples = {x.replica: _newest(x.relative, SPEED_SAMPLES, SPEED_SAMPLES, until) for x in replicas}
         relative = {replica: value for replica, value in samples.items() if value is not None}
         slowdowns = []

@@ -39,8 +39,7 @@ class CollectionSchedule:
 
 
 async def collect_when_calm(is_calm: Callable[[], bool]) -> None:
-    """Collect for ever: a due generation is collected after two calm seconds, or at the latest after a
-    minute."""
+    """Collect for ever: a due generation after two calm seconds, or at the latest after a minute."""
     due = CollectionSchedule()
     while True:
         await asyncio.sleep(LOOK_S)

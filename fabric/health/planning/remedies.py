@@ -212,8 +212,8 @@ class _Planner:
     # --- layouts --------------------------------------------------------------------------------------
 
     def _layout_remedy(self, replica: ReplicaHealth) -> Remedy | None:
-        """Another layout for a replica. A repartition and an exclusion cost one rejoin each, so an exclusion
-        must gain enough beyond a repartition."""
+        """Another layout for a replica. Repartition and exclusion cost one rejoin each, so an exclusion must
+        gain enough beyond a repartition."""
         repartition, exclusion = (self._change(replica, kind) for kind in _LAYOUT_KINDS)
         if repartition is None or exclusion is None:
             return repartition or exclusion

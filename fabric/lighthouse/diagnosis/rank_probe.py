@@ -24,8 +24,7 @@ from fabric.lighthouse.diagnosis.allowed_hosts import (
 from fabric.lighthouse.diagnosis.verdict import RankProbe
 from fabric.runtime.http.tls import Tls
 
-# A trainer that holds the interpreter's lock does not answer within a second; then a signal writes its
-# stacks.
+# If a trainer holds the interpreter's lock and does not answer within a second, a signal writes its stacks.
 ASK_S = 3.0
 MAX_RANKS = 16
 MAX_ANSWER_BYTES = 256 * 1024

@@ -61,8 +61,7 @@ class CheckpointServers:
 
 
 def silence(liveness: LivenessView, member: Member, now: float) -> str:
-    """Say that a checkpoint server of this member is silent while its trainer sends heartbeats, or return
-    empty."""
+    """Say that this member's checkpoint server is silent while its trainer beats, or return an empty text."""
     peer = liveness.peers.get(member.replica)
     if peer is None or not peer.connected or peer.incarnation != member.incarnation:
         return ""

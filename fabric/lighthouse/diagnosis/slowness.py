@@ -22,8 +22,7 @@ from fabric.protocol.rules.assignment import apportion
 
 OFF = "off"
 WHOLE_JOB = ""  # the name that stands for all replicas
-# A replica that makes a step longer by less than this is not reported: on a shared host other work costs
-# more.
+# A replica that makes a step longer by less than this is not reported: a shared host's other work costs more.
 FLOOR_S = 0.02
 REPLAN = 1.25  # the advice stays while the replicas are slow by about the same factor
 # A layout of one rank and one layer: to compute shares no other detail is needed.
@@ -129,7 +128,7 @@ class SlownessWatch:
         return [SlownessEvent("work ignored", x.replica, x.note) for x in fresh]
 
     def _advise(self, view: LeaderView, record: Record, failed: set[str]) -> list[SlownessEvent]:
-        """Plan shares for the slow replicas; plan again when other replicas are slow or a factor has
+        """Plan shares for the slow replicas; plan again when the slow replicas or their factors have
         changed."""
         factors = {x.replica: x.factor for x in self._slow.values() if x.scope is not Scope.JOB}
         is_planned = factors.keys() == self._planned.keys() and all(

@@ -53,8 +53,7 @@ def others(replica: str, sessions: Collection[str], record: Record | None, allow
 def no_room(job: str, replica: str, others: int, needed: int, allowed: int) -> str:
     """Return why ``replica`` gets no session, or an empty string.
 
-    Either the ``others`` fill the ``allowed`` places, or the replica needs more replicas than are
-    ``allowed``.
+    Either the ``others`` fill the ``allowed`` places, or the replica needs more than are ``allowed``.
     """
     if others >= allowed:
         return (
@@ -327,8 +326,7 @@ def _waiting_for_bytes(view: LeaderView, stalls: list[tuple[float, str, int]], n
 
 
 def _heard(view: LeaderView, names: list[str], since: float | None, now: float) -> str:
-    """Say when the lighthouse last heard the member of ``names`` that is silent for longest, and how long the
-    others wait for it.
+    """Say when the longest silent member of ``names`` was last heard, and how long the others wait for it.
 
     ``since``: when the wait began; None for a wait without a bound.
     """

@@ -191,8 +191,8 @@ class Election:
                     await self._store.revoke(lease.id)
 
     async def _enter(self, lease: Lease, store_id: str) -> Term | None:
-        """Create this candidate's key, last in the queue. If the write's outcome is unknown, look the key up;
-        return None if it does not exist."""
+        """Create this candidate's key, last in the queue; return None if the key does not exist
+        afterwards."""
         key = f"{self.prefix}{lease.id:x}"
         value = json.dumps({"id": self.me.id, "url": self.me.url}).encode()
         try:

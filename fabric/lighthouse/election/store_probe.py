@@ -19,8 +19,7 @@ _NEVER = (1 << 62) - 1
 
 @dataclass(slots=True)
 class WriteProbe:
-    """``refusal``: the store's message if it refused the last probe; empty if it took the probe or did not
-    answer."""
+    """``refusal``: the store's message if it refused the last probe, else empty."""
 
     store: Store
     key: str

@@ -197,8 +197,7 @@ def _has_failed(epoch: EpochView) -> bool:
 
 
 def _is_by_order(before: Record, record: Record) -> bool:
-    """Whether the epoch stops or resumes the job only because an operator changed how many members it
-    needs."""
+    """Whether the epoch stops or resumes the job only because the needed number of members has changed."""
     if record.generation != before.generation or record.min_replicas == before.min_replicas:
         return False
     members, others = ({(x.replica, x.incarnation) for x in r.roster} for r in (before, record))

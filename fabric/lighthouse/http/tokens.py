@@ -40,7 +40,7 @@ class _TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class _FolderScan:
-    """What one reading of the folder gave."""
+    """The result of one reading of the folder."""
 
     entries: dict[str, _TokenEntry]
     blind: str = ""  # what could not be read

@@ -84,7 +84,7 @@ class JobConnections:
         return True
 
     def is_news(self, connection: MemberConnection, status: m.TrainerStatus, now: float) -> bool:
-        """Whether the core should get this status. Growing ages of the same snapshots are no reason."""
+        """Whether the core should get this status. Growing ages of the same snapshots do not count."""
         heard, key = self.servers[connection], (status.replica, status.rank)
         last = heard.get(key)
         if (

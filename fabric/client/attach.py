@@ -1,4 +1,4 @@
-"""``attach``: from a model and its optimizer to a session. It refuses mistakes by name before training."""
+"""``attach`` makes a session of a model and its optimizer. It refuses mistakes by name before training."""
 
 import contextlib
 import os
@@ -103,15 +103,16 @@ def attach(
 
     ``optimizer``: one, several in a sequence, or several by name; all of them are part of the shared state.
     ``state``: further objects of the shared state, each with ``state_dict`` and ``load_state_dict``.
-    ``buffers``: for buffers that forward changes (BatchNorm). ``refuse`` them, ``average`` them by weight at
-    the commit (they are shared state then), or ``ignore`` them (each replica keeps its own).
+    ``buffers``: how to treat buffers that forward passes change (BatchNorm). ``refuse`` them, ``average``
+    them by weight at the commit (they are shared state then), or ``ignore`` them (each replica keeps its
+    own).
     ``snapshots``: a policy that says when to take a snapshot, instead of the settings' policy.
     ``unshared``: ``refuse`` or ``ignore`` a learning rate scheduler or scaler that is not in ``state``.
     ``step``: the step at which a new job begins, such as that of a checkpoint that you have loaded. A replica
     that joins takes the job's step instead.
 
-    ``arguments`` are the fields of ``fabric.runtime.config.Settings``. A mistake that a person can mend ends
-    the process with one sentence and exit code 1. With FABRIC_DISABLE=1 the session uses no service.
+    ``arguments`` are the fields of ``fabric.runtime.config.Settings``. A mistake of the user ends the process
+    with one sentence and exit code 1. With FABRIC_DISABLE=1 the session uses no service.
     """
     install_excepthook()
     try:
@@ -119,7 +120,7 @@ def attach(
         return _attach(model, optimizer, dict(state or {}), choices, arguments)
     except FabricError as error:
         sys.stderr.write(f"fabric: {error}\n")
-        # A checkpoint server that is stopped, or that has no room now, may answer the next process.
+        # Code 75 asks for a restart: a stopped or full checkpoint server may answer the next process.
         raise SystemExit(75 if isinstance(error, ServerLost) else 1) from None
 
 
@@ -203,8 +204,8 @@ def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
 
 
 def _server_port(ports: str) -> str:
-    """Return the server's ports: a range serves all processes of a replica, a single port the trainer's
-    links."""
+    """Return the ports for the checkpoint server: ``ports`` if it is a range, because a single port is for
+    the trainer's links."""
     return ports if len(parse_ports(ports)) > 1 else "0"
 
 
@@ -214,9 +215,9 @@ def _lanes(
     parameters: list[tuple[str, torch.nn.Parameter]],
     averaged: AveragedBuffers,
 ) -> LaneDirectory | None:
-    """Return the layout that this replica announces, None where all are alike; a collective of its ranks.
+    """Return the layout that this replica announces, None where all replicas have equal layouts.
 
-    Raises ConfigError for a layout that cannot meet others.
+    All ranks of the replica must call it. Raises ConfigError for a layout that no other layout can join.
     """
     if not settings.unequal:
         return None
@@ -233,7 +234,7 @@ def _lanes(
             "the ranks of this replica have different parameters, and FABRIC_UNEQUAL is not for pipeline "
             "stages so far: turn it off"
         )
-    lanes_of({settings.replica: layout})  # refuses what is not the whole model, once
+    lanes_of({settings.replica: layout})  # refuses, once, a layout that lacks parts of the model
     return LaneDirectory(settings.replica, process.rank, layout, layout_text(layout))
 
 
@@ -247,7 +248,7 @@ def _content(
 
 @dataclass(frozen=True, slots=True)
 class _Trainer:
-    """Makes the engine's parts of what ``attach`` got."""
+    """Makes the engine's parts from the arguments of ``attach``."""
 
     settings: Settings
     process: ProcessIdentity
@@ -272,7 +273,7 @@ class _Trainer:
         slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
 
         def recover() -> None:
-            """Start another checkpoint server in place of the lost one, with new memory for later rounds."""
+            """Start a checkpoint server in place of a lost server, with new memory for later rounds."""
             with contextlib.suppress(FabricError):
                 if handle.ensure():
                     slots.reset()

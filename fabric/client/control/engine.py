@@ -1,9 +1,9 @@
 """The control thread: an event loop that holds the links and drives the member core.
 
 The trainer's main thread posts events and takes orders from ``orders``; the exchange, fetch and snapshot
-threads post the outcomes of their work. The posting thread hands its event to the core at once, and performs
-the effects of ``_ANYWHERE``. So a step without faults wakes the control thread for messages of peers only.
-This module decides nothing.
+threads post the outcomes of their work. The posting thread hands its event to the core at once, and itself
+performs the effects listed in ``_ANYWHERE``. So in a step without faults only messages from peers wake the
+control thread. The member core decides; this module performs.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ MainThreadOrder = (
     | io.Finish
     | io.Stop
 )
-# Journal events that also go to standard error, and the words before their reason.
+# Journal events that are also printed to standard error, and the words printed before the event's reason.
 _PRINTED = {"kept out": " waits", "loops differ": ""}
 Event = io.Event | RankEvent
 _ORDERS = get_args(MainThreadOrder)
@@ -84,11 +84,11 @@ class EngineParts:
     buffers: AveragedBuffers
     durable: DurableCheckpoints
     lanes: LaneDirectory | None = None  # where replicas may have unequal layouts of ranks
-    content: ContentDigests | None = None  # names states there
+    content: ContentDigests | None = None  # digests that do not depend on the layout, for unequal layouts
 
 
 class _Informed:
-    """``core``, which is told before every event whom the data plane waits for."""
+    """``core``, which learns before every event for which peer the data plane waits."""
 
     def __init__(self, core: Core[Any, Any], plane: DataPlane) -> None:
         self._core, self._plane = core, plane
@@ -121,8 +121,8 @@ class Engine:
         self._session: asyncio.Task[None] | None = None
         if parts.fetch_thread.pieces is not None:
             parts.fetch_thread.pieces.newest = lambda: self.newest
-        self._number = 0  # of the order being performed, where orders have numbers
-        # Returns the readiness of the gradient that backward computes now; the session sets it.
+        self._number = 0  # number of the order being performed, where orders have numbers
+        # Returns which buckets of the gradient that backward computes now are final. The session sets it.
         self._readiness: Callable[[], BucketReadiness | None] = lambda: None
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: self._send_peer,
@@ -145,7 +145,7 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has begun."""
+        """Whether ``begin`` was called."""
         return self.member is not None
 
     @property
@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def current(self) -> Record | None:
-        """The epoch in force here."""
+        """The record of the epoch in force here."""
         return self.member.view.current if self.member is not None else None
 
     @property
@@ -165,7 +165,7 @@ class Engine:
 
     @property
     def newest(self) -> Record | None:
-        """The newest epoch that a leader has announced."""
+        """The record of the newest epoch that a leader has announced."""
         return self.member.view.newest if self.member is not None else None
 
     @property
@@ -174,9 +174,9 @@ class Engine:
         return self.member.view.step if self.member is not None else 0
 
     def describe(self) -> dict[str, object]:
-        """Describe where this trainer stands, for people.
+        """Describe this trainer's epoch, step and waits, for people.
 
-        Any thread may ask, so the values may be a moment apart.
+        Any thread may call it while values change: they may come from different moments.
         """
         member, parts = self.member, self._parts
         status: dict[str, object] = {
@@ -230,20 +230,22 @@ class Engine:
         readiness: Callable[[], BucketReadiness | None],
         samples: Callable[[int, tuple[int, ...]], dict[str, list[int]]],
     ) -> None:
-        """Connect the training loop's data that does not go through the core.
+        """Set the functions that read the training loop's data directly, without the core.
 
-        ``readiness``: of the gradient that backward computes now. ``samples``: of a step's micro-batches.
+        ``readiness`` returns which buckets of the gradient that backward computes are final. ``samples``
+        returns the samples of a step's micro-batches.
         """
         self._readiness = readiness
         self._round_journal.samples = samples
 
     def begin(self, member: MemberCore) -> None:
-        """Drive ``member`` from now on, and look for the lighthouse."""
+        """Start to drive ``member``, and look for the lighthouse."""
         assert self._loop is not None
         asyncio.run_coroutine_threadsafe(self._begin(member), self._loop).result()
 
     def post(self, event: Event, number: int = 0) -> None:
-        """Hand an event to the core; from any thread, never waits. ``number``: of the order it answers."""
+        """Hand an event to the core; for any thread, never waits. ``number``: of the order that it
+        answers."""
         self._feed(event, number)
 
     def close(self) -> None:
@@ -291,7 +293,7 @@ class Engine:
         """Say goodbye to the lighthouse and the peers."""
         await self._parts.leader.drain(within_s=1.0)
         if self._driver is not None:
-            # From now on this process ends its own links; the core would blame the peers for that.
+            # Close the core first: it would blame the peers for the links that this process ends now.
             self._driver.close()
         await self._parts.peers.close()
         if self._session is not None:
@@ -354,7 +356,7 @@ class Engine:
 
     def _start_exchange(self, effect: io.StartExchange) -> None:
         own = self.member.view.own_contribution if self.member is not None else None
-        if own is not None:  # a gradient that backward still computes contributes later
+        if own is not None:  # None while backward still computes: the contribution follows later
             self._round_journal.note_contribution(own)
         self._parts.exchange.start(effect, self._readiness() if effect.streaming else None, self.post)
 
@@ -386,7 +388,8 @@ class Engine:
     def _cause(self, note: io.WriteJournal) -> str:
         """Return the incident of a journal entry.
 
-        An abort belongs to the forced epoch that ended the round, or else to the next epoch, which will.
+        An abort belongs to the forced epoch that ended its round. Before a leader has announced that epoch,
+        the abort gets the incident of the next epoch.
         """
         newest = self.newest
         if newest is None:

@@ -1,9 +1,10 @@
 """The leader session: one WebSocket, kept open to the lighthouse that leads.
 
-The link tries the addresses in turn, the last leader first, with attempts under a second and jittered
-back-off. At the first contact a refusal (wrong token, unknown job) ends the process with its sentence, unless
-another address admits it. Later a refusal is a problem like any other: another program may hold the address
-for a while, or a lighthouse may not have the job's new token yet."""
+The link tries the addresses in turn, the last leader first. An attempt lasts under a second, and jittered
+back-off follows it. Before the first session a refusal (wrong token, unknown job) ends the process with the
+refusal's sentence, unless another address admits the process. After the first session a refusal only leads to
+the next attempt: another program may hold the address for a while, or a lighthouse may not have the job's new
+token yet."""
 
 import asyncio
 import logging
@@ -26,14 +27,14 @@ log = logging.getLogger(__name__)
 
 _CONNECT_S = 0.9
 _BACKOFF_S = (0.05, 0.5)
-_QUIET_S = 3.0  # no line before: the lighthouse may start together with its job
+_QUIET_S = 3.0  # log no problem earlier: the lighthouse may start together with its job
 _LEADER_KINDS = LeaderMessage.__args__
 
 
 class LighthouseLink:
     """Feeds LeaderConnected, FromLeader and LeaderLost.
 
-    It drops messages while no session is open: the core repeats what matters when one opens.
+    It drops messages while no session is open: the core repeats the necessary messages when a session opens.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -47,7 +48,7 @@ class LighthouseLink:
         self._outbox: asyncio.Queue[bytes] | None = None
         self.waiting_for = ""  # the lighthouse's newest sentence on what the job waits for
         self._problem = ""
-        self._reached = False  # a lighthouse has answered as one
+        self._reached = False  # a lighthouse has opened a session, or has asked to come back later
         self._let_in = False  # a session has been open
         self._refused: dict[str, str] = {}  # address -> its refusal, until one admits this process
         self._mistaken: set[str] = set()  # addresses whose TLS settings do not fit ours
@@ -61,7 +62,7 @@ class LighthouseLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a session with it is open."""
+        """Whether a leader session is open."""
         return self._outbox is not None
 
     def send(self, message: MemberMessage) -> None:
@@ -72,7 +73,7 @@ class LighthouseLink:
     async def run(self, feed: Callable[[io.Event], None], on_refused: Callable[[str], None]) -> None:
         """Keep a session open until cancelled.
 
-        A first contact that never comes, or that waiting cannot bring, calls ``on_refused`` too.
+        Calls ``on_refused`` and returns when the first contact is refused, fails for good or takes too long.
         """
         self._begun = asyncio.get_running_loop().time()
         deadline = self._begun + self._contact_s
@@ -84,7 +85,8 @@ class LighthouseLink:
                     await self._session(http, url, feed)
                 except aiohttp.WSServerHandshakeError as error:
                     if error.status == 429:
-                        # Thousands of members come back at once. The answer says when to return; spread them.
+                        # Thousands of members may come back at once. The answer gives the delay; jitter
+                        # spreads them.
                         self._reached = True
                         await asyncio.sleep(come_back_s(error.headers or {}) * jitter.uniform(0.5, 1.0))
                         continue
@@ -127,8 +129,8 @@ class LighthouseLink:
             log.warning("fabric: %s: no lighthouse yet: %s; up to %g s", replica, self._problem, limit_s)
 
     def _given_up(self, deadline: float) -> str:
-        """Return why the first contact has failed for good, or an empty string; a TLS mistake does not
-        heal."""
+        """Return why the first contact has failed for good, or an empty string. Waiting does not mend a
+        mistake in the TLS settings."""
         refused = [self._refused[url] for url in self._urls if url in self._refused]
         if refused and self._mistaken.issuperset(url for url in self._urls if url not in self._refused):
             return refused[0]
@@ -168,7 +170,7 @@ class LighthouseLink:
             sender.cancel()
             await socket.close()
             feed(io.LeaderLost())
-        # A clean end of the session (fail-over, restart): try the same address last.
+        # The lighthouse ended the session cleanly (fail-over, restart): try its address last.
 
     async def _send_all(
         self, socket: aiohttp.ClientWebSocketResponse, outbox: "asyncio.Queue[bytes]"

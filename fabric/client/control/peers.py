@@ -1,9 +1,9 @@
 """Links to the other members: one ordered control link per process, ring sockets per epoch.
 
-Control links outlive epochs and have a process as their key; of two members the one whose id sorts first
-dials. Ring sockets belong to one epoch: each member dials the next in roster order and is dialled by the one
-before, outside the step. An epoch is linked when all of these links stand. Missing links are retried until a
-newer epoch comes. After ``link_s`` they are reported as failed, so that the leader hears of it.
+Control links outlive epochs, and their key is the peer's process. Of two members, the member whose id sorts
+first dials. Ring sockets belong to one epoch: outside the step each member dials the next member in roster
+order. An epoch is linked when its control links and ring sockets are connected. A member retries missing
+links until a newer epoch comes. After ``link_s`` it reports them to the leader as failed.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from fabric.transport.tcp import CONNECT_S, Listener, ListenerIdentity, dial
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 _DIAL_S = 3.0
-# Connections that fail do so at about the same time: wait this long and report them together.
+# Connections to several peers often fail at about the same time: wait this long and report them together.
 _TOGETHER_S = 0.1
 
 
@@ -43,7 +43,7 @@ class ProcessKey(NamedTuple):
 
 
 class _RingArrival(NamedTuple):
-    """A ring link that was dialled from outside, until its epoch takes it."""
+    """The key of a ring link that a peer has dialled and that its epoch has not taken yet."""
 
     epoch: int
     dialler: ProcessKey
@@ -52,20 +52,20 @@ class _RingArrival(NamedTuple):
 
 @dataclass(slots=True)
 class _RingLink:
-    """One ring's two links on their way up: in an epoch with lanes there is a ring for each."""
+    """The two links of one ring while they are being made. An epoch with lanes has a ring for each lane."""
 
     lane: int
     next_member: Member
     previous: ProcessKey
     next_address: str
-    next_rank: int = -1  # -1: the same rank as here
+    next_rank: int = -1  # -1: the rank of this process
     next_socket: socket.socket | None = None
     previous_socket: socket.socket | None = None
 
 
 @dataclass(slots=True)
 class _Linking:
-    """One epoch's links on their way up."""
+    """The links of one epoch while they are being made."""
 
     record: Record
     rings: list[_RingLink] = field(default_factory=list)  # none in an epoch of one member
@@ -101,12 +101,12 @@ class Peers:
         self._links: dict[ProcessKey, Link] = {}
         self._ring_arrivals: dict[_RingArrival, socket.socket] = {}
         self._epochs: dict[int, _Linking] = {}
-        # One dial per peer, whichever epochs want it: two would replace each other's link.
+        # One dial per peer, for all epochs that need the link: a second dial would replace the first link.
         self._dials: dict[ProcessKey, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._encoded: tuple[PeerMessage | None, bytes] = None, b""
 
-    # Takes the links of this replica's other ranks: set where there are any.
+    # Takes the links of this replica's other ranks. Set in a replica of several ranks.
     on_rank: Callable[[Greeting, socket.socket], None] = staticmethod(lambda _, sock: sock.close())
 
     def _accepted(self) -> Sequence[bytes]:
@@ -119,7 +119,7 @@ class Peers:
 
     @property
     def linked(self) -> list[str]:
-        """Peers to which a control link stands."""
+        """Peers to which a control link is connected."""
         return sorted(replica for replica, _ in self._links)
 
     async def start(self, bind: str, ports: str, feed: Callable[[io.Event], None]) -> int:
@@ -146,7 +146,7 @@ class Peers:
         """Queue a message; without a link it is dropped, and the core hears LinkLost."""
         link = self._links.get(ProcessKey(replica, incarnation))
         if link is not None:
-            if message is not self._encoded[0]:  # mostly the same message goes to all peers
+            if message is not self._encoded[0]:  # encode once: most messages go to all peers
                 self._encoded = message, wire.encode(message)
             link.send(self._encoded[1])
 
@@ -161,13 +161,13 @@ class Peers:
             if sock is not None
         }
 
-    # --- bringing epochs up -----------------------------------------------------------------------
+    # --- making an epoch's links ------------------------------------------------------------------
 
     def link_up(self, record: Record) -> None:
         """Make the missing links of ``record``; feeds Linked or LinkFailed."""
         self._identity.store_id = record.store_id
         if self._me.replica not in record.names:
-            # This member was drained: the epoch goes on without it, so no link is missing.
+            # This member was drained, so it is not in the epoch and has no links to make.
             asyncio.get_running_loop().call_soon(self._feed, io.Linked(record.epoch))
             return
         linking = self._epochs.get(record.epoch)
@@ -177,7 +177,7 @@ class Peers:
             linking.task = asyncio.get_running_loop().create_task(self._bring_up(linking))
 
     def switch(self, record: Record) -> None:
-        """``record`` is in force: older epochs' ring sockets go."""
+        """Close the ring sockets of epochs older than ``record``, which is in force now."""
         for epoch in [e for e in self._epochs if e < record.epoch]:
             linking = self._epochs.pop(epoch)
             if linking.task is not None:
@@ -193,7 +193,7 @@ class Peers:
     async def _bring_up(self, linking: _Linking) -> None:
         record = linking.record
         if not record.lists(*self._me):
-            # This process leaves when the epoch begins: it links nothing, but the others wait for its answer.
+            # This process leaves when the epoch begins. It makes no links, but others wait for its answer.
             self._feed(io.Linked(record.epoch))
             return
         loop = asyncio.get_running_loop()
@@ -249,7 +249,7 @@ class Peers:
             self._plane.install(ring, following, previous)
 
     def _rings_of(self, record: Record) -> list[_RingLink]:
-        """The rings of this rank in ``record``, still without sockets."""
+        """Return the rings of this rank in ``record``, still without sockets."""
         if len(record.roster) < 2 or not record.lists(*self._me):
             return []
         if self._lanes is None:
@@ -267,7 +267,7 @@ class Peers:
         ]
 
     def _to_dial(self, record: Record) -> list[Member]:
-        """Return the members to dial for control links, which only ranks 0 of replicas have."""
+        """Return the members to dial for control links. Only the rank 0 of a replica has control links."""
         if self._identity.rank:
             return []
         others = [x for x in record.roster if x.replica > self._me.replica]
@@ -297,14 +297,14 @@ class Peers:
         if task is None:
             task = self._dials[key] = asyncio.create_task(self._link_control(linking.record, member))
             task.add_done_callback(lambda done: self._dialled(key, done))
-        # Shielded: another epoch may still want the link when this one is superseded.
+        # Shielded: when a newer epoch cancels this wait, that epoch may still need the link.
         with self._noted(linking, member):
             await asyncio.shield(task)
 
     def _dialled(self, key: ProcessKey, task: "asyncio.Task[None]") -> None:
         self._dials.pop(key, None)
         if not task.cancelled():
-            task.exception()  # marks it as seen, where no epoch waits for it any more
+            task.exception()  # else asyncio logs an exception for which no epoch waits
 
     @contextlib.contextmanager
     def _noted(self, linking: _Linking, member: Member) -> Iterator[None]:
@@ -336,8 +336,8 @@ class Peers:
     async def _dial(
         self, address: str, greeting: Greeting, is_up: Callable[[], bool]
     ) -> socket.socket | None:
-        """Dial until it works or ``is_up``; the caller's timeout bounds it. Raises Unconnected where no
-        connection comes about for CONNECT_S."""
+        """Dial until connected or until ``is_up``; the caller's timeout bounds it. Raises Unconnected after
+        CONNECT_S without a connection."""
         tries, since = 0, time.monotonic()
         while not is_up():
             try:
@@ -349,7 +349,7 @@ class Peers:
                 await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
                 tries += 1
             except FabricError:
-                # The peer may not know the epoch yet, or a new process may just be replacing it.
+                # The peer answered: it may not know the epoch yet, or a new process may be replacing it.
                 since = math.inf
                 await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
                 tries += 1
@@ -370,7 +370,7 @@ class Peers:
     # --- from outside the roster ------------------------------------------------------------------
 
     def probe(self, members: tuple[Member, ...]) -> None:
-        """Find out which members can be reached from here; feeds Probed."""
+        """Find out which members this process can reach; feeds Probed."""
         task = asyncio.get_running_loop().create_task(self._probe(members))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -380,7 +380,7 @@ class Peers:
         self._feed(io.Probed(tuple(name for name, is_there in reached if not is_there)))
 
     async def _reaches(self, member: Member) -> tuple[str, bool]:
-        """Whether ``member`` answers; a refusal counts, because it shows a way there and back."""
+        """Return whether ``member`` answers. A refusal counts: it shows that the network works both ways."""
         greeting = self._greeting(self._identity.store_id, member, "probe")
         try:
             sock = await dial(
@@ -393,7 +393,7 @@ class Peers:
         sock.close()
         return member.replica, True
 
-    # --- links as they come -----------------------------------------------------------------------
+    # --- links that peers have dialled ------------------------------------------------------------
 
     def _on_connection(self, greeting: Greeting, sock: socket.socket) -> None:
         key = ProcessKey(greeting.replica, greeting.incarnation)
@@ -404,7 +404,7 @@ class Peers:
             self._adopt(key, sock)
             return
         if greeting.kind == "probe":
-            sock.close()  # the connection itself was the answer
+            sock.close()  # that this process accepted the connection is the answer
             return
         arrival = _RingArrival(greeting.epoch, key, greeting.lane)
         stale = self._ring_arrivals.pop(arrival, None)

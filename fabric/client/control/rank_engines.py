@@ -1,9 +1,9 @@
-"""The engines of a replica of several ranks: rank 0 decides, the others obey.
+"""The engines of a replica of several ranks: rank 0 decides, the other ranks obey.
 
-``HeadEngine`` runs the member core behind ``protocol.ranks.Ranks``, sends every rank its orders and performs
-its own like any engine. ``FollowerEngine`` has no core: it performs orders as they come and sends their
-outcomes back. A rank that loses another one ends its process with code 75, at once and from the control
-thread: the main thread may be stuck in a collective with the lost rank.
+``HeadEngine`` runs the member core behind ``protocol.ranks.Ranks``, sends every rank its orders, and performs
+the orders for rank 0. ``FollowerEngine`` has no core: it performs orders as they come and sends their
+outcomes back. A rank that loses the link to another rank ends its process with code 75. The control thread
+ends it at once, because the main thread may be stuck in a collective with the lost rank.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from fabric.runtime.driver import Core
 from fabric.transport.greeting import Greeting
 
 _OUTCOMES = get_args(RankEvent)
-# How long an error in the main thread waits to be explained by the loss of another rank.
+# How long an error in the main thread waits for news that another rank is lost, which would explain it.
 _EXPLAINED_S = 2.0
-# How long rank 0 looks for the end of another rank before it believes that a rank's error is its own.
+# How long rank 0 waits for the loss of another rank before it takes a rank's error for the cause.
 _SETTLED_S = 0.5
 # How long a main thread may take to obey a stop before it counts as stuck in a collective.
 _STUCK_S = 5.0
@@ -47,14 +47,14 @@ class RankEngine(Engine):
     def await_explanation(self) -> None:
         """Wait for an explanation of an error that has reached the top of the main thread.
 
-        When another rank has died or failed, collectives fail here too. This process then ends in a moment,
-        with the sentence that explains it.
+        When another rank has died or failed, collectives fail here too. This process then ends with the
+        sentence that names the other rank.
         """
         if self._loop is not None and self._stop_ordered.wait(_EXPLAINED_S) and self._stop is not None:
             self._end_now(self._stop)
 
     def post(self, event: Any, number: int = 0) -> None:
-        """As Engine.post, by way of the control thread, which has the links between ranks."""
+        """As Engine.post, through the control thread, which has the links between ranks."""
         if self._loop is not None:
             # The loop closes only after the job is complete; later events have no effect.
             with contextlib.suppress(RuntimeError):
@@ -115,7 +115,7 @@ class HeadEngine(RankEngine):
         if isinstance(event, _OUTCOMES):
             event = FromRank(0, RankOutcome(event, number))
         if isinstance(event, FromRank) and isinstance(event.outcome.event, io.LoopRaised):
-            # Another rank may have died, and the end of its link, which explains this, is not read yet.
+            # Another rank's death may have caused this error, and the end of its link may not be read yet.
             assert self._loop is not None
             self._loop.call_later(_SETTLED_S, super()._feed, event)
             return
@@ -130,7 +130,7 @@ class HeadEngine(RankEngine):
         elif effect.rank:
             self._links.send(effect.rank, effect.command)
         elif isinstance(effect.command.effect, io.Stop) and self._core is not None and self._core.lost:
-            # The other ranks have their order: rank 0 stops last.
+            # The orders to stop have gone to the other ranks, and rank 0 stops last.
             self._end_now(effect.command.effect)
         else:
             self._number = effect.command.number
@@ -138,7 +138,7 @@ class HeadEngine(RankEngine):
 
 
 class FollowerEngine(RankEngine):
-    """A rank from 1 on; ``join`` instead of ``begin``."""
+    """The engine of a rank other than 0. Call ``join`` instead of ``begin``."""
 
     def __init__(self, parts: EngineParts, group: RankGroup) -> None:
         super().__init__(parts, group)
@@ -168,7 +168,7 @@ class FollowerEngine(RankEngine):
         return self._step
 
     def join(self, address: str, greeting: Greeting, token: bytes) -> None:
-        """Link to rank 0 at ``address`` and obey. Raises FabricError where that cannot be."""
+        """Link to rank 0 at ``address`` and obey it. Raises FabricError where rank 0 cannot be reached."""
         assert self._loop is not None
         greeting = replace(greeting, kind="rank", rank=self._group.rank)
         asyncio.run_coroutine_threadsafe(self._join(address, greeting, token), self._loop).result()
@@ -196,7 +196,7 @@ class FollowerEngine(RankEngine):
         elif isinstance(effect, io.Install):
             self._step = effect.step
         elif isinstance(effect, io.Stop) and effect.code == RESTART:
-            # Another rank may be lost, and the main thread stuck in a collective with it.
+            # Another rank may be lost, and this rank's main thread may be stuck in a collective with it.
             self._end_now(effect)
         self._number = order.number
         try:

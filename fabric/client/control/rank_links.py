@@ -1,7 +1,7 @@
 """The links between rank 0 and the other ranks of its replica: orders one way, outcomes the other.
 
-These links are like those between members: authenticated and ordered. The end of a link means the end of its
-rank's process.
+Like links between members these links are authenticated and ordered. The end of a link means that its rank's
+process has ended.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class HeadLinks:
     ) -> None:
         """Set the receivers of outcomes and lost links, once all ranks are linked.
 
-        Nothing is read before: a rank sends as soon as it is linked, and its messages wait in the socket.
+        Until then nothing is read: a rank sends as soon as it is linked, and its messages wait in the socket.
         """
         for rank, link in self._links.items():
             task = asyncio.get_running_loop().create_task(_listen(rank, link, on_outcome, on_lost))
@@ -53,7 +53,7 @@ class HeadLinks:
         """Take the link of a rank that has dialled."""
         rank = greeting.rank
         if greeting.incarnation != self._incarnation or not 0 < rank < self._size or rank in self._links:
-            sock.close()  # an earlier process, or no rank of this replica
+            sock.close()  # from an earlier process, or from a process that is no rank of this replica
             return
         self._links[rank] = Link(sock, f"rank {rank}")
         if len(self._links) == self._size - 1:
@@ -88,14 +88,14 @@ async def _listen(
 
 
 class FollowerLink:
-    """Another rank's side: its one link."""
+    """The side of a rank other than 0: its link to rank 0."""
 
     def __init__(self) -> None:
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def dial(self, address: str, greeting: Greeting, token: bytes) -> None:
-        """Link to rank 0. Raises what the last try raised, after a minute of tries."""
+        """Link to rank 0. After a minute of failed tries, raises the error of the last try."""
         deadline = asyncio.get_running_loop().time() + _START_S
         while True:
             try:
@@ -108,7 +108,7 @@ class FollowerLink:
         self._link = Link(sock, "rank 0")
 
     def hear(self, on_order: Callable[[RankCommand], None], on_lost: Callable[[str], None]) -> None:
-        """Take orders from now on."""
+        """Begin to pass orders to ``on_order``; ``on_lost`` gets the reason when the link ends."""
         assert self._link is not None
         self._task = asyncio.get_running_loop().create_task(
             self._link.run(lambda data: on_order(decode_command(data)), on_lost)

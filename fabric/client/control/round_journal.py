@@ -1,4 +1,4 @@
-"""The journal lines that the control thread writes of epochs and of what this replica contributes."""
+"""The journal lines that the control thread writes: epochs, and the contributions of this replica."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ class RoundJournal:
         self._journal = journal
         # Returns the samples of a step's micro-batches; the session sets it.
         self.samples: Callable[[int, tuple[int, ...]], dict[str, list[int]]] = lambda _step, _ids: {}
-        self._contributed: tuple[int, int] = (0, -1)  # epoch and step of the newest line
+        self._contributed: tuple[int, int] = (0, -1)  # epoch and step of the newest contribution line
         self._fence: Fence | None = None  # of the newest epoch line
 
     def note_contribution(self, message: Contribution) -> None:
@@ -35,7 +35,7 @@ class RoundJournal:
         )
 
     def note_epoch(self, record: Record) -> None:
-        """Journal an epoch when its links are made; the core may have them made more than once."""
+        """Journal an epoch when its links are made, once, even if the core asks for the links again."""
         if record.fence == self._fence:
             return
         self._fence = record.fence

@@ -1,12 +1,13 @@
 """Iterable data sets: every replica reads the stream from its beginning to the committed position.
 
-An iterable data set must give the same samples in the same order every time it is iterated, on every
-replica. Sample number p of the endless repetition of that iteration has position p, and step s covers the
-positions [s*G, (s+1)*G). So the committed step is the position, and nothing else is saved. A replica reads
-the whole global batch of a step, because it may inherit any part of it, and keeps it until the next step.
+An iterable data set must give the same samples in the same order every time it is iterated, on every replica.
+The iteration is repeated endlessly; position p is sample number p of the repetition. Step s covers the
+positions [s*G, (s+1)*G) for global batch size G. So the committed step gives the position, and no position is
+saved. A replica reads the whole global batch of a step, because it may inherit any part of it.
 
 A replica that joins, or a job that goes back to an earlier state, must get to its position. A data set with
-``iterate_from(position)`` gives an iterator that begins there; any other is read and skipped.
+``iterate_from(position)`` gives an iterator that begins there. From other data sets the replica reads and
+drops samples up to the position.
 """
 
 import threading
@@ -17,7 +18,7 @@ from fabric.errors import ConfigError, FabricError
 
 
 class IterableStream:
-    """Samples of an iterable data set by position; a step back starts a new iteration."""
+    """Samples of an iterable data set by position. A read at an earlier position starts a new iteration."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

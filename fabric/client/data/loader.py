@@ -1,14 +1,15 @@
 """The order of the data: a pure function of data set size, seed and step, the same on every replica.
 
 Pass k over the data set is the permutation ``numpy.random.Generator(PCG64([seed, k])).permutation(size)``;
-the passes are concatenated. Step s covers positions [s*G, (s+1)*G) of that, and its micro-batch i covers
-[i*m, (i+1)*m) of those. So the committed step is the data position, and nothing else must be saved.
+the passes are concatenated. Step s covers positions [s*G, (s+1)*G) of the passes, for global batch size G.
+Its micro-batch i covers positions [i*m, (i+1)*m) of the step, for micro-batch size m. So the committed step
+gives the data position.
 
-Data that only some replicas can read (``redundancy`` above 0) are cut into one shard per data slot. Shard h
-is the indices [h*size//n, (h+1)*size//n). The micro-batches of a step are divided among the shards in order,
-as evenly as possible. Pass k of shard h has its own order, from ``PCG64([seed, k, h + 1])``.
+Data that only some replicas can read (``redundancy`` above 0) are cut into n shards, one per data slot. Shard
+h has the indices [h*size//n, (h+1)*size//n). The micro-batches of a step are divided among the shards in
+order, as evenly as possible. Pass k of shard h has its own order, from ``PCG64([seed, k, h + 1])``.
 
-A data set without a size is a stream; its samples go by their positions (see
+A data set without a size is a stream: its samples are identified by position (see
 ``fabric.client.data.iterable_stream``).
 """
 
@@ -59,7 +60,7 @@ class SamplePlan:
     global_batch_size: int
     micro_batch_size: int
     seed: int
-    shards: int = 0  # 0: all replicas can read everything
+    shards: int = 0  # 0: every replica can read all data
     is_stream: bool = False
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class SamplePlan:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches make a step."""
+        """The number of micro-batches in a step."""
         return self.global_batch_size // self.micro_batch_size
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
@@ -109,7 +110,7 @@ class SamplePlan:
         )
 
     def describe(self) -> dict[str, int]:
-        """Describe all that determines the order, for the journal."""
+        """Return all values that determine the order of the data, for the journal."""
         body = {
             "dataset_size": self.dataset_size,
             "global_batch_size": self.global_batch_size,
@@ -130,9 +131,9 @@ class LoaderOptions:
 
     ``policy``: "constant" or "shrink". ``redundancy``: how many replicas can read each shard of the data; 0:
     all. ``data_slot``: this replica's shard under ``redundancy`` (default: the number at the end of its id;
-    with ``FABRIC_RACK`` the lighthouse chooses one). ``on_poison``: "stop" or "skip". ``on_loss``, when no
-    member can read a shard: "wait" for one, "shrink" (skip its part) or "stop" the job. ``scale_lr``: under
-    "shrink", scale the learning rate of a step by sqrt(present / all).
+    with ``FABRIC_RACK`` the lighthouse chooses a shard). ``on_poison``: "stop" or "skip". ``on_loss``, when
+    no member can read a shard: "wait" for such a member, "shrink" (skip the shard's part) or "stop" the job.
+    ``scale_lr``: under "shrink", scale the learning rate of a step by sqrt(present / all micro-batches).
     """
 
     policy: str = "constant"
@@ -159,7 +160,7 @@ class LoaderOptions:
             )
 
     def sharing(self, replicas: int) -> Sharing:
-        """As the protocol has it, in a job that starts with ``replicas``."""
+        """Return these options as the protocol's ``Sharing``, for a job that starts with ``replicas``."""
         if self.redundancy > replicas:
             raise ConfigError(f"redundancy is {self.redundancy}, the job has {replicas} replicas")
         return Sharing(self.policy, replicas, self.redundancy, self.on_poison, self.on_loss)
@@ -175,7 +176,7 @@ def parse_options(given: dict[str, Any]) -> LoaderOptions:
 
 
 def describe_sharing(sharing: Sharing) -> dict[str, Any]:
-    """Return the settings for the journal that differ from "every replica may compute all"."""
+    """Return, for the journal, the settings that differ from "every replica may compute all"."""
     body: dict[str, Any] = {}
     if sharing.policy != "constant" or sharing.readers:
         body |= {"policy": sharing.policy, "data_slots": sharing.data_slots, "redundancy": sharing.readers}
@@ -208,7 +209,7 @@ class SampleSlice:
     def of(cls, mesh: Any) -> "SampleSlice":
         """Return the slice of this rank in ``mesh``, a DeviceMesh of one dimension. Raises ConfigError.
 
-        Without a mesh it is the whole micro-batch.
+        Without a mesh the slice is the whole micro-batch.
         """
         if mesh is None:
             return cls()
@@ -241,7 +242,7 @@ def collate(samples: Sequence[Any]) -> Any:
 class Loader:
     """Micro-batches of a data set on request, read ahead by ``num_workers`` threads.
 
-    It discards micro-batches that it read in vain: their step is past, or another member computes them.
+    It discards a micro-batch that it has read ahead when the step is past or another member computes it.
     """
 
     def __init__(
@@ -271,8 +272,7 @@ class Loader:
     def shards(self) -> list[tuple[int, int]]:
         """The index ranges [begin, end) that this replica must be able to read.
 
-        With ``FABRIC_RACK`` the lighthouse chooses them: they are known from the first step on. Raises
-        FabricError before that.
+        With ``FABRIC_RACK`` the lighthouse chooses them before the first step. Raises FabricError earlier.
         """
         if not self.plan.shards:
             return [(0, self.plan.dataset_size)]
@@ -282,7 +282,7 @@ class Loader:
                 "loop over session.steps, or give session.loader a data_slot"
             )
         if self.data_slot >= self.plan.shards:
-            return []  # more members than shards: this one computes nothing
+            return []  # more members than shards: this member computes nothing
         stack = stack_of(self.data_slot, self.plan.shards, self.sharing.readers)
         return [self.plan.shard(number) for number in stack]
 
@@ -294,10 +294,10 @@ class Loader:
 
     @property
     def layout(self) -> str:
-        """How the shards lie on the replicas.
+        """How the shards are placed on the replicas.
 
-        "all": every replica reads everything. "golomb": two shards share at most one reader. "consecutive":
-        the job has too few replicas for that.
+        "all": every replica reads all data. "golomb": any two shards share at most one reader. "consecutive":
+        the job has too few replicas for "golomb".
         """
         if not self.plan.shards:
             return "all"
@@ -333,7 +333,7 @@ class Loader:
     def _read(self, step: int, micro_batch: int) -> Any:
         indices = self.slice.cut(self.plan.samples(step, micro_batch))
         if self._stream is not None:
-            # Keep the step before too: a part of it may still be inherited while the next one is read ahead.
+            # Keep the step before: this member may inherit a part of it while it reads the next step.
             first = max(0, step - 1) * self.plan.global_batch_size
             return self._collate(self._stream.read(first, indices))
         return self._collate([self._dataset[i] for i in indices])
@@ -349,7 +349,7 @@ class DataReader:
     """The replica that reads the data, as the loader needs it."""
 
     replica: str
-    replicas: int  # that the job starts with
+    replicas: int  # number of replicas with which the job starts
     rack: str = ""  # of the replica's host
 
 
@@ -366,7 +366,7 @@ def make_loader(
 
     ``sizes``: global batch, micro-batch and seed. ``part``: this rank's slice of a micro-batch.
     """
-    # torch's own iterable data sets inherit an index that they do not have.
+    # torch's IterableDataset inherits ``__getitem__``, although it cannot be indexed.
     indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, torch.utils.data.IterableDataset)
     streams = not indexed and hasattr(dataset, "__iter__")
     if streams and options.redundancy:

@@ -1,6 +1,6 @@
-"""Seeds every generator from (seed, step, index) before each micro-batch, so that randomness is not state.
+"""Seeds every random generator from (seed, step, index) before each micro-batch.
 
-Every replica that computes a micro-batch draws the same dropout masks and augmentations."""
+Every replica that computes a micro-batch draws the same random numbers, and no generator's state is saved."""
 
 import random
 from functools import cache
@@ -21,7 +21,7 @@ def seed_everything(seed: int, step: int, micro_batch: int) -> None:
     if _has_devices():
         torch.manual_seed(value)
     else:
-        # torch.manual_seed would keep a stack trace per kind of device for the day on which it appears.
+        # torch.manual_seed would keep a stack trace for each kind of device not yet initialised.
         torch.default_generator.manual_seed(value)
     np.random.seed(value & 0xFFFFFFFF)  # users draw from the legacy generator
     random.seed(value)

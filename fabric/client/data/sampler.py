@@ -1,17 +1,16 @@
-"""``session.sampler``: the data order for a DataLoader of a loop that we do not own.
+"""``session.sampler``: the data order for the DataLoader of a loop that is not ``session.steps``.
 
-Policy shrink: the global batch of a step is cut into one part per data slot. This replica draws the part of
-its data slot; the part of an absent replica is skipped, which the commit records. A pass over the data set
-has
-``size // global_batch_size`` steps and leaves out the remaining samples.
+The sampler uses policy shrink: the global batch of a step is cut into one part per data slot. This replica
+draws the part of its data slot. The part of an absent replica is skipped, which the commit records. A pass
+over the data set has ``size // global_batch_size`` steps and leaves out the remaining samples.
 
-A DataLoader draws ahead of the computation. The part of a data slot does not depend on the roster, so drawing
-ahead is right while steps follow each other. When this replica was away and the job is further on, the
-batches drawn for past steps are discarded: their gradient counts for nothing.
+A DataLoader draws ahead of the computation. The part of a data slot does not depend on the roster, so batches
+drawn ahead stay valid while this replica makes every step. After an absence the batches drawn for past steps
+are discarded: their gradient gets no weight.
 
-A loop whose batch times its accumulation differs from ``per_step`` is refused with both numbers. Too few
-samples show in the number drawn. Too many show only in the DataLoader's batch size, because a DataLoader may
-draw ahead as far as it likes.
+A loop whose batch size times its accumulation differs from ``per_step`` is refused with both numbers. Too few
+samples show in the number drawn. Too many samples show only in the DataLoader's batch size, because a
+DataLoader may draw ahead without limit.
 """
 
 import gc
@@ -28,11 +27,10 @@ from fabric.protocol.rules.assignment import cut
 
 
 class StepSampler(torch.utils.data.Sampler[int]):
-    """The indices of this data slot, from the step that is committed now to the end of the pass over the
-    data.
+    """The indices of this data slot, from the committed step to the end of the pass over the data.
 
-    Every step gives ``per_step`` indices: the loop's batch size times its accumulation must be that.
-    ``committed_step`` tells where the job is.
+    Every step gives ``per_step`` indices, which must equal the loop's batch size times its accumulation.
+    ``committed_step`` returns the job's step.
     """
 
     def __init__(
@@ -57,11 +55,11 @@ class StepSampler(torch.utils.data.Sampler[int]):
         self.per_step = global_batch_size // data_slots
         self._part = cut(global_batch_size, [1] * data_slots)[number]
         self._committed_step = committed_step
-        self._drawn: deque[int] = deque()  # the steps begun and not exchanged yet
+        self._drawn: deque[int] = deque()  # steps of which samples were drawn and that are not exchanged yet
         self._begin()
 
     def _begin(self) -> None:
-        """Begin an iteration; batches of an abandoned one never come."""
+        """Begin an iteration, and forget the samples drawn in the one before: the loop never uses them."""
         self._drawn.clear()
         self._yielded = self._exchanged = 0
 
@@ -92,7 +90,7 @@ class StepSampler(torch.utils.data.Sampler[int]):
         return batch[self._part.start : self._part.stop]
 
     def take(self, step: int) -> bool:
-        """Whether the batches that the loop drew first were drawn for ``step``, which it exchanges now.
+        """Return whether the oldest batches that the loop drew are those of ``step``, which it exchanges now.
 
         Raises ConfigError where the loop did not draw a whole step.
         """
@@ -130,13 +128,13 @@ class StepSampler(torch.utils.data.Sampler[int]):
 
 
 class SoloSampler(StepSampler):
-    """The sampler with FABRIC_DISABLE=1, where the one part is the whole batch.
+    """The sampler with FABRIC_DISABLE=1: this process draws the whole global batch.
 
     A loop that takes ``per_step`` samples for each step gets the same steps as the job. A loop with another
     batch size goes through every pass in order, as with any sampler.
     """
 
-    _begun = 0  # the first step of the next iteration, where steps are not whole
+    _begun = 0  # first step of the next iteration, where the loop's batches are not whole steps
     _whole = True
 
     def __iter__(self) -> Iterator[int]:
@@ -149,7 +147,7 @@ class SoloSampler(StepSampler):
             step += 1
 
     def take(self, step: int) -> bool:
-        """Count the samples drawn, of any step."""
+        """Count the samples drawn, and accept them whatever their step."""
         if self._whole and self._mistake():
             self._whole = False
         self._exchanged += 1

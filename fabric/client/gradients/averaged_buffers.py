@@ -1,10 +1,11 @@
 """Buffers that forward changes (BatchNorm's running statistics), averaged by weight at the commit.
 
-All members begin a step with equal buffers; forward moves each member's own. They travel with the gradients.
-Every such buffer has a stand-in parameter whose "gradient" is the buffer times the member's weight. So the
-sum over the total weight is the average by weight, published, replayed and digested like any gradient. An
-integer buffer (``num_batches_tracked``) becomes the count of a single process: the value before the step plus
-the increments of all members. A dropped gradient undoes its forward passes.
+All members begin a step with equal buffers; forward passes then change each member's copy. The buffers travel
+with the gradients. Every such buffer has a stand-in parameter whose "gradient" is the buffer times the
+member's weight. The sum of these gradients, divided by the total weight, is the weighted average; it is
+published, replayed and digested like any gradient. An integer buffer (``num_batches_tracked``) becomes the
+value before the step plus the increments of all members, as in a single process. When a gradient is dropped,
+the buffers go back to their values before its forward passes.
 """
 
 import torch
@@ -39,14 +40,14 @@ class AveragedBuffers:
             self.stand_ins.append((f"buffer:{name}", stand_in))
 
     def begin(self) -> None:
-        """Remember the buffers at a step boundary: later forward passes belong to the next commit."""
+        """Remember the buffers at a step boundary, before the forward passes of the next step change them."""
         self._before = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
         self._weight = 0.0
 
     def standing(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the value that ``tensor`` had when the step began, if it is one of these buffers.
 
-        Any other tensor is returned as it is. So the state at a step can be read while the step runs.
+        Any other tensor is returned as it is. So the boundary's state can be read while the step runs.
         """
         name = self._places.get(tensor.data_ptr(), "")
         return self._before.get(name, tensor)
@@ -76,7 +77,7 @@ class AveragedBuffers:
 
     @torch.no_grad()
     def drop(self) -> None:
-        """Undo the forward passes of a kept gradient that is dropped."""
+        """Restore the buffers to the step boundary: the kept gradient of these forward passes is dropped."""
         for name, before in self._before.items():
             self._buffers[name].copy_(before)
         self._weight = 0.0

@@ -1,9 +1,9 @@
-"""Starts the exchange while backward still runs: gradients go out bucket by bucket as they become final.
+"""Starts the exchange while backward still runs: each bucket is exchanged as soon as its gradients are final.
 
-A gradient is final once the last backward of a step's last micro-batch has added to it. To know that backward
-in advance, the number of ``step.backward`` calls is taken from the micro-batch before. User code may change a
-gradient after it was handed over (one more backward, clipping within the micro-batch). That shows before any
-member can commit: the round is redone without overlap, and so are all later rounds.
+A gradient is final once the last backward of a step's last micro-batch has added to it. To predict the last
+backward, this module counts the ``step.backward`` calls of the micro-batch before. User code may change a
+gradient after it was handed over (one more backward, clipping within the micro-batch). This module notices
+the change before any member can commit: this round is redone and all later rounds run without overlap.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from fabric.ftar.buckets import Bucket, FlatGradients
 
 
 class BucketReadiness:
-    """The final buckets of one order: the main thread marks them, the exchange thread waits for them."""
+    """The final buckets of one Compute order: the main thread marks them, the exchange thread waits."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -32,13 +32,13 @@ class BucketReadiness:
             self._changed.notify_all()
 
     def finish_all(self) -> None:
-        """Mark all buckets as final: backward has ended, also for parameters that it did not reach."""
+        """Mark all buckets as final: backward has ended, so no parameter gets a further gradient."""
         with self._changed:
             self._all = True
             self._changed.notify_all()
 
     def abort(self, why: str) -> None:
-        """End the wait; from any thread."""
+        """End the exchange thread's wait with RoundAborted; from any thread."""
         with self._changed:
             self._cause = why
             self._changed.notify_all()
@@ -56,21 +56,21 @@ class Overlap:
     """The main thread's side: finds the last backward of an order and hands over its final gradients.
 
     ``announce(step, weight)`` tells the core that the gradient of ``step`` is on its way. Hooks on the
-    parameters call ``ready``; after ``watch(False)`` the caller does (DDP).
+    parameters call ``ready``. After ``watch(False)`` the caller calls it instead (DDP).
     """
 
     def __init__(
         self, gradients: FlatGradients, announce: Callable[[int, float], None], wanted: bool = True
     ) -> None:
         self.stream: BucketReadiness | None = None
-        # Entered around each micro-batch but the last: DDP's no_sync.
+        # A context around each micro-batch but the last: DDP's no_sync.
         self.without_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self._parameters = [parameter for _, parameter in gradients.parameters]
         self._buckets = {id(p): bucket for bucket in gradients.buckets for _, p in bucket.parameters}
         self._announce = announce
         self._usable = wanted
-        self._backwards_per_micro_batch = 0  # of the micro-batch before
-        self._weight = 0.0  # of this order's backwards so far
+        self._backwards_per_micro_batch = 0  # counted in the micro-batch before
+        self._weight = 0.0  # sum over this order's backwards so far
         self._calls = 0
         self._last = False
         self._running = False
@@ -85,7 +85,7 @@ class Overlap:
         ]
 
     def watch(self, parameters: bool) -> None:
-        """Set the hooks, or with False remove them: the caller calls ``ready`` then."""
+        """Set the hooks on the parameters, or with False remove them, where the caller calls ``ready``."""
         if not parameters:
             for hook in self._hooks:
                 hook.remove()
@@ -93,7 +93,7 @@ class Overlap:
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Enclose the user's work on one micro-batch. ``last``: the last one of its order."""
+        """Enclose the user's work on one micro-batch. ``last``: it is the last micro-batch of its order."""
         self._calls, self._last = 0, last
         with contextlib.nullcontext() if last else self.without_sync():
             yield
@@ -139,13 +139,13 @@ class Overlap:
     def ready(self, parameter: torch.Tensor, version: bool = True) -> None:
         """Note that the gradient of ``parameter`` is final, if this is the last backward.
 
-        ``version`` False: DDP still writes the same bytes to it, so its version does not count.
+        ``version`` False: ignore the tensor's version, because DDP writes the same bytes to it again.
         """
         if not self._running or (bucket := self._buckets.get(id(parameter))) is None:
             return
         missing = self._missing[bucket.begin] = self._missing[bucket.begin] - 1
         if id(parameter) in self._versions or missing < 0:
-            self._changed = True  # checkpointed segments may add to one parameter more than once
+            self._changed = True  # activation checkpointing may add to a parameter more than once
         if version and parameter.grad is not None:
             self._versions[id(parameter)] = parameter.grad._version  # noqa: SLF001
         if missing == 0 and self.stream is not None:
@@ -154,7 +154,7 @@ class Overlap:
     def end_order(self) -> str:
         """End an order whose micro-batches are computed.
 
-        Return why the gradients are not those that were handed over, or an empty string.
+        Return why a gradient has changed since it was handed over, or an empty string.
         """
         self._weight = 0.0
         if (stream := self.stream) is None:

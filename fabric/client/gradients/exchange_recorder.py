@@ -1,7 +1,7 @@
 """Remembers the newest exchanges of this process, in the form of torch's Flight Recorder.
 
-``fabric diagnose`` compares the recordings of all members: who came to which exchange, when, and how long it
-lasted there. One entry per round is kept, so the cost does not grow with the gradient.
+``fabric diagnose`` compares the recordings of all members: which member entered which exchange, when, and how
+long the exchange took there. A round has one entry, so the cost does not grow with the gradient.
 """
 
 import time
@@ -15,20 +15,20 @@ _WORDS = 200
 
 @dataclass(slots=True)
 class ExchangeEntry:
-    """One round in the exchange thread. Times are Unix time in nanoseconds, 0 until then."""
+    """One round in the exchange thread. Times are Unix time in nanoseconds, 0 before the event."""
 
     epoch: int
     step: int
     nbytes: int
     dtypes: tuple[str, ...]
     created_ns: int
-    buckets: int = 0  # reduced so far
-    reduce_s: float = 0.0  # in the exchange, without the waits for this process's own backward pass
+    buckets: int = 0  # number of buckets reduced so far
+    reduce_s: float = 0.0  # time in the exchange, without waits for this process's backward pass
     ended_ns: int = 0
     aborted: str = ""  # why the round ended without a result
 
     def to_json(self, number: int) -> dict[str, object]:
-        """The fields of an entry of torch's Flight Recorder, as far as they apply."""
+        """Return the entry in the form of torch's Flight Recorder, with the fields that apply."""
         is_done = bool(self.ended_ns) and not self.aborted
         body: dict[str, object] = {
             "record_id": number,
@@ -60,19 +60,19 @@ class ExchangeRecorder:
     _count: int = 0
 
     def begin(self, epoch: int, step: int, nbytes: int, dtypes: tuple[str, ...]) -> ExchangeEntry:
-        """A round begins."""
+        """Record that a round begins; return its entry."""
         entry = ExchangeEntry(epoch, step, nbytes, dtypes, time.time_ns())
         self._entries.append(entry)
         self._count += 1
         return entry
 
     def end(self, entry: ExchangeEntry, aborted: str = "") -> None:
-        """A round has ended, with a result or without."""
+        """Record that a round has ended. ``aborted``: why it has no result."""
         entry.aborted = aborted[:_WORDS]
         entry.ended_ns = time.time_ns()
 
     def to_json(self, replica: str, rank: int, epoch: int, roster: Sequence[str]) -> dict[str, object]:
-        """The whole recording. ``roster``: the members of ``epoch``."""
+        """Return the whole recording. ``roster``: the members of ``epoch``."""
         entries = list(self._entries)
         first = max(0, self._count - len(entries))
         return {

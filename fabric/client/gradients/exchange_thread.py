@@ -40,7 +40,7 @@ class ExchangeThread:
     ) -> None:
         """``check_finite``: look for values that are not finite in every sum.
 
-        ``retain``: keep the local gradient until the commit; on a device it is always kept.
+        ``retain``: keep the local gradient until the commit. On a device the gradient is always kept.
         """
         self.retain = retain or not isinstance(backend, HostBackend)
         self._backend = backend
@@ -60,7 +60,7 @@ class ExchangeThread:
     def start(
         self, order: io.StartExchange, stream: BucketReadiness | None, post: Callable[[io.Event], None]
     ) -> None:
-        """Queue one round; with a ``stream`` each bucket is taken when it is final."""
+        """Queue one round. With a ``stream``, wait for each bucket until it is final."""
         self._newest = (order.fence.epoch, stream)
         self._worker.submit(lambda: self._run(order, stream, post))
 
@@ -69,7 +69,7 @@ class ExchangeThread:
         self._gradients.scale = factor
 
     def abort(self, epoch: int, why: str) -> None:
-        """End the wait for gradients that backward has not finished; the plane ends all other waits."""
+        """End the round's wait for gradients that backward computes. The plane ends all other waits."""
         newest, stream = self._newest
         if stream is not None and newest <= epoch:
             stream.abort(why)
@@ -80,7 +80,7 @@ class ExchangeThread:
         epoch, step = order.fence.epoch, order.step
         self._points.hit("before-ring", step)
         lanes = self.lanes
-        # Members of unequal layouts have the whole model in common, and not what one rank holds of it.
+        # Ranks of unequal layouts hold different parts of the model: record the size of the whole model.
         nbytes = self._gradients.nbytes if lanes is None else lanes.model_bytes
         entry = self.recorder.begin(epoch, step, nbytes, self._dtypes)
         try:
@@ -100,7 +100,7 @@ class ExchangeThread:
             return
         except ConfigError as error:
             self.recorder.end(entry, str(error))
-            # The gradient has a form that cannot be summed: a mistake of the user that shows here.
+            # A gradient has a form that cannot be summed: a mistake of the user.
             post(io.LoopRaised(str(error)))
             return
         nonfinite = self._gradients.first_nonfinite(buffer) if self._check_finite else ""
@@ -132,7 +132,7 @@ class ExchangeThread:
             entry.buckets += 1
             self._backend.copy_to_slot(slot, bucket.gap, bucket.end)
             if bucket.gap == digested:
-                # In the order of the bytes, while other members work on the next bucket.
+                # Digest the bytes in their order, while other members work on the next bucket.
                 digest.update(raw[digested : bucket.end])
                 digested = bucket.end
         digest.update(raw[digested:])
@@ -145,8 +145,8 @@ class ExchangeThread:
         flat: torch.Tensor,
         entry: ExchangeEntry,
     ) -> str:
-        """Reduce this rank's lanes, and return the digest of their bytes: the name of the layouts, and a sum
-        to which each lane adds once in every replica."""
+        """Reduce this rank's lanes; return the digest: the name of the layouts, then the sum of the lanes'
+        digests. The sum over all ranks of a replica has each lane once."""
         plane, epoch = self._plane, order.fence.epoch
         assert self.lanes is not None and isinstance(plane, LanePlane)
         if order.weight == 0:
@@ -159,7 +159,7 @@ class ExchangeThread:
         sections = lanes.rank_lanes.sections
         parts = [plane.memory(x.lane, x.dtype, x.elements) for x in sections]
         for section, part in zip(sections, parts, strict=True):
-            # Before any result: a piece with copies lies in several lanes.
+            # Gather all lanes before the first result is written: a piece with copies lies in several lanes.
             lanes.rank_lanes.gather(section, flat, part)
         for section, part in zip(sections, parts, strict=True):
             started = time.monotonic()
@@ -183,7 +183,7 @@ class ExchangeThread:
                 for _, parameter in bucket.parameters:
                     parameter.grad = None
         part = bucket.view(flat)
-        # No later round writes to the slot before two more commits, or before this round is aborted.
+        # The result is stable: later rounds write to the slot only after two more commits, or after an abort.
         self._plane.all_reduce(
             order.fence.epoch, order.step, part, retain_gradients=False, result_is_stable=True
         )

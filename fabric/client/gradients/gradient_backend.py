@@ -1,9 +1,9 @@
 """Where gradients lie while they are exchanged: in host memory, or on the device of the parameters.
 
 On a device the gradient is gathered into one flat buffer, reduced there, and copied once into the result slot
-in host memory. From the slot it is digested and published; the user's update code gets the device's buffer.
-Events order the streams: the main thread never waits for the device here, and the compute stream waits only
-for the reduced gradient that it is about to use.
+in host memory. The slot's bytes are digested and published; the user's update code gets the device's buffer.
+Events order the streams. The main thread never waits for the device here, and the compute stream waits only
+for the reduced gradient that it uses next.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,15 +28,15 @@ class GradientBackend(Protocol):
     """The operations that exchange and session need, on either kind of memory."""
 
     def mark_ready(self) -> None:
-        """Note that all work on the gradients to hand over is enqueued, before each handover.
+        """Note that all work on the gradients, and all uses of the newest result, are enqueued.
 
-        So is all work that used the newest result. The main thread or backward's thread calls this.
+        The main thread or backward's thread calls this before it hands gradients over to the exchange thread.
         """
 
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Exchange thread: yield the flat buffer to gather into and reduce in; ``slot`` is the round's
-        own."""
+        """Exchange thread: yield the flat buffer to gather into and reduce in. ``slot`` is the round's result
+        slot."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Exchange thread, within a round: run torch operations on gradients and the flat buffer."""
@@ -77,7 +77,7 @@ class DeviceBackend:
         self._stream = device.stream()
         self._ready: DeviceEvent | None = None
         self._left: DeviceEvent | None = None
-        # The slot that has the flat buffer's content; the same memory means the same round.
+        # Address of the slot that has the flat buffer's content. An equal address means the same round.
         self._copied_to = 0
 
     def mark_ready(self) -> None:
@@ -91,11 +91,12 @@ class DeviceBackend:
                 yield self._flat
             self._copied_to = slot.data_ptr()
         finally:
-            # An aborted round leaves work behind that still writes to the buffer.
+            # Work of an aborted round may still be enqueued and write to the buffer.
             self._left = self._stream.record()
 
     def run(self, work: Callable[[], object]) -> None:
-        """See ``GradientBackend``; behind the newest handover, so also where one bucket follows another."""
+        """See ``GradientBackend``. The work waits for the newest ``mark_ready``, so each bucket may have
+        one."""
         if self._ready is not None:
             self._stream.wait(self._ready)
         self._stream.run(work)
@@ -106,7 +107,7 @@ class DeviceBackend:
         self._stream.record().wait()
 
     def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
-        """See ``GradientBackend``. A gradient that was fetched, or of an older round, comes up from
+        """See ``GradientBackend``. A fetched gradient, or the gradient of an older round, is copied from
         ``slot``."""
         compute = self._device.compute()
         if self._left is not None:
@@ -118,7 +119,7 @@ class DeviceBackend:
 
 
 def device_of(parameters: tuple[NamedParameter, ...]) -> torch.device:
-    """Return the device of the parameters. Raises ConfigError for several devices, or an unsupported one."""
+    """Return the parameters' device. Raises ConfigError for several devices or an unsupported device."""
     first, where = parameters[0][0], parameters[0][1].device
     for name, parameter in parameters:
         if parameter.device != where:

@@ -1,9 +1,10 @@
 """Slots for reduced gradients in the checkpoint server's shared memory, used in turn.
 
-A round reduces straight into a slot, so publishing it costs no copy. The last two committed gradients are
-always there, and a third slot takes the round under way. While a replica catches up more slots keep more
-steps: five of any size, because a state takes a few steps to be fetched and loaded, and more up to a limit in
-bytes. When the server is gone, or hangs, the round uses private memory and is not published.
+A round reduces straight into a slot, so publishing its gradient costs no copy. Two slots hold the last two
+committed gradients, and a third slot takes the round under way. While a replica catches up, more slots keep
+the gradients of more steps: five of any size, because a state takes a few steps to be fetched and loaded, and
+further slots up to a limit in bytes. When the server is gone or hangs, the round uses private, unpublished
+memory.
 """
 
 import threading
@@ -28,13 +29,13 @@ class GradientSlot:
 
     index: int
     buffer: torch.Tensor
-    epoch: int = 0  # of the round that was reduced into it
-    step: int = -1  # of that round
+    epoch: int = 0  # epoch of the round that was reduced into this slot
+    step: int = -1  # step of the round that was reduced into this slot
     published: bool = False
     labelled: bool = False  # published through shared memory, without a request to the server
-    shared: bool = True  # in the server's memory
-    used: int = 0  # the number of its last use; 0: never used
-    bytes_digest: str = ""  # of the buffer, where the round's digest is of more than that
+    shared: bool = True  # the buffer lies in the server's memory
+    used: int = 0  # number of the slot's last use; 0: never used
+    bytes_digest: str = ""  # digest of the buffer, where the round's digest covers more than the buffer
 
 
 @dataclass(slots=True)
@@ -44,8 +45,8 @@ class GradientSlots:
     handle: ServerHandle
     nbytes: int  # of one flat gradient
     layout: str
-    plane: DataPlane  # its neighbours may read a slot in place
-    limit_bytes: int = 2**30  # for all slots together
+    plane: DataPlane  # neighbours of this member may read a slot in place
+    limit_bytes: int = 2**30  # limit for all slots together
     listening: bool = False  # a replica catches up, so more steps are kept
     _slots: list[GradientSlot] = field(default_factory=list)
     _prepared: GradientSlot | None = None
@@ -53,7 +54,7 @@ class GradientSlots:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reserve(self) -> None:
-        """Allocate the slots of the first rounds in advance, one at a time: a round may come meanwhile."""
+        """Allocate the slots of the first rounds in advance, one at a time: a round may begin in between."""
         for index in range(_LEAST_SLOTS):
             with self._lock:
                 if len(self._slots) < _LEAST_SLOTS and all(slot.index != index for slot in self._slots):
@@ -73,7 +74,7 @@ class GradientSlots:
     def prepare(self) -> None:
         """Withdraw the slot of the next round now, so that the round need not ask the server for it.
 
-        Nothing happens while a round is under way: it has its slot, and two published ones must stay.
+        Do nothing while a round is under way: the round has its slot, and two published gradients must stay.
         """
         with self._lock:
             newest = max(self._slots, key=lambda s: s.used, default=None)
@@ -89,7 +90,7 @@ class GradientSlots:
         oldest = self._oldest()
         slot = self._slots[oldest]
         if slot.shared and not slot.used:
-            return slot  # withdrawn since it was made
+            return slot  # never published, so the server need not withdraw it
         if slot.shared:
             try:
                 self.handle.begin("gradient", slot.index)
@@ -102,8 +103,8 @@ class GradientSlots:
     def _without_server(self, slot: GradientSlot) -> GradientSlot:
         """Return a buffer in place of ``slot`` that no server serves.
 
-        The memory of a server that is gone stays mapped, so the slot itself will do. A server that hangs may
-        go on and serve the slot's old content, so that content must stay.
+        The memory of a server that is gone stays mapped, so this method returns the slot itself. A server
+        that hangs may wake and serve the slot's old content, so this method returns new memory.
         """
         if not self.handle.hangs:
             slot.shared = False
@@ -112,13 +113,14 @@ class GradientSlots:
         return GradientSlot(slot.index, torch.zeros(self.nbytes, dtype=torch.uint8), shared=False)
 
     def _is_full(self) -> bool:
-        """Whether the next slot is one that exists."""
+        """Whether the next round reuses an existing slot."""
         least, most = _CATCH_UP_SLOTS
         listening = max(least, min(most, self.limit_bytes // max(self.nbytes, 1)))
         return len(self._slots) >= (listening if self.listening else _LEAST_SLOTS)
 
     def _oldest(self) -> int:
-        """Return the index of the slot used least recently; a cold start goes back to lower steps."""
+        """Return the slot used least recently, which steps do not show: a cold start goes back to lower
+        steps."""
         return min(range(len(self._slots)), key=lambda i: self._slots[i].used)
 
     def _allocate(self, index: int, private: torch.Tensor | None = None) -> GradientSlot:
@@ -140,8 +142,8 @@ class GradientSlots:
     def publish(self, generation: int, held: PreparedRound) -> None:
         """Serve the committed gradient in the slot of its round. Raises FabricError.
 
-        Do nothing where a later round has that slot: a cold start may redo an unpublished step. Withdraw the
-        next round's slot too, if one request can do both.
+        Do nothing where a later round has overwritten the slot, because a cold start may redo an unpublished
+        step. Withdraw the next round's slot in the same request, where that is possible.
         """
         with self._lock:
             slot = self._of(held)
@@ -160,8 +162,8 @@ class GradientSlots:
     def label(self, generation: int, held: PreparedRound) -> bool:
         """Publish through shared memory, without a request to the server; never wait. Raises FabricError.
 
-        Return False where ``publish`` and ``prepare`` are still needed: while a replica catches up and waits
-        for new gradients, and where the server must be asked."""
+        Return False where the caller must still call ``publish`` and ``prepare``: while a replica catches up
+        and waits for new gradients, and where only a request to the server can publish or withdraw."""
         if self.listening or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -180,12 +182,11 @@ class GradientSlots:
             self._lock.release()
 
     def _is_withdrawn(self, slot: GradientSlot) -> bool:
-        """Whether it may be written without a request to the server: unpublished, or only labelled."""
+        """Withdraw ``slot`` through shared memory if labelled; return whether it may be written."""
         return not slot.used or (slot.labelled and self.handle.withdraw_via_shm(slot.index))
 
     def _following(self, slot: GradientSlot) -> GradientSlot | None:
-        """Return the slot of the next round, where it can and needs to be withdrawn when ``slot`` is
-        published."""
+        """Return the next round's slot, if it can and must be withdrawn when ``slot`` is published."""
         following = self._slots[self._oldest()]
         ahead = slot.used == self._uses and self._prepared is None and self._is_full()
         return following if ahead and following.shared and following is not slot else None
@@ -203,14 +204,14 @@ class GradientSlots:
 
     def find(self, step: int) -> torch.Tensor:
         """Return the buffer of the newest round of ``step``."""
-        # Without the lock, which is held while the server answers. The main thread wants the step that it
-        # applies next, and no later round takes that slot before.
+        # No lock: another thread may hold it while it waits for the server. The main thread asks for the step
+        # that it applies next, and no later round takes that step's slot earlier.
         slot = self._newest(step)
         assert slot is not None, f"no round of step {step} was reduced here"
         return slot.buffer
 
     def _of(self, held: PreparedRound) -> GradientSlot | None:
-        """Return the slot that the round was reduced into."""
+        """Return the slot into which the round was reduced, or None."""
         slot = self._newest(held.step)
         return slot if slot is not None and slot.epoch == held.epoch else None
 
@@ -219,9 +220,9 @@ class GradientSlots:
         return max((s for s in tuple(self._slots) if s.step == step), key=lambda s: s.used, default=None)
 
     def reset(self) -> None:
-        """Start again with a new server.
+        """Prepare for a new server.
 
-        This trainer may still read the slots of the newest steps, so these stay mapped until overwritten.
+        This trainer may still read the newest steps' slots, so these slots stay mapped until overwritten.
         """
         with self._lock:
             self._prepared = None
@@ -234,7 +235,7 @@ class GradientSlots:
 
 
 def _meta(held: PreparedRound, slot: GradientSlot) -> dict[str, Any]:
-    """Return the metadata of a gradient, which readers get with its description."""
+    """Return the metadata of a gradient, which the server sends with the gradient's description."""
     return {
         "contributions": {name: list(ids) for name, ids in held.contributions},
         "metrics": dict(held.metrics),

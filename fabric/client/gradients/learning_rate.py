@@ -1,7 +1,7 @@
-"""Scales the learning rate of a step in which some members are missing, by sqrt(present / all).
+"""Scales the learning rate of a step that lacks micro-batches, by sqrt(present / all micro-batches).
 
 Hooks apply the factor around the optimizer's own step and restore the rate exactly, so schedulers never see
-it. The factor depends on the committed contributions alone, so a replayed step has the same one.
+it. The factor depends on the committed contributions alone, so a replayed step has the same factor.
 """
 
 import math

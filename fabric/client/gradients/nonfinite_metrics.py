@@ -1,7 +1,7 @@
 """Carries infinite and NaN metrics, for which JSON has no number.
 
 Sums travel as finite numbers only. A value that is not finite travels as a count, ``nan:loss``, which adds up
-over members like any other sum. Where the user reads the metric, the count becomes the value again.
+over members like any other sum. When the user reads the metric, the count becomes infinity or NaN again.
 """
 
 import math

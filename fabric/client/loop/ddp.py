@@ -1,7 +1,7 @@
 """DistributedDataParallel inside a replica, fabric between the replicas.
 
-DDP's process group has this process alone, so a dead replica breaks no group. DDP tells when gradients are
-final, and fabric sends its own buckets as they fill. The members' DDP buckets may differ.
+DDP's process group has this process alone, so a dead replica breaks no group. DDP's hook reports which
+gradients are final, and fabric exchanges its own buckets. The members' DDP buckets may differ.
 """
 
 import torch
@@ -16,8 +16,8 @@ from fabric.errors import ConfigError
 def ddp(model: DistributedDataParallel, session: Session | SoloSession) -> None:
     """Let ``session`` average the gradients of ``model``; call it once, after ``attach``.
 
-    Micro-batches but the last run under ``no_sync``. Raises ConfigError for a model that is not
-    DDP's, and where DDP's group is larger than this process: replicas would be tied together by it.
+    All micro-batches but the last run under ``no_sync``. Raises ConfigError for a model that is not DDP's.
+    Raises it too for a DDP group of several processes: the death of a replica would break that group.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
@@ -36,7 +36,7 @@ def ddp(model: DistributedDataParallel, session: Session | SoloSession) -> None:
     overlap.watch(False)
     overlap.without_sync = model.no_sync
 
-    # DDP looks at the annotations of its hook, and torch's stubs lack the one that it wants.
+    # No annotations: DDP checks those of its hook, and torch's stubs lack the type that DDP requires.
     def hook(_, bucket):  # type: ignore[no-untyped-def]
         for parameter in bucket.parameters():
             overlap.ready(parameter, version=False)

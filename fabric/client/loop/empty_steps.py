@@ -1,6 +1,6 @@
-"""Steps of total weight 0: no member had data for them, or only data drawn for a step that is past.
+"""Steps of total weight 0: no member had data for them, or the data were drawn for a past step.
 
-Such a step is committed, so that the data position goes on. It has no update, and a line reports it.
+Such a step is committed, so that the data position advances. It has no update, and the log reports it.
 """
 
 import logging
@@ -14,7 +14,7 @@ _log = logging.getLogger("fabric")
 
 
 class EmptySteps:
-    """``objects`` are the shared state: a scaler among them cannot do without gradients."""
+    """``objects`` are the shared state. A scaler among them fails on a step without gradients."""
 
     def __init__(self, replica: str, objects: Iterable[object]) -> None:
         self._replica = replica
@@ -22,7 +22,7 @@ class EmptySteps:
         self._met = 0
 
     def has_no_update(self, held: PreparedRound) -> bool:
-        """Whether this step is empty and ``.grad`` is to be None; all members decide alike.
+        """Return whether this step is empty, so every ``.grad`` must be None. All members return the same.
 
         Log the first such step, and again each time their number has doubled.
         """

@@ -1,7 +1,7 @@
-"""A note of the job's end on this host's disk, for the case that no lighthouse was in reach.
+"""A file on this host's disk that notes the job's end, for a job that ends while no lighthouse answers.
 
-The next process of the replica tells the lighthouse, which marks the job complete, and ends. The checkpoint
-server tells the lighthouse too while it lives; the file serves after that.
+The next process of the replica reads the note, tells the lighthouse, and ends. The lighthouse then marks the
+job complete. While the checkpoint server lives, it tells the lighthouse too.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _NAME = "ended.json"
 
 
 def leave(home: Path, ended: JobEnd) -> None:
-    """Write the note to the replica's folder, which other users cannot write. A full disk loses the note."""
+    """Write the note to the replica's folder, where other users cannot write. A full disk loses the note."""
     path = home / f"{_NAME}.new"
     with contextlib.suppress(OSError):
         path.write_text(json.dumps(asdict(ended)))

@@ -1,6 +1,6 @@
-"""The shared state as this process holds it: its digests, its snapshots, and when it may change.
+"""The shared state in this process: its digests, its snapshots, and when it may change.
 
-Between a step boundary and the next update the state stands still, so it is digested and copied then.
+The state does not change between a step boundary and the next update, so it is digested and copied there.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class LocalState:
-    """Used by the main thread alone."""
+    """Digests and snapshots of the shared state; only the main thread uses it."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class LocalState:
     ) -> None:
         self.describer = describer
         self.gradients = gradients
-        self.digest_wanted = True  # at the next boundary
+        self.digest_wanted = True  # whether to digest at the next boundary
         self._process = process
         self._parts = parts
         self._engine = engine
         self._progress = progress
-        self._content = content  # names states where replicas have unequal layouts
+        self._content = content  # digests that do not depend on the layout, for unequal layouts
         self._digests = settings.reproducible and settings.digest_every > 0
-        self._digest_begun = False  # in the background, and not taken yet
+        self._digest_begun = False  # a digest was begun in the background and not taken yet
 
     # --- digests ----------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ class LocalState:
     def may_yield(self) -> bool:
         """Whether heavy work may run at low priority.
 
-        A device is not the host's processor, and ranks of one replica wait for each other.
+        Not on a device, which needs little of the processor. Not in ranks, which wait for each other.
         """
         return self._process.group is None and isinstance(self._parts.backend, HostBackend)
 
@@ -73,11 +73,11 @@ class LocalState:
         return self.digest() if wanted and self._digests else ""
 
     def name_installed(self, file_digest: str) -> str:
-        """Return the digest of the state just loaded, whose file had this one."""
+        """Return the digest of the state just loaded from a file with digest ``file_digest``."""
         return file_digest if self._content is None else self.digest()
 
     def note(self, digest: str) -> None:
-        """Journal the state's digest, where there is one."""
+        """Journal the state's digest, unless it is empty."""
         if digest:
             lanes = self._parts.lanes
             self._parts.journal.write(
@@ -89,7 +89,7 @@ class LocalState:
             )
 
     def _digests_in_background(self, wanted: bool) -> bool:
-        """Whether to digest while forward and backward run: on the host, by a member that is not behind."""
+        """Whether to digest while forward and backward run: on the host, and not during catch-up."""
         takes_part = self._engine.generation > 0 and self._engine.epoch > 0
         takes_part = takes_part and not self._progress.behind
         on_host = isinstance(self._parts.backend, HostBackend) and self._content is None
@@ -98,7 +98,7 @@ class LocalState:
     # --- the step boundary ------------------------------------------------------------------------
 
     def reach_boundary(self) -> tuple[str, bool]:
-        """Digest and snapshot the state as is due; return the digest, and whether it comes later."""
+        """Digest and snapshot the state if due; return the digest, and whether the digest comes later."""
         wanted, self.digest_wanted = self.digest_wanted, False
         later = self._digests_in_background(wanted)
         digest, copied = "" if later else self.digest_if(wanted), False
@@ -114,7 +114,7 @@ class LocalState:
         return digest, later
 
     def take_digest(self, step: int) -> io.Digested:
-        """Return the digest of the state at ``step``: the one begun in the background, or a new one."""
+        """Return the digest of the state at ``step``: begun in the background, or computed now."""
         digest = self._parts.snapshots.take_digest(step) if self._content is None else ""
         digest = digest or self.digest()
         self._digest_begun = False
@@ -125,12 +125,12 @@ class LocalState:
         """Return when the state may change. Raises StateError, see ``Snapshots.wait_copied``."""
         self._parts.snapshots.wait_copied()
         if self._digest_begun:
-            # The round went on without this process. The journal gets the digest all the same.
+            # The other members did not wait for this digest. Journal it anyway.
             self._digest_begun = False
             self.note(self._parts.snapshots.take_digest(self._progress.state_step))
 
     def drop_gradient(self) -> None:
-        """Forget the local gradient, with the buffers and metrics that belong to it."""
+        """Drop the local gradient, and undo its changes to buffers and metrics."""
         for _, parameter in self.gradients.parameters:
             parameter.grad = None
         self._parts.buffers.drop()
@@ -141,7 +141,7 @@ class LocalState:
     def snapshot_by_policy(self, durable: bool, digest: str) -> bool:
         """Begin a snapshot, and return whether it has begun.
 
-        In a replica of several ranks all take theirs at the same step, on rank 0's command.
+        In a replica of several ranks, rank 0's command makes all ranks snapshot at the same step.
         """
         if self._process.group is None:
             self.snapshot(self._engine.generation, durable, digest)
@@ -151,7 +151,7 @@ class LocalState:
         return False
 
     def snapshot(self, generation: int, durable: bool = False, digest: str = "") -> None:
-        """Begin a snapshot. ``digest``: the state's, where it is known already."""
+        """Begin a snapshot. ``digest``: the digest of the state, where it is known already."""
         parts, step = self._parts, self._progress.state_step
         parts.points.hit("snapshot", step)
         state = SnapshotRef(generation, step, digest)

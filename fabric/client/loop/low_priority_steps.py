@@ -1,6 +1,6 @@
 """Runs the steps of torch's own optimizers at low priority while a replica replays.
 
-User code stays in the main thread: hooks, closures, schedulers, optimizers of other classes.
+All user code stays in the main thread: hooks, closures, schedulers, optimizers of other classes.
 """
 
 import functools
@@ -24,7 +24,7 @@ class LowPrioritySteps:
     def close(self) -> None:
         """Run later steps in the thread that calls them."""
         for optimizer, wrapper in self._wrapped:
-            wrapper.open = False  # for code that has wrapped or kept it since
+            wrapper.open = False  # for code that still calls the wrapper
             if optimizer.__dict__.get("step") is wrapper.method:
                 optimizer.__dict__.pop("step")
                 optimizer.__dict__.update(wrapper.before)
@@ -45,11 +45,11 @@ def _wrap(optimizer: torch.optim.Optimizer) -> _Wrapper:
 
     @functools.wraps(original)
     def step(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
-        # A closure is the user's code; a mode holds in the thread that has entered it.
+        # A closure is user code, and a mode holds in one thread: both keep the step in this thread.
         own = wrapper.open and not (arguments or named or _is_in_a_mode() or _has_hooks(optimizer))
         return run_low_priority(original) if own else original(*arguments, **named)
 
-    # A scheduler that is made now wraps it too, and takes it for a method.
+    # A scheduler that is made later wraps ``step`` too, and expects a bound method.
     before = {"step": optimizer.__dict__["step"]} if "step" in optimizer.__dict__ else {}
     wrapper = _Wrapper(types.MethodType(step, optimizer), before)
     optimizer.step = wrapper.method  # type: ignore[method-assign]
@@ -57,7 +57,7 @@ def _wrap(optimizer: torch.optim.Optimizer) -> _Wrapper:
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its steps are torch's own code, on the CPU, wrapped by torch's schedulers at most."""
+    """Whether the optimizer's ``step`` is torch's code on the CPU, wrapped at most by torch's schedulers."""
     kind, own = type(optimizer), optimizer.__dict__.get("step")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return (
@@ -68,7 +68,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether user code runs within a step."""
+    """Whether the optimizer's step calls hooks, which are user code."""
     return bool(
         optimizer._optimizer_step_pre_hooks  # noqa: SLF001  (torch has no public way to ask)
         or optimizer._optimizer_step_post_hooks  # noqa: SLF001

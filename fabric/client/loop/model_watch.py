@@ -1,6 +1,6 @@
-"""Refuses objects that cannot stay equal on all replicas, by name.
+"""Refuses optimizers and models that cannot stay equal on all replicas, and names them.
 
-These are optimizers that evaluate the loss again, and models that changed after ``attach``.
+Refused are optimizers that evaluate the loss again, and models whose parameters changed after ``attach``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,9 +42,9 @@ class ModelWatch:
         self._unshared.check_when_changed()
 
     def check(self, step: int) -> None:
-        """Check before the gradient of ``step`` goes out: the others know the attached parameters only."""
+        """Check before the exchange of ``step``: other members expect the attached parameters."""
         if not self._scaled:
-            # A scaler that is in use has scaled a loss by now.
+            # Now a scaler that the user's code uses has scaled a loss, so the check finds it.
             self._scaled = True
             self._unshared.check()
         for name, parameter, shape, dtype in self._attached:

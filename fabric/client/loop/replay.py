@@ -1,9 +1,9 @@
 """How a joining replica catches up: it loads a fetched state, then replays published gradients.
 
-The other members step on and must not be slowed down. On the CPU the heavy work runs at low priority
-(``runtime.priority``) in another thread, and the main thread waits for it: loading and digesting the state,
-writing a replayed gradient into ``.grad``, the steps of torch's own optimizers. User code runs in the main
-thread. On a device, and in a replica of several ranks, all work runs there.
+The other members keep stepping, and the replay must not slow them down. On the CPU the heavy work runs in
+another thread at low priority (``runtime.priority``), and the main thread waits for it. Heavy work is loading
+and digesting the state, writing a replayed gradient into ``.grad``, and the steps of torch's own optimizers.
+The main thread runs user code and, on a device or in a replica of several ranks, all other work.
 """
 
 import torch
@@ -18,7 +18,7 @@ from fabric.protocol.messages import member_events as io
 
 
 class Replay:
-    """Brings ``state`` up to the other members'."""
+    """Brings ``state`` up to the step of the other members."""
 
     def __init__(self, parts: EngineParts, engine: Engine, state: LocalState, progress: LoopProgress) -> None:
         self._parts = parts
@@ -43,10 +43,10 @@ class Replay:
             self._steps = None
 
     def install(self, order: io.Install) -> None:
-        """Load the fetched state, which was verified as a whole, and verify it again once loaded."""
+        """Load the fetched state, and verify it once loaded. The fetch has verified it as a whole."""
         fetched_state = self._parts.fetch_thread.state
         assert fetched_state is not None
-        # The digest of this rank's part; the order has that of the whole replica.
+        # The manifest has the digest of this rank's part, the order that of the whole replica's state.
         digest = fetched_state.fetched.manifest["digest"]
         self._parts.points.hit("install", order.step)
         self._state.drop_gradient()

@@ -1,9 +1,9 @@
 """The session of a trainer: steps are the outer loop, micro-batches the inner one.
 
-The main thread waits in one place only, ``_wait``. It posts where it stands and obeys orders: compute these
-micro-batches, apply this committed gradient, load this state, stop. A replayed step, the first step of a
-joining replica and the recovery after an eviction look alike: a step without micro-batches whose averaged
-gradient is already in ``.grad``. So the user's loop has no special case.
+The main thread waits in one place only, ``_wait``. It posts its progress and obeys the core's orders: compute
+these micro-batches, apply this committed gradient, load this state, stop. In a replay, in a joining replica's
+first step and after an eviction, a step has no micro-batches and its averaged gradient is already in
+``.grad``. So the user's loop has no special case.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.rank_layout import RankLayout, parse_layout
 
-# A foreign loop has no micro-batches of ours. This many tokens stand for them, so that every member of a
-# roster of up to that size contributes.
+# A loop that calls ``exchange`` has no micro-batches of ours. This many tokens stand for micro-batches, so
+# that every member of a roster of up to this size contributes.
 EXCHANGE_TOKENS = 64
 
 
@@ -90,8 +90,8 @@ class Session:
         self.overlap = Overlap(
             gradients,
             lambda step, weight: self._engine.post(io.Streaming(step, weight)),
-            # Several ranks would have to begin together. On a device every bucket needs an event. Averaged
-            # buffers are final only after backward, as is a single bucket.
+            # Overlap needs one rank (several would have to begin together) and the host (on a device every
+            # bucket needs an event). Averaged buffers, and a single bucket, are final only after backward.
             wanted=settings.retain_gradients
             and process.group is None
             and len(gradients.buckets) > 1
@@ -122,15 +122,15 @@ class Session:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Replica ids of the epoch in force, in ring order; while joining, of the newest known epoch."""
+        """Replica ids of the epoch in force, in ring order; in a joining replica, of the newest epoch."""
         current = self._engine.current or self._engine.newest
         return current.names if current is not None else ()
 
     @property
     def is_writer(self) -> bool:
-        """Whether this replica writes files for all: the first by name of the members with the job's state.
+        """Whether this replica writes files for all: of the members with the job's state, the first by name.
 
-        It is the same on all ranks of a replica.
+        All ranks of a replica get the same value.
         """
         return writer_of(self._engine.current) == self.settings.replica
 
@@ -159,9 +159,10 @@ class Session:
     ) -> Loader:
         """Make the job's loader: every step is a fixed list of micro-batches. Raises ConfigError.
 
-        ``dataset`` has ``len`` and an index, or is iterable. ``seed`` also seeds each micro-batch's draws.
-        ``mesh``: the one-dimensional device mesh whose ranks each get a slice of every micro-batch (FSDP2);
-        without one all ranks get all samples. ``options``: see ``fabric.client.data.loader.LoaderOptions``.
+        ``dataset`` has ``len`` and an index, or is iterable. ``seed`` orders the data, and seeds the random
+        generators before each micro-batch. ``mesh``: the one-dimensional device mesh whose ranks each get a
+        slice of every micro-batch (FSDP2). Without a mesh all ranks get all samples. ``options``: see
+        ``fabric.client.data.loader.LoaderOptions``.
         """
         sizes = (global_batch_size, micro_batch_size, seed)
         reader = DataReader(self.settings.replica, self._replicas, self.settings.rack)
@@ -171,10 +172,10 @@ class Session:
     def sampler(
         self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
     ) -> StepSampler:
-        """Make the sampler of this replica's part of every step, for the DataLoader of a foreign loop.
+        """Make the sampler of this replica's part of every step, for the DataLoader of a loop of your own.
 
-        The loop takes ``global_batch_size / replicas`` indices, then calls ``exchange``. ``data_slot``: which
-        part, by default the number at the end of the replica's id. Raises ConfigError.
+        The loop takes ``global_batch_size / replicas`` indices, then calls ``exchange``. ``data_slot``: the
+        number of the part, by default the number at the end of the replica's id. Raises ConfigError.
         """
         number = data_slot_of(self.settings.replica, self._replicas, data_slot)
         self._sampler = StepSampler(
@@ -183,7 +184,7 @@ class Session:
         return self._sampler
 
     def steps(self, data: Loader, until: int) -> Iterator[Step]:
-        """Yield steps from wherever the job is up to committed step ``until``; see Step."""
+        """Yield steps, from the job's committed step to committed step ``until``; see Step."""
         self._progress.until = until
         if not self._engine.is_running:
             self._loader = data
@@ -196,7 +197,7 @@ class Session:
             order = self._wait(self._ready())
             if isinstance(order, io.Finish):
                 if self._progress.state_step < until:
-                    # The weights here are not the final ones, so the user's code must not go on.
+                    # The weights here are not the job's final weights, so the user's code must not go on.
                     self._too_late(order)
                 return
             self._first_order = order
@@ -211,13 +212,14 @@ class Session:
             self._parts.points.hit("optimizer", step.number)
 
     def run_step(self, step: Step) -> Iterator[Any]:
-        """Yield the micro-batches of ``step``, own ones first, then inherited ones (for Step alone)."""
+        """Yield the micro-batches of ``step``: own, then inherited from lost members. Only Step calls
+        this."""
         assert self._loader is not None
         order, crash_marker = self._first_order, self._parts.crash_marker
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         self._clock.optimizer_s += (
             self._clock.lap()
-        )  # the user's code before the micro-batches, such as a test
+        )  # time of the user's code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
@@ -246,10 +248,10 @@ class Session:
             metrics[name] = metrics.get(name, 0.0) + float(value)
 
     def exchange(self, weight: float = 1.0) -> Step:
-        """Average ``.grad`` over the members, commit the step and return it; for loops that we do not own.
+        """Average ``.grad`` over the members, commit the step and return it, in a loop of your own.
 
-        Call it between backward and clipping; gradients must come from a mean over ``weight`` units. The part
-        of a member that died is skipped (policy ``shrink``).
+        Call it between backward and clipping. The gradient must be that of a mean over ``weight`` samples or
+        tokens. The part of a member that died is skipped (policy ``shrink``).
         """
         sampler = self._sampler
         if not self._engine.is_running and sampler is None:
@@ -267,8 +269,8 @@ class Session:
         order = self._wait(self._ready())
         contributed = False
         while isinstance(order, io.Compute):
-            # There is no gradient to contribute where a loaded state has replaced the weights meanwhile, or
-            # where the data were drawn for another step.
+            # A gradient of weights that a loaded state has replaced, or of data drawn for another step, is
+            # not contributed.
             held = has_data and any(p.grad is not None for p in parameters)
             if held and sampler is not None:
                 self._progress.samples = {i: sampler.indices(order.step) for i in order.micro_batches}
@@ -283,10 +285,10 @@ class Session:
 
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
-        """Say why this replica is away from the exchange for a while; ``fabric status`` shows it.
+        """Announce, within this context, why this replica exchanges no gradients; ``fabric status`` shows it.
 
-        Until then ``at_most_s`` replaces ``user_code_s``. A replica that makes the others wait for longer is
-        evicted, and catches up later. Raises ConfigError where ``at_most_s`` is not above 0.
+        Within the context ``at_most_s`` replaces ``user_code_s``. A replica that makes the others wait longer
+        is evicted, and catches up later. Raises ConfigError where ``at_most_s`` is not above 0.
         """
         if not 0 < at_most_s < math.inf:
             raise ConfigError(f"session.busy has at_most_s={at_most_s:g}: give a finite number above 0")
@@ -299,9 +301,10 @@ class Session:
             self._engine.post(io.Busy("", 0.0))
 
     def close(self) -> None:
-        """Wait until every member's loop has ended, then leave; never counted as a failure.
+        """Wait until every member's loop has ended, then leave the job without a failure.
 
-        It returns with the job's final state, or ends the process where this loop ended before it caught up.
+        On return this replica has the job's final state. A loop that ended before catching up ends the
+        process.
         """
         if self._engine.is_running and not self._progress.finished:
             self._state.note(self._state.digest_if(wanted=True))
@@ -337,7 +340,7 @@ class Session:
         sharing: Sharing = EVERYTHING,
         data_slot: int = -1,
     ) -> None:
-        """Open the leader session: with the data, everything that it must declare is known."""
+        """Open the leader session. It declares the data, so it opens only when the loop has named them."""
         settings, parts = self.settings, self._parts
         self._watch.begin()
         self._micro_batches = int(data["micro_batches"])
@@ -358,11 +361,11 @@ class Session:
         )
         digest = self._state.digest_if(wanted=True)
         if not parts.handle.snapshots and self._process.group is None:
-            # A first start may begin from this snapshot, should the replicas' initial states differ.
+            # If the replicas' initial states differ, a new job may begin from this snapshot.
             self._state.snapshot(generation=0)
         parts.snapshot_worker.submit(parts.slots.reserve)
         part = self._loader.slice.index if self._loader is not None else self._process.rank
-        agreed = {**data, **more, "on_nan": settings.on_nan}  # this must be equal on all members
+        agreed = {**data, **more, "on_nan": settings.on_nan}  # all members must have equal values
         gradients = self._state.gradients
         setup = TrainingSetup(
             micro_batches=self._micro_batches,
@@ -383,7 +386,7 @@ class Session:
             self._shutdown.leave(str(error), 75)
 
     def _ready(self) -> io.Ready:
-        """Return the event that the state stands at a step boundary, after the update or at the start."""
+        """Return the event that the state is at a step boundary: after an update, or at the start."""
         self._replay.end()
         self._clock.optimizer_s += self._clock.lap()
         digest, later = self._state.reach_boundary()
@@ -409,7 +412,7 @@ class Session:
         return self._wait(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
 
     def _wait(self, event: io.Event) -> io.Compute | io.Apply | io.Finish:
-        """Post where this trainer stands, then obey orders until one is for the user's loop."""
+        """Post ``event``, then obey orders until an order concerns the user's loop; return that order."""
         self._engine.post(event)
         self._wait_logger.begin()
         while True:
@@ -465,10 +468,10 @@ class Session:
         counted = sum(len(ids) for _, ids in held.contributions)
         step.skipped = self._empty.has_no_update(held) or bool(held.nonfinite)
         if step.skipped:
-            # Optimizers leave a parameter without a gradient as it is, so the user's loop needs no branch.
+            # Optimizers do not change a parameter without a gradient, so the user's loop needs no branch.
             self._state.drop_gradient()
         else:
-            weight = held.weight or 1.0  # of a sum that is zero
+            weight = held.weight or 1.0  # weight 0: the sum is zero, so any divisor will do
             scatter = partial(self._parts.backend.scatter, self._state.gradients, buffer, weight)
             self._state.run(scatter)
             if held.weight:

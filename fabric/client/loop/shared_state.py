@@ -36,7 +36,7 @@ def shared_state(
     shared: object = WithoutBuffers(model, local) if local else model
     for value in state.values():
         if isinstance(value, torch.amp.GradScaler):
-            # A scaler makes its state when it first scales a loss. A joining replica unscales before that.
+            # A scaler makes its state when it first scales a loss, but a joining replica unscales first.
             value.scale(torch.zeros((), device=next(model.parameters()).device))
     return {"model": shared, **optimizers, **state}
 
@@ -67,6 +67,6 @@ class WithoutBuffers:
         return {k: v for k, v in self._model.state_dict().items() if k not in self._names}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load everything else; the local buffers stay as they are."""
+        """Load the state of everything but the local buffers, which keep their values."""
         own = {k: v for k, v in self._model.state_dict().items() if k in self._names}
         self._model.load_state_dict({**state, **own})

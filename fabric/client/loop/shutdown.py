@@ -1,4 +1,4 @@
-"""How a trainer's process leaves the job: finished, told to stop, or because the user's loop has raised."""
+"""How a trainer's process leaves the job: it has finished, was ordered to stop, or the user's loop raised."""
 
 import atexit
 import contextlib
@@ -54,11 +54,11 @@ class Shutdown:
         self._debug_endpoint = DebugEndpoint(settings.home, answers)
 
     def watch_uncaught(self) -> None:
-        """Let an uncaught exception fail the job from now on."""
+        """Make uncaught exceptions fail the job."""
         excepthook.on_uncaught.append(self._on_uncaught)
 
     def leave(self, reason: str, code: int = 0) -> NoReturn:
-        """End this process with one sentence."""
+        """End this process; print ``reason``, one sentence."""
         self._say(reason)
         self._parts.journal.write("stop", code=code, reason=reason)
         self._engine.close()
@@ -66,7 +66,7 @@ class Shutdown:
         raise SystemExit(code)
 
     def note_end(self, order: io.Finish) -> None:
-        """Note that the job is over. Where no lighthouse has heard of it, leave a note for the next one."""
+        """Note that the job is over; if no lighthouse knows, also on disk for this replica's next process."""
         if order.alone:
             self._say(order.alone)
             self._parts.journal.write("alone", step=order.step, reason=order.alone)
@@ -75,7 +75,7 @@ class Shutdown:
             job_end_note.leave(self._settings.home, order.ended)
 
     def end(self, finished: bool) -> None:
-        """Detach from the checkpoint server; one that is gone already needs no goodbye."""
+        """Detach from the checkpoint server, if it still runs."""
         self._debug_endpoint.close()
         if finished:
             unheard = self._unheard
@@ -93,8 +93,8 @@ class Shutdown:
     def _on_uncaught(self, error: BaseException) -> None:
         """Fail the job for an error of the user's loop, then end this process.
 
-        The process waits until the lighthouse has heard, which rank 0 tells for all ranks. A device fault is
-        a death of this replica alone.
+        The process waits until the lighthouse has acknowledged the error, which rank 0 reports for all ranks.
+        A device fault does not fail the job: only this replica dies.
         """
         if not isinstance(error, Exception):
             return
@@ -115,8 +115,8 @@ class Shutdown:
     def _on_exit(self) -> None:
         """Handle an end of the interpreter without ``close``: Ctrl-C, ``sys.exit``, a loop that was left.
 
-        The interpreter's teardown can take seconds. The job does not wait for it: for the job this is a
-        death, and the lighthouse hears of it at once.
+        The job treats this end as a death, and the lighthouse learns of it at once. The job need not wait for
+        the interpreter's teardown, which can take seconds.
         """
         if os.getpid() != self._pid:
             return  # a child that was forked in the middle of the job
@@ -127,9 +127,9 @@ class Shutdown:
         self._release_server()
 
     def _release_server(self) -> None:
-        """End the checkpoint server of a process that was never in the job.
+        """End the checkpoint server if this process was never in the job.
 
-        In every other case the server stays: a successor, or other members, may want its content.
+        Otherwise the server stays: this replica's next process, or other members, may need its content.
         """
         self._parts.crash_marker.clear()  # an orderly end is not a death at a micro-batch
         newest, handle = self._engine.newest, self._parts.handle

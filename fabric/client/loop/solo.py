@@ -1,4 +1,4 @@
-"""FABRIC_DISABLE=1: the same loop and the same mathematics with one member and no service at all."""
+"""FABRIC_DISABLE=1: the same loop and the same arithmetic, with one member and without any service."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,7 +102,7 @@ class SoloSession:
     def sampler(
         self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
     ) -> StepSampler:
-        """As Session.sampler; the one part is the whole batch, and any other batch size will do."""
+        """As Session.sampler. This process draws the whole global batch, in batches of any size."""
         self._sampler = SoloSampler(size, global_batch_size, seed, (0, 1), lambda: self.committed_step)
         return self._sampler
 
@@ -133,7 +133,7 @@ class SoloSession:
                 parameter.grad.div_(weight)
 
     def skips(self) -> bool:
-        """Whether ``on_nan`` makes this step go without an update, because its gradient is not finite."""
+        """Whether ``on_nan`` skips this step's update because the gradient is not finite."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._on_nan == "propagate" or all(bool(torch.isfinite(g).all()) for g in gradients):
             return False
@@ -148,12 +148,12 @@ class SoloSession:
             self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the step's sums and start the next ones."""
+        """Return the step's metric sums, and start those of the next step at zero."""
         totals, self._metrics = self._metrics, {}
         return totals
 
     def exchange(self, weight: float = 1.0) -> SoloStep:
-        """As Session.exchange: alone, ``.grad`` is the average already (``weight`` cancels out)."""
+        """As Session.exchange. With one member ``.grad`` is the average already (``weight`` cancels out)."""
         if self._sampler is not None:
             self._sampler.take(self.committed_step)
         step = SoloStep.__new__(SoloStep)
@@ -169,4 +169,4 @@ class SoloSession:
         yield
 
     def close(self) -> None:
-        """As Session.close: nothing to leave."""
+        """As Session.close; there is no job to leave."""

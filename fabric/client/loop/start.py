@@ -24,19 +24,19 @@ from fabric.transport.greeting import Greeting
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """The facts of this process that its members must know or share."""
+    """The values of this process that other members must know, or must have too."""
 
-    micro_batches: int  # of a step
+    micro_batches: int  # number of micro-batches in a step
     data: str  # the data settings that must be equal, in words
-    layout: str  # of the parameters, as a digest
-    digest: str  # of the initial state; empty where digests are off
+    layout: str  # digest of the parameters' names, shapes and types
+    digest: str  # digest of the initial state; empty where digests are off
     part: int = 0  # the slice of a micro-batch that this rank computes
     sharing: Sharing = EVERYTHING  # how micro-batches are divided among the members
     data_slot: int = -1
-    tensors: tuple[str, ...] = ()  # the layout, for people
+    tensors: tuple[str, ...] = ()  # the parameters behind ``layout``, for people
     plane: str = ""  # the kind of data plane
-    step: int = 0  # of the initial state
-    cuts: str = ""  # the layout of ranks, where those of other replicas may differ
+    step: int = 0  # step of the initial state
+    cuts: str = ""  # the layout of ranks, where other replicas may have another layout
 
 
 def make_engine(parts: EngineParts, process: ProcessIdentity) -> Engine:
@@ -75,8 +75,8 @@ def begin(
     )
     _check_equal_work(declared)
     if setup.cuts:
-        # Inside of the replica gradients are means over the ranks that share a micro-batch; replicas of
-        # unequal layouts add up sums over samples.
+        # Within the replica gradients are means over the ranks that share a micro-batch, but replicas of
+        # unequal layouts add sums over samples.
         parts.exchange.scale_gradients(float(len({x["part"] for x in declared})))
     if isinstance(engine, FollowerEngine):
         _follow(engine, settings, process, declared[0]["link"])
@@ -92,8 +92,8 @@ def begin(
     held = _held_by_all(declared)
     engine.begin(MemberCore(identity, config, seconds_since_boot(), state, held))
     if not any(x["holds"] for x in declared):
-        # A first start may begin from this snapshot, should the replicas' initial states differ. It must not
-        # overwrite a part of the job's state, whatever layout that is in.
+        # If the replicas' initial states differ, a new job may begin from this snapshot. The snapshot must
+        # not overwrite any part of the job's state, whatever its layout.
         engine.post(SnapshotDue(setup.step))
 
 

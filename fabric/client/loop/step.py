@@ -1,4 +1,4 @@
-"""One step as the user's loop sees it: micro-batches to compute, until the averaged gradient is there."""
+"""One step as the user's loop sees it: micro-batches to compute, then the averaged gradient."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -19,15 +19,15 @@ class Step:
     """
 
     def __init__(self, session: "Session", number: int) -> None:
-        self.number = number  # the committed step that this one leads from; a recovery may move it on
-        self.contributed = False  # this replica put something in: false in a replay and in a first step
+        self.number = number  # the committed step before this step's update; a recovery may raise it
+        self.contributed = False  # this replica's gradient is in the average; false in a replay
         self.skipped = False  # the step has no update: every ``.grad`` is None
         self.metrics: dict[str, float] = {}  # sums over the whole global batch
         self.done = False
         self._session = session
         self._samples = 0
         self._weight = 0.0
-        self._work: WorkAmount | None = None  # of the micro-batch under way, as declared
+        self._work: WorkAmount | None = None  # declared work of the micro-batch under way
 
     def __iter__(self) -> Iterator[Any]:
         if self.done:
@@ -44,15 +44,15 @@ class Step:
         """Add this micro-batch's gradient: ``loss.backward()`` scaled by ``weight``.
 
         ``loss`` is a mean over the micro-batch. ``weight``: the number of samples (the default) or tokens
-        that the mean is over. ``work`` predicts the time of the micro-batch, so that a long one is not taken
-        for a slow replica: the lengths of its packed documents, or one number (default: the samples).
+        that the mean is over. ``work`` predicts the micro-batch's time, so that a long micro-batch does not
+        make the replica look slow: the lengths of its packed documents, or a number (default: samples).
         """
         share = self.add_weight(weight, work)
         with self._session.overlap.backward(self.number, self._weight):
             (loss * share).backward()  # type: ignore[no-untyped-call]
 
     def add_weight(self, weight: float | None = None, work: float | Iterable[float] | None = None) -> float:
-        """Count a gradient that other code has added, such as a pipeline schedule; return its weight.
+        """Count a gradient that other code (such as a pipeline schedule) has added; return its weight.
 
         The gradient must be scaled by ``weight`` (default: the micro-batch's number of samples). ``work``: as
         for ``backward``.
@@ -66,7 +66,7 @@ class Step:
         return share
 
     def take_work(self, samples: int) -> WorkAmount:
-        """Return the work of the micro-batch that has just ended: as declared, else its ``samples``."""
+        """Return the work of the micro-batch that has just ended: the declared work, else its ``samples``."""
         declared, self._work = self._work, None
         return declared or WorkAmount(float(samples), 0.0, float(samples))
 
@@ -77,7 +77,7 @@ class Step:
 
 
 def _amount(work: float | Iterable[float], samples: int) -> WorkAmount:
-    """The declared work: the lengths of documents, or one number. Raises FabricError."""
+    """Convert declared work, which is the lengths of documents or one number. Raises FabricError."""
     if isinstance(work, Iterable) and getattr(work, "ndim", None) != 0:
         amount = WorkAmount.of_documents([float(length) for length in work], float(samples))
     else:

@@ -1,8 +1,8 @@
 """Finds learning rate schedulers and scalers that are not in ``state=``, and refuses them.
 
-While all replicas run from the start the mistake does not show. A replica that joins has its own scheduler
-at another step, so its update differs, and so do the digests of the states. torch keeps no list of an
-optimizer's schedulers, so this module looks for them among all living objects.
+The mistake has no effect while all replicas run from the start. But a joining replica's scheduler is at
+another step, so its update and the digest of its state differ. torch keeps no list of an optimizer's
+schedulers, so this module searches all living objects for them.
 """
 
 import gc
@@ -16,7 +16,7 @@ from fabric.errors import ConfigError
 
 # The choices for a scheduler or scaler that is not shared.
 UNSHARED = ("refuse", "ignore")
-# The depth to which an object of ``state=`` is searched, and the number of its parts.
+# The limits of the search within an object of ``state=``: its depth, and the number of parts.
 _DEPTH = 3
 _PARTS = 10_000
 
@@ -40,7 +40,7 @@ class UnsharedWatch:
         self._wrapped = self._count_wrapped()
         if self._ignored or self._refusal() is None:
             return
-        gc.collect()  # it may be garbage by now
+        gc.collect()  # a scheduler that was found may be garbage that is not collected yet
         refusal = self._refusal()
         if refusal is not None:
             raise refusal
@@ -66,7 +66,7 @@ class UnsharedWatch:
         return None
 
     def check_when_changed(self) -> None:
-        """As ``check``, where a scheduler was made since the last check: torch wraps ``step`` for most."""
+        """As ``check``, but only if a scheduler has wrapped an optimizer's ``step`` since the last check."""
         if self._count_wrapped() != self._wrapped:
             self.check()
 
@@ -74,13 +74,13 @@ class UnsharedWatch:
         return sum(hasattr(x.step, "_wrapped_by_lr_sched") for x in self._optimizers)
 
     def _steers(self, scheduler: LRScheduler) -> bool:
-        # A wrapper around an optimizer, such as Accelerate's, hands out the groups of the optimizer inside.
+        # A wrapper around an optimizer, such as Accelerate's, returns the inner optimizer's ``param_groups``.
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
         return groups is not None and any(groups is x.param_groups for x in self._optimizers)
 
 
 def _living(kinds: tuple[type, ...]) -> list[Any]:
-    """Return all living objects of these types. Looking at an attribute of others could import a module."""
+    """Return all living objects of these types. Reading an attribute of others could import a module."""
     types = {x for kind in kinds for x in _subtypes(kind)}
     return [x for x in gc.get_objects() if type(x) in types]
 

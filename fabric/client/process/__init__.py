@@ -1,1 +1,1 @@
-"""Things of one trainer process: identity, journal, crash marker, debug endpoint, waiting."""
+"""Parts of one trainer process: identity, journal, crash marker, debug endpoint, log of waits."""

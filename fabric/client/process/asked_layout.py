@@ -10,9 +10,9 @@ from fabric.runtime.rank_layout import RankLayout
 
 
 def layout() -> RankLayout:
-    """Return what to build, before the model is made: ranks, tensor parallel size, layers of each stage.
+    """Return the layout in which to build the model: ranks, tensor parallel size, layers of each stage.
 
-    A layout that these ranks cannot have ends the process with one sentence and exit code 1.
+    If these ranks cannot have the layout, the process ends with one sentence and exit code 1.
     """
     try:
         return asked_layout()
@@ -22,7 +22,7 @@ def layout() -> RankLayout:
 
 
 def refuse_layout(why: str) -> NoReturn:
-    """End this process: the script cannot build the layout, and ``fabric launch`` must choose another one."""
+    """End this process, whose script cannot build the layout: ``fabric launch`` must choose another."""
     try:
         asked = str(asked_layout())
     except FabricError:

@@ -1,7 +1,8 @@
 """Records which micro-batch the main thread computes, in memory that outlives this process.
 
-Should the process die there, the checkpoint server tells the lighthouse. A micro-batch at which two processes
-died is poison: the lighthouse gives it to no third one. See ``fabric.ckpt_server.server.crash_position``.
+If the process dies there, the checkpoint server reports the micro-batch to the lighthouse. A micro-batch at
+which two processes died is poison, which the lighthouse assigns to no process. See
+``fabric.ckpt_server.server.crash_position``.
 """
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
@@ -10,7 +11,7 @@ from fabric.errors import FabricError
 
 
 class CrashMarker:
-    """Eight bytes in the checkpoint server's memory, or nowhere while there is no server."""
+    """Eight bytes in the checkpoint server's memory. Without a server nothing is recorded."""
 
     def __init__(self, handle: ServerHandle) -> None:
         self._handle = handle
@@ -30,6 +31,6 @@ class CrashMarker:
             self._word[0] = encode_marker(step, micro_batch)
 
     def clear(self) -> None:
-        """Record that the main thread computes no micro-batch: a death now is not the fault of one."""
+        """Record that the main thread computes no micro-batch, so that a death now blames none."""
         if self._word is not None:
             self._word[0] = 0

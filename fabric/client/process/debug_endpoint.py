@@ -1,8 +1,8 @@
 """Answers the checkpoint server's questions: this process's stacks, its position, torch's flight recording.
 
-The endpoint has a thread and a socket of its own, so it answers while the other threads are stuck, if it gets
-the interpreter lock. Where it does not, a signal makes the interpreter write the stacks without the lock.
-See ``fabric.ckpt_server.server.debug_probe`` for the other side.
+The endpoint has its own thread and socket, so it answers while other threads are stuck, if its thread gets
+the interpreter lock. Without the lock, a signal makes the interpreter write the stacks to a file.
+``fabric.ckpt_server.server.debug_probe`` asks the questions.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ Answers = Mapping[str, Callable[[], Mapping[str, object]]]
 class DebugEndpoint:
     """Answers ``answers`` by name on ``run_dir``'s socket, from a daemon thread, until ``close``.
 
-    Where the socket cannot be made this process trains without an endpoint.
+    If the socket cannot be made, this process trains without an endpoint.
     """
 
     def __init__(self, run_dir: Path, answers: Answers) -> None:
@@ -65,7 +65,7 @@ class DebugEndpoint:
             threading.Thread(target=self._run, args=(listener,), name="fabric-debug", daemon=True).start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -99,7 +99,7 @@ class DebugEndpoint:
             if answer is None:
                 raise Refused(f"this trainer knows no answer to {str(question.get('ask'))[:40]!r}")
             body: Mapping[str, object] = {"ok": True, **answer()}
-        except Exception as error:  # noqa: BLE001  (the asking server gets the reason; the trainer goes on)
+        except Exception as error:  # noqa: BLE001  (the server that asks gets the reason; the trainer goes on)
             text = str(error) if isinstance(error, FabricError) else f"{type(error).__name__}: {error}"
             body = {"ok": False, "error": text}
         asking.sendall(encode_line(body))
@@ -145,13 +145,13 @@ def flight() -> dict[str, object]:
 def _write_stacks_on_signal(path: Path) -> None:
     """Have the interpreter write all stacks to ``path`` at STACKS_SIGNAL.
 
-    A handler of the user's stays in place; then there is no such file.
+    If the user's code handles that signal, its handler stays and there is no file.
     """
     global _dump_file
     path.unlink(missing_ok=True)
     if _dump_file is None and signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
         return
-    # Appended, so that a dump begins where the server has cut the file.
+    # Append: the server truncates the file before each dump, and appending starts at the new end.
     descriptor = open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     file = os.fdopen(descriptor, "ab", buffering=0)
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)

@@ -6,19 +6,19 @@ import torch
 
 from fabric.model import Poison
 
-# How long a process whose loop has raised waits for the lighthouse to hear of it, seconds.
+# How long a process whose loop has raised waits for the lighthouse to acknowledge the error, seconds.
 TELL_S = 5.0
 _MOST_SAMPLES = 32
 _MOST_CHARACTERS = 200
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Whether the device failed and not the program: only this replica dies then, and the others go on."""
+    """Whether the error is a failure of the device, not of the program: then only this replica dies."""
     return isinstance(error, torch.AcceleratorError)
 
 
 def describe(error: BaseException, at: tuple[int, int] | None, samples: Iterable[int]) -> str:
-    """Return the exception in one line, with the (step, micro-batch) ``at`` which it was raised."""
+    """Return the exception in one line. ``at``: the step and micro-batch at which it was raised."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     text = text[:_MOST_CHARACTERS]

@@ -1,9 +1,9 @@
 """Reports a mistake in the use of fabric as one sentence instead of a traceback.
 
-``attach`` refuses what it can. Later mistakes (an inner loop left early, a state that stops being
-serialisable) are raised where they occur, so that a program may still catch them. An uncaught FabricError
-reaches the interpreter's exception hook: there it is one line on standard error, with exit code 1, "do not
-restart me". Every other exception is shown as usual.
+Mistakes that ``attach`` cannot see (an inner loop left early, a state that stops being serialisable) raise
+FabricError where they occur, so that a program may catch it. For an uncaught FabricError the exception hook
+prints one line on standard error and ends with exit code 1, "do not restart me". Every other exception is
+shown as usual.
 """
 
 import sys
@@ -15,7 +15,7 @@ from fabric.errors import FabricError, IllegalTransition
 _shown_before = sys.excepthook
 # Called with an uncaught exception once it has been shown.
 on_uncaught: list[Callable[[BaseException], None]] = []
-# May end this process with a better sentence than the uncaught error.
+# Functions that may end this process with a better explanation than the uncaught error.
 _waits: list[Callable[[], None]] = []
 
 
@@ -25,7 +25,7 @@ def before_report(wait: Callable[[], None]) -> None:
 
 
 def install_excepthook() -> None:
-    """Show an uncaught FabricError as one sentence from now on; further calls change nothing."""
+    """Install the hook that shows an uncaught FabricError as one sentence. Further calls change nothing."""
     global _shown_before
     if sys.excepthook is not _show:
         _shown_before, sys.excepthook = sys.excepthook, _show

@@ -13,7 +13,8 @@ from fabric.runtime.private_folder import make_private, open_private
 
 # The lock file holds incarnations, newest first, each in a field of this many bytes.
 _NUMBER_BYTES = 32
-# A process may end before its session opens. So the leader may know an older incarnation than the newest.
+# Earlier incarnations to remember: a process may end before its session opens, so the newest incarnation that
+# the leader knows may be older than the newest on this host.
 _REMEMBERED = 16
 
 # The kernel releases the lock when the process ends, so these descriptors stay open.
@@ -59,17 +60,17 @@ def claim_identity(settings: Settings, group: RankGroup | None) -> ProcessIdenti
                 "all ranks of a replica the same FABRIC_REPLICA and FABRIC_JOB"
             )
     newest = max(other["incarnation"] for other in claims)
-    # The next process may have fewer ranks, and its incarnation must still be newer.
+    # Every rank writes it: the next process may have fewer ranks, and its incarnation must still be newer.
     _write_newest(_claims[-1], newest)
-    # Rank 0 commits for the replica: once its earlier process has ended, no commit can come from there.
+    # Only rank 0 commits for the replica, so rank 0's ended processes are those that cannot commit any more.
     return ProcessIdentity(newest, tuple(claims[0]["before"]), group)
 
 
 def claim(home: Path) -> tuple[int, tuple[int, ...]]:
-    """Lock this replica's folder; return the new incarnation and the earlier ones here, newest first.
+    """Lock this replica's folder; return the new incarnation, and earlier incarnations here, newest first.
 
-    The lock is a POSIX record lock: it ends with the process, and forked workers do not inherit it. So every
-    earlier process on this host has ended. The file knows nothing of processes on other hosts.
+    The lock is a POSIX record lock: it ends with the process, and forked workers do not inherit it. So its
+    holder knows that every earlier process on this host, but not on other hosts, has ended.
     """
     path = home / "trainer.lock"
     try:

@@ -1,11 +1,11 @@
-"""The journal of this replica, one JSON line per event: ``fabric demo verify`` checks a run from it.
+"""The journal of this replica, one JSON line per event, from which ``fabric demo verify`` checks a run.
 
-State transitions are logged too, with or without a journal.
+State transitions also go to the log, with or without a journal.
 
 Each line is one ``write`` on a file opened for appending, so a SIGKILL loses at most the line being written.
-All incarnations of the replica append to the same file. FABRIC_JOURNAL names it; without that there is none.
-A full disk does not end the trainer: the journal counts the lost lines, and the first line (event ``lost``)
-gives the count when there is room again.
+All incarnations of the replica append to the same file. FABRIC_JOURNAL names the file; without FABRIC_JOURNAL
+there is no journal. A full disk does not end the trainer: the journal counts the lost lines. When there is
+room again, its first line (event ``lost``) gives the count.
 """
 
 import errno
@@ -24,7 +24,7 @@ from fabric.runtime.logs import fields
 
 log = logging.getLogger(__name__)
 
-# The events that are logged: those of a start, a failure or an epoch, and none of every step.
+# The events that also go to the log: those of a start, a failure or an epoch, not those of every step.
 _LOGGED = frozenset(
     ("start", "epoch", "abort", "resume", "outside", "installed", "join", "joined", "catch-up-failed")
 ) | {"blocking-join", "poison", "skipped", "finish"}
@@ -44,7 +44,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-            # A killed predecessor may have left half a line: the next line must not be glued to it.
+            # A killed process may have left half a line: begin a new line.
             if path.stat().st_size:
                 with path.open("rb") as file:
                     file.seek(-1, os.SEEK_END)
@@ -57,7 +57,7 @@ class Journal:
 
     @property
     def on(self) -> bool:
-        """Whether anything is written."""
+        """Whether this journal writes to a file."""
         return self._descriptor >= 0
 
     def write(self, event: str, **values: Any) -> None:
@@ -69,7 +69,7 @@ class Journal:
             log.info("%s", text, extra=fields(**log_fields))
         if not self.on:
             return
-        with self._lock:  # the clock is read and the line written as one, or lines go back in time
+        with self._lock:  # read the clock within the lock, or the times of lines could decrease
             body = {"event": event, "t": time.time(), "mono": time.monotonic(), **self._who, **values}
             try:
                 if self._lost_lines:
@@ -88,7 +88,7 @@ class Journal:
                 self._lost_lines += 1
 
     def _put(self, body: Mapping[str, Any]) -> None:
-        """Write one complete line. Raises OSError; the next line then ends the torn one."""
+        """Write one complete line. Raises OSError, after which the next write first ends the torn line."""
         line = json.dumps(body, separators=(",", ":")).encode() + b"\n"
         if self._torn:
             os.write(self._descriptor, b"\n")
@@ -110,7 +110,7 @@ class Journal:
     ) -> None:
         """Write the ``commit`` line of a step that this replica applied.
 
-        ``micro_batches``: how many a step has; those without a contributor are journaled as skipped.
+        ``micro_batches``: the number in a step. Those without a contributor are journaled as skipped.
         ``times``: seconds by phase. ``contributed``: this replica's gradient is in the average.
         """
         counted = {i for _, ids in held.contributions for i in ids}

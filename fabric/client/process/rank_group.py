@@ -1,7 +1,7 @@
 """The ranks of this replica, from its own torch.distributed world.
 
-Only the start uses this, before links of our own exist: every rank gives all others a few values, as JSON in
-byte tensors. Each replica has a world of its own, so this module reaches no other replica.
+Only the start uses this world, before fabric's links exist: every rank sends all others a few values, as JSON
+in byte tensors. Each replica has its own world, so this module reaches no other replica.
 """
 
 import json
@@ -29,7 +29,7 @@ class RankGroup:
 
     @classmethod
     def find(cls) -> "RankGroup | None":
-        """Return this replica's world, None where it is one process. Raises ConfigError before init."""
+        """Return this replica's world, None for one process. Raises ConfigError before torch's init."""
         if dist.is_available() and dist.is_initialized():
             size = dist.get_world_size()
             return cls(dist.get_rank(), size) if size > 1 else None
@@ -42,7 +42,7 @@ class RankGroup:
         return None
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the values of all ranks, in rank order; a collective.
+        """Return the values of all ranks, in rank order. All ranks must call it.
 
         The loss of a rank ends this process with code 75, so that all ranks start again.
         """

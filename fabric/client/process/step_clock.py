@@ -1,4 +1,4 @@
-"""Where a step's time goes, as the main thread sees it: compute, the user's update, waiting."""
+"""How the main thread spends a step's time: compute, the user's update, waiting."""
 
 import time
 from dataclasses import dataclass, field
@@ -27,14 +27,14 @@ class StepClock:
         return seconds
 
     def count(self, micro_batch: int, amount: WorkAmount) -> None:
-        """Note that this micro-batch has been computed, maybe not for the first time."""
+        """Note that this micro-batch has been computed; a recomputation counts too."""
         self.work[micro_batch] = self.work.get(micro_batch, 0.0) + amount.tokens
         self.samples += amount.samples
         self.squares += amount.squares
         self.micro_batches += amount.micro_batches
 
     def leave_out(self, seconds: float) -> None:
-        """Take time that ends now out of the lap under way."""
+        """Exclude the last ``seconds`` from the lap under way."""
         self.mark = min(time.monotonic(), self.mark + seconds)
 
     def by_phase(self, exchange_s: float) -> dict[str, float]:

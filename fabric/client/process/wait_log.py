@@ -1,4 +1,4 @@
-"""Logs what a trainer waits for, in the lighthouse's words: within seconds, then ever more rarely."""
+"""Logs what a trainer waits for, in the lighthouse's words: after some seconds, then at growing intervals."""
 
 import logging
 import math
@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
-# A longer wait gets a line. The next line comes a minute later at the earliest, then two.
+# A wait longer than this gets a line. The next line comes at least one minute later, then two minutes.
 FIRST_S = 5.0
 AGAIN_S, LIMIT_S = 60.0, 600.0
-_LONGEST_S = 3600.0  # in one turn: a queue takes no infinite time
+_LONGEST_S = 3600.0  # longest wait for the queue in one call, which takes no infinite timeout
 
 T = TypeVar("T")
 
 
 class WaitLogger:
-    """Waits for orders; ``describe`` returns what ``replica`` waits for, or nothing."""
+    """Waits for orders; ``describe`` returns what ``replica`` waits for, or an empty string."""
 
     def __init__(self, replica: str, describe: Callable[[], str], first_s: float = FIRST_S) -> None:
         self._replica = replica
@@ -29,7 +29,7 @@ class WaitLogger:
         self._logged_at = -math.inf
 
     def begin(self) -> None:
-        """Start a wait; orders that do not end it may come during it."""
+        """Start a wait. Orders may come that do not end it."""
         self._begun = time.monotonic()
 
     def get(self, orders: "queue.SimpleQueue[T]") -> T:
@@ -43,7 +43,7 @@ class WaitLogger:
                     due = self._say(time.monotonic())
 
     def _say(self, now: float) -> float:
-        """Log what the replica waits for, if that is known; return when to look again."""
+        """Log what the replica waits for, if known; return when to call this again."""
         what = self._describe()
         if not what:
             return now + self._first_s
@@ -55,9 +55,9 @@ class WaitLogger:
 
 
 def describe_wait(status: Mapping[str, Any], reason: str) -> str:
-    """Return what a trainer waits for; empty where ``LighthouseLink`` still reports that.
+    """Return what a trainer waits for; empty while ``LighthouseLink`` reports that no lighthouse answers.
 
-    ``status``: from ``Engine.describe``. ``reason``: the newest one of the lighthouse.
+    ``status``: from ``Engine.describe``. ``reason``: what the job waits for, by the lighthouse.
     """
     lighthouse, round_ = status["lighthouse"], status.get("round")
     if lighthouse["connected"] and reason:

@@ -1,6 +1,6 @@
 """A daemon thread that runs jobs in order.
 
-It is a daemon so that a trainer whose main thread has raised can exit while an exchange or a fetch blocks.
+A daemon, because a trainer whose main thread has raised must exit even while an exchange or a fetch blocks.
 """
 
 import queue
@@ -11,9 +11,9 @@ from fabric.runtime.priority import lower_priority
 
 
 class Worker:
-    """Runs one job at a time; a job handles its own errors, and any other goes to ``on_crash``.
+    """Runs one job at a time. A job handles the errors that it expects; ``on_crash`` gets all others.
 
-    ``background`` jobs get the processor time that the training leaves.
+    ``background`` jobs get only the processor time that the training leaves unused.
     """
 
     def __init__(

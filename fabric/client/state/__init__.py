@@ -1,1 +1,1 @@
-"""The replica's state: when it is snapshotted, where it is loaded from, whether it was altered."""
+"""The replica's state: when to snapshot it, from where to load it, whether user code altered it meanwhile."""

@@ -1,7 +1,7 @@
-"""Durable checkpoints, seen by a trainer: when one is due, which replica writes it, and those in storage.
+"""A trainer's part in durable checkpoints: when one is due, which replica writes it, which are in storage.
 
-The writer is the lowest name among the members that have the state. All members count steps and time alike,
-so when the writer dies the next name writes the next checkpoint that is due."""
+The writer is the member with the lowest name among those that have the state. All members count steps and
+time alike, so when the writer dies, the member with the next name writes the next checkpoint."""
 
 import sys
 import threading
@@ -25,18 +25,18 @@ from fabric.model import Record, SnapshotRef
 from fabric.runtime.config import Settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
-_MOST_LISTED = 16  # checkpoints that are declared to the lighthouse; the others are older
+_MOST_LISTED = 16  # number of checkpoints declared to the lighthouse, the newest ones
 _LOOK_AGAIN_S = 1.0
-# After this time a line reports the slow listing, and the lighthouse is asked whether it is needed.
+# After this time the trainer logs that the listing is slow, and asks the lighthouse whether the job needs it.
 _ANSWER_S = 10.0
 
 
 class StorageUnavailable(StateError):
-    """Storage cannot be listed, and the job cannot begin without it: the launcher must try again."""
+    """Storage cannot be listed, and the job cannot begin without the listing: the launcher must try again."""
 
 
 class NoAnswer(StorageError):
-    """Storage has neither answered nor failed."""
+    """Storage has neither answered nor failed yet."""
 
 
 class _ListingThread:
@@ -51,7 +51,7 @@ class _ListingThread:
         threading.Thread(target=self._run, name="fabric-storage", daemon=True).start()
 
     def wait(self, seconds: float) -> CheckpointListing:
-        """Return the listing. Raises StorageError; NoAnswer where the listing may still come."""
+        """Return the listing. Raises StorageError; NoAnswer if there is neither after ``seconds``."""
         try:
             return self._listing.result(seconds)
         except FutureTimeoutError:
@@ -66,7 +66,7 @@ class _ListingThread:
 
 
 class DurableCheckpoints:
-    """Of one trainer; with ``settings.durable`` empty nothing is ever due."""
+    """The durable checkpoints of one trainer. With ``settings.durable`` empty, none is ever due."""
 
     def __init__(self, settings: Settings, journal: Journal, process: ProcessIdentity) -> None:
         self._settings = settings
@@ -76,11 +76,11 @@ class DurableCheckpoints:
         self._last_step = -1
 
     def find(self) -> tuple[SnapshotRef, ...] | None:
-        """Return the complete checkpoints, oldest first, in whatever layout of ranks.
+        """Return the complete checkpoints of all layouts of ranks, oldest first.
 
-        None: storage cannot be listed, and other members hold the job's state. Raises StorageUnavailable
-        where no other member holds it, because a job that begins from nothing would lose more. Raises
-        StateError where a required checkpoint is missing. A missing folder is made, and a line says so.
+        If storage cannot be listed, returns None where other members hold the job's state. Where no other
+        member holds it, raises StorageUnavailable: a job that begins from nothing would lose more. Raises
+        StateError where a required checkpoint is missing. Makes a missing folder, and logs that.
         """
         folder = self._settings.durable
         if not folder:
@@ -100,7 +100,7 @@ class DurableCheckpoints:
         return tuple(c.state for c in listing.complete[-_MOST_LISTED:])
 
     def _listing(self, job: Storage) -> CheckpointListing | None:
-        """Return the listing as soon as there is one; None where other members hold the state instead."""
+        """Return the listing once it is there, or None if it is late and other members hold the state."""
         limit_s, waits = self._settings.contact_s, False
         deadline, look = time.monotonic() + limit_s, _ListingThread(job, self._settings.job)
         while True:
@@ -128,9 +128,9 @@ class DurableCheckpoints:
                 look = _ListingThread(job, self._settings.job)
 
     def _tell_unless_writable(self) -> None:
-        """Warn now of a problem that the first checkpoint would meet later.
+        """Warn at the start if storage cannot be written, before the first checkpoint fails.
 
-        This does not stop the start: peers' memory needs no storage, and storage may heal during training.
+        The start goes on: a state in other members' memory needs no storage, and storage may recover later.
         """
         storage = Storage(self._settings.durable)
         try:
@@ -153,7 +153,7 @@ class DurableCheckpoints:
     def is_due(self, step: int, record: Record | None, last: bool = False) -> bool:
         """Whether this replica must write the state at ``step`` as a durable checkpoint.
 
-        ``last``: the loop has ended with it.
+        ``last``: the loop has ended with this step.
         """
         settings = self._settings
         if not settings.durable or record is None or step == self._last_step:
@@ -170,7 +170,7 @@ class DurableCheckpoints:
         return writer_of(record) == settings.replica
 
     def persist(self, handle: ServerHandle, step: int, generation: int) -> None:
-        """Have the checkpoint server write its snapshot of ``step``. Raises FabricError where it is lost."""
+        """Make the checkpoint server write its snapshot of ``step``. Raises FabricError for a lost server."""
         settings = self._settings
         try:
             handle.persist(
@@ -199,7 +199,7 @@ class DurableCheckpoints:
 
 
 def writer_of(record: Record | None) -> str:
-    """Return the replica that writes for all: the first by name of those that have the state and stay."""
+    """Return the replica that writes for all: the first by name that has the state and does not leave."""
     names = (
         [x.replica for x in record.roster if not x.joining and not x.leaving] if record is not None else []
     )
@@ -212,7 +212,7 @@ def peers_hold_state(settings: Settings) -> bool | None:
     None where no lighthouse answers. Raises Unauthorized.
     """
     lighthouses = Lighthouses(settings.lighthouse, settings.job, settings.token.decode(), settings.tls)
-    with ThreadPoolExecutor(1, "fabric-ask") as pool:  # the caller's own thread may be in an event loop
+    with ThreadPoolExecutor(1, "fabric-ask") as pool:  # a separate thread: the caller's may run an event loop
         try:
             job = pool.submit(lighthouses.ask, lighthouses.path()).result()
         except Unreachable:

@@ -13,9 +13,9 @@ from fabric.errors import FabricError, Gone
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
 
-# A long poll shorter than the server's bound; the core asks again.
+# The length of a long poll, within the server's limit. After it the core asks again.
 _WAIT_S = 20.0
-# The pause after a failure of this host: every try needs an epoch, and the next one may fail alike.
+# The pause after a failure of this host: every try needs a new epoch, and the next try may fail too.
 _PAUSE_S = 1.0
 
 
@@ -34,7 +34,7 @@ class FetchThread:
         # A cancelled fetcher cannot be used again: its sockets are shut down.
         self._fetcher = state_loader.make_fetcher()
         self._gradient_bytes = gradient_bytes
-        self.pieces = pieces  # where replicas may have unequal layouts
+        self.pieces = pieces  # reads gradients of other layouts, for unequal layouts
         self._points = points
         self._worker = Worker("fabric-fetch", on_crash, background=True)
         self._wanted = 0
@@ -42,7 +42,7 @@ class FetchThread:
         self.buffer: torch.Tensor | None = None
         self.state: FetchedState | None = None
         self.gradient: GradientMeta | None = None
-        self.generation = 0  # of that gradient, even where the job has moved on since
+        self.generation = 0  # generation of ``gradient``; the job may be in a newer one
 
     def fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
         """Queue the fetch of a snapshot."""
@@ -61,7 +61,7 @@ class FetchThread:
         post(io.StateFetched(order.state.step, order.state.digest))
 
     def fetch_gradient(self, order: io.FetchGradient, post: Callable[[io.Event], None]) -> None:
-        """Queue the fetch of one gradient; CancelFetch voids the fetches queued before it."""
+        """Queue the fetch of one gradient. ``cancel`` voids all fetches queued before it."""
         ticket = self._wanted = self._wanted + 1
         self._worker.submit(lambda: self._fetch_gradient(order, ticket, post))
 
@@ -77,7 +77,7 @@ class FetchThread:
                 post(io.GradientGone(order.step, gone=True, why=str(error)))
             return
         except FabricError as error:
-            # Not published yet, or every source is away for the moment: the core asks again.
+            # The gradient is not published yet, or no source answers now: the core asks again.
             if ticket == self._wanted:
                 post(io.GradientGone(order.step, gone=False, why=str(error)))
             return
@@ -96,7 +96,7 @@ class FetchThread:
         )
 
     def as_prepared(self) -> io.PreparedRound:
-        """Return the fetched gradient's round as its members had prepared it."""
+        """Return the fetched gradient as the prepared round in which its members computed it."""
         gradient = self.gradient
         assert gradient is not None
         contributions = gradient.meta.get("contributions", {})

@@ -1,7 +1,7 @@
-"""A published gradient from ranks of another layout: this rank's parts are cut out of theirs.
+"""Puts together this rank's gradient from the published gradients of ranks of another layout.
 
-Every rank publishes its own flat gradient. This rank reads those of one member's ranks that hold parts of
-its own, one after the other, and copies the parts to their places in its own flat gradient.
+Every rank publishes its flat gradient. This rank reads, from one member, the gradients of the ranks that hold
+parts of its parameters. It copies those parts to their places in its own flat gradient.
 """
 
 import time
@@ -20,9 +20,9 @@ from fabric.protocol.rules.lanes import HeldParameter
 from fabric.protocol.rules.layout_text import read_layout
 from fabric.protocol.rules.tensor_region import TensorRegion
 
-# How long one member may wait for its gradient while there are others.
+# How long to wait for one member's gradient before asking the next member.
 _TURN_S = 1.0
-# The pause before all are asked again: a server that is gone refuses at once.
+# The pause before all members are asked again: a server that is gone refuses without delay.
 _PAUSE_S = 0.05
 
 
@@ -41,8 +41,8 @@ class PieceFetcher:
     def fetch(
         self, fetcher: StateFetcher, order: io.FetchGradient, flat: torch.Tensor, wait_s: float
     ) -> GradientMeta:
-        """Fill ``flat`` from the first member that has the gradient. Raises Gone where all say that it is
-        gone, else StateError."""
+        """Fill ``flat`` from the first member that has the gradient. Raises Gone where all members have
+        dropped it, else StateError."""
         record, deadline = self.newest(), time.monotonic() + wait_s
         roster = order.members or (record.roster if record is not None else ())
         members = [x for x in roster if x.ckpt in order.urls and x.replica != self._lanes.replica and x.cuts]
@@ -92,7 +92,7 @@ class PieceFetcher:
         return replace(first, digest=str(first.meta["round_digest"]))
 
     def _parts(self, member: Member) -> dict[int, list[tuple[str, TensorRegion]]]:
-        """The parts that each rank of ``member`` gives, by rank; of copies the lowest rank's."""
+        """Return the parts to read from each rank of ``member``. Of copies the lowest rank's is read."""
         holders: dict[str, dict[TensorRegion, tuple[int, HeldParameter]]] = {}
         for rank, row in enumerate(read_layout(member.cuts).ranks):
             for held in row:

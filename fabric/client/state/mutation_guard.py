@@ -2,7 +2,7 @@
 
 torch counts the writes to a tensor, including those that a device has yet to make. It does not count writes
 through ``.data``, numpy or a captured graph. For these the guard compares the first bytes of each tensor on
-the host: that finds writes to whole tensors, as averages and statistics are.
+the host, which finds writes to whole tensors, such as those of averages and statistics.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ MEANWHILE = (
     "is read meanwhile: change it only where optimizer.step() is, or leave it out (a buffer: "
     "persistent=False)"
 )
-# The message where only the digest differs, so that the tensor is unknown.
+# The message where only the digest differs, so that no tensor can be named.
 UNNAMED = f"a tensor was changed without torch's knowledge{MEANWHILE}"
 
 
 class MutationGuard:
-    """Remembers the tensors of ``view``; ``check`` finds those written since. From any thread."""
+    """Remembers the tensors of ``view``; ``check``, in any thread, finds tensors written since."""
 
     def __init__(self, view: StateView) -> None:
         self._watched = [(name, tensor, _version(tensor), _sample(tensor)) for name, tensor in view.tensors]
@@ -31,9 +31,9 @@ class MutationGuard:
         self._refused = ""
 
     def check(self) -> str:
-        """Return why the reading is not of one state, naming the tensor, or an empty string.
+        """Return which tensor was written while the state was read, or an empty string.
 
-        The first result stands: its caller has read the state, or is about to let it change.
+        Later calls return the first call's result: after it the trainer may change the state.
         """
         with self._lock:
             watched, self._watched = self._watched, []

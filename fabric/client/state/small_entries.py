@@ -1,4 +1,4 @@
-"""The small entries of a shared state, by path; when states diverge they name the mistake."""
+"""The small entries of a shared state, by path. When the states of members differ, they show where."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,11 +11,11 @@ _DEPTH = 4
 
 
 def small_entries(objects: Mapping[str, object]) -> Entries:
-    """Return numbers, words and truth values of everything but the model, as (path, value)."""
+    """Return the numbers, strings and booleans of everything but the model, as (path, value)."""
     entries: list[tuple[str, str]] = []
     for name, value in objects.items():
         if name == "model":
-            continue  # a module's state is tensors
+            continue  # a module's state has tensors only
         if isinstance(value, torch.optim.Optimizer):
             groups: Any = {
                 "param_groups": [{k: v for k, v in x.items() if k != "params"} for x in value.param_groups]

@@ -1,4 +1,4 @@
-"""When a replica snapshots its state unasked. Snapshots for joining members come on top of any policy.
+"""When a replica snapshots its state without a request. Joining members request further snapshots.
 
 A policy is a small object. The session calls ``is_due`` once at every step boundary, and ``taken`` after
 every copy, requested ones included. Times are monotonic seconds.
@@ -26,13 +26,13 @@ class SnapshotPolicy(Protocol):
 class OverheadBudget:
     """Snapshots as often as ``share`` of the time allows, and at least every ``max_age_s`` seconds.
 
-    The whole time of a copy counts, though most of it passes while the step computes. The age counts as of
-    the next boundary, because that one would be too late. The state before the first step does not count: it
-    lacks the optimizer's part, whose memory must be there before a joining replica waits for it. Raises
-    ConfigError.
+    The whole time of a copy counts, although most of it overlaps the step's compute. A snapshot is due if
+    waiting for the next boundary would exceed ``max_age_s``. A snapshot of the state before the first step
+    does not count: it lacks the optimizer's part, whose memory must exist before a joining replica waits for
+    a snapshot. Raises ConfigError.
     """
 
-    share: float = 0.02  # of the step time; 0: no snapshot by share
+    share: float = 0.02  # copying time per step time; 0: snapshot by age alone
     max_age_s: float = 600.0  # seconds
     _at: float = field(default=-math.inf, repr=False)
     _cost_s: float = field(default=0.0, repr=False)
@@ -59,9 +59,9 @@ class OverheadBudget:
 
 @dataclass(slots=True)
 class EverySteps:
-    """Snapshots at every ``n``-th step, so at the same steps on all replicas. Raises ConfigError.
+    """Snapshots at every ``n``-th step, so all replicas snapshot at the same steps. Raises ConfigError.
 
-    The first may come later, where the memory for a large state is not there yet.
+    The first snapshot may come later, if the memory for a large state is not allocated yet.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""The two slots of the checkpoint server's memory in which this replica's snapshots lie."""
+"""The two slots in the checkpoint server's memory that hold this replica's snapshots."""
 
 import contextlib
 import threading
@@ -12,8 +12,8 @@ from fabric.errors import FabricError
 from fabric.model import SnapshotRef
 
 _SLOTS = 2
-_SMALL_BYTES = 64 << 20  # so much memory is there within a moment
-_SLACK_BYTES = 64 << 10  # numbers in a header get longer: a slot would have to grow for them
+_SMALL_BYTES = 64 << 20  # memory of up to this size is allocated within milliseconds
+_SLACK_BYTES = 64 << 10  # spare room, because numbers in a header get longer
 
 
 class SnapshotSlots:
@@ -25,15 +25,15 @@ class SnapshotSlots:
         # Keep the server's snapshots as long as possible: overwrite the newest one last.
         self._next = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
         self._preparing = self._lacks = False  # memory is being allocated; the allocation failed
-        # Parts that wait for those of the other ranks, by (generation, step): the slot and the manifest.
+        # This rank's parts, until all ranks have theirs, by (generation, step): the slot and the manifest.
         self._unnamed: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
         self._lock = threading.Lock()
 
     def has_room(self, nbytes: int, submit: Callable[[Callable[[], None]], None]) -> bool:
-        """Whether memory for the next snapshot is there.
+        """Return whether the next snapshot's memory is allocated; begin to allocate it if not.
 
         A large state's memory is allocated in the background, because a copy that waits for it delays the
-        trainer. Where the allocation fails, the copy reports why.
+        trainer. If the allocation fails, the copy fails too and reports why.
         """
         if nbytes <= _SMALL_BYTES or self._lacks:
             return True
@@ -61,7 +61,7 @@ class SnapshotSlots:
         return self.handle.allocate("snapshot", slot, wanted)
 
     def take(self) -> int:
-        """Return the slot to overwrite: the older one, unless that one has readers and the other has none."""
+        """Return the slot to overwrite: the older slot, unless only the newer slot is without readers."""
         with self._lock:
             for slot in (self._next, 1 - self._next):
                 if self.handle.begin("snapshot", slot, unless_read=True):
@@ -74,14 +74,14 @@ class SnapshotSlots:
             return slot
 
     def take_other(self, kept: int) -> int:
-        """Return the slot beside ``kept``, to overwrite now and with the next snapshot."""
+        """Return the other slot than ``kept``, to overwrite now and again with the next snapshot."""
         with self._lock:
             self._next = 1 - kept
             self.handle.begin("snapshot", self._next)
             return self._next
 
     def give_back(self, slot: int) -> None:
-        """Use ``slot``, which holds nothing now, for the next snapshot; the other slot stays."""
+        """Use ``slot``, which is empty now, for the next snapshot, and keep the other slot."""
         self._next = slot
 
     def held(self, state: SnapshotRef) -> int:
@@ -90,13 +90,13 @@ class SnapshotSlots:
         return next((slot for ref, slot in slots if ref == state), -1)
 
     def look(self, slot: int, nbytes: int) -> memoryview:
-        """Return the bytes of a slot; the next snapshot goes to the other one. Raises FabricError."""
+        """Return the bytes of a slot, and use the other slot for the next snapshot. Raises FabricError."""
         with self._lock:
             self._next = (slot + 1) % _SLOTS
         return self.handle.allocate("snapshot", slot, nbytes)
 
     def publish(self, slot: int, manifest: Mapping[str, Any]) -> None:
-        """Have the server serve the snapshot in ``slot``. Raises FabricError."""
+        """Make the server serve the snapshot in ``slot``. Raises FabricError."""
         self.handle.publish_snapshot(slot, manifest)
 
     def keep_unnamed(self, generation: int, step: int, slot: int, manifest: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class SnapshotSlots:
     def publish_part(self, generation: int, step: int, rank: int, digests: Sequence[str]) -> bool:
         """Serve this rank's part under the digests of all ranks. Raises FabricError.
 
-        Return False where the part was overwritten, or ``digests`` is empty; the part is dropped then.
+        If the part was overwritten or ``digests`` is empty, drop the part and return False.
         """
         with self._lock:
             slot, manifest = self._unnamed.pop((generation, step), (-1, {}))

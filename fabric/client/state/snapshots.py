@@ -1,7 +1,7 @@
 """Takes the snapshots of this replica, into two slots of the checkpoint server's memory by turns.
 
-The copy starts at a step boundary and has read the state before the user's update code runs. A policy says
-when a snapshot is due (``snapshot_policy``); requests of joining members come on top of it.
+The copy starts at a step boundary, and reads the state before the user's update code runs. A snapshot is due
+when the policy (``snapshot_policy``) says so, or when a joining member requests it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from fabric.model import SnapshotRef
 from fabric.protocol.messages.member_events import Snapshotted
 from fabric.protocol.messages.rank_messages import NameSnapshot, SnapshotNamed
 
-_PAUSE_S = 1.0  # after one that failed
+_PAUSE_S = 1.0  # pause after a failed snapshot
 _NUMBERS = re.compile(r"[\d.,]+")
 _log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class Snapshots:
     """Takes one snapshot at a time.
 
     ``submit`` runs a job on the snapshot worker; ``post`` takes Snapshotted; ``recover`` starts a dead server
-    again. ``rank``: this process's rank in a replica of several. Such a rank serves its part only after
-    ``name`` has said that all ranks have theirs.
+    again. ``rank``: this process's rank, in a replica of several ranks. Such a rank serves its part only
+    after a call of ``name``, when all ranks have their parts.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class Snapshots:
         self._describer = describer
         self._copier = copier
         self._policy = policy
-        self._again_at: float | None = None  # after one that failed, whatever the policy says
+        self._again_at: float | None = None  # time of the next try after a failure
         self._last_failure = ""
         self.job, self.replica = who
-        self._taking: PendingSnapshot | None = None  # the last one that was begun
-        self._sized, self._nbytes = False, 0  # whether the optimizer's part is in the size of the state
+        self._taking: PendingSnapshot | None = None  # the snapshot that was begun last
+        self._sized, self._nbytes = False, 0  # whether the size includes the optimizer's part
         self._digests = Digests(describer, copier)
         self._on_device = on_device
         self._recover = recover
         self._rank = rank
 
     def is_due(self, step: int, submit: Callable[[Callable[[], None]], None]) -> bool:
-        """Whether the policy wants one at this boundary, and need not wait for memory."""
+        """Whether the policy asks for a snapshot at this boundary, and the copy can start without a wait."""
         now = time.monotonic()
         wanted = self._policy.is_due(step, now)
         if self._again_at is not None:
@@ -87,8 +87,8 @@ class Snapshots:
 
         The snapshot worker asks the server for the slot and starts the copy. On a device this thread starts
         it, behind all enqueued work. The digest in ``state`` may be empty. ``durable``: the snapshot becomes
-        a durable checkpoint. This snapshot is given up at once while the server still owes a slot for the
-        last one. Raises StateError where the last state was changed.
+        a durable checkpoint. If the snapshot before still waits for the server's slot, this snapshot is given
+        up. Raises StateError where user code changed the state of the snapshot before.
         """
         self._wait_last()
         if self._is_copying:
@@ -105,14 +105,14 @@ class Snapshots:
 
     @property
     def _is_copying(self) -> bool:
-        """Whether the last copy is under way, or was given up and still waits for the server."""
+        """Whether the last copy runs, or was given up while it still waits for the server."""
         taking = self._taking
         if taking is None:
             return False
         return not (taking.ended if taking.given_up else taking.copied).is_set()
 
     def _wait_last(self) -> None:
-        """Wait until the last copy is over. Raises StateError where its state has been changed."""
+        """Wait until the last copy is over. Raises StateError where user code changed its state meanwhile."""
         if self._taking is not None:
             self._taking.copied.wait()
             self._taking.demand_unchanged()
@@ -134,9 +134,9 @@ class Snapshots:
             taking.begun.set()
 
     def _failed(self, step: int, error: FabricError) -> None:
-        """Log a failure, once as long as it lasts, and set the time of the next try."""
+        """Log a failure, unless it repeats the last one, and set the time of the next try."""
         self._again_at = time.monotonic() + _PAUSE_S
-        # The slot and the free memory in the message differ every time.
+        # Compare without numbers: the slot and the free memory in the message differ every time.
         gist = _NUMBERS.sub("", str(error))
         if gist != self._last_failure:
             self._last_failure = gist
@@ -155,7 +155,7 @@ class Snapshots:
 
     def _persist(self, step: int, generation: int) -> None:
         if self.durable is not None:
-            # A server that is lost took the snapshot with it: the next one is written by its successor.
+            # A lost server loses the snapshot too. The next server writes the next checkpoint.
             with contextlib.suppress(FabricError):
                 self.durable.persist(self.slots.handle, step, generation)
 
@@ -166,7 +166,7 @@ class Snapshots:
         begun: int | FabricError | None,
         post: Callable[[Snapshotted], None],
     ) -> None:
-        """On the snapshot worker: start the copy if it has not ``begun``, wait for it, have it served."""
+        """On the snapshot worker: start the copy unless ``begun``, wait for it, make the server serve it."""
         generation, step = taking.state.generation, taking.state.step
         digest = ""
         try:
@@ -202,17 +202,17 @@ class Snapshots:
                 self.slots.keep_unnamed(generation, step, slot, manifest)
             self._again_at, self._last_failure = None, ""
         except FabricError as error:
-            # The server died: Snapshotted without a digest says that this replica missed the step.
+            # Snapshotted without a digest tells the core that there is no snapshot of this step.
             self._failed(step, error)
             self._recover()
         finally:
             taking.ended.set()
         post(Snapshotted(step, digest, generation))
-        if digest and step > 0:  # before the first step the optimizer has not made its part
+        if digest and step > 0:  # at step 0 the state still lacks the optimizer's part
             self.slots.prepare(view.nbytes)
 
     def wait_copied(self) -> None:
-        """Return when the state may change; on a device, when the compute stream has been told to wait.
+        """Return when the state may change. On a device, make the compute stream wait for the copy instead.
 
         A copy that has not begun within SLOT_S is given up. Raises StateError where the user's code has
         changed the state already.
@@ -241,16 +241,16 @@ class Snapshots:
         return self._digests.take(step)
 
     def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
-        """Serve the fetched state in ``slot``, which is loaded now."""
+        """Make the server serve the fetched state in ``slot``, which was loaded."""
         with contextlib.suppress(FabricError):  # refused where the server serves that slot already
             self.slots.publish(slot, manifest)
 
     def target(self, nbytes: int, beside: SnapshotRef | None = None) -> tuple[int, memoryview]:
         """Return a slot, and its memory, for a state that is fetched. Raises FabricError.
 
-        The fetched state becomes this replica's own snapshot. ``beside``: the same state in another layout,
-        which others may still need; it stays, and the next snapshot goes to the fetched one's slot. A dead
-        server is started again here, because a replica that waits for a state takes no snapshots.
+        The fetched state becomes this replica's snapshot. ``beside``: a snapshot of the same state in another
+        layout, which other members may still need. It stays, and the next snapshot overwrites the fetched
+        state. Restarts a dead server, because a replica that waits for a state takes no snapshots.
         """
         try:
             return self._target(nbytes, beside)
@@ -259,7 +259,7 @@ class Snapshots:
             return self._target(nbytes, beside)
 
     def _target(self, nbytes: int, beside: SnapshotRef | None) -> tuple[int, memoryview]:
-        # A copy under way has a slot that nothing was published from yet, and must not lose it.
+        # Wait for a copy under way, so that its slot is not overwritten.
         if self._taking is not None:
             self._taking.copied.wait()
         kept = self.slots.held(beside) if beside is not None else -1

@@ -1,6 +1,6 @@
 """Digests a state while forward and backward run.
 
-A reading of its own computes the digest, or the copy of a snapshot that was begun at the same boundary.
+The copy of a snapshot begun at the same boundary computes it; otherwise the state is read for it.
 """
 
 import threading
@@ -14,8 +14,8 @@ from fabric.client.state.mutation_guard import MutationGuard
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 
-# How long the trainer waits for a snapshot's slot. A running server gives it within milliseconds; a stopped
-# one costs this time once.
+# How long the trainer waits for a snapshot's slot. A running server gives the slot within milliseconds; a
+# stopped server costs this time once.
 SLOT_S = 0.5
 
 
@@ -23,20 +23,20 @@ SLOT_S = 0.5
 class PendingSnapshot:
     """One snapshot under way."""
 
-    state: SnapshotRef  # without a digest where that is not known yet
+    state: SnapshotRef  # its digest is empty while unknown
     started: float  # monotonic seconds
     created: float  # Unix time
     guard: MutationGuard
-    refused: str = ""  # why the copy is not of one state
-    digest: str = ""  # of the copy, when it is there
+    refused: str = ""  # which tensor was written while it was copied
+    digest: str = ""  # digest of the copy, once computed
     begun: threading.Event = field(default_factory=threading.Event)  # the copy runs, or cannot be made
     copied: threading.Event = field(default_factory=threading.Event)  # the copy is over
-    ended: threading.Event = field(default_factory=threading.Event)  # so is serving it
-    given_up: bool = False  # the trainer has gone on, so the copy must not begin any more
+    ended: threading.Event = field(default_factory=threading.Event)  # the server serves it, or failed
+    given_up: bool = False  # the trainer did not wait longer, so the copy must not begin
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, start: Callable[[], None]) -> None:
-        """Run ``start``, which begins the copy. Raises StateError where the trainer has gone on."""
+        """Run ``start``, which begins the copy. Raises StateError where the copy was given up."""
         with self._lock:
             if self.given_up:
                 raise StateError(
@@ -58,12 +58,12 @@ class PendingSnapshot:
         return not self.given_up
 
     def check_unchanged(self) -> None:
-        """Check for writes at the copy's end, or before the trainer lets the state change."""
+        """Check for writes to the state, at the copy's end or just before the trainer changes the state."""
         if reason := self.guard.check():
             self.refused = reason
 
     def demand_unchanged(self) -> None:
-        """Raises StateError where the user's code has changed the state."""
+        """Raise StateError where the user's code has changed the state."""
         if self.refused:
             raise StateError(self.refused)
 
@@ -76,12 +76,12 @@ class Digests:
         self._copier = copier
         self._reading: tuple[BlockPass, MutationGuard] | None = None
         self._taking: PendingSnapshot | None = None
-        self._last = -1, ""  # step and digest
+        self._last = -1, ""  # step and digest of the last result
 
     def begin(self, step: int, taking: PendingSnapshot | None) -> None:
-        """Begin; the state at ``step`` must not change until ``finish`` or ``take`` returns.
+        """Begin a digest. The state at ``step`` must not change until ``finish`` or ``take`` returns.
 
-        ``taking``: a snapshot of it that was begun just now, and whose copy computes the digest.
+        ``taking``: a snapshot of the state that was begun at this boundary, whose copy computes the digest.
         """
         self._last, self._taking = (step, ""), taking
         if taking is None:
@@ -89,9 +89,9 @@ class Digests:
             self._reading = self._copier.digest(view), MutationGuard(view)
 
     def take(self, step: int) -> str:
-        """Return the digest that ``begin`` began; the calling thread helps.
+        """Return the digest that ``begin`` began; the calling thread helps to compute it.
 
-        Empty where nothing was begun, or the copy was not made. Raises StateError where the user's code has
+        Empty where no digest was begun, or the copy was not made. Raises StateError where the user's code has
         changed the state.
         """
         self.finish()

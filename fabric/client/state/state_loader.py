@@ -1,8 +1,8 @@
 """Loads a replica's state from the first source that works.
 
-The order is this host's own memory, the memory of other members, durable storage. When one source fails
-half-way the next one is tried, for the same state. A state in another layout of ranks is resharded from any
-source: this rank reads the slices that it needs (``ckpt_server/reshard``).
+The sources in order: this host's memory, the memory of other members, durable storage. When a source fails
+half-way, the next source is tried for the same state. A state in another layout of ranks is resharded,
+whatever its source: this rank reads the slices that it needs (``ckpt_server/reshard``).
 """
 
 import time
@@ -30,7 +30,7 @@ OWN_MEMORY = "own memory"  # the source of a state that needed no transfer
 class NoSlotMemory(StateError):
     """This host has no memory for a state: its own checkpoint server is lost, or refuses.
 
-    The state and the members that hold it may be well.
+    It says nothing about the state or the members that hold it.
     """
 
 
@@ -41,13 +41,13 @@ class FetchedState:
     slot: int
     file: memoryview
     fetched: FetchResult
-    resharded: bool = False  # other members know another file under this state's name
+    resharded: bool = False  # the file here differs from the file that other members have of this state
 
 
 class StateLoader:
     """Loads the states of one rank.
 
-    ``layout``: how the live objects are placed. ``make_fetcher`` takes a rank, by default this one.
+    ``layout``: the parts of the live objects on this rank. ``make_fetcher`` takes a rank, by default this.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class StateLoader:
     # --- sources -----------------------------------------------------------------------------------
 
     def _from_own_memory(self, order: io.FetchState, fetcher: StateFetcher) -> FetchedState | None:
-        """Return the state that this host's own checkpoint server has kept, verified, if it fits."""
+        """Return the state, verified, if this host's own checkpoint server has kept it and it fits."""
         state = order.state
         slot, began = self._snapshots.slots.held(state), time.monotonic()
         if slot < 0:
@@ -119,7 +119,7 @@ class StateLoader:
     def _of_one_layout(
         self, served: Mapping[int, Sequence[str]], state: SnapshotRef
     ) -> Mapping[int, Sequence[str]]:
-        """Those of ``served`` that hold the state in one layout, all ranks of it; this one's own at best.
+        """Return the URLs of ``served``, by rank, that have the state in one layout, if possible our own.
 
         Raises StateError where no layout is complete.
         """
@@ -165,10 +165,10 @@ class StateLoader:
         with ExitStack() as stack:
             return self._take(order, [StoredRankFile(r, checkpoint, stack) for r in range(checkpoint.ranks)])
 
-    # --- as it was, or resharded ----------------------------------------------------------------------
+    # --- unchanged, or resharded ----------------------------------------------------------------------
 
     def _take(self, order: io.FetchState, parts: list[RankFile]) -> FetchedState:
-        """Return this rank's part as it is where that fits; else build it from slices of all parts."""
+        """Return this rank's part unchanged where it fits; else build it from slices of all parts."""
         began = time.monotonic()
         if len(parts) == self._size:
             own_part = parts[self._rank]
@@ -223,9 +223,8 @@ def _fetched_state(
 def fetch_failure(order: io.FetchState, error: FabricError) -> io.FetchFailed:
     """Return the event that tells the core of a failed load.
 
-    ``unusable``: another try would fail alike, because the state came from storage or was complete and wrong.
-    ``misfit``: the state does not fit here, wherever it is read. A failure of this host says nothing about
-    it.
+    ``unusable``: another try would fail too, because the state came from storage or was complete and wrong.
+    ``misfit``: the state does not fit here, whatever its source. A failure of this host sets neither.
     """
     own = isinstance(error, NoSlotMemory)
     unusable = not own and (DURABLE in order.urls or isinstance(error, IntegrityError))

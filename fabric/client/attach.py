@@ -103,9 +103,8 @@ def attach(
 
     ``optimizer``: one, several in a sequence, or several by name; all of them are part of the shared state.
     ``state``: further objects of the shared state, each with ``state_dict`` and ``load_state_dict``.
-    ``buffers``: how to treat buffers that forward passes change (BatchNorm). ``refuse`` them, ``average``
-    them by weight at the commit (they are shared state then), or ``ignore`` them (each replica keeps its
-    own).
+    ``buffers``: for buffers that forward passes change (BatchNorm). ``refuse`` them, ``average`` them by
+    weight at the commit (they are shared state then), or ``ignore`` them (each replica keeps its own).
     ``snapshots``: a policy that says when to take a snapshot, instead of the settings' policy.
     ``unshared``: ``refuse`` or ``ignore`` a learning rate scheduler or scaler that is not in ``state``.
     ``step``: the step at which a new job begins, such as that of a checkpoint that you have loaded. A replica

@@ -1,13 +1,12 @@
 """Between a model's gradients and one flat buffer: gather before the round, scatter after the commit.
 
-The buffer is bytes. Parameters of one dtype lie together in a *section*, the last one first, because
-backward finishes them in that order; there are no gaps within a section. Sections start at multiples of
+The buffer is bytes. Parameters of one dtype lie together in a *section*, the last one first, because backward
+finishes them in that order; there are no gaps within a section. Sections start at multiples of
 ALIGNMENT_BYTES, and the gaps between them are zero, so that the digest of the buffer is a digest of the
-gradients. A section is cut
-into *buckets* of whole parameters, about BUCKET_BYTES each: a bucket is one all-reduce, and may begin as soon
-as the gradients in it are final. Buckets follow from the parameters alone, so they are the same on all
-members, whatever buckets others (DDP) have. The layout hash covers names, shapes, dtypes and order: members
-whose hashes differ must not sum.
+gradients. A section is cut into *buckets* of whole parameters, about BUCKET_BYTES each: a bucket is one
+all-reduce, and may begin as soon as the gradients in it are final. Buckets follow from the parameters alone,
+so they are the same on all members, whatever buckets others (DDP) have. The layout hash covers names, shapes,
+dtypes and order: members whose hashes differ must not sum.
 
 Of a DTensor (FSDP2, tensor parallel) the buffer holds this rank's shard. The same rank of every replica sums
 the same shards, so the hash also covers how the tensor is sharded.

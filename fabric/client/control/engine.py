@@ -232,8 +232,7 @@ class Engine:
     ) -> None:
         """Set the functions that read the training loop's data directly, without the core.
 
-        ``readiness`` returns which buckets of the gradient that backward computes are final. ``samples``
-        returns the samples of a step's micro-batches.
+        ``readiness`` returns the gradient's final buckets, ``samples`` the samples of micro-batches.
         """
         self._readiness = readiness
         self._round_journal.samples = samples

@@ -6,8 +6,7 @@ positions [s*G, (s+1)*G) for global batch size G. So the committed step gives th
 saved. A replica reads the whole global batch of a step, because it may inherit any part of it.
 
 A replica that joins, or a job that goes back to an earlier state, must get to its position. A data set with
-``iterate_from(position)`` gives an iterator that begins there. From other data sets the replica reads and
-drops samples up to the position.
+``iterate_from(position)`` gives an iterator that begins there. Other data sets are read up to the position.
 """
 
 import threading

@@ -57,8 +57,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.rank_layout import RankLayout, parse_layout
 
-# A loop that calls ``exchange`` has no micro-batches of ours. This many tokens stand for micro-batches, so
-# that every member of a roster of up to this size contributes.
+# A loop that calls ``exchange`` has no micro-batches: these tokens, one or more per member, replace them.
 EXCHANGE_TOKENS = 64
 
 
@@ -159,10 +158,9 @@ class Session:
     ) -> Loader:
         """Make the job's loader: every step is a fixed list of micro-batches. Raises ConfigError.
 
-        ``dataset`` has ``len`` and an index, or is iterable. ``seed`` orders the data, and seeds the random
-        generators before each micro-batch. ``mesh``: the one-dimensional device mesh whose ranks each get a
-        slice of every micro-batch (FSDP2). Without a mesh all ranks get all samples. ``options``: see
-        ``fabric.client.data.loader.LoaderOptions``.
+        ``dataset`` has ``len`` and an index, or is iterable. ``seed`` seeds the data order and each
+        micro-batch. ``mesh``: one-dimensional; each of its ranks gets a slice of every micro-batch (FSDP2).
+        Without it all ranks get all samples. ``options``: see ``fabric.client.data.loader.LoaderOptions``.
         """
         sizes = (global_batch_size, micro_batch_size, seed)
         reader = DataReader(self.settings.replica, self._replicas, self.settings.rack)

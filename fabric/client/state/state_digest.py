@@ -14,8 +14,7 @@ from fabric.client.state.mutation_guard import MutationGuard
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 
-# How long the trainer waits for a snapshot's slot. A running server gives the slot within milliseconds; a
-# stopped server costs this time once.
+# How long the trainer waits for a snapshot's slot, which a running server gives within milliseconds.
 SLOT_S = 0.5
 
 

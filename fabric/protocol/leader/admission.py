@@ -15,7 +15,7 @@ from fabric.protocol.rules.link_graph import Healing
 # Seconds that an evicted process waits before its readmission, doubled every time.
 READMIT_S = 0.25
 READMIT_LIMIT_S = 30.0
-# A blocking join that failed waits so many times as long as the others waited for it.
+# After a failed blocking join the newcomer waits this many times as long as the members waited for it.
 READMIT_STALLS = 4.0
 
 
@@ -29,7 +29,7 @@ class Backoff:
 
 @dataclass(slots=True, eq=False)
 class Admission:
-    """Rule 4: keeps newcomers out for an operator, failures, missing links or a backoff."""
+    """Rule 4: keeps newcomers out for an operator's order, failures, missing links or a backoff."""
 
     state: JobState
     outbox: LeaderOutbox
@@ -39,8 +39,8 @@ class Admission:
     endings: Endings
     readmission_backoff: dict[ReplicaProcess, Backoff] = field(default_factory=dict)
     healing: Healing = field(default_factory=Healing)
-    evicted_in_user_code: dict[ReplicaProcess, int] = field(default_factory=dict)  # at which step
-    waiting_outside: dict[str, str] = field(default_factory=dict)  # newcomer -> why, as in its last message
+    evicted_in_user_code: dict[ReplicaProcess, int] = field(default_factory=dict)  # process -> its step then
+    waiting_outside: dict[str, str] = field(default_factory=dict)  # newcomer -> the reason last sent to it
 
     def kept_out(self, peer: Peer) -> str:
         """Why this newcomer is kept out, in a sentence, or empty."""
@@ -52,7 +52,7 @@ class Admission:
         if self.limits.overrides.paused:
             return f"joins are paused {self.limits.overrides.paused}; `fabric resume` ends that"
         penalty = self.evidence.penalty_of(as_member(peer.session))
-        # A penalty does not keep the whole job waiting.
+        # While members are missing, a penalty keeps no replica out.
         if penalty is not None and len(record.roster) >= self.limits.least:
             return penalty.sentence
         return self._cut_off(record, peer) or self._surplus(record, peer)
@@ -77,7 +77,7 @@ class Admission:
     def _cut_off(self, record: Record, peer: Peer) -> str:
         """Why this newcomer's links are not good enough, in a sentence, or empty.
 
-        A job that is short of members does not wait for links to prove themselves.
+        A job that is short of members does not wait until the links have held for some time.
         """
         missing = self.out_of_reach(record, peer)
         if missing:
@@ -98,7 +98,7 @@ class Admission:
         return [name for name in unreachable if record.member(name) is not None]
 
     def is_penalised(self, record: Record, peer: Peer) -> bool:
-        """Whether its failures keep this newcomer out; they do not while the job is short of members."""
+        """Whether this newcomer's failures keep it out. They do not while the job is short of members."""
         return (
             len(record.roster) >= self.limits.least
             and self.evidence.penalty_of(as_member(peer.session)) is not None
@@ -110,7 +110,7 @@ class Admission:
         for name in sorted(record.strangers(peers.keys()) | (self.waiting_outside.keys() & peers.keys())):
             peer = peers[name]
             why = self.kept_out(peer) if peer.connected and name not in self.orders.draining else ""
-            # The session of a process that has ended may stand for a while, but does not wait.
+            # The session of a process that has ended may stay open for a while: that process does not wait.
             why = "" if why and self.state.suspicion(peer) else why
             if why == self.waiting_outside.get(name, ""):
                 continue
@@ -121,7 +121,7 @@ class Admission:
                 self.outbox.send(name, m.Rejected(why, retry=True))
 
     def _is_backing_off(self, peer: Peer) -> bool:
-        """Whether it was evicted lately, or is still in the user code for which it was evicted."""
+        """Whether this process was evicted lately, or is still in the user code for which it was evicted."""
         process = peer.process
         return (
             self.state.now < self.readmission_backoff.get(process, Backoff()).until
@@ -137,7 +137,7 @@ class Admission:
             self.evicted_in_user_code.pop(process, None)
 
     def back_off(self, record: Record) -> None:
-        """Let evicted processes wait, longer every time: a return stops no member, but an eviction does."""
+        """Let evicted processes wait, longer every time, because each eviction stops the other members."""
         for member in self.state.record.roster if self.state.record is not None else ():
             if record.lists(member.replica, member.incarnation) or member.leaving:
                 continue
@@ -159,12 +159,12 @@ class Admission:
         self.healing.forget(about)
 
     def is_welcome(self, record: Record, peer: Peer) -> bool:
-        """Whether only its step may keep this newcomer out."""
+        """Whether this newcomer may join as soon as its step is close enough to the job's."""
         if not peer.connected or peer.beat is None or self.kept_out(peer):
             return False
         if record.member(peer.session.replica) is not None or peer.session.replica in self.endings.finished:
             return False
         if self._is_backing_off(peer):
             return False
-        # It must know that it is outside, and must not be evicted again at once.
+        # The newcomer must know that it is outside the roster, and must not be evicted again at once.
         return peer.beat.epoch == record.epoch and not self.state.suspicion(peer)

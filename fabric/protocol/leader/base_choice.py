@@ -13,16 +13,16 @@ class BaseChoice:
     """Rule 6: knows where each state is held, and which states proved to be of no use."""
 
     state: JobState
-    unusable: dict[SnapshotRef, str] = field(default_factory=dict)  # could not be loaded -> why
-    mistrusted: dict[SnapshotRef, str] = field(default_factory=dict)  # its state is wrong -> why
-    silent_servers: set[str] = field(default_factory=set)  # servers that delivered nothing, and are not heard
+    unusable: dict[SnapshotRef, str] = field(default_factory=dict)  # -> why it could not be loaded
+    mistrusted: dict[SnapshotRef, str] = field(default_factory=dict)  # -> why its state is wrong
+    silent_servers: set[str] = field(default_factory=set)  # unconnected servers that delivered no state
     base_loaded_generation: int = 0  # the newest generation whose base a member has loaded
-    steps_lost: int | None = None  # by the newest cold start, where that is known
+    steps_lost: int | None = None  # steps that the newest cold start lost; None: not known
 
     def choose(self, peers: list[Peer]) -> tuple[Base | None, str]:
-        """The highest (generation, step) that a server or durable storage holds, memory first where both do.
+        """The state with the highest (generation, step); of equal ones memory comes before durable storage.
 
-        Pass over states that could not be loaded before or were called wrong. Return None when no other state
+        Pass over states that members could not load before or called wrong. Return None when no other state
         is left. The text names the states that were passed over.
         """
         states = self.held_states(peers)
@@ -46,9 +46,9 @@ class BaseChoice:
         return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), skipped
 
     def held_states(self, peers: list[Peer]) -> dict[SnapshotRef, set[str]]:
-        """The complete states in checkpoint servers' memory, with their URLs, by the servers' own word.
+        """The complete states in checkpoint servers' memory, each with the URLs of those servers.
 
-        If a server is not heard, its trainer's session counts.
+        The server's status says what it holds. If no status arrives, its trainer's session counts.
         """
         states = self.state.liveness.whole(1 + len(peers[0].session.ranks))
         heard = self.state.liveness.heard_servers()
@@ -61,7 +61,7 @@ class BaseChoice:
         return states
 
     def mistrust(self, names: tuple[str, ...], why: str) -> None:
-        """Mistrust every state that only these members' checkpoint servers hold: their states went wrong."""
+        """Mistrust each state that only the servers of these members, whose states are wrong, hold."""
         record, held = self.state.record, self.state.liveness.held()
         wrong = [x for x in record.roster if x.replica in names] if record is not None else []
         urls = {url for member in wrong for url in self.state.liveness.ckpts(member)}
@@ -69,18 +69,18 @@ class BaseChoice:
         self.mistrusted = {**earlier, **{ref: why for ref, where in held.items() if where <= urls}}
 
     def forgive(self) -> None:
-        """An operator restarts the job: every state may be tried again."""
+        """Let every state be tried again, because an operator restarts the job."""
         self.unusable.clear()
         self.mistrusted.clear()
 
     def note_cannot_load(self, message: m.CannotContinue, record: Record) -> None:
-        """A member could not load the base. Sources that are silent and delivered nothing count no more."""
+        """Note that a member could not load the base, and which of its sources are not heard."""
         if message.unusable and self.base_loaded_generation != record.generation:
             self.unusable.setdefault(base_ref(record), message.why)
         self.silent_servers.update(set(record.base.sources) - self.state.liveness.heard_servers())
 
     def note_loaded(self, generation: int) -> None:
-        """A member of this generation has loaded its base, so the base can be loaded."""
+        """Note that a member has loaded this generation's base, so others can load it too."""
         record = self.state.record
         if (
             record is not None

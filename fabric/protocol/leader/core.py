@@ -34,11 +34,11 @@ from fabric.protocol.messages import network as m
 
 __all__ = ["MANY", "LeaderConfig", "LeaderCore"]
 
-# After so many seconds without an event, though two deadlines fall into them, the leader was itself away.
+# If no event comes for this many seconds, although two deadlines fall due, the leader itself was stopped.
 DEAF_S = 1.2
-# Seconds after the first frequent event of a large job until the leader plans for all of them.
+# In a large job the leader collects frequent events for this many seconds, and then plans once.
 TOGETHER_S = 0.05
-# A routine event may wait for longer.
+# Routine events may wait for this many seconds.
 ROUTINE_S = 0.25
 _FREQUENT = (
     io.FromMember,
@@ -103,9 +103,9 @@ class LeaderCore:
         return self.outbox.effects
 
     def _plan_when_due(self, event: io.Event) -> None:
-        """Plan now, or in a large job by the timer, because a plan looks at every replica.
+        """Plan now, or in a large job when the timer is due, because a plan looks at every replica.
 
-        The timer's delay then tells the delay of every message.
+        How late the timer comes shows how late every message comes.
         """
         if self.state.is_large and isinstance(event, _FREQUENT):
             patience_s = ROUTINE_S if self._is_routine(event) else TOGETHER_S
@@ -116,7 +116,7 @@ class LeaderCore:
         self.timer.deadline = self._next_deadline()
 
     def _is_routine(self, event: io.Event) -> bool:
-        """Whether the event only shows life, one more session, or one of the answers that all must give."""
+        """Whether the event only shows life, opens a session, or is an answer that every member must give."""
         if isinstance(event, io.TrainerStatusSeen):
             return event.status.trainer == "running"
         if isinstance(event, io.FromMember):
@@ -128,10 +128,10 @@ class LeaderCore:
         return isinstance(event, io.SessionOpened | io.AcceptQueueFull)
 
     def next_deadline(self) -> float | None:
-        """When to call again with Tick at the latest."""
+        """Return the latest time at which the shell must send a tick."""
         timer = self.timer
         if self.state.leading and timer.deadline is not None and self.state.is_large:
-            # Events that come meanwhile do not postpone it, or it would never be due.
+            # Events that come before this deadline do not postpone it, or it would never be due.
             due: float | None = min(timer.deadline, timer.plan_at)
         else:
             due = self._next_deadline()
@@ -200,7 +200,7 @@ class LeaderCore:
         state, before = self.state, self.state.record
         self.writer.writing = None
         if before is not None and self.writer.says_the_same(record, before):
-            state.record = record  # the change concerns only replicas to come
+            state.record = record  # the change concerns no present member
             return
         is_new_generation = before is None or before.generation != record.generation
         if is_new_generation:
@@ -274,7 +274,7 @@ class LeaderCore:
         self._greet(session)
 
     def _greet(self, session: m.OpenSession) -> None:
-        """Tell a session that begins the record in force."""
+        """Send the record in force to a new session."""
         record, announcement = self.state.record, self.writer.announcement
         if record is None:
             return
@@ -287,17 +287,17 @@ class LeaderCore:
                 self.outbox.send(session.replica, m.Complete(record.fence, record.base.step))
 
     def _take_session(self, session: m.OpenSession, former: Peer | None) -> None:
-        """Take a session. Keep the facts about a replaced process as long as a record names it."""
+        """Accept a session. Keep the facts about a replaced process while the record names that process."""
         member = self.state.record.member(session.replica) if self.state.record is not None else None
         if member is not None:
-            self.state.liveness.note_end(member)  # perhaps the session that is replaced now proves it
+            self.state.liveness.note_end(member)  # the replaced session may prove that the process has ended
         records = [x for x in (self.state.record, self.writer.writing) if x is not None]
         is_named = former is not None and any(x.lists(*former.process) for x in records)
         self.state.liveness.opened(session, self.state.now, is_named)
         self.state.autonomy_s = max(self.state.autonomy_s, session.autonomy_s)
 
     def _refusal(self, session: m.OpenSession) -> m.Rejected | None:
-        """The refusal of this session, in a sentence that says what to do, or None."""
+        """The refusal of this session, with a sentence that says what to do; None: the session may stand."""
         live, record = self.state.liveness, self.state.record
         replaced = refusal.replaced(session, live)
         if replaced:
@@ -347,7 +347,7 @@ class LeaderCore:
         if status is None:
             return
         belongs = event.replica in self.state.liveness.peers or self.state.lists(event.replica)
-        if not (belongs or status.deaths or status.durable):  # it was never admitted
+        if not (belongs or status.deaths or status.durable):  # the process was never admitted
             del self.state.liveness.statuses_of(event.rank)[event.replica]
 
     def on_member(self, event: io.FromMember) -> None:
@@ -367,7 +367,7 @@ class LeaderCore:
             self.progress.last_step_at = self.state.now
             self.rebuilds.note_step()
         if peer.beat is not None and beat.busy != peer.beat.busy:
-            # The announced work is over, or other work begins, with a time of its own from now on.
+            # The work that the member announced is over, or other work with its own time begins.
             self.evictions.stragglers.came(peer.session.replica)
         peer.beat = beat
         self.progress.record_empty_step(peer, beat)
@@ -399,7 +399,7 @@ class LeaderCore:
         self.evictions.schedule(name, f"it cannot go on: {message.why}")
 
 
-# The answers that each member of an epoch gives, and the members that have given them.
+# Per kind of answer that every member of an epoch gives: the members that have given it.
 _ANSWERS: dict[type, Callable[[LeaderCore], Sized]] = {
     m.Report: lambda leader: leader.state.epoch.reports,
     m.Running: lambda leader: leader.state.epoch.running,
@@ -420,7 +420,7 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.LeaderTick: LeaderCore.on_tick,
 }
 
-# The part that takes each message of a member.
+# Per kind of message from a member: the part of the core that takes it.
 _FROM_MEMBER: dict[type, Callable[[LeaderCore], Callable[[Peer, Any], None]]] = {
     m.Heartbeat: lambda leader: leader.on_beat,
     m.Running: lambda leader: leader.on_running,

@@ -51,19 +51,19 @@ class Decisions:
                 a.replica: replace(decision, table=(a,)) for a in decision.table if a.drop or a.micro_batches
             }
             self.state.epoch.no_row = replace(decision, table=())
-            if not self.state.epoch.running:  # else an earlier leader's decision was carried out
+            if not self.state.epoch.running:  # otherwise the members follow a former leader's decision
                 text = f"step {decision.step}: {decision.reason}"
                 self.outbox.record_event("resume", "", text, record.incident_id)
             for member in record.roster:
                 self.outbox.send(member.replica, self.row(member.replica))
 
     def row(self, replica: str) -> m.Resume:
-        """The decision with this member's row; members without a row share one object."""
+        """The decision with this member's row of the table; all members without a row get the same object."""
         assert self.state.epoch.no_row is not None
         return self.state.epoch.rows.get(replica, self.state.epoch.no_row)
 
     def _stop_job(self, record: Record, reason: str) -> None:
-        """Tell every member once that a person is needed."""
+        """Tell every member once that the job stops until an operator acts."""
         if self.state.epoch.stopped:
             return
         self.state.epoch.stopped = reason

@@ -39,7 +39,7 @@ class Evictions:
         self.outbox.record_event("evicting", replica, reason, self.state.next_incident_id())
 
     def cancel(self, record: Record) -> None:
-        """Pardon each member that is heard again and has a good state, because no other could take over."""
+        """Cancel the eviction of each member heard again with a good state, because none could replace it."""
         epoch = self.state.epoch
         for member in record.roster:
             if member.replica not in epoch.pending_evictions or member.replica in epoch.cannot_continue:
@@ -50,7 +50,7 @@ class Evictions:
                 self.outbox.record_event("heard again", member.replica, why)
 
     def evict(self, record: Record) -> bool:
-        """Rule 2, and the wait for a cold start when no member that knows the job's state is left."""
+        """Rule 2: write the epoch without these members. If no other knows the state, try a cold start."""
         for member in self.state.liveness.suspects(record.roster, self.state.now):
             if member.replica not in self.state.epoch.pending_evictions:
                 reason = self.state.liveness.failure_reason(member, self.state.now)
@@ -72,9 +72,9 @@ class Evictions:
         return True
 
     def evict_unresponsive(self, record: Record) -> None:
-        """Evict a living member that takes longer for its report than its user code may take.
+        """Evict a living member whose report takes longer than its user code may take.
 
-        User code may hold the interpreter's lock, so until then the others wait.
+        User code may hold the interpreter's lock, so the other members wait for that long.
         """
         reports, pending = self.state.epoch.reports, self.state.epoch.pending_evictions
         if not record.is_forced or self.state.epoch.decision is not None:
@@ -82,7 +82,7 @@ class Evictions:
         answered = (x for x in record.roster if x.replica in reports and x.replica not in pending)
         if not any(self.state.knows(x) for x in answered):
             return
-        # From when this leader could hear it, so not while it was itself stopped, or another one led.
+        # Count from when this leader could hear the member: not while it was stopped or not yet elected.
         waited_s = self.state.now - max(self.state.epoch.since, self.state.liveness.elected)
         for member in record.roster:
             peer = self.state.liveness.peers.get(member.replica)

@@ -14,7 +14,7 @@ from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules import host_history, poison
 
-# A record stays small: beyond so many the oldest evidence is forgotten.
+# The most failures in a record, to keep it small: the oldest ones are dropped.
 MAX_FAILURES = 256
 MAX_WHY_CHARACTERS = 120
 
@@ -27,7 +27,7 @@ class Penalty:
     about: str
     times: int
     until: float  # Unix seconds
-    why: str  # it failed last
+    why: str  # the reason of its last failure
 
     @property
     def sentence(self) -> str:
@@ -46,17 +46,17 @@ class FailureEvidence:
     failures: tuple[HostFailure, ...] = ()
     hosts: tuple[HostHistory, ...] = ()
     forgiven_deaths: set[tuple[str, Death]] = field(default_factory=set)
-    # The time, the arguments and the result: the same question comes for every newcomer.
+    # A cache of the time, the arguments and the result, because every newcomer asks the same question.
     _penalties: tuple[float, tuple[HostFailure, ...], Record | None, list[Penalty]] = (0.0, (), None, [])
 
     def recall(self, record: Record) -> None:
-        """Take over the evidence of earlier leaders, whose clocks may have been ahead."""
+        """Take over the evidence of earlier leaders, and correct times from clocks ahead of this one."""
         now = self.state.unix_now
         self.failures = tuple(x if x.at <= now else replace(x, at=now) for x in record.failures)
         self.hosts = host_history.by_this_clock(record.hosts, now)
 
     def note_failures(self, record: Record) -> None:
-        """Note the pending evictions as failures, once per epoch even if its write is tried again."""
+        """Note the pending evictions as failures, once per epoch, also if its write is tried again."""
         now = self.state.unix_now
         noted = {(x.replica, x.epoch) for x in self.failures}
         new = [
@@ -68,7 +68,7 @@ class FailureEvidence:
         ]
         recent = [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
         self.failures = (*recent, *new)[-MAX_FAILURES:] if self.state.config.failures else ()
-        # Members that failed together on one host are one failure of it.
+        # Members on one host that fail in the same epoch count as one failure of that host.
         already = {x.host for x in self.failures if x.epoch == record.epoch and x not in new}
         failed = {x.host: x.why for x in new if x.host and x.host not in already}
         if failed and self.state.config.failures:
@@ -78,7 +78,7 @@ class FailureEvidence:
         return self.state.unix_now - failure.at
 
     def penalties(self) -> list[Penalty]:
-        """The penalties of replicas and hosts now. A host is to blame only if the job has another one."""
+        """The present penalties of replicas and hosts. A host gets one only if the job has another host."""
         if self._penalties[:3] != (self.state.now, self.failures, self.state.record):
             self._penalties = (self.state.now, self.failures, self.state.record, self.find_penalties())
         return self._penalties[3]
@@ -89,7 +89,7 @@ class FailureEvidence:
         if not limit or len(recent) < limit:
             return []
         for kind in ("replica", "host"):
-            # Replicas of one host that failed in one epoch are one failure of that host.
+            # Replicas on one host that fail in the same epoch count as one failure of that host.
             by_epoch = {(getattr(x, kind), x.epoch): x for x in recent if getattr(x, kind)}
             counts = Counter(about for about, _ in by_epoch)
             for about, times in sorted(counts.items()):
@@ -99,7 +99,7 @@ class FailureEvidence:
         return penalties
 
     def _penalty(self, kind: str, about: str, failures: list[HostFailure]) -> Penalty:
-        """The penalty, which ends when fewer failures than the limit lie within the window."""
+        """Return the penalty. It ends when fewer failures than the limit lie within the window."""
         newest = sorted(failures, key=self._age_s)
         until = newest[self.state.config.failures - 1].at + self.state.config.failures_s
         return Penalty(kind, about, len(failures), until, newest[0].why)
@@ -108,7 +108,7 @@ class FailureEvidence:
         return self.state.record is not None and any(host_of(x) != host for x in self.state.record.roster)
 
     def penalty_of(self, member: Member) -> Penalty | None:
-        """Why this replica, or its host, is kept out."""
+        """The penalty that keeps this member's replica or host out; None: there is no such penalty."""
         penalties = self.penalties()
         if not penalties:
             return None
@@ -131,7 +131,7 @@ class FailureEvidence:
         self.hosts = tuple(x for x in self.hosts if x.host not in hosts)
 
     def suspect_host(self, peer: Peer) -> HostHistory | None:
-        """Its host's history, if that host has failed so often that it is likely to fail again."""
+        """The history of this peer's host, if it has failed so often that it is likely to fail again."""
         host, now = host_of(as_member(peer.session)), self.state.unix_now
         if not self.state.config.failures or not self.hosts or not self._has_other_host(host):
             return None
@@ -139,7 +139,7 @@ class FailureEvidence:
         return next((x for x in histories if self.host_score(x, now) >= host_history.SUSPECT), None)
 
     def hosts_that_failed(self) -> list[dict[str, Any]]:
-        """For people: each host's history, its score now and its replicas, the most suspect host first."""
+        """For people: each host's history, present score and replicas, the most suspect host first."""
         now = self.state.unix_now
         there = defaultdict[str, set[str]](set)
         for member in (
@@ -159,27 +159,27 @@ class FailureEvidence:
         return [x.session for x in self.state.liveness.peers.values() if x.connected]
 
     def host_score(self, host: HostHistory, unix_s: float) -> float:
-        """The weight of its failures at that time."""
+        """The weight of this host's failures at that time."""
         return host_history.score(host, unix_s, self.state.config.half_life_s)
 
     def stands_by(self, peer: Peer) -> bool:
-        """Whether it contributes only while members are missing: it is a spare, or its host is suspect."""
+        """Whether this peer joins only while members are missing: it is a spare, or its host is suspect."""
         return peer.session.spare or self.suspect_host(peer) is not None
 
     def known_poison(self, record: Record) -> tuple[Poison, ...]:
-        """The poison of the next forced record: that of this one, and the poison proven since."""
+        """The poison for the next forced record: the poison in ``record``, and the poison proven since."""
         if record.sharing.on_poison != "skip":
             return ()
         return poison.merged(record.poison, poison.proven(self.state.deaths(), self.forgiven_deaths))
 
     def forgive_deaths(self) -> None:
-        """An operator has looked at the job and starts it again: earlier deaths count no more."""
+        """Forget earlier deaths, because an operator has looked at the job and starts it again."""
         self.forgiven_deaths = {
             (replica, death) for replica, deaths in self.state.deaths() for death in deaths
         }
 
 
 def host_of(member: Member) -> str:
-    """The host of all of its ranks; empty if they are on several."""
+    """The host of all ranks of this member; empty if they are on several hosts."""
     hosts = {x.link.rpartition(":")[0] for x in member.addresses}
     return hosts.pop() if len(hosts) == 1 else ""

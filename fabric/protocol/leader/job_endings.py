@@ -1,8 +1,8 @@
 """How a job ends: complete, or failed for good (a user's loop that raised, a micro-batch that kills).
 
-The record of a failed job says why, so every leader tells it to every process that comes. Launchers restart
-processes that end with exit code 1, and the same mistake comes again. So only an operator's word begins the
-job again, from the states that are still in memory.
+The record of a failed job says why it failed, so every leader sends that reason to every process that comes.
+A restarted process would make the same mistake again. So only an operator's ``retry`` begins the job again,
+from the states that are still in memory.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,9 +30,10 @@ class Endings:
     writer: RecordWriter
     progress: Progress
     finished: dict[str, int] = field(default_factory=dict)  # replica -> the step at which its loop ended
-    end_step: int | None = None  # where the job ended while no lighthouse led
-    failure: str = ""  # why the job must stop, until the record says it
-    notified_incarnation: dict[str, int] = field(default_factory=dict)  # of the failure, by replica
+    end_step: int | None = None  # the step at which the job ended while no lighthouse led
+    failure: str = ""  # why the job must stop, until the record holds the reason
+    # Replica -> its incarnation that was told of the failure.
+    notified_incarnation: dict[str, int] = field(default_factory=dict)
     restart_after_failure: bool = False  # an operator wants the failed job to begin again
 
     def on_finished(self, peer: Peer, message: m.Finished) -> None:
@@ -42,9 +43,9 @@ class Endings:
                 self.outbox.record_event("finished", peer.session.replica, message.why)
 
     def note_ended(self, replica: str, ended: JobEnd | None) -> None:
-        """A member finished and this leader did not hear it.
+        """Note that a member finished while this leader could not hear it.
 
-        If no member went on since, that was the end of this generation's job, in spite of later epochs.
+        If no member has committed a later step, this generation's job ended there, in spite of later epochs.
         """
         record = self.state.record
         if ended is None or record is None or record.failed:
@@ -55,7 +56,7 @@ class Endings:
             self.end_step = ended.step
 
     def refuse_early_ends(self, record: Record) -> None:
-        """Refuse replicas whose loop ended outside while the job went on: they would wait for another end."""
+        """Refuse replicas outside the roster whose loop ended before the job's: they would wait for ever."""
         if not self.finished:
             return
         for name in [n for n in self.finished if not self.state.lists(n)]:
@@ -71,10 +72,10 @@ class Endings:
             self.outbox.send(name, m.Rejected(why))
 
     def complete(self, record: Record) -> bool:
-        """Rule 10: all members that stay have finished; if none stays, all.
+        """Rule 10: complete the job when all members that stay have finished; if none stays, when all have.
 
-        A newcomer that has entered no round enters none any more, because no member contributes. Published
-        gradients take it to the end, if any.
+        A newcomer that has entered no round cannot enter one any more, because no member contributes. It can
+        reach the end only by published gradients.
         """
         if self.end_step is not None:
             self.writer.write_complete(record, self.end_step)
@@ -105,7 +106,7 @@ class Endings:
         self.failure, self.restart_after_failure, self.notified_incarnation = "", False, {}
 
     def reject_all(self, record: Record) -> None:
-        """Tell every process that the job has failed. Later processes may begin it again."""
+        """Tell every present process that the job has failed. Later processes may begin the job again."""
         rejected = m.Rejected(record.failed, poison=record.poison)
         for replica, peer in self.state.liveness.peers.items():
             if peer.connected and not self.state.suspicion(peer):
@@ -113,19 +114,19 @@ class Endings:
             self.outbox.send(replica, rejected)
 
     def on_failed(self, peer: Peer, message: m.LoopFailed) -> None:
-        """A member's loop has raised. Another replica in its place would compute the same."""
+        """Fail the job, because a member's loop has raised: any other replica would compute the same."""
         name, record = peer.session.replica, self.state.record
         why = f"{name} failed at step {message.step}: {message.why}"
         if record is None or record.complete or record.failed or not self.state.in_force(peer):
-            # Only this process computes that, so its mistake is its own.
+            # No member computes what this process outside the roster computes, so the job goes on.
             self.outbox.record_event("failed outside", name, message.why)
             self.outbox.send(name, m.Rejected(why))
         elif not self.failure and message.fence.generation == record.generation:
-            # The message names the generation: the last heartbeat may be from before it began.
+            # The message names its generation, because the last heartbeat may be from an earlier generation.
             self.failure = why
 
     def fail(self, record: Record) -> bool:
-        """Whether the job has failed, or is failing now."""
+        """Return whether the job has failed; write the failed record where a failure is new."""
         if record.failed:
             return True
         deaths = poison.proven(self.state.deaths(), self.evidence.forgiven_deaths)
@@ -175,7 +176,7 @@ class Endings:
         return m.Rejected(why, poison=record.poison)
 
     def retry(self, event: io.Operator) -> None:
-        """Let new processes in from now on; they begin the job again when enough of them are there."""
+        """Let new processes in. They begin the job again when enough of them are there."""
         if self.state.record is not None and self.state.record.failed and not self.restart_after_failure:
             self.restart_after_failure = True
             why = f"by {event.who}: {event.why}; it had failed: {self.state.record.failed}"

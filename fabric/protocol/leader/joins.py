@@ -12,9 +12,9 @@ from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.messages import network as m
 
-# Seconds before the leader asks members that all missed a step for another one.
+# If all members missed the step of a snapshot, the leader asks for a later step after this many seconds.
 SERVE_AGAIN_S = 0.1
-# A newcomer whose gap has not shrunk for so many steps does not get there by replay.
+# A newcomer whose gap has not shrunk for this many steps cannot catch up by replay.
 GAP_STEPS = 10
 
 
@@ -24,13 +24,13 @@ class Serving:
 
     step: int = -1
     epoch: int = 0
-    tries: int = 0  # how many snapshots the newcomer was told of
+    tries: int = 0  # how many snapshots the leader has offered to the newcomer
     again: bool = False
     gap: int = -1  # its smallest distance to the job's step since the newest snapshot
-    gap_at: int = 0  # the job's step then
-    blocking_reason: str = ""  # why it enters by a blocking join; empty: it does not
+    gap_at: int = 0  # the job's step when ``gap`` was smallest
+    blocking_reason: str = ""  # why the newcomer enters by a blocking join; empty: by replay
     asked: set[str] = field(default_factory=set)
-    taken: dict[str, str] = field(default_factory=dict)  # replica -> digest
+    taken: dict[str, str] = field(default_factory=dict)  # replica -> the digest of its snapshot
     missed: set[str] = field(default_factory=set)
     has_sources: bool = False
     asked_at: float = 0.0
@@ -49,7 +49,7 @@ class Joins:
     serving: dict[str, Serving] = field(default_factory=dict)
 
     def on_request_state(self, peer: Peer, message: m.RequestState) -> None:
-        """Let a newcomer whose replay failed start again from a newer snapshot once; then the others wait."""
+        """Offer a snapshot. After two failed replays the newcomer enters by a blocking join instead."""
         if self.state.in_force(peer):
             return
         name = peer.session.replica
@@ -100,7 +100,7 @@ class Joins:
                     self.ask_to_serve(record, joiner, step)
 
     def _watch_gap(self, record: Record, peer: Peer, serving: Serving) -> None:
-        """End a replay that does not gain on the job."""
+        """End a replay that does not get closer to the job's step."""
         if not self.state.is_of_generation(peer):
             return
         top = self.state.top_step()
@@ -137,7 +137,7 @@ class Joins:
                 serving.asked.clear()
 
     def serve_again(self, replica: str) -> None:
-        """Repeat requests to a session that began again: those of the earlier one may be lost."""
+        """Repeat requests to a replica with a new session: requests over its earlier session may be lost."""
         own = self.serving.get(replica)
         if own is not None and self.state.is_blocking_join(replica):
             own.has_sources = False
@@ -156,7 +156,7 @@ class Joins:
         self.outbox.send(joiner, m.StateSources(record.fence, state, urls, serving.again))
 
     def serve_blocking_joins(self, record: Record) -> None:
-        """Let the members snapshot the decided step, at which they stand, for the newcomer to fetch."""
+        """Let the members snapshot the step of the decision, where they stand, for the newcomer to fetch."""
         for name in self.state.blocking_joiners(record):
             assert self.state.epoch.decision is not None
             serving = self.serving.get(name)
@@ -172,7 +172,7 @@ class Joins:
                 self.ask_to_serve(record, name, self.state.epoch.decision.step)
 
     def admit_blocking_join(self, record: Record) -> bool:
-        """Admit a newcomer that cannot catch up while the others step: they wait once for its state."""
+        """Admit a newcomer that cannot catch up by replay: the members wait until it has loaded its state."""
         for name, serving in self.serving.items():
             peer = self.state.liveness.peers.get(name)
             if not serving.blocking_reason or peer is None or not self.admission.is_welcome(record, peer):

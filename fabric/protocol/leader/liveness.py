@@ -19,8 +19,8 @@ Named = TypeVar("Named", Member, OpenSession)
 GONE = "its process is gone"
 FOUND_GONE = "a newer process of it has registered and found this one gone"
 
-# Seconds. A member waits 2.7 s for a greeting, which takes some five turns of the lighthouse's loop. With
-# longer turns than this, members may not get in.
+# The longest turn of the lighthouse's loop, in seconds, with which members get in: a greeting takes some five
+# turns, and a member waits 2.7 s for its greeting.
 BEHIND_S = 0.25
 
 
@@ -32,21 +32,21 @@ class LivenessConfig:
     reconnect_s: float = 3.0  # how long a session may be away while the status says that the trainer runs
     silence_s: float = 2.0  # how long both sources may be silent
     lost_s: float = 0.05  # how long a session may be away without such a status
-    # So long after an election, a member's return, or a wait in an overload, no member is dead for silence.
+    # For this long after an election, a member's return, or a wait in an overload, silence proves no death.
     grace_s: float = 3.0
-    overload_s: float = 300.0  # such waits count so long after the election at most
+    overload_s: float = 300.0  # the time after the election in which waits in an overload count
 
 
 @dataclass(slots=True)
 class Peer:
-    """One process's newest session, and its messages there."""
+    """One process's newest session, and the messages over it."""
 
     session: OpenSession
     connected: bool
     seen: float
     opened: float = 0.0
     beat: Heartbeat | None = None
-    times: StepTimes | None = None  # of the last step that had any
+    times: StepTimes | None = None  # of the last step whose times were reported
     closed: float = 0.0
 
     @property
@@ -76,44 +76,44 @@ class LastStatus:
 
     incarnation: int
     trainer: str
-    since: float  # when the server first said so of this process
+    since: float  # when the server first reported this trainer state of this process
     seen: float
     connected: bool = True
     ckpt: str = ""
     snapshots: tuple[SnapshotRef, ...] = ()
     deaths: tuple[Death, ...] = ()
-    taken: tuple[float, ...] = ()  # for each of ``snapshots``, when it was the trainer's state
+    taken: tuple[float, ...] = ()  # for each of ``snapshots``, when the trainer had that state
     durable: tuple[SnapshotRef, ...] = ()
     durable_error: str = ""
     parts: tuple[int, ...] = ()  # for each of ``snapshots``, of how many ranks it is
     closed: float = 0.0  # when the connection ended
 
     def says(self, status: TrainerStatus) -> bool:
-        """Whether ``status`` says the same of the same process."""
+        """Whether ``status`` reports the same trainer state of the same process."""
         return (self.incarnation, self.trainer) == (status.incarnation, status.trainer)
 
 
 @dataclass(slots=True)
 class Liveness:
-    """Both sources. A verdict is a pure function of them and the time.
+    """Sessions and statuses. A verdict is a pure function of them and the time.
 
-    A replica may have several processes at a time: the scheduler starts it elsewhere while the old one is
-    only out of sight.
+    A replica may have several processes at a time: the scheduler may start a second one on another host while
+    the first one is only out of contact.
     """
 
     config: LivenessConfig
     elected: float
     peers: dict[str, Peer] = field(default_factory=dict)  # the process that counts, by replica
     statuses: dict[str, LastStatus] = field(default_factory=dict)  # of the server that counts, by replica
-    late_s: float = 0.0  # how much longer than usual silence is tolerated now, see ``tick_was_late``
-    returned: float = -math.inf  # when a member was last heard for the first time after the election
-    overloaded_until: float = -math.inf  # until then members that want to come back may have to wait
-    began: float = -math.inf  # when the generation began: its members' silence counts from then on
+    late_s: float = 0.0  # how much longer silence is tolerated now, see ``tick_was_late``
+    returned: float = -math.inf  # when a member last opened its first session after the election
+    overloaded_until: float = -math.inf  # the time until which returning members may have to wait
+    began: float = -math.inf  # when the generation began: silence of its members counts from this time
     _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> the status of that rank's checkpoint server.
     rank_statuses: dict[int, dict[str, LastStatus]] = field(default_factory=dict)
-    former: dict[ReplicaProcess, Peer] = field(default_factory=dict)  # that the record names
-    elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)  # its other servers
+    former: dict[ReplicaProcess, Peer] = field(default_factory=dict)  # replaced, but named by the record
+    elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)  # of other servers
     proven_ends: dict[ReplicaProcess, str] = field(default_factory=dict)  # why a process has certainly ended
 
     def opened(self, session: OpenSession, now: float, is_named: bool) -> None:
@@ -143,10 +143,10 @@ class Liveness:
                 del self.elsewhere[replica]
 
     def came_back(self, now: float, first: bool = True, one_of_many: bool = False) -> None:
-        """Note that a member has a session again, for the ``first`` time since the election or not.
+        """Note that a member has a session again; ``first``: for the first time since the election.
 
         Thousands of members take longer than ``grace_s`` to come back, and some come more than once. So the
-        grace period lasts until no member has come for so long.
+        grace period lasts until no member has come for ``grace_s``.
         """
         if now < self.grace_until:
             self.returned = now if first else self.returned
@@ -154,24 +154,24 @@ class Liveness:
                 self.note_overload(now)
 
     def note_overload(self, until: float) -> None:
-        """Note that some members must wait until then. An absent member may be among them."""
+        """Note that some members, perhaps absent ones too, may have to wait until ``until``."""
         self.overloaded_until = max(self.overloaded_until, until)
 
     @property
     def overload_grace_until(self) -> float:
-        """Until then no absence is a death: each member that had to wait has its turn first."""
+        """The time until which no absent member counts as dead: members that had to wait may still come."""
         return min(self.overloaded_until, self.elected + self.config.overload_s) + self.config.grace_s
 
     @property
     def grace_until(self) -> float:
-        """Until then no member is dead for silence or absence."""
+        """The time until which no member counts as dead for silence or absence."""
         return max(max(self.elected, self.returned) + self.config.grace_s, self.overload_grace_until)
 
     def tick_was_late(self, by_s: float, now: float) -> None:
-        """Note that the leader was called so much later than it asked.
+        """Note that the leader was called ``by_s`` later than it asked.
 
-        Messages may lie unread for two turns, so silence counts so much later. While members come back, the
-        delay may keep them out. So absence counts when the leader has kept up for as long as a new try takes.
+        Messages may lie unread for two turns, so the leader tolerates silence for that much longer. The delay
+        may also keep returning members out. So absence counts only after a time without delay.
         """
         self.late_s, self._late_before_s = by_s + self._late_before_s, by_s
         if by_s >= BEHIND_S and now - by_s < self.grace_until:
@@ -181,13 +181,13 @@ class Liveness:
         return self.rank_statuses.setdefault(rank, {}) if rank else self.statuses
 
     def hear(self, status: TrainerStatus, member: Member | None, now: float) -> LastStatus | None:
-        """Take a status of a replica that the roster has as ``member``; return this server's last one."""
+        """Take a status of a replica whose roster entry is ``member``; return this server's last status."""
         statuses, key = self.statuses_of(status.rank), status.replica
         current, aside = statuses.get(key), self.elsewhere.get(key, {})
         at = (status.ckpt, status.rank)
         is_current = current is not None and current.ckpt == status.ckpt
         if is_current and current is not None and status.incarnation < current.incarnation:
-            return current  # from before its newer trainer
+            return current  # an old status: this server has a newer trainer now
         same_trainer = current is not None and current.incarnation == status.incarnation
         before = current if is_current or (same_trainer and at not in aside) else aside.get(at)
         after = _last_status(status, before, now)
@@ -202,10 +202,10 @@ class Liveness:
         return before
 
     def _counts(self, status: TrainerStatus, current: LastStatus, member: Member | None) -> bool:
-        """Whether this status counts for its replica, and not that of ``current``, another server.
+        """Whether ``status`` counts for its replica, instead of ``current`` from another server.
 
-        A process with a session or in the roster counts before one without, which may be a second process of
-        the same id. Otherwise the newer process counts.
+        A process with a session or a roster entry counts before a process without, which may be a second one
+        of the same replica id. Otherwise the newer process counts.
         """
         peer = self.peers.get(status.replica)
         let_in = {x.incarnation for x in (peer, member) if x is not None}
@@ -216,9 +216,9 @@ class Liveness:
     def status_closed(
         self, replica: str, ckpt: str, rank: int, member: Member | None, now: float
     ) -> LastStatus | None:
-        """Note that the connection of this server has ended; return its last status if that one counts.
+        """Note that the connection of this server has ended; return its last status if that status counts.
 
-        Of the other servers keep those whose process the roster has as ``member``.
+        Of the replica's other servers keep those whose process the roster lists as ``member``.
         """
         current, aside = self.statuses_of(rank).get(replica), self.elsewhere.get(replica, {})
         if current is not None and current.ckpt == ckpt:
@@ -233,7 +233,7 @@ class Liveness:
         return None
 
     def held(self) -> dict[SnapshotRef, set[str]]:
-        """Every snapshot in a connected checkpoint server, with the URLs of those servers, of all ranks."""
+        """Every snapshot in connected checkpoint servers (of all ranks), with the URLs of these servers."""
         urls: dict[SnapshotRef, set[str]] = {}
         for status in self._holders():
             for ref in status.snapshots:
@@ -241,7 +241,7 @@ class Liveness:
         return urls
 
     def age_s(self, state: SnapshotRef, now: float) -> float | None:
-        """How long ago that state was the trainers', at most; None if no server says it."""
+        """How many seconds ago trainers had this state, at most; None if no server reports it."""
         taken = [
             when
             for status in self._holders()
@@ -264,7 +264,7 @@ class Liveness:
         return {status.ckpt for status in self._servers() if status.connected}
 
     def servers_to_hear(self, roster: Sequence[Member], now: float) -> dict[str, float]:
-        """Until when to wait for each unconnected checkpoint server that may have the newest state."""
+        """URL of each unconnected checkpoint server that may hold the newest state -> until when to wait."""
         heard = self.heard_servers()
         closed = {status.ckpt: status.closed for status in self._servers() if not status.connected}
         named = [(member, self.elected) for member in roster]
@@ -284,14 +284,14 @@ class Liveness:
         return waits
 
     def durable(self) -> set[SnapshotRef]:
-        """Every durable checkpoint that a process has found or written. Its writer may be gone by now."""
+        """Every durable checkpoint that a process has found or written, also if that process has ended."""
         read = {ref for peer in self.peers.values() for ref in peer.session.durable}
         return read | {ref for status in self._servers() for ref in status.durable}
 
     def whole(self, ranks: int) -> dict[SnapshotRef, set[str]]:
-        """Those of ``held`` of which every lane has a living holder, in any replica.
+        """The snapshots in ``held`` of which each rank's part has a living holder, in any replica.
 
-        A state has ``ranks`` lanes unless a server says otherwise.
+        A snapshot has ``ranks`` parts unless a server reports another number.
         """
         parts = {
             ref: count
@@ -301,11 +301,11 @@ class Liveness:
         return {ref: urls for ref, urls in self.held().items() if lanes(urls) >= parts.get(ref, ranks)}
 
     def freshest(self, ranks: int) -> SnapshotRef | None:
-        """The newest state that could be recovered now; ``ranks`` as in ``whole``."""
+        """The newest state of which servers hold every part now; ``ranks`` as in ``whole``."""
         return max(self.whole(ranks), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None)
 
     def ckpts(self, member: Member) -> list[str]:
-        """The URL of each rank's checkpoint server, by its status if there is one, else by the roster."""
+        """The URL of each rank's checkpoint server: from its status, or without a status from the roster."""
         urls = []
         for rank, address in enumerate(member.addresses):
             status = self._status(member, rank)
@@ -347,7 +347,7 @@ class Liveness:
         return ""
 
     def kernel_evidence(self, member: Member, now: float) -> str:
-        """The word of its host's kernel against it, which counts at once, or empty."""
+        """The evidence of its host's kernel against this member, which counts at once, or empty."""
         confirmed = self.proven_dead(member)
         if confirmed:
             return confirmed
@@ -360,8 +360,8 @@ class Liveness:
     def suspects(self, roster: Sequence[Named], now: float) -> list[Named]:
         """The members of ``roster`` that need a closer look.
 
-        Nearly all members need none, and there are thousands several times a second: hence one loop without
-        calls.
+        Nearly all members need no closer look. The loop makes no calls, because it goes over thousands of
+        members several times a second.
         """
         peers, statuses, since = self.peers, self.statuses, now - self.config.silence_s
         credit = now < self.grace_until
@@ -399,11 +399,11 @@ class Liveness:
             self.proven_ends[member.process] = why
 
     def out_of_contact(self, member: Member, now: float, limit_s: float) -> bool:
-        """Whether this process was not heard of for ``limit_s``, from the election on."""
+        """Whether nothing was heard of this process for ``limit_s``, counted from the election or later."""
         return now - self.last_contact(member, now) >= limit_s
 
     def last_contact(self, member: Member, now: float) -> float:
-        """When this process was last heard of, the election at the earliest."""
+        """When the leader last heard of this process; the time of its election if it has not heard of it."""
         peer, status = self._peer(member), self._status(member)
         heard = [self.elected]
         if peer is not None:
@@ -418,7 +418,7 @@ class Liveness:
         return max((x.seen for x in (peer, status) if x is not None), default=-math.inf)
 
     def next_check(self, roster: tuple[Member, ...], now: float) -> float | None:
-        """When a verdict may change by time alone: soon while a member is in doubt, else in a while."""
+        """When a verdict may change by time alone: soon while a member is in doubt, otherwise later."""
         for member in self.suspects(roster, now):
             peer, status = self._peer(member), self._status(member)
             stopped = status is not None and status.trainer == "stopped"
@@ -432,7 +432,7 @@ class Liveness:
         return min(soon, self.grace_until) if now < self.grace_until else soon
 
     def says_running(self, member: Member, now: float) -> bool:
-        """Whether the checkpoint server of exactly this process is heard, and says that it runs."""
+        """Whether the checkpoint server of exactly this process is connected, and reports that it runs."""
         status = self._status(member)
         return status is not None and self._status_heard(status, now) and status.trainer == "running"
 
@@ -443,7 +443,7 @@ class Liveness:
         return self.former.get(member.process)
 
     def _status(self, member: Member, rank: int = 0) -> LastStatus | None:
-        """The last status of exactly this process."""
+        """The last status about exactly this process."""
         current = self.statuses_of(rank).get(member.replica)
         if current is not None and current.incarnation == member.incarnation:
             return current
@@ -474,12 +474,12 @@ def _last_status(status: TrainerStatus, before: LastStatus | None, now: float) -
 
 
 def vouches(session: OpenSession, member: Member) -> bool:
-    """Whether this process has seen on its own host that ``member``'s process has ended."""
+    """Whether the process of ``session`` has seen on its own host that ``member``'s process has ended."""
     return member.incarnation in session.predecessors
 
 
 def lanes(urls: set[str]) -> int:
-    """How many ranks these servers have together, counted from rank 0 without a gap."""
+    """How many ranks, counted from rank 0 without a gap, these servers belong to."""
     ranks = {rank_of_url(url) for url in urls}
     return next(n for n in range(len(ranks) + 1) if n not in ranks)
 

@@ -23,7 +23,7 @@ class OperatorOrders:
     draining: dict[str, str] = field(default_factory=dict)  # replica -> by whom and why
 
     def rescale(self, record: Record) -> bool:
-        """Write a forced epoch, from which the members learn a new minimum, if that parks or wakes them."""
+        """Write a forced epoch with the new minimum of members, if that minimum parks or wakes them."""
         if (len(record.roster) < self.limits.least) == (
             self.state.is_decided(record) and self.state.is_short(record)
         ):

@@ -25,13 +25,13 @@ class LeaderOutbox:
             self.emit(io.SendMember(replica, peer.incarnation, message))
 
     def record_event(self, kind: str, about: str, why: str, incident_id: str = "") -> None:
-        """Record a transition for people. Without an incident id it belongs to the loss of ``about``."""
+        """Write an event for operators. Without an incident id the event belongs to the loss of ``about``."""
         incident_id = incident_id or self.loss_incidents.get(about, "")
         epoch = self.state.record.epoch if self.state.record else 0
         self.emit(io.RecordEvent(kind, epoch, about, why, incident_id))
 
     def forget_losses(self, record: Record) -> None:
-        """Events about an evicted replica belong to that loss until it takes part again."""
+        """Forget the loss of each replica that takes part again: later events do not belong to that loss."""
         for member in record.roster:
             if not member.joining:
                 self.loss_incidents.pop(member.replica, None)

@@ -16,7 +16,7 @@ class PlanRule:
     """One row of the plan."""
 
     name: str
-    apply: Callable[["LeaderCore", Record], bool]  # whether the rule made the move of this pass, which ends
+    apply: Callable[["LeaderCore", Record], bool]  # returns whether the rule made a move, which ends the pass
 
 
 def first_move(rules: tuple[PlanRule, ...], leader: "LeaderCore", record: Record) -> bool:
@@ -48,7 +48,7 @@ def _change_settled_roster(leader: "LeaderCore", record: Record) -> None:
         first_move(SETTLED_RULES, leader, record)
 
 
-# The first that applies makes the move. They wait until every member runs in the epoch in force.
+# Of these rules the first that applies makes the move, once every member runs in the epoch in force.
 SETTLED_RULES: tuple[PlanRule, ...] = (
     PlanRule("rescale", lambda leader, record: leader.orders.rescale(record)),
     PlanRule("drain", lambda leader, record: leader.orders.drain(record)),
@@ -96,6 +96,6 @@ def make_plan(leader: "LeaderCore") -> None:
 class PlanTimer:
     """When the leader plans, and when it asked to be called."""
 
-    plan_at: float = math.inf  # when the leader plans for the events since the last plan, at the latest
-    deadline: float | None = None  # as the last plan left it
-    due: float = math.inf  # when the leader asked for a tick
+    plan_at: float = math.inf  # the latest time to plan for the events since the last plan
+    deadline: float | None = None  # when the last plan asked for the next one
+    due: float = math.inf  # the time for which the leader asked for a tick

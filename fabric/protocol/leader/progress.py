@@ -7,7 +7,7 @@ from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import network as m
 
-# Seconds between two events of steps that had no data.
+# Seconds between two log events about steps without data.
 EMPTY_S = 1.0
 
 
@@ -17,17 +17,17 @@ class Progress:
 
     state: JobState
     outbox: LeaderOutbox
-    last_step_at: float  # when a member last reported a further step
-    highest_step: int | None = None  # of this generation; None: an earlier leader may know of more
-    empty: tuple[int, int] = (0, -1)  # generation and number of the newest step of weight 0 in an event
-    empty_due: float = 0.0  # when the next such event may follow
+    last_step_at: float  # when a member last reported a step higher than all before
+    highest_step: int | None = None  # of this generation; None: an earlier leader may know a higher step
+    empty: tuple[int, int] = (0, -1)  # generation and number of the newest step without data in an event
+    empty_due: float = 0.0  # when the next event about a step without data may follow
 
     def note_step(self, peer: Peer) -> None:
         if self.state.in_force(peer) and self.state.is_of_generation(peer):
             self.highest_step = max(self.highest_step or 0, peer.step)
 
     def record_empty_step(self, peer: Peer, beat: m.Heartbeat) -> None:
-        """Record an event once per step, for the first member that says so, and at most once a second."""
+        """Write an event about a step without data: once per step, and at most once a second."""
         newest = (beat.generation, beat.empty)
         if not 0 <= beat.empty <= beat.step or newest <= self.empty or self.state.now < self.empty_due:
             return

@@ -12,8 +12,8 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import missing_links, reachable_set
 from fabric.protocol.rules.wait_graph import RingRebuilds, blamed_link, ring_order, root_waiters
 
-# A process that was not heard for so many seconds, by either source, may be dead: then a missing link to it
-# waits for that verdict.
+# A process from which neither source was heard for this many seconds may be dead. The leader then waits for
+# the verdict before it acts on a missing link to that process.
 QUIET_S = 0.75
 
 
@@ -28,16 +28,16 @@ class RingRebuilder:
     ring_rebuilds: RingRebuilds = field(default_factory=RingRebuilds)
 
     def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
-        """Note an abort in any epoch since the last forced one: only the next forced one ends it.
+        """Note an abort in any epoch since the last forced epoch: only the next forced epoch answers it.
 
-        A planned epoch does not free members that wait in the one before it, and a leaving member's abort
-        stops the others too. A process that none of these epochs listed was in none of their rounds.
+        A planned epoch does not free members that wait in the epoch before it. A leaving member's abort stops
+        the others too. A process that none of these epochs lists was in none of their rounds.
         """
         name = peer.session.replica
         if not self.state.in_force(peer) and peer.process not in self.state.epoch.departed:
             return
         if message.waiting_for or message.stalled:
-            # It was in the round that ends. A wait for it in the next round counts from then.
+            # This member was in the round that ends, so a wait for it in the next round begins at zero.
             self.evictions.stragglers.came(name)
         if not self.state.is_recent(message.fence):
             return
@@ -50,12 +50,12 @@ class RingRebuilder:
         self.outbox.record_event("aborted", name, message.why, self.state.next_incident_id())
 
     def note_step(self) -> None:
-        """A member has committed a further step: the newest ring works."""
+        """Note that a member has committed a further step, so the newest ring works."""
         if self.ring_rebuilds.tries:
             self.ring_rebuilds = RingRebuilds()
 
     def _note_missing(self, name: str, message: m.Aborted) -> None:
-        """Note further cut links of a member that may have reported others before."""
+        """Note the cut links that a member reports, in addition to those that it reported before."""
         epoch, earlier = self.state.epoch, self.state.epoch.unreachable.get(name, ())
         if not set(message.unreachable) - set(earlier):
             return
@@ -67,8 +67,8 @@ class RingRebuilder:
         """Answer every abort with a new epoch.
 
         Leave out members that others cannot reach, newcomers without links, and a member that stalled the
-        exchange twice without an excuse. Otherwise the same members go on, in a ring order without the links
-        complained of.
+        exchange twice without an excuse. Otherwise the same members go on, in a ring order that avoids the
+        links of which members complained.
         """
         epoch = self.state.epoch
         if not epoch.aborted or self.state.now < self.rebuild_due:
@@ -86,7 +86,7 @@ class RingRebuilder:
         return True
 
     def _leave_out_unreachable(self, record: Record) -> bool:
-        """Keep the largest set of members that reach each other; of equal sets the more senior.
+        """Keep the largest set of members that reach each other; of equally large sets the more senior one.
 
         Wait while a member without a link is silent, because it may be dead.
         """
@@ -110,7 +110,7 @@ class RingRebuilder:
         return True
 
     def _leave_out(self, member: Member, why: str) -> None:
-        """Leave a member out that did not fail: it comes back when its links have been whole for a while."""
+        """Leave out a member that did not fail. It comes back when its links have worked for a while."""
         self.state.epoch.not_counted_as_failure.add(member.replica)
         self.state.epoch.cut_off.add(member.replica)
         self.evictions.schedule(member.replica, why)
@@ -163,7 +163,7 @@ class RingRebuilder:
 
     @property
     def rebuild_due(self) -> float:
-        """When the same members form again after an abort, unless a death is noticed before."""
+        """When the same members rebuild their ring after an abort, unless a death is noticed first."""
         if self.state.epoch.unreachable:
             return self.state.epoch.complained_at + self.state.config.complaints_s
         delay_s = min(

@@ -1,4 +1,4 @@
-"""The only way to the record: one guarded write at a time, announced when the store has it."""
+"""The only part that writes the record: one guarded write at a time, announced once it is committed."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -13,12 +13,12 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
 from fabric.protocol.rules.assignment import seated
 
-# A record stays small, also if many members give reasons.
+# The reason in a record is cut here, because the reasons of many members would make the record large.
 MAX_REASON_CHARACTERS = 1000
 
 
 class RosterAnnouncement:
-    """The messages that announce the record in force, made once: all members get the same objects."""
+    """The messages that announce the record in force. They are made once, for all members."""
 
     def __init__(self, record: Record, before: Record | None) -> None:
         self.record = record
@@ -49,7 +49,7 @@ class RecordWriter:
     data_slots: dict[str, int] = field(default_factory=dict)  # replica -> its newest data slot
 
     def resolve(self, record: Record | None) -> Record | None:
-        """Return this record, read from the store, if it is the write in flight; forget that write."""
+        """Forget the write in flight; return ``record``, as read from the store, if that write made it."""
         self.reading = False
         written, self.writing = self.writing, None
         is_own = written is not None and record is not None and record.nonce == written.nonce
@@ -99,13 +99,13 @@ class RecordWriter:
         return f"{self.entropy.getrandbits(64):016x}"
 
     def announce(self, record: Record, before: Record | None) -> None:
-        """Announce ``record`` to every session, as the difference to ``before`` where that is understood."""
+        """Announce ``record`` to every session: as a delta from ``before``, or to older versions whole."""
         announced = before
         if self.announcement is not None and before is not None:
             announced = self.announcement.record  # the same roster, with its digest cached
         self.announcement = RosterAnnouncement(roster_delta.for_members(record), announced)
         if record.failed:
-            return  # its replicas are rejected instead
+            return  # the leader rejects the sessions of a failed job instead
         complete = m.Complete(record.fence, record.base.step)
         for replica, peer in self.state.liveness.peers.items():
             self.outbox.send(
@@ -116,7 +116,7 @@ class RecordWriter:
 
     @property
     def has_unwritten_overrides(self) -> bool:
-        """Whether the record lacks overrides or evidence, so that the next leader would not know them."""
+        """Whether the record lacks overrides or evidence that this leader knows."""
         record = self.state.record
         return record is None or (self.limits.overrides, self.evidence.failures, self.evidence.hosts) != (
             record.overrides,

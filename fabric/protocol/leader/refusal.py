@@ -5,7 +5,7 @@ from fabric.protocol.leader.liveness import Liveness, as_member, vouches
 from fabric.protocol.messages.network import OpenSession
 from fabric.protocol.rules.compatibility import incompatibility
 
-# A silent session counts after so many seconds as left open by a dead process.
+# A session that is silent for this many seconds counts as left open by a dead process.
 HALF_OPEN_S = 10.0
 
 
@@ -41,7 +41,7 @@ def taken(session: OpenSession, liveness: Liveness, record: Record | None, now: 
 def unlike(session: OpenSession, liveness: Liveness) -> str:
     """Refuse a session if another replica has other settings, or asks for the same data slot."""
     for other in liveness.peers.values():
-        # A replica that is away does not count: a whole job may come back with other settings.
+        # Compare only connected replicas: all replicas of a job may come back with other settings.
         if other.session.replica == session.replica or not other.connected:
             continue
         if session.data_slot >= 0 and session.data_slot == other.session.data_slot:
@@ -53,5 +53,5 @@ def unlike(session: OpenSession, liveness: Liveness) -> str:
         if why:
             return why
         if session.data_slot < 0:
-            break  # the others were compared with this one when they came
+            break  # the other sessions were compared with this one when they opened
     return ""

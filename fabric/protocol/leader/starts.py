@@ -12,7 +12,7 @@ from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.rules.assignment import seated
 
-# Seconds that a job that has run waits for the rest of its replicas before it begins again.
+# Before a cold start the leader waits this many seconds for the replicas that are still missing.
 COLD_WAIT_S = 5.0
 
 
@@ -30,9 +30,9 @@ class Starts:
     waiting_since: float | None = None
 
     def start_again(self, record: Record) -> bool:
-        """Start again once no member that may still commit is merely out of contact.
+        """Start again once each member that knows the state is proven dead or out of contact for long enough.
 
-        A replica that reached the end of the job from outside has proved that the job is complete.
+        If a replica outside the roster reached the end of the job, the job is complete instead.
         """
         if self.endings.finished:
             self.writer.write_complete(record, max(self.endings.finished.values()))
@@ -72,7 +72,7 @@ class Starts:
         epoch = newest[1] + 1
         sharing = peers[0].session.sharing
         starting = [replace(as_member(p.session), since=epoch) for p in peers]
-        # Above the base's too, because a durable checkpoint may be of a job whose record is gone.
+        # Above the base's generation too: a durable checkpoint may belong to a job whose record is gone.
         generation = max(newest[0], base.generation) + 1
         self.writer.write(
             Record(
@@ -93,9 +93,9 @@ class Starts:
         )
 
     def _may_start(self, record: Record | None, open_: list[Peer], regular: list[Peer]) -> bool:
-        """Whether the job begins now: the replicas are enough, and the rest had its time to come.
+        """Whether the job begins now: enough replicas are there, and the time to wait for the others is over.
 
-        If the job has run, each checkpoint server that may hold its newest state must have been heard.
+        If the job has run, the leader must have heard each checkpoint server that may hold its newest state.
         """
         if not open_ or len(open_) < self.limits.least:
             self.waiting_since = None
@@ -115,7 +115,7 @@ class Starts:
     def awaited_own_state(self, peers: list[Peer]) -> Peer | None:
         """The replica whose script begins at the newest step, while no server says that it holds that state.
 
-        It has the grace period, because a trainer copies its state while it registers.
+        The leader waits for the grace period, because a trainer copies its state while it registers.
         """
         if not peers:
             return None
@@ -133,9 +133,9 @@ class Starts:
 
     @property
     def start_wait_s(self) -> float:
-        """How long a start waits for all its replicas.
+        """How long a start waits for all replicas.
 
-        A job that has run goes on soon with those present, because the others join while it runs.
+        A job that has run waits for a short time only, because later replicas can join while it runs.
         """
         wait_s = self.state.config.policy.start_wait_s
         return wait_s if self.state.record is None else min(wait_s, COLD_WAIT_S)
@@ -146,8 +146,8 @@ class Starts:
     def candidates(self) -> list[Peer]:
         """The replicas that could begin a generation, those with penalties only if the others are too few.
 
-        The first generation takes every session that no kernel contradicts, because some of thousands are
-        always silent for a while. After a loss, silence may be the only sign of the lost ones, and counts.
+        A silent session counts for the first generation, because some of thousands are always silent for a
+        while. It does not count for a later one, because silence may be the only sign of a death.
         """
         live, now = self.state.liveness, self.state.now
         there = [p for p in live.peers.values() if p.connected]
@@ -180,8 +180,8 @@ class Starts:
     def newest_of_another_store(self) -> tuple[int, int]:
         """The newest generation and epoch that the sessions have known although the store is empty.
 
-        The store was wiped or replaced while their job ran. The next generation is above both, because these
-        numbers name links, published gradients and states. The processes' step counts too.
+        The store was wiped or replaced while their job ran. The next generation and epoch must be above both,
+        because these numbers name links, published gradients and states. The processes' step counts too.
         """
         peers = [p for p in self.state.liveness.peers.values() if p.connected]
         generation = max((p.generation for p in peers), default=0)

@@ -17,7 +17,7 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.assignment import waits_for_data
 
-# With so many replicas the leader plans for many frequent events together.
+# From this many replicas on the leader plans once for many frequent events.
 MANY = 256
 
 
@@ -27,42 +27,42 @@ class LeaderConfig:
 
     policy: Policy = field(default_factory=Policy)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
-    coalesce_s: float = 0.01  # deaths noticed within it share one epoch
-    rebuild_s: float = 0.1  # from an abort until the same members form again; doubled with every try
+    coalesce_s: float = 0.01  # deaths noticed within this time share one epoch
+    rebuild_s: float = 0.1  # from an abort to the same members' new ring; doubled with every try
     rebuild_limit_s: float = 5.0
     complaints_s: float = 0.3  # from the first word of a missing link until the leader answers it
     autonomy_s: float = 1800.0
     autonomy_margin_s: float = 60.0
-    failures: int = 3  # so many within ``failures_s`` keep a replica or a host out; 0: never
+    failures: int = 3  # this many within ``failures_s`` keep a replica or a host out; 0: never
     failures_s: float = 1800.0
-    half_life_s: float = 86400.0  # after so long a failure makes its host half as suspect
+    half_life_s: float = 86400.0  # after this time a failure of a host counts half
 
 
 @dataclass(slots=True)
 class EpochState:
-    """The answers in the epoch in force. Each new record begins an empty one, at ``since``."""
+    """The answers in the epoch in force. Each new record begins an empty ``EpochState`` at ``since``."""
 
     since: float
     reports: dict[str, m.Report] = field(default_factory=dict)
     decision: m.Resume | None = None
     rows: dict[str, m.Resume] = field(default_factory=dict)  # the decision for each member with a row
     no_row: m.Resume | None = None  # the decision for all others
-    stopped: str = ""  # why it cannot be decided: the job needs a person
-    running: dict[str, int] = field(default_factory=dict)  # replica -> a round of it that it entered
+    stopped: str = ""  # why the leader cannot decide this epoch: the job needs an operator
+    running: dict[str, int] = field(default_factory=dict)  # replica -> a round of this epoch that it entered
     aborted: dict[str, m.Aborted] = field(default_factory=dict)
     aborted_at: float = 0.0
-    unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by the member that complains
+    unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)  # replica -> the members it misses
     complained_at: float = 0.0  # when the first complaint came, or the leader last waited for more
     cut_off: set[str] = field(default_factory=set)  # left out for a missing link
     pending_evictions: dict[str, str] = field(default_factory=dict)
     decided_at: float = 0.0
     not_counted_as_failure: set[str] = field(default_factory=set)  # evicted for an operator, link or state
-    slow_joiners: set[str] = field(default_factory=set)  # blocking joins that did not get in
+    slow_joiners: set[str] = field(default_factory=set)  # their blocking joins took too long
     cannot_continue: set[str] = field(default_factory=set)  # their state is of no use, or wrong
     evictions_since: float = 0.0
-    # Processes that an epoch since the last forced one listed, and that the record does not.
+    # Processes that an epoch since the last forced epoch listed, and that the present record does not list.
     departed: frozenset[ReplicaProcess] = frozenset()
-    ended_at: float | None = None  # when all had finished but newcomers without a round
+    ended_at: float | None = None  # when all members but newcomers without a round had finished
 
 
 class JobState:
@@ -73,10 +73,10 @@ class JobState:
         self.config = config
         self.store_id = ""
         self.leading = False
-        self.record: Record | None = None  # as the store has it
+        self.record: Record | None = None  # the record that the store holds
         self.liveness = Liveness(config.liveness, now)
         self.epoch = EpochState(now)
-        self.autonomy_s = 0.0  # the longest that any session has named
+        self.autonomy_s = 0.0  # the longest ``autonomy_s`` that any session has named
         self.now = now
         self.unix_offset_s = 0.0  # the time of day minus ``now``
 
@@ -86,7 +86,7 @@ class JobState:
         return self.now + self.unix_offset_s
 
     def top_step(self) -> int:
-        """The highest step of any member, else that of the base; the last one of a complete job.
+        """The highest step of any member; else the base's step; for a complete job its last step.
 
         The call looks at every peer.
         """
@@ -101,9 +101,9 @@ class JobState:
 
     @property
     def out_of_sight_s(self) -> float:
-        """A process that has been out of contact for so long commits no more.
+        """After this time out of contact a process has stopped itself, so it commits nothing any more.
 
-        A trainer has its own setting. The record knows those of members that this leader has not heard.
+        Each trainer has its own ``autonomy_s``. The record holds the longest, for members not heard yet.
         """
         named = self.record.autonomy_s if self.record is not None else 0.0
         return max(self.config.autonomy_s, self.autonomy_s, named) + self.config.autonomy_margin_s
@@ -132,9 +132,9 @@ class JobState:
         return self.record is not None and peer.generation == self.record.generation
 
     def is_recent(self, fence: Fence) -> bool:
-        """Whether no forced epoch came since ``fence``, so that a member's message about it still counts.
+        """Whether a member's message about ``fence`` still counts: no forced epoch came after that fence.
 
-        None counts at the end of the job, where links end because all members go.
+        At the end of the job no such message counts, because links end there as all members leave.
         """
         record = self.record
         if record is None or record.complete or fence.generation != record.generation:
@@ -142,7 +142,7 @@ class JobState:
         return record.forced <= fence.epoch <= record.epoch
 
     def is_parked(self, record: Record) -> bool:
-        """Rule 7: whether its members stand still: they are too few, or none can read a part of the data."""
+        """Rule 7: whether the members stand still: they are too few, or none can read a part of the data."""
         if not self.is_decided(record):
             return False
         return self.is_short(record) or waits_for_data(record.sharing, record.roster)
@@ -164,10 +164,10 @@ class JobState:
         return self.liveness.suspicion(peer.session, self.now)
 
     def knows(self, member: Member) -> bool:
-        """Whether it knows every step that may be committed.
+        """Whether this member knows every step that may be committed.
 
-        A joining member does once it has entered a round of this epoch with its own state there: from then on
-        no step is committed without it.
+        A joining member knows them once it has entered a round of this epoch with its own state at that step.
+        After that no step is committed without it.
         """
         if not member.joining:
             return True
@@ -183,7 +183,7 @@ class JobState:
         return any(self.knows(x) for x in others)
 
     def addressed(self, member: Member) -> Member:
-        """The entry with the present URLs of its checkpoint servers, which may have moved."""
+        """The member's entry with the present URLs of its checkpoint servers, which may have changed."""
         status = self.liveness.statuses.get(member.replica)
         if not member.ranks and (status is None or status.ckpt == member.ckpt):
             return member
@@ -194,11 +194,11 @@ class JobState:
         return replace(member, ckpt=urls[0], ranks=ranks)
 
     def proven(self, member: Member) -> Member:
-        """The entry for the next epoch: without the mark of a newcomer that has proven itself."""
+        """The member's entry for the next epoch: no longer ``joining`` once the member knows every step."""
         knows, entry = self.knows(member), self.addressed(member)
         awaited = member.blocking_join and not knows
         if (entry.joining, entry.blocking_join) == (not knows, awaited):
-            return entry  # nearly all: a new epoch of thousands copies hardly any entry
+            return entry  # nearly every entry: so a new epoch of thousands of members copies few
         return replace(entry, joining=not knows, blocking_join=awaited)
 
     def deaths(self) -> list[tuple[str, tuple[Death, ...]]]:
@@ -215,7 +215,7 @@ class JobState:
 
     @property
     def is_large(self) -> bool:
-        """Whether the sessions, or the members that may still come back to this leader, are many."""
+        """Whether there are many sessions, or many members that may still come back to this leader."""
         return len(self.liveness.peers) >= MANY or (
             self.record is not None and len(self.record.roster) >= MANY
         )
@@ -258,7 +258,7 @@ class RosterLimits:
 
     @property
     def full(self) -> int:
-        """With so many members no spare is needed."""
+        """The number of members from which on the job needs no spare."""
         return min(self.overrides.max_replicas or self.state.config.policy.start_replicas, self.most)
 
     def apply(self, event: io.Operator) -> None:

@@ -41,7 +41,7 @@ class LivenessView:
 
     @property
     def lateness_s(self) -> float:
-        """How much longer than usual silence is tolerated, because the leader itself was late."""
+        """How much longer the leader tolerates silence now, because it was called late itself."""
         return self._liveness.late_s
 
     def statuses(self, rank: int = 0) -> Mapping[str, LastStatus]:
@@ -87,7 +87,7 @@ class LivenessView:
         return self._liveness.suspicion(session, now)
 
     def last_contact(self, member: Member, now: float) -> float:
-        """When the leader last heard of this process; the election at the earliest."""
+        """When the leader last heard of this process; the time of its election if it has not heard of it."""
         return self._liveness.last_contact(member, now)
 
 
@@ -109,7 +109,7 @@ class EpochView:
 
     @property
     def decision(self) -> m.Resume | None:
-        """How a forced epoch goes on, once the leader has decided it."""
+        """The leader's decision for a forced epoch; None before the decision."""
         return self._epoch.decision
 
     @property
@@ -235,7 +235,7 @@ class LeaderView:
 
     @property
     def ring_rebuild_at(self) -> float:
-        """When the same members connect their ring again after an abort."""
+        """When the same members rebuild their ring after an abort."""
         return self._core.rebuilds.rebuild_due
 
     # --- who takes part --------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class LeaderView:
 
     @property
     def coalesce_s(self) -> float:
-        """Deaths noticed within so many seconds share one epoch."""
+        """Deaths that the leader notices within this many seconds share one epoch."""
         return self._core.state.config.coalesce_s
 
     @property
@@ -281,7 +281,7 @@ class LeaderView:
 
     @property
     def out_of_contact_limit_s(self) -> float:
-        """A process that has been out of contact for so long commits no more."""
+        """After this many seconds out of contact a process commits nothing any more."""
         return self._core.state.out_of_sight_s
 
     @property
@@ -291,7 +291,7 @@ class LeaderView:
 
     @property
     def notified_refusals(self) -> Mapping[str, str]:
-        """Joiner -> why the leader does not admit it, as it was notified."""
+        """Joiner -> the reason last sent to it why the leader does not admit it."""
         return MappingProxyType(self._core.admission.waiting_outside)
 
     def admission_refusal(self, peer: Peer) -> str:
@@ -303,14 +303,14 @@ class LeaderView:
         return self._core.admission.readmission_backoff.get(peer.process, Backoff())
 
     def was_evicted_in_user_code(self, peer: Peer) -> bool:
-        """Whether the others waited too long for this process, which has not come back from its user code."""
+        """Whether this process was evicted because of long user code, and is still in it."""
         return peer.process in self._core.admission.evicted_in_user_code
 
     # --- operators and hosts ---------------------------------------------------------------------------
 
     @property
     def overrides(self) -> OperatorOverrides:
-        """The operators' overrides, which the record has with the next write."""
+        """The operators' overrides, which the next write puts into the record."""
         return self._core.limits.overrides
 
     @property

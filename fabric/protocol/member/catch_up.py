@@ -1,7 +1,7 @@
 """Catch-up: a state from other servers, then published gradients.
 
 One fetch runs at a time. The main thread installs a fetched state. The user's update code applies published
-gradients one by one, until the member is at its step.
+gradients one by one, until the member's state is at the step at which it goes on.
 """
 
 from fabric.model import SnapshotRef
@@ -16,7 +16,7 @@ from fabric.protocol.messages import network as m
 
 
 class CatchUp:
-    """Brings a member that is behind to its step."""
+    """Brings a member that is behind to the step at which it goes on."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class CatchUp:
             return
         own, theirs = self._memory.state, message.state
         if own.digest and (own.step, own.digest) == (theirs.step, theirs.digest):
-            # My state equals theirs, though it is of another generation.
+            # My state equals the members' state, although it is of another generation.
             self._memory.state = MemberState(newest.generation, own.step, own.digest)
         if self._memory.state.generation != newest.generation or theirs.step > own.step:
             self._memory.state.generation = 0
@@ -56,7 +56,7 @@ class CatchUp:
             self.fetch = Fetch(urls=message.urls)
 
     def _start_from(self, message: m.StateSources) -> None:
-        """Load this state in place of mine, unless mine is there or on the way already."""
+        """Load this state in place of mine, unless I hold it or fetch it already."""
         assert self._epochs.newest is not None
         wanted = message.state
         there = (
@@ -69,7 +69,7 @@ class CatchUp:
         self.want(wanted, message.urls)
 
     def want(self, wanted: SnapshotRef | None, urls: tuple[str, ...] = ()) -> None:
-        """Fetch this state next (None: nothing). The fetch under way ends first, without effect."""
+        """Fetch this state next (None: nothing). The fetch under way ends first; its result is dropped."""
         old = self.fetch
         if old.doing == "gradient":
             self._context.emit(io.CancelFetch())
@@ -93,7 +93,7 @@ class CatchUp:
             self._context.stop(1, event.why)
         elif not fetch.void:
             self.fetch = Fetch()
-            # Rule 8: a state of the last generation does not matter in this one, which begins from another.
+            # Rule 8: a state of the last generation is of no use, because this one begins from another state.
             if self._epochs.newest is not None and fetch.generation == self._epochs.newest.generation:
                 self.cannot_catch_up(event.why, event.unusable)
 
@@ -140,7 +140,7 @@ class CatchUp:
             and self._epochs.mode is Mode.OUTSIDE
             and self._session.contact.connected
         ):
-            # Perhaps the job stands still; perhaps the servers have moved.
+            # Perhaps the job commits no steps; perhaps the servers have other addresses now.
             self._request_state(f"no server delivers the gradient of step {event.step}")
 
     def _request_state(self, why: str) -> None:
@@ -195,7 +195,7 @@ class CatchUp:
                 self._request_state("I do not catch up by replay")
         elif self._memory.state.generation == newest.generation:
             if not self._memory.waiting:
-                return  # the main thread may still read the buffer of the last gradient
+                return  # the main thread may still read the last gradient's buffer
             roster = [x.ckpt for x in newest.roster if x.replica != self._context.replica]
             urls = tuple(dict.fromkeys([*self.fetch.urls, *roster]))
             fetch.doing = "gradient"

@@ -1,4 +1,4 @@
-"""The parts of a member core share its identity, its settings, the time, and the effects of this turn."""
+"""The context that all parts of a member core share: identity, settings, time, effects of the present event."""
 
 from fabric.model import Poison
 from fabric.protocol.member.state import MemberConfig, MemberIdentity
@@ -12,8 +12,8 @@ class CoreContext:
         self.identity = identity
         self.config = config
         self.now = now  # when the present event came
-        self.effects: list[io.Effect] = []  # of that event so far, in order
-        self.stopped = False  # the core handles no further event
+        self.effects: list[io.Effect] = []  # the effects of the present event so far, in order
+        self.stopped = False  # whether the core has stopped: it handles no further event
 
     @property
     def replica(self) -> str:

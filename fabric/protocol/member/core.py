@@ -1,14 +1,12 @@
 """The member core: one replica's part in epochs, rounds, recovery and joining. Pure.
 
 ``handle(event, now)`` returns the effects to perform, ``next_deadline()`` the time of the next Tick. Rule
-numbers are those of docs/protocol.md. Three things move independently and meet here: the main thread (user
-code, then waiting), the round (exchange and votes), and the epochs that the leader announces. After every
-event
+numbers are those of docs/protocol.md. Three things change independently: the main thread (user code, then
+waiting), the round (exchange and votes), and the epochs that the leader announces. After every event
 ``_advance`` starts every stage that has become possible.
 
-Each part of the core owns its fields and takes the parts that it needs, which never need it: ``memory``,
-``epochs``, ``session``, ``serving``, ``rounds``, ``catch_up``, ``ending``, ``link_watch`` and
-``membership``, in this order.
+Each part of the core owns its fields and uses only parts before it in this order: ``memory``, ``epochs``,
+``session``, ``serving``, ``rounds``, ``catch_up``, ``ending``, ``link_watch``, ``membership``.
 """
 
 from collections.abc import Callable
@@ -32,7 +30,7 @@ from fabric.protocol.messages import network as m
 
 
 class MemberCore:
-    """Takes events and returns effects. My checkpoint server still holds ``snapshots`` from before."""
+    """Takes events and returns effects. My checkpoint server holds ``snapshots`` of an earlier process."""
 
     def __init__(
         self,
@@ -110,22 +108,22 @@ class MemberCore:
         context.effects = []
         if not context.stopped:
             self._handlers[type(event)](event)
-            if not isinstance(event, io.RingWaitsFor):  # it starts no stage
+            if not isinstance(event, io.RingWaitsFor):  # this event starts no stage
                 self._advance()
                 self.link_watch.probe_when_due()
-                if self.session.is_beat_due:  # to name the missing of thousands of members takes long
+                if self.session.is_beat_due:  # checked first, because listing the missing members takes long
                     self.session.beat(self.rounds.missing())
         return context.effects
 
     def next_deadline(self) -> float | None:
-        """When to call again with Tick at the latest."""
+        """Return the latest time at which the shell must send a Tick."""
         next_beat = self.session.contact.next_beat if self.session.contact.connected else None
         next_probe = self.epochs.links.next_probe if self.link_watch.may_probe() else None
         dues = [self.rounds.stall_deadline(), self.ending.end_deadline(), next_beat, next_probe]
         return None if self.context.stopped else min((d for d in dues if d is not None), default=None)
 
     def _advance(self) -> None:
-        """Start what the last event made possible; at most one thing for the main thread."""
+        """Start every stage that the last event made possible; at most one of them is for the main thread."""
         if self.memory.waiting:
             self._advance_main()
         self.catch_up.fetch_when_behind()
@@ -154,10 +152,10 @@ class MemberCore:
     # --- events that concern several parts -------------------------------------------------------------
 
     def on_tick(self, _: io.Tick) -> None:
-        """Time has passed: ``_advance`` looks at what is due."""
+        """Do nothing: ``_advance`` looks at what is due after every event."""
 
     def on_peer(self, event: io.FromPeer) -> None:
-        """Take a member's message, about its end or a round."""
+        """Take another member's message, about its end or a round."""
         if isinstance(event.message, m.Finished):
             self.ending.on_finished(event, event.message)
         elif self.rounds.on_peer(event):
@@ -167,7 +165,7 @@ class MemberCore:
         self._leader_handlers[type(event.message)](event.message)
 
     def on_connected(self, _: io.LeaderConnected) -> None:
-        """Open the session; forget a request of the last one, which may never have arrived."""
+        """Open the session; forget the request of the last session, which may never have arrived."""
         self.session.open(self.serving.snapshots)
         if self.catch_up.fetch.doing == "asked":
             self.catch_up.fetch.doing = ""

@@ -1,9 +1,9 @@
 """The end of a member's loop: rule 12 of docs/protocol.md.
 
 The first step at which a member has finished is the end of the job, because a further commit needs that
-member's contribution. So members tell each other over their own links. A loop that wants more ends there
-with an error. A loop that ended before it had caught up ends with an error at once. When all members have
-finished, the job is over, with or without a lighthouse.
+member's contribution. So members tell each other over their own links. A loop that asks for a step after the
+end stops with an error. A loop that ends before its replica has caught up stops with an error at once. When
+all members have finished, the job is over, with or without a lighthouse.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from fabric.protocol.member.state import (
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# Once all members have finished, a leader has so many seconds to mark the job complete: one that answers, as
-# its store may be away, and one that may come back.
+# Once all members have finished, they wait this many seconds for a leader to mark the job complete: with a
+# session (its store may be away), and without one (a leader may come back).
 LEADER_S = 30.0
 NO_LEADER_S = 5.0
-# A member remembers so many finished processes; beyond that only those in the newest roster.
+# A member remembers at most this many finished processes; beyond it only those in the newest roster.
 MOST_HEARD = 4096
-# The modes of a process that is, or was until a moment ago, at the step of its job.
+# The modes of a process whose state is, or was just before, at the job's step.
 _THERE = (Mode.RUN, Mode.ABORTED, Mode.REPORTED)
 _ADVICE = "let it count session.committed_step, so that all loops end at the same step"
 
@@ -50,12 +50,12 @@ class Ending:
         self._session = session
         self._rounds = rounds
         self._catch_up = catch_up
-        self.finished_peers: dict[ReplicaProcess, tuple[int, int]] = {}  # at which (generation, step)
-        self.notified_epochs: set[int] = set()  # their members have heard that I finished
-        self.all_finished_since = -1.0  # when I first knew that all members have finished; negative before
+        self.finished_peers: dict[ReplicaProcess, tuple[int, int]] = {}  # process -> its (generation, step)
+        self.notified_epochs: set[int] = set()  # epochs whose members I have told that I finished
+        self.all_finished_since = -1.0  # when I learned that all members have finished; negative before
 
     def on_finished(self, event: io.FromPeer, message: m.Finished) -> None:
-        """Note that a process has finished; that stays true in later epochs."""
+        """Note that a process has finished. The note stays true in later epochs."""
         heard, newest = self.finished_peers, self._epochs.newest
         if message.why and self._session.contact.finished:
             why = f"{event.replica} wanted more when this loop ended, which was the end of the job"
@@ -70,7 +70,7 @@ class Ending:
             self.finished_peers = listed
 
     def on_complete(self, message: m.Complete) -> None:
-        """End the process: well only if a loop that has ended holds the final state (rule 12).
+        """End this process: without an error only if its loop has ended with the final state (rule 12).
 
         The shell ends a loop that still runs.
         """
@@ -81,7 +81,7 @@ class Ending:
             return
         why = f"the job is complete at step {message.step}, and this loop ended at step {state.step}"
         if state.step == message.step:
-            # Its generation was given up, or its state was called wrong.
+            # My state is of a generation that was given up, or other members called it wrong.
             self._context.stop(
                 0, f"{why} with another state: the final state is with the replicas that finished"
             )
@@ -89,15 +89,15 @@ class Ending:
             self._context.stop(1, f"{why}: {_ADVICE}")
 
     def _has_finished(self, process: ReplicaProcess) -> bool:
-        """Whether this process has said so, in the generation of my state."""
+        """Whether this process has told me that it finished, in the generation of my state."""
         heard = self.finished_peers.get(process)
         return heard is not None and heard[0] == self._memory.state.generation
 
     def has_said_all(self, process: ReplicaProcess) -> bool:
         """Whether no round needs this process any more (rule 5).
 
-        It has finished, or it is drained and has prepared the last round, as I have. It may have heard every
-        vote before me.
+        It has finished, or it is drained and we both have prepared the last round: it may have received all
+        votes before me.
         """
         if self._has_finished(process):
             return True
@@ -133,12 +133,12 @@ class Ending:
         for record in (epochs.current, epochs.newest)[epochs.newest is epochs.current :]:
             if record is None or record.epoch not in epochs.links.up:
                 continue
-            # A drained member links the epoch without it, to get ready, and sends nothing there.
+            # A drained member makes the links of the epoch without it, to get ready, but sends nothing there.
             if record.lists(identity.replica, identity.incarnation):
                 yield record
 
     def _takes_part(self) -> bool:
-        """Whether rounds wait for my own state. They do not wait for a newcomer's before its first commit."""
+        """Whether rounds wait for my state. They do not wait for a newcomer before its first commit."""
         if self._epochs.mode not in _THERE or self._epochs.current is None:
             return False
         me = self._epochs.current.member(self._context.replica)
@@ -164,12 +164,12 @@ class Ending:
         names = _listed([name for name, at in steps.items() if at == first])
         why = f"{names} finished at step {first}, and this loop wants more"
         self._tell_members(why)
-        # So that no member waits for me, whose state is the final one too.
+        # My state is the final state too, so no member has to wait for me.
         self._context.emit(io.SendLeader(m.Finished(record.fence, step, why)))
         self._context.stop(1, f"{why}: {_ADVICE}")
 
     def _stop_when_left_behind(self) -> None:
-        """Rule 12: stop if my loop has ended before I caught up: replay is my own loop's work."""
+        """Rule 12: stop if my loop has ended before I caught up, because only a running loop can replay."""
         if self._takes_part():
             return
         step, ahead = self._memory.state.step, self._step_of_the_others()
@@ -180,9 +180,9 @@ class Ending:
         self._context.stop(1, f"this replica cannot go on: {why}; {_ADVICE}")
 
     def _step_of_the_others(self) -> int | None:
-        """The others' step, if my state cannot get there any more.
+        """The other members' step, if my state cannot get to it any more.
 
-        A newcomer in front of a round that others have entered is behind too: it does not end the job.
+        A newcomer at the step of a round that others have entered is behind too: it does not end the job.
         """
         step, round_ = self._memory.state.step, self._rounds.round
         if self._epochs.mode is Mode.CATCH_UP:
@@ -210,7 +210,7 @@ class Ending:
     def _tell_members(self, why: str = "") -> None:
         """Tell the members of each epoch once, when it is linked, that I have finished.
 
-        A newcomer tells it only after others, and only of the same step.
+        A newcomer tells them only after another member has finished at the same step.
         """
         step = self._memory.state.step
         follows = any(at == step and self._has_finished(x) for x, (_, at) in self.finished_peers.items())
@@ -225,7 +225,7 @@ class Ending:
                         self._context.emit(io.SendPeer(x.replica, x.incarnation, message))
 
     def end_deadline(self) -> float | None:
-        """Rule 12: when I end alone, if no leader says before that the job is complete."""
+        """Rule 12: when I end alone, unless a leader marks the job complete first."""
         if not self._session.contact.finished:
             return None
         autonomy_end = self._session.contact.last + self._context.config.autonomy_s
@@ -275,7 +275,7 @@ class Ending:
 
 
 def _listed(names: list[str]) -> str:
-    """For sentences: "r0", "r0 and r2", "r0, r2 and 5 more"."""
+    """Join names for a sentence: "r0", "r0 and r2", "r0, r2 and 5 more"."""
     if len(names) > 3:
         return f"{', '.join(names[:2])} and {len(names) - 2} more"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -14,14 +14,14 @@ from fabric.protocol.messages import network as m
 
 
 class KnownEpochs:
-    """The epoch in force and the newest one, my report, the decision, and the links of both."""
+    """The epoch in force, the newest epoch, the links of both, my report, and the leader's decision."""
 
     def __init__(self, context: CoreContext, memory: MemberMemory) -> None:
         self._context = context
         self._memory = memory
         self.mode = Mode.OUTSIDE
         self.current: Record | None = None  # the epoch I run in (or last ran in)
-        self.newest: Record | None = None  # the newest that I have heard of
+        self.newest: Record | None = None  # the newest epoch that I have heard of
         self.report: m.Report | None = None  # my answer to the newest forced epoch
         self.resume: m.Resume | None = None  # the decision of the epoch in force
         self.links = LinkState()
@@ -47,7 +47,7 @@ class KnownEpochs:
         return record.fence if record is not None else Fence("", 0, 0)
 
     def is_awaited(self, record: Record) -> bool:
-        """Whether the others wait in this epoch for my state."""
+        """Whether the other members wait in this epoch until I have loaded my state."""
         me = record.member(self._context.replica)
         return me is not None and me.blocking_join and me.incarnation == self._context.identity.incarnation
 

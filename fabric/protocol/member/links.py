@@ -11,7 +11,7 @@ from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# Seconds between two probes of the members: while all are reached, and while a link flaps.
+# Seconds between two probes of the members: while all of them are reached; while a link flaps.
 PROBE_S = 5.0
 PROBE_AGAIN_S = 0.5
 # In larger rosters a newcomer probes only members that it could not reach before.
@@ -19,7 +19,7 @@ MAX_PROBED = 64
 
 
 class LinkWatch:
-    """Acts on the state of the links, which lies with the epochs."""
+    """Acts on changes of the links. ``KnownEpochs`` holds their state."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class LinkWatch:
 
     def on_link_lost(self, event: io.LinkLost) -> None:
         if self._ending.has_said_all(ReplicaProcess(event.replica, event.incarnation)):
-            return  # rule 5: it leaves, and no round needs it any more
+            return  # rule 5: that member leaves, and no round needs it any more
         if event.silent:
             self._epochs.links.silent.add(event.replica)
         for record in (self._epochs.current, self._epochs.newest):
@@ -81,7 +81,7 @@ class LinkWatch:
         if newest is None or not newest.lists(event.replica, event.incarnation):
             return
         if event.silent:
-            # Complain before another try: the leader weighs all complaints of a cut together.
+            # Complain before the next try, because the leader collects all complaints about a cut link.
             self._complain(f"the link to {event.replica} ended: {event.why}", event.replica)
         self._context.emit(io.LinkUp(newest))
 
@@ -108,7 +108,7 @@ class LinkWatch:
     def on_probed(self, event: io.Probed) -> None:
         links = self._epochs.links
         links.probing = False
-        # A link that was cut may flap: probe often until all links of an epoch have stood.
+        # A link that was cut may be cut again: probe often until all links of an epoch are up.
         links.flaps = links.flaps or bool(links.silent or event.unreachable)
         links.next_probe = self._context.now + (PROBE_AGAIN_S if links.flaps else PROBE_S)
         if self._epochs.mode is not Mode.OUTSIDE:

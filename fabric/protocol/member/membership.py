@@ -63,7 +63,7 @@ class Membership:
         self._context.emit(io.WriteJournal("outside", self._epochs.epoch(), self._memory.state.step, why))
 
     def first_data(self) -> None:
-        """Rule 9: a newcomer learns from the first contribution of its epoch which step is under way."""
+        """Rule 9: take the step under way from the first contribution of the epoch that a newcomer joined."""
         record = self._epochs.newest
         if self._epochs.mode is not Mode.JOINED or record is None or record.is_forced:
             return
@@ -98,7 +98,7 @@ class Membership:
         self._hear_of(message.record)
 
     def on_change(self, message: m.RosterDelta) -> None:
-        """Take an epoch as a roster delta; ask for all of it if I do not hold the roster before (rule 6)."""
+        """Rule 6: apply a roster delta; ask for the whole epoch if I do not hold the roster before it."""
         self._session.contact.changes = True
         record = roster_delta.applied(message, self._epochs.newest)
         if record is not None:
@@ -115,7 +115,7 @@ class Membership:
         if not self._is_news(record):
             return
         if self._epochs.newest is not None and record.generation != self._epochs.newest.generation:
-            self._catch_up.want(None)  # the state on its way is of a generation that is over
+            self._catch_up.want(None)  # the state that is being fetched is of a generation that is over
         self._epochs.newest = record
         if self._is_leaving(record):
             self._context.emit(io.LinkUp(record))
@@ -123,7 +123,7 @@ class Membership:
         if not record.lists(self._context.replica, self._context.identity.incarnation):
             if self._epochs.mode is not Mode.OUTSIDE:
                 self._leave(f"epoch {record.epoch} goes on without me: {record.reason}")
-            # Rule 4 of the leader: it admits only a newcomer that has heard of this epoch.
+            # Rule 4 of the leader: it admits only newcomers that have heard of this epoch.
             self._session.contact.next_beat = self._context.now
             return
         if self._epochs.mode is Mode.OUTSIDE:
@@ -154,14 +154,14 @@ class Membership:
         return record.fence > newest.fence
 
     def _begin_another_life(self, record: Record) -> bool:
-        """Rule 6, another store: forget the last life of the job; return whether I go on."""
+        """Rule 6, another store: forget the job of the former store; return whether I go on."""
         assert self._epochs.newest is not None
         if self._epochs.mode is not Mode.OUTSIDE:
             self._leave("the control store was wiped or replaced: the job begins again")
         if self._context.stopped:
             return False
         if record.epoch <= self._epochs.newest.epoch:
-            # Epochs name links and exchanges, so they must only grow in the life of a process.
+            # Epoch numbers name links and exchanges, so they must only grow in the life of a process.
             self._context.stop(
                 75,
                 f"the control store was replaced by one whose job is at epoch {record.epoch}, and this "
@@ -181,15 +181,15 @@ class Membership:
         if self._catch_up.fetch.doing == "asked":
             self._catch_up.fetch.doing = ""
         if self._epochs.is_awaited(record):
-            # The others wait with a state of theirs, so mine does not count.
+            # The other members wait with their own state, so mine does not count.
             self._memory.state.generation = 0
             self._catch_up.want(None)
         elif not record.is_forced and self._memory.state.generation != record.generation:
-            # I was admitted for a state that I have lost since.
+            # The leader admitted me for a state that I have lost since.
             self._catch_up.cannot_catch_up("I hold no state of this generation any more")
 
     def _is_leaving(self, record: Record) -> bool:
-        """Whether I am drained: then I stay in my round until all are ready for the epoch without me."""
+        """Whether I am drained. I then stay in my round until all are ready for the epoch without me."""
         if record.is_forced or self._epochs.current is None or self._epochs.mode is not Mode.RUN:
             return False
         me = self._epochs.current.member(self._context.replica)
@@ -248,7 +248,7 @@ class Membership:
             outvoted=self._memory.state.outvoted,
             parted=self._memory.state.parted,
             unconfirmed=entry is not None and self._memory.agreed < entry.since,
-            # Micro-batches under way count: the main thread finishes them before I contribute again.
+            # Micro-batches under way are listed too: the main thread finishes them before I contribute again.
             have=() if self._memory.kept_gradient.stale else tuple(sorted(self._memory.kept_gradient.have)),
             committed_digest=self._memory.state.committed_digest,
         )
@@ -256,7 +256,10 @@ class Membership:
         self._context.emit(io.LinkUp(record))
 
     def _send_report(self, report: m.Report, record: Record) -> None:
-        """Name only the members that the round lacked, if the leader understands that."""
+        """Send the report; in place of the round's roster name only the members that the round lacked.
+
+        An older leader does not understand that, and gets the roster.
+        """
         if self._session.contact.changes:
             there = frozenset(report.round_roster)
             lacked = tuple(n for n in record.names if n not in there) if report.round_epoch else ()
@@ -264,13 +267,13 @@ class Membership:
         self._context.emit(io.SendLeader(report))
 
     def on_resume(self, message: m.Resume) -> None:
-        """Rule 8."""
+        """Rule 8: follow the leader's decision for a forced epoch."""
         record = self._epochs.newest
         if self._epochs.mode is not Mode.REPORTED or record is None or message.fence != record.fence:
             return
         assert record.is_forced
         if self._context.now - self._session.contact.last > self._context.config.autonomy_s:
-            # Rule 10: a new generation may have begun since; an answered heartbeat tells.
+            # Rule 10: a new generation may have begun. The next answered heartbeat shows whether it has.
             self._session.contact.unheeded = message
             self._session.contact.next_beat = self._context.now
             return
@@ -279,7 +282,7 @@ class Membership:
         self._context.emit(io.WriteJournal("resume", record.epoch, message.step, message.reason))
         outdated = self._memory.state.generation != record.generation and not self._epochs.is_awaited(record)
         if record.cold == record.epoch or outdated:
-            # Outdated: the decision of the cold start never reached me, or my fetch of its base failed.
+            # My state is outdated: the cold start's decision never came, or my fetch of its base failed.
             self._start_generation(record)
         prepared = self._rounds.prepared
         if prepared is not None and self._may_commit(prepared, message):
@@ -309,12 +312,12 @@ class Membership:
         )
 
     def _start_generation(self, record: Record) -> None:
-        """Rule 6 of the leader: keep my state if it is the base, else fetch that."""
+        """Rule 6 of the leader: keep my state if it is the generation's base, else fetch the base."""
         base = record.base
         self._rounds.prepared, self._session.contact.fallen = None, None
         self._memory.drop_kept()
         if self._context.identity.durable is None and not base.generation:
-            # Rule 8: no other replica has read it either, and it may hold a state of this job.
+            # Rule 8: no replica has read durable storage, which may hold a state of this job.
             self._context.stop(
                 75, "the job would begin from nothing, and durable storage has not been read here"
             )

@@ -6,19 +6,19 @@ from fabric.protocol.messages import member_events as io
 
 
 class MemberMemory:
-    """The memory of the trainer process. Only the main thread changes it, while it performs an effect."""
+    """The memory of the trainer process. Only its main thread changes state and gradient, by effects."""
 
     def __init__(self, context: CoreContext, state: MemberState) -> None:
         self._context = context
         self.state = state
         self.kept_gradient = KeptGradient()
         self.waiting = False  # whether the main thread waits for a Compute, Apply, Install, ...
-        self.loaded = -1  # the step of the state that was loaded last: its digest does not prove my updates
+        self.loaded = -1  # the step of the last loaded state: its digest does not prove my own updates
         self.empty = -1  # the newest step that was committed with total weight 0
-        self.agreed = 0  # the newest epoch in which a later state of mine had another member's digest
+        self.agreed = 0  # the newest epoch in which a state that I updated had another member's digest
 
     def drop_kept(self) -> None:
-        """Forget the kept gradient, at once or when the main thread has finished adding to it."""
+        """Forget the kept gradient: at once, or when the main thread has finished adding to it."""
         if not self.waiting and self.kept_gradient.computing:
             self.kept_gradient.stale = True
             return
@@ -27,7 +27,7 @@ class MemberMemory:
         self.kept_gradient = KeptGradient()
 
     def lacks_digest(self) -> bool:
-        """Whether my state's digest is due and still being taken (rule 1); ask for it then."""
+        """Rule 1: return whether my state's digest is due and still being taken; if so, ask for it."""
         state = self.state
         if state.later and not state.asked:
             state.asked = True

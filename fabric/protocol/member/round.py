@@ -23,7 +23,7 @@ class Round:
     share: tuple[int, ...] = ()  # the micro-batches that this member still has to compute
     contributed: bool = False
     exchanging: bool = False
-    begun: float = -1.0  # when every member was in, and none had an excuse any more
+    begun: float = -1.0  # when every member had contributed, and none was still catching up
     gradient_digest: str = ""
     nonfinite: str = ""  # as in Exchanged
     nonfinite_input: str = ""
@@ -49,14 +49,14 @@ class Round:
         )
 
     def missing(self) -> tuple[str, ...]:
-        """The members whose contribution, or else vote, this round waits for."""
+        """The members whose contribution this round waits for; once all are here, those whose vote it lacks."""
         late = tuple(n for n in self.record.names if n not in self.contributions)
         if late or not self.gradient_digest:
             return late
         return tuple(n for n in self.record.names if n not in self.votes)
 
     def everybody_in(self) -> bool:
-        """Whether I reduce, and every contribution is here."""
+        """Whether my reduction has begun, and every contribution is here."""
         return self.exchanging and all(n in self.contributions for n in self.record.names)
 
     def complete(self) -> bool:
@@ -88,23 +88,23 @@ class Round:
         return list(layouts.values())
 
     def parted(self) -> str:
-        """Say where the states under this round differ, by these votes; empty where the digests agree."""
+        """Say where the members' states before this round differ, by their votes; empty if they agree."""
         for alike in self._states():
             if len(set(alike.values())) > 1:
                 return differences({name: self.votes[name].entries for name in alike})
         return ""
 
     def is_disputed(self, name: str) -> bool:
-        """Whether a vote differs from that of ``name``, with which at most half of the roster agree.
+        """Whether a vote differs from the vote of ``name``, with which at most half of the roster agree.
 
-        Then no member has committed this round or will, because a commit takes every vote (rule 3).
+        Then no member has committed or will commit this round, because a commit takes every vote (rule 3).
         """
         digests = [vote.gradient_digest for vote in self.votes.values()]
         agree = digests.count(self.votes[name].gradient_digest) if name in self.votes else len(digests)
         return agree < len(digests) and 2 * agree <= len(self.record.roster)
 
     def is_outvoted(self, name: str, digest: str) -> bool:
-        """Whether most members with the layout of ``name`` voted for one state other than ``digest``.
+        """Whether most members with the layout of ``name`` voted for one other state digest than ``digest``.
 
         Empty digests do not count.
         """
@@ -115,12 +115,12 @@ class Round:
         return bool(digest and others) and 2 * max(others.values()) > len(alike)
 
     def culprits(self) -> str:
-        """Name the members whose votes say that their contribution was not finite; empty if none does."""
+        """Name the members that voted that their own contribution was not finite; empty if there are none."""
         tensors = sorted((n, b.nonfinite) for n, b in self.votes.items() if b.nonfinite)
         return ", ".join(f"{name} (its {tensor})" for name, tensor in tensors)
 
     def next_epoch(self) -> int:
-        """The epoch that every vote is ready for, or this one."""
+        """The next epoch if every vote is ready for it, otherwise the epoch of this round."""
         ready = {b.ready for b in self.votes.values()}
         return ready.pop() if len(ready) == 1 else self.record.epoch
 

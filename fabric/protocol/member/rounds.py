@@ -1,7 +1,7 @@
 """Rounds: compute, contribute, exchange, prepare, commit. Rules 1 to 5 and 9 of docs/protocol.md.
 
-Each stage starts when all that it needs is there: the main thread's gradient, the links, the reduction, the
-others' contributions, their votes.
+Each stage starts when its inputs are there: the main thread's gradient, the links, the reduction, the other
+members' contributions, their votes.
 """
 
 from fabric.errors import IllegalTransition
@@ -24,13 +24,13 @@ from fabric.protocol.rules.adaptive_timeout import AdaptiveTimeout
 from fabric.protocol.rules.assignment import Work, share_out, waits_for_data
 from fabric.protocol.rules.divergence import bounded
 
-# Rule 11: a heartbeat for a step goes at most this often, but at once for a while after a newcomer's request.
+# Rule 11: seconds between two heartbeats for steps; for a while after a newcomer's request, every step has one.
 STEP_BEAT_S = 0.25
 FOLLOWED_S = 5.0
 
 
 class Rounds:
-    """The round that this member is in, and the promise that outlives it."""
+    """The round that this member is in, and its prepared round: a promise that outlives an abort."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Rounds:
         self._session = session
         self._serving = serving
         self.round: Round | None = None
-        self.prepared: io.PreparedRound | None = None  # a promise: it outlives an abort, until the decision
+        self.prepared: io.PreparedRound | None = None  # a promise: kept after an abort until the decision
         self.last_round = LastRound()
         self.disputed: tuple[int, int] | None = None  # the (epoch, step) of a round that ended disputed
         self.committed_in = -1  # the newest epoch in which I committed a round, since I joined
@@ -54,7 +54,7 @@ class Rounds:
         self.ring_waits_for = ""  # the member whose bytes the data plane waits for
 
     def _waits_for(self) -> tuple[str, ...]:
-        """The members that this round waits for: the ring neighbour, or those whose message is missing."""
+        """The members that this round waits for: the ring neighbour, or members whose message is missing."""
         round_ = self.round
         if round_ is None or not round_.contributed:
             return ()
@@ -65,7 +65,7 @@ class Rounds:
         return tuple(n for n in round_.missing() if n != self._context.replica)
 
     def abort(self, why: str, about: str, stalled: bool = False, mismatch: bool = False) -> None:
-        """Rule 5: once per round; the kept gradient and the prepared round stay.
+        """Rule 5: abort once per round. The kept gradient and the prepared round stay.
 
         Without ``retain`` the gradient is reduced in place, so a started exchange has destroyed it.
         """
@@ -89,7 +89,7 @@ class Rounds:
         )
 
     def leave_round(self) -> None:
-        """Leave the round, and remember a dispute: the other voters may be gone when the leader asks."""
+        """Leave the round, and remember a dispute: the other voters may have ended when the leader asks."""
         round_, self.round = self.round, None
         if round_ is None:
             return
@@ -136,7 +136,7 @@ class Rounds:
         self._memory.state.entries = bounded(event.entries)
         self._memory.waiting = True
         self._session.last_times = event.times
-        # Rule 11: a step that is not awaited waits for the next heartbeat.
+        # Rule 11: a step that the leader does not need at once goes with the next heartbeat.
         contact = self._session.contact
         due = self._context.now if event.digest or self._is_followed() else contact.beaten + STEP_BEAT_S
         contact.next_beat = min(contact.next_beat, max(due, self._context.now))
@@ -149,7 +149,7 @@ class Rounds:
             self._session.contact.next_beat = self._context.now
 
     def _is_followed(self) -> bool:
-        """Whether the leader needs my step at once: in a new epoch, and while a replica joins."""
+        """Whether the leader needs each step of mine at once: in a new epoch, and while a replica joins."""
         contact, epochs = self._session.contact, self._epochs
         settled = (
             epochs.mode is Mode.RUN
@@ -173,7 +173,7 @@ class Rounds:
             return
         kept.computing = ()
         if event.weight == 0 and self._context.identity.sharing.policy == "shrink":
-            # They contributed nothing (data of another step were discarded), so they are skipped.
+            # These micro-batches contributed nothing (data of another step were discarded): they are skipped.
             kept.have -= set(event.micro_batches)
         kept.weight += event.weight
         for name, value in event.metrics:
@@ -189,18 +189,18 @@ class Rounds:
             self.round.nonfinite, self.round.nonfinite_input = event.nonfinite, event.nonfinite_input
 
     def on_ring_waits_for(self, event: io.RingWaitsFor) -> None:
-        """Note the member whose bytes are due in the ring: an abort names it."""
+        """Note the member whose bytes are due in the ring: an abort names that member."""
         self.ring_waits_for = event.replica
 
     def on_exchange_failed(self, event: io.ExchangeFailed) -> None:
         if self._is_round(event.epoch, event.step):
-            # The exchange is over; the member that it waited for at its end is the one to name.
+            # The abort names the member that the exchange waited for when it ended.
             self.ring_waits_for = event.waited_for
             self.abort(event.why, event.about, mismatch=event.mismatch)
             self.ring_waits_for = ""
 
     def on_peer(self, event: io.FromPeer) -> bool:
-        """Take a message of a round; return whether it may tell a joining member which step is under way."""
+        """Take a message of a round; return whether a joining member may learn the step under way from it."""
         message, fence = event.message, event.message.fence
         promised = self._epochs.report.fence if self._epochs.report is not None else None
         if promised is not None and fence.store_id == promised.store_id and fence < promised:
@@ -209,7 +209,7 @@ class Rounds:
             return False
         newest = self._epochs.newest
         if newest is not None and fence.store_id != newest.store_id and fence.epoch <= newest.epoch:
-            return False  # rule 6: its store is gone, or I cannot follow its job
+            return False  # rule 6: the sender's store is gone, or I cannot follow its job
         if self._is_round(fence.epoch, message.step):
             self._collect(event.replica, event.incarnation, message)
             return False
@@ -233,7 +233,7 @@ class Rounds:
         round_.contributions.setdefault(replica, message)
 
     def enter_round(self) -> None:
-        """Rules 1, 4, 7 and 10: open the next round with my share, unless the member parks or stops."""
+        """Rules 1, 4, 7 and 10: open the next round with my share, unless I park or stop."""
         record = self._epochs.current
         assert record is not None
         if self._session.contact.finished or len(record.roster) < (
@@ -247,7 +247,7 @@ class Rounds:
         self.open_round(self._memory.state.step, self._share(record))
 
     def _is_on_its_own_for_too_long(self) -> bool:
-        """Rule 10: stop if a new generation may have begun without me, before a round or a commit."""
+        """Rule 10: before a round or a commit, stop if a new generation may have begun without me."""
         if self._context.now - self._session.contact.last <= self._context.config.autonomy_s:
             return False
         self._context.stop(
@@ -283,7 +283,7 @@ class Rounds:
             self._context.emit(io.Compute(step, share))
 
     def _note_poison(self, record: Record, step: int) -> None:
-        """Record the poison that this round leaves out."""
+        """Write the poison that this round leaves out into the journal."""
         ids = tuple(sorted(record.poisoned(step)))
         if ids:
             self._context.emit(
@@ -291,7 +291,7 @@ class Rounds:
             )
 
     def contribute_when_computed(self) -> None:
-        """Rule 1: contribute once linked, because earlier messages get lost."""
+        """Rule 1: contribute once the links are up, because earlier messages get lost."""
         round_ = self.round
         if round_ is None or round_.contributed or self._memory.kept_gradient.computing:
             return
@@ -314,7 +314,7 @@ class Rounds:
         self._to_roster(message)
 
     def exchange_when_linked(self) -> None:
-        """Exchange my contribution, or its first bytes ahead of it: a prepared round needs both (rule 1)."""
+        """Start the exchange, perhaps before my contribution. A prepared round needs both (rule 1)."""
         round_, kept = self.round, self._memory.kept_gradient
         if round_ is None or round_.exchanging or round_.record.epoch not in self._epochs.links.up:
             return
@@ -329,7 +329,7 @@ class Rounds:
             )
 
     def _newcomers_first(self, round_: Round) -> bool:
-        """Whether a newcomer may still be catching up in it, by updates in user code."""
+        """Whether a newcomer in this round may still be catching up, by updates in user code."""
         first = self._epochs.links.first_step == round_.step
         return first and any(x.joining for x in round_.record.roster)
 
@@ -338,9 +338,9 @@ class Rounds:
         return self.round.missing() if self.round is not None and self.round.contributed else ()
 
     def stall_deadline(self) -> float | None:
-        """When to give the round up; None before every member is in it.
+        """When to give the round up; None until every member is in it.
 
-        A newcomer's first round has the whole setting, and time for its updates, which are user code.
+        A newcomer's first round has all of ``exchange_s``, and time for its updates, which are user code.
         """
         round_ = self.round
         if round_ is None or round_.begun < 0:
@@ -369,7 +369,7 @@ class Rounds:
         self.abort(why, waits[0] if waits else "", stalled=True)
 
     def prepare_when_reduced(self) -> None:
-        """Rule 2: vote once the round is prepared; from then on it is a promise."""
+        """Rule 2: vote once the round is prepared. The vote makes the prepared round a promise."""
         round_ = self.round
         if round_ is None or self._context.replica in round_.votes or not self._memory.waiting:
             return
@@ -406,7 +406,7 @@ class Rounds:
         if disagreement:
             self._memory.state.parted = round_.parted()
             self.abort(disagreement, "")
-            # If I am evicted for this, my state is not to be trusted.
+            # If the leader evicts me for this, my state is not to be trusted.
             self._epochs.links.suspect = True
             return
         if self._is_on_its_own_for_too_long():
@@ -449,7 +449,7 @@ class Rounds:
         self._context.emit(io.Apply(prepared.step, prepared, contributed=bool(own), digest=wanted))
 
     def _judge_nonfinite(self, prepared: io.PreparedRound) -> bool:
-        """Judge a sum that is not finite, alike on all members; return whether that ends the job."""
+        """Act on a sum that is not finite, in the same way on all members; return whether the job ends."""
         culprits = self.round.culprits() if self.round is not None else ""
         why = f"the averaged gradient of {prepared.nonfinite} at step {prepared.step} is not finite"
         why += f": nor is the contribution of {culprits}" if culprits else ""

@@ -26,16 +26,16 @@ class SnapshotServing:
         self._epochs = epochs
         self._session = session
         self.promised: dict[str, int] = {}  # joining member -> the step at which a snapshot is promised to it
-        self.listeners: set[str] = set()  # joining members that live on published gradients
-        self.snapshots = snapshots  # those that my checkpoint server holds
-        self.snapshotting = -1  # the step whose snapshot was ordered and has not ended
+        self.listeners: set[str] = set()  # joining members that replay published gradients
+        self.snapshots = snapshots  # the snapshots that my checkpoint server holds
+        self.snapshotting = -1  # the step of the snapshot that is being taken
 
     def on_serve(self, message: m.TakeSnapshotFor) -> None:
         if self._epochs.mode not in (Mode.RUN, Mode.CATCH_UP) or message.step < self._memory.state.step:
             self._context.emit(
                 io.SendLeader(m.SnapshotMissed(self._epochs.fence(), message.joiner, message.step))
             )
-            # The leader knows an older step of mine: it hears this one, and the next ones as they come.
+            # The leader knows an older step of mine: tell it this step, and each of the next ones at once.
             self._session.contact.next_beat = self._session.contact.asked = self._context.now
             return
         self.promised[message.joiner] = message.step

@@ -8,7 +8,7 @@ from fabric.protocol.member.state import Contact, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# A heartbeat names so many awaited members; it names others when these have come or were left out.
+# A heartbeat names at most this many awaited members; it names others once these have come or were left out.
 MAX_NAMED = 64
 
 
@@ -21,8 +21,8 @@ class LighthouseSession:
         self._epochs = epochs
         self.contact = Contact(last=context.now, next_beat=context.now)
         self.busy = ""  # the long work that the user's code announced, for people
-        self.busy_s = 0.0  # how long that may last
-        self.last_times: StepTimes | None = None  # of the newest step, for the next heartbeat
+        self.busy_s = 0.0  # how long that work may last
+        self.last_times: StepTimes | None = None  # times of the newest step, for the next heartbeat
 
     @property
     def phase(self) -> str:
@@ -34,7 +34,7 @@ class LighthouseSession:
         return f"{mode.value}{m.LINKING if linking else ''}{', waiting' if self._memory.waiting else ''}"
 
     def on_busy(self, event: io.Busy) -> None:
-        """Send it at once, because the others' patience depends on it."""
+        """Announce long work at once, because it decides how long the other members wait for me."""
         self.busy, self.busy_s = event.reason, event.at_most_s
         self.contact.next_beat = self._context.now
 
@@ -142,7 +142,7 @@ class LighthouseSession:
         if self.contact.failed is not None:
             self._context.emit(io.SendLeader(self.contact.failed))
         if self.contact.unsaid:
-            # The leader may have answered the abort already, and does not know that I was in that round.
+            # The leader may have answered that abort already, without knowing that I was in the round.
             self.contact.unsaid = False
             self.repeat_aborted()
 

@@ -8,9 +8,9 @@ from fabric.model import EVERYTHING, JobEnd, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# The first messages of so many later rounds are kept: of the next step, and of the next epoch.
+# A member keeps early messages of at most this many later rounds, of the next step or the next epoch.
 MAX_EARLY_ROUNDS = 8
-# After so many failures in a row to get a gradient that must exist, the member seeks another way.
+# After this many failures in a row to fetch a gradient that must exist, the member gives up this replay.
 MAX_MISSES = 3
 
 
@@ -51,7 +51,7 @@ class MemberIdentity:
     ranks: tuple[RankAddress, ...] = ()
     tensors: tuple[str, ...] = ()
     plane: str = ""
-    durable: tuple[SnapshotRef, ...] | None = ()  # as storage listed them at the start; None: it could not
+    durable: tuple[SnapshotRef, ...] | None = ()  # durable checkpoints at the start; None: storage failed
     spare: bool = False
     ended: JobEnd | None = None
     secret: str = ""
@@ -70,8 +70,8 @@ class MemberConfig:
     digest_every: int = 1  # steps between digests of the shared state; 0: never
     retain: bool = True  # the kept gradient survives the exchange, so a retry need not compute it again
     replay: bool = True  # catch up by published gradients; False: by a blocking join
-    exchange_s: float = 60.0  # of the time budget
-    user_code_s: float = 1800.0  # of the time budget
+    exchange_s: float = 60.0  # the time budget for an exchange
+    user_code_s: float = 1800.0  # the time budget for user code
     on_nan: str = "propagate"  # for a step whose averaged gradient is not finite
 
 
@@ -83,20 +83,20 @@ class MemberState:
     step: int = 0
     digest: str = ""
     committed_digest: str = ""  # of the gradient that led to ``step``
-    later: bool = False  # its digest is being taken
+    later: bool = False  # the digest of this state is still being taken
     asked: bool = False  # TellDigest has asked for it
     outvoted: bool = False  # most members of a round have called it wrong
-    entries: tuple[tuple[str, str], ...] = ()  # small ones of it, known with the digest
-    parted: str = ""  # where it differs from the others'
+    entries: tuple[tuple[str, str], ...] = ()  # small entries of this state, known with the digest
+    parted: str = ""  # where this state differs from the other members' states
 
 
 @dataclass(slots=True)
 class KeptGradient:
     """The kept gradient of the current step."""
 
-    have: set[int] = field(default_factory=set)  # its micro-batches, with those under way
-    computing: tuple[int, ...] = ()  # those that the main thread is adding
-    streaming: float = 0.0  # its weight when the last backward, now under way, has ended; 0 before that
+    have: set[int] = field(default_factory=set)  # its micro-batches, including those under way
+    computing: tuple[int, ...] = ()  # the micro-batches that the main thread is adding
+    streaming: float = 0.0  # the final weight, while the last backward is under way; 0 before
     weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     stale: bool = False  # drop it when the main thread has finished adding
@@ -111,7 +111,7 @@ class LastRound:
     roster: tuple[str, ...] = ()
 
     def is_that_of(self, prepared: io.PreparedRound) -> bool:
-        """Whether ``prepared`` is a promise about this round."""
+        """Whether ``prepared`` belongs to this round."""
         return (prepared.epoch, prepared.step) == (self.epoch, self.step)
 
 
@@ -120,13 +120,13 @@ class Fetch:
     """The fetch of a catch-up."""
 
     doing: str = ""  # ``asked``, ``state``, ``install``, ``gradient`` or nothing
-    void: bool = False  # its result is no longer wanted
-    generation: int = 0  # to which the state being loaded will belong
+    void: bool = False  # the result of this fetch is no longer wanted
+    generation: int = 0  # the generation to which the state being loaded will belong
     misses: int = 0  # how often in a row no source had the gradient
-    wanted: SnapshotRef | None = None  # to fetch next
+    wanted: SnapshotRef | None = None  # the state to fetch next
     urls: tuple[str, ...] = ()
-    state: SnapshotRef | None = None  # ready to install
-    gradient: io.GradientFetched | None = None  # ready to apply
+    state: SnapshotRef | None = None  # a fetched state, ready to install
+    gradient: io.GradientFetched | None = None  # a fetched gradient, ready to apply
 
 
 @dataclass(slots=True)
@@ -136,18 +136,18 @@ class Contact:
     last: float  # when the newest answered heartbeat was sent
     next_beat: float
     beaten: float = -math.inf  # when the newest heartbeat was sent
-    beaten_epoch: int = -1  # the newest epoch in it
+    beaten_epoch: int = -1  # the newest epoch that a heartbeat has named
     asked: float = -math.inf  # when a newcomer last needed to know my step
     connected: bool = False
     changes: bool = False  # as in ``Epoch.changes``
-    number: int = 0  # of the newest heartbeat
+    number: int = 0  # the newest heartbeat's number
     sent: dict[int, float] = field(default_factory=dict)  # when each unanswered heartbeat was sent
-    aborted: m.Aborted | None = None  # my newest one
-    unsaid: bool = False  # there was no session to send ``aborted`` on
-    fallen: m.CannotContinue | None = None  # repeated until it is heard
-    failed: m.LoopFailed | None = None  # repeated until it is heard
+    aborted: m.Aborted | None = None  # my newest abort
+    unsaid: bool = False  # whether ``aborted`` was not sent, because there was no session
+    fallen: m.CannotContinue | None = None  # repeated until the leader has answered it
+    failed: m.LoopFailed | None = None  # repeated until the leader has answered it
     finished: bool = False
-    unheeded: m.Resume | None = None  # it came after the end of my autonomy, and waits for an answer
+    unheeded: m.Resume | None = None  # a decision after the end of my autonomy; an answer lets it count
 
 
 @dataclass(slots=True)
@@ -157,10 +157,10 @@ class LinkState:
     up: set[int] = field(default_factory=set)  # epochs whose links are up
     silent: set[str] = field(default_factory=set)  # members that I cannot reach, as far as I know
     probing: bool = False  # a probe from outside the roster is under way
-    flaps: bool = False  # a member could not be reached since I was linked last
+    flaps: bool = False  # whether some member was out of reach since I was linked last
     next_probe: float = -math.inf
     early: dict[tuple[int, int], list[io.FromPeer]] = field(default_factory=dict)  # by epoch and step
-    first_step: int = -1  # of the epoch in force
+    first_step: int = -1  # the first step of the epoch in force
     suspect: bool = False  # digests differed: if I am evicted for that, my state is not to be trusted
 
     def keep_early(self, key: tuple[int, int], event: io.FromPeer, floor: int) -> None:

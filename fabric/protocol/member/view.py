@@ -1,4 +1,4 @@
-"""The read-only view of a member core. Facts that another thread reads may be a moment apart."""
+"""The read-only view of a member core. Another thread may read values that belong to different times."""
 
 from collections.abc import Mapping, Set
 
@@ -48,17 +48,17 @@ class MemberView:
 
     @property
     def generation(self) -> int:
-        """Of the state in memory; 0: no other member confirms it."""
+        """The generation of the state in memory; 0: no other member confirms this state."""
         return self._memory.state.generation
 
     @property
     def step(self) -> int:
-        """Of the state in memory."""
+        """The step of the state in memory."""
         return self._memory.state.step
 
     @property
     def digest(self) -> str:
-        """Of the state in memory, where it was taken."""
+        """The digest of the state in memory; empty: it was not taken."""
         return self._memory.state.digest
 
     # --- epochs and rounds -------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class MemberView:
 
     @property
     def last_answered(self) -> float:
-        """When the newest heartbeat was sent that was answered."""
+        """When this member sent the newest heartbeat that the leader answered."""
         return self._session.contact.last
 
     @property
@@ -128,10 +128,10 @@ class MemberView:
 
     @property
     def listeners(self) -> Set[str]:
-        """The joining members that live on published gradients."""
+        """The joining members that replay published gradients."""
         return self._serving.listeners
 
     @property
     def snapshots(self) -> tuple[SnapshotRef, ...]:
-        """Those that the checkpoint server holds."""
+        """The snapshots that the checkpoint server holds."""
         return self._serving.snapshots

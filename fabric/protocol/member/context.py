@@ -1,4 +1,4 @@
-"""The context that all parts of a member core share: identity, settings, time, effects of the present event."""
+"""The context that all parts of a member core share: identity, settings, time, the present event's effects."""
 
 from fabric.model import Poison
 from fabric.protocol.member.state import MemberConfig, MemberIdentity

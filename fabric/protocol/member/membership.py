@@ -256,10 +256,7 @@ class Membership:
         self._context.emit(io.LinkUp(record))
 
     def _send_report(self, report: m.Report, record: Record) -> None:
-        """Send the report; in place of the round's roster name only the members that the round lacked.
-
-        An older leader does not understand that, and gets the roster.
-        """
+        """Send the report. To a leader that understands it, name only the members that the round lacked."""
         if self._session.contact.changes:
             there = frozenset(report.round_roster)
             lacked = tuple(n for n in record.names if n not in there) if report.round_epoch else ()

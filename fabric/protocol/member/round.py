@@ -49,7 +49,7 @@ class Round:
         )
 
     def missing(self) -> tuple[str, ...]:
-        """The members whose contribution this round waits for; once all are here, those whose vote it lacks."""
+        """The members whose contribution this round lacks; once all are here, those whose vote it lacks."""
         late = tuple(n for n in self.record.names if n not in self.contributions)
         if late or not self.gradient_digest:
             return late

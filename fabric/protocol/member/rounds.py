@@ -24,7 +24,7 @@ from fabric.protocol.rules.adaptive_timeout import AdaptiveTimeout
 from fabric.protocol.rules.assignment import Work, share_out, waits_for_data
 from fabric.protocol.rules.divergence import bounded
 
-# Rule 11: seconds between two heartbeats for steps; for a while after a newcomer's request, every step has one.
+# Rule 11: seconds between two heartbeats for steps. For a while after a newcomer's request each step has one.
 STEP_BEAT_S = 0.25
 FOLLOWED_S = 5.0
 

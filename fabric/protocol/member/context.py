@@ -1,4 +1,4 @@
-"""The context that all parts of a member core share: identity, settings, time, the present event's effects."""
+"""The context that all parts of a member core share: identity, settings, time, the effects of this event."""
 
 from fabric.model import Poison
 from fabric.protocol.member.state import MemberConfig, MemberIdentity

@@ -13,7 +13,7 @@ class Elected:
     """This lighthouse leads."""
 
     store_id: str
-    record: Record | None  # of the job in the store; None: there is none yet
+    record: Record | None  # the job's record in the store; None: the store has none yet
     unix_s: float = 0.0  # the time of day, for times that one leader writes and another reads
 
 
@@ -22,7 +22,7 @@ class SessionOpened:
     """A member's session began with this message."""
 
     session: OpenSession
-    policy: Policy | None = None  # in force from now on; None: the policy of earlier sessions stays
+    policy: Policy | None = None  # the policy in force from this event on; None: it stays as it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TrainerStatusSeen:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatusClosed:
-    """The connection ended over which the checkpoint server at ``ckpt`` sent the status of this rank."""
+    """The connection ended over which the checkpoint server at ``ckpt`` had sent this rank's status."""
 
     replica: str
     ckpt: str
@@ -71,7 +71,7 @@ class WriteFailed:
     """The write failed, or its outcome is unknown."""
 
     nonce: str
-    definite: bool  # it certainly did not happen
+    definite: bool  # the store certainly did not apply the write
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ class Operator:
     replica: str  # the subject of drain, evict and admit; admit takes a host too
     who: str
     why: str
-    min_replicas: int | None = None  # set by scale; None: as it is, 0: as the sessions ask
-    max_replicas: int | None = None  # likewise
+    min_replicas: int | None = None  # the new minimum, for scale; None: unchanged, 0: as the sessions ask
+    max_replicas: int | None = None  # the new maximum, in the same way
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptQueueFull:
-    """So many members connect at once that some wait, for ``seconds`` more."""
+    """Too many members connect at once: some of them wait in the queue, for ``seconds`` more."""
 
     seconds: float
 
@@ -145,13 +145,13 @@ class StepDown:
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """Tell people of a transition."""
+    """Write an event to the log that operators read."""
 
     kind: str
     epoch: int
     about: str = ""  # a replica
     why: str = ""  # a sentence
-    incident_id: str = ""  # empty: nothing that changes the roster
+    incident_id: str = ""  # empty: the event belongs to no change of the roster
 
 
 Effect = SendMember | WriteRecord | ReadRecord | StepDown | RecordEvent

@@ -18,10 +18,10 @@ class Ready:
     """The state at ``step`` is complete and the main thread waits."""
 
     step: Int64
-    digest: str = ""  # empty: not taken
+    digest: str = ""  # the state's digest; empty: not taken
     times: StepTimes | None = None
     later: bool = False  # the digest is being taken; TellDigest asks for it
-    entries: tuple[tuple[str, str], ...] = ()  # small ones of that state, compared with the other members'
+    entries: tuple[tuple[str, str], ...] = ()  # small entries of the state, which members compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Computed:
     micro_batches: tuple[Int64, ...]
     weight: float
     metrics: tuple[tuple[str, float], ...] = ()
-    redo: str = ""  # why the bytes that were streamed are not these gradients; empty: they are
+    redo: str = ""  # why the streamed bytes differ from these gradients; empty: they are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class InstallFailed:
-    """The fetched state does not fit. Nothing was changed."""
+    """The fetched state does not fit the model. The state in memory is unchanged."""
 
     why: str
 
@@ -80,9 +80,9 @@ class LoopRaised:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """The user's code announced that it takes long."""
+    """The user's code announced that its next part takes long."""
 
-    reason: str  # empty: it is over
+    reason: str  # why it takes long; empty: the long part is over
     at_most_s: float
 
 
@@ -108,7 +108,7 @@ class LinkFailed:
     epoch: Int64
     about: str
     why: str
-    unreachable: tuple[str, ...] = ()  # no connection to their hosts came about; others may only be slow
+    unreachable: tuple[str, ...] = ()  # members to whose hosts no connection came about
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class LinkLost:
     replica: str
     incarnation: int
     why: str
-    silent: bool = False  # nothing got through any more, though neither side had closed it
+    silent: bool = False  # no bytes got through any more, although neither side had closed the link
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +130,13 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """Round (epoch, step) is fully reduced in my memory and no I/O touches it any more."""
+    """The gradient of round (epoch, step) is fully reduced in my memory; no I/O touches it any more."""
 
     epoch: Int64
     step: Int64
     gradient_digest: str
     nonfinite: str = ""  # the first tensor of the sum with an infinity or a NaN; empty without the check
-    nonfinite_input: str = ""  # likewise, the first tensor of my contribution
+    nonfinite_input: str = ""  # the first such tensor of my own contribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class ExchangeFailed:
     step: Int64
     about: str
     why: str
-    waited_for: str = ""  # the member whose bytes were due then
+    waited_for: str = ""  # the member whose bytes were due at the end
     mismatch: bool = False  # the peer ``about`` takes part in another exchange
 
 
@@ -192,8 +192,8 @@ class FetchFailed:
     """No source delivered the state."""
 
     why: str
-    unusable: bool = False  # the state is damaged or cannot be read at the sources: another try is useless
-    misfit: bool = False  # it is the state of another model
+    unusable: bool = False  # the state is damaged or unreadable at every source: another try is useless
+    misfit: bool = False  # the state belongs to another model
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class GradientGone:
     """No source delivered the published gradient of ``step``."""
 
     step: Int64
-    gone: bool  # no server holds it any more; False: it was not published within the wait
+    gone: bool  # no server holds the gradient any more; False: none published it within the wait
     why: str = ""
 
 
@@ -218,15 +218,15 @@ class Snapshotted:
     """The checkpoint server holds the state at ``step``, or cannot."""
 
     step: Int64
-    digest: str  # empty: it could not be taken
-    generation: Int64 = -1  # in which it was taken; negative: the current one
+    digest: str  # the snapshot's digest; empty: the snapshot could not be taken
+    generation: Int64 = -1  # the generation of the snapshot; negative: the current generation
 
 
 @dataclass(frozen=True, slots=True)
 class RingWaitsFor:
     """The data plane waits for bytes of this member. An abort that follows names the member."""
 
-    replica: str  # empty: it waits for no member
+    replica: str  # empty: the data plane waits for no member
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,14 +290,14 @@ class LinkUp:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Find out which of these members can be reached, and leave no link behind; ends in Probed."""
+    """Find out which of these members can be reached; close each connection again; ends in Probed."""
 
     members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Put ``record`` in force here: links of older epochs may go."""
+    """Put ``record`` in force in this process: links of older epochs may be closed."""
 
     record: Record
 
@@ -309,7 +309,7 @@ class StartExchange:
     fence: Fence
     step: Int64
     weight: float
-    streaming: bool = False  # the gradient still grows; each part goes out when it is final
+    streaming: bool = False  # the last backward still runs: send each part of the gradient when it is final
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,9 +341,9 @@ class Apply:
     """Let the user's update code apply the averaged gradient of committed step ``step``; ends in Ready."""
 
     step: Int64
-    prepared: PreparedRound | None  # in my memory; None: a published gradient was fetched
-    contributed: bool  # whether I contributed to it
-    digest: bool  # take the digest of the state after the update
+    prepared: PreparedRound | None  # the gradient in my memory; None: apply the fetched published gradient
+    contributed: bool  # whether I contributed to this gradient
+    digest: bool  # whether to take the digest of the state after the update
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,17 +364,17 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class TellDigest:
-    """Tell the digest that Ready left for later; ends in Digested."""
+    """Tell the digest that ``Ready`` did not have yet; ends in Digested."""
 
     step: Int64
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Snapshot the current state, which is that at ``step``; ends in Snapshotted."""
+    """Snapshot the current state, which is the state at ``step``; ends in Snapshotted."""
 
     step: Int64
-    generation: Int64 = -1  # in which to take it; negative: the current one
+    generation: Int64 = -1  # the generation to name in the snapshot; negative: the current generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +382,8 @@ class Finish:
     """Let the main thread close, because the job is complete."""
 
     step: Int64
-    alone: str = ""  # why this is the end although no lighthouse has said so; empty: one has
-    ended: JobEnd | None = None  # for a lighthouse to hear later
+    alone: str = ""  # why the job is over although no lighthouse has said so; empty: a lighthouse has
+    ended: JobEnd | None = None  # the job's end, to be told to a lighthouse later
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,8 +403,8 @@ class FetchState:
     """Fetch a snapshot; ends in StateFetched or FetchFailed."""
 
     state: SnapshotRef
-    urls: tuple[str, ...]  # of servers that hold it, or this rank's part of it
-    lanes: tuple[str, ...] = ()  # of all ranks' servers, for a state in another layout
+    urls: tuple[str, ...]  # the servers that hold this snapshot, or this rank's part of it
+    lanes: tuple[str, ...] = ()  # the servers of all ranks, for a state in another layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,19 +414,19 @@ class FetchGradient:
     generation: Int64
     step: Int64
     urls: tuple[str, ...]
-    members: tuple[Member, ...] = ()  # who publishes it there, where layouts of ranks may be unequal
+    members: tuple[Member, ...] = ()  # the members that publish it, where layouts of ranks may be unequal
 
 
 @dataclass(frozen=True, slots=True)
 class CancelFetch:
-    """Stop the fetch that is under way; it may still end in its event."""
+    """Stop the fetch under way. The event that ends the fetch may still come."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetainGradients:
-    """Keep more published gradients than the last two from now on, because a replica catches up."""
+    """Keep more published gradients than the last two, because a replica catches up."""
 
-    on: bool  # False: no longer
+    on: bool  # False: keep the last two again
 
 
 # --- effects: telling people ------------------------------------------------------------------------------

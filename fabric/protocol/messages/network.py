@@ -20,7 +20,7 @@ from fabric.model import (
     StepTimes,
 )
 
-# In the phase of a heartbeat: links of the epoch are still to be made.
+# Stands in the phase of a heartbeat while links of the epoch are still to be made.
 LINKING = ", linking"
 
 # --- member to member ---------------------------------------------------------------------------
@@ -28,11 +28,11 @@ LINKING = ", linking"
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """My part in round (epoch, step), sent to every member before the first chunk of it."""
+    """My part in round (epoch, step): weight, micro-batches and metrics, sent to every member."""
 
     fence: Fence
     step: Int64
-    weight: float  # the sum of the micro-batches' weights; zero: I only listen
+    weight: float  # the sum of the micro-batches' weights; zero: I add no gradient
     micro_batches: tuple[Int64, ...]
     layout: str = ""  # a member with another layout fails the round with a clear error
     metrics: tuple[tuple[str, float], ...] = ()  # summed over the members at the commit
@@ -48,7 +48,7 @@ class CommitVote:
     gradient_digest: str
     state_digest: str = ""  # of the shared state at ``step``; empty: not computed
     nonfinite: str = ""  # a tensor of my contribution that is not finite; empty without the check
-    entries: tuple[tuple[str, str], ...] = ()  # small entries of that state, sent with its digest
+    entries: tuple[tuple[str, str], ...] = ()  # small entries of the state, sent with its digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Finished:
 
     fence: Fence
     step: Int64
-    why: str = ""  # not empty: others had finished at ``step``, and so my loop was stopped
+    why: str = ""  # why my loop was stopped: others had finished at ``step``; empty: it ended normally
 
 
 PeerMessage = Contribution | CommitVote | Finished
@@ -70,7 +70,7 @@ PeerMessage = Contribution | CommitVote | Finished
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A committed record, announced to every replica with a session after its commit."""
+    """A committed record. The leader announces it to every replica with a session."""
 
     record: Record
     changes: bool = False  # this leader understands ``RequestRoster`` and ``Report.round_lacked``
@@ -80,17 +80,17 @@ class Epoch:
 class RosterDelta:
     """A committed record for a replica that holds the roster with digest ``before``."""
 
-    record: Record  # with an empty roster
+    record: Record  # the new record, but with an empty roster
     before: str
     after: str  # the digest of the roster that results
-    joined: tuple[Member, ...] = ()  # the entries that are new or differ
-    left: tuple[str, ...] = ()  # the names that are gone
-    order: tuple[str, ...] = ()  # all names; empty: the old order, and new ones at the end
+    joined: tuple[Member, ...] = ()  # the entries that are new or have changed
+    left: tuple[str, ...] = ()  # the names of the removed members
+    order: tuple[str, ...] = ()  # all names in order; empty: the old order, with new names at the end
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One member's row of a Resume table: drop the kept gradient if told so, then compute these."""
+    """One member's row of a Resume table: whether to drop the kept gradient, and what to compute."""
 
     replica: str
     micro_batches: tuple[Int64, ...]
@@ -103,14 +103,14 @@ class Resume:
 
     fence: Fence
     step: Int64
-    table: tuple[Assignment, ...]  # a member gets its own row only; without a row it adds nothing
+    table: tuple[Assignment, ...]  # only the receiver's row; without a row it computes nothing more
     commit_digest: str = ""  # a member one step behind with a gradient of this digest commits it first
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshotFor:
-    """Snapshot the state at ``step`` and keep published gradients from there on for ``joiner``."""
+    """Snapshot the state at ``step``, and keep published gradients from ``step`` on for ``joiner``."""
 
     fence: Fence
     joiner: str
@@ -132,7 +132,7 @@ class StateSources:
     fence: Fence
     state: SnapshotRef
     urls: tuple[str, ...]  # of checkpoint servers
-    again: bool = False  # the replica did not ask, but its replay leads nowhere: start again from this state
+    again: bool = False  # the replica did not ask; its replay gets no closer: start again from this state
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +148,13 @@ class Rejected:
     """The leader refuses the session."""
 
     reason: str  # for a person
-    retry: bool = False  # the session stays, but its replica is not admitted for now
+    retry: bool = False  # the session stays open, but the leader does not admit its replica for now
     poison: tuple[Poison, ...] = ()  # the micro-batches that are the reason, if any are
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
-    """Answer to the heartbeat with the same number; contact dates from when that heartbeat was sent."""
+    """The answer to the heartbeat with the same number. ``autonomy_s`` counts from when that one was sent."""
 
     number: Int64
     waiting_for: str = ""  # what the job waits for, in a sentence for people; empty while it steps
@@ -181,38 +181,38 @@ class OpenSession:
 
     replica: str
     incarnation: Int64
-    generation: Int64  # 0: nothing but my initial state
+    generation: Int64  # the generation of my state; 0: I hold only my initial state
     step: Int64
     digest: str
     epoch: Int64  # the newest epoch I know
     link: str  # rank 0's address for other members
     ckpt: str  # base URL of rank 0's checkpoint server
-    micro_batches: Int64  # how many make a step
+    micro_batches: Int64  # the number of micro-batches in a step
     layout: str = ""
     data: str = ""  # the settings that the data order depends on: "name value name value ..."
     shares: Int64 = 1
     snapshots: tuple[SnapshotRef, ...] = ()
     finished: bool = False  # the user's loop has ended at this step
     sharing: Sharing = EVERYTHING
-    data_slot: Int64 = -1  # the data slot that this replica's data are for; -1: any will do
+    data_slot: Int64 = -1  # the data slot whose data this replica can read; -1: any data slot
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up, where the replica has several
-    replay: bool = True  # it catches up by published gradients; else the others wait for its state
+    replay: bool = True  # the replica catches up by published gradients; False: by a blocking join
     exchange_s: float = 60.0  # its time budget for an exchange
     user_code_s: float = 1800.0  # its time budget for user code
-    spare: bool = False  # it contributes only while a member is missing
-    # The parameters in order, for people: "name dtype[shape]"; empty: very many.
+    spare: bool = False  # the replica contributes only while a member is missing
+    # The parameters in order, for people: "name dtype[shape]"; empty: too many to send.
     tensors: tuple[str, ...] = ()
     roster: str = ""  # digest of the newest roster I hold; empty: an older version, without RosterDelta
     plane: str = ""  # how gradients are exchanged (host, device, nccl); empty: not said
-    durable: tuple[SnapshotRef, ...] = ()  # complete durable checkpoints that it could load, oldest first
-    # Earlier incarnations on this host that have ended, as the kernel says, newest first.
+    durable: tuple[SnapshotRef, ...] = ()  # complete durable checkpoints that I could load, oldest first
+    # Earlier incarnations on this host that have ended by the kernel's evidence, newest first.
     predecessors: tuple[Int64, ...] = ()
-    secret: str = ""  # known to this process and the lighthouse alone: no other process can speak for it
-    autonomy_s: float = 0.0  # how long it may commit without a lighthouse's answer; 0: an older version
+    secret: str = ""  # known to this process and the lighthouse alone: no other process can send for it
+    autonomy_s: float = 0.0  # how long I may commit without a lighthouse's answer; 0: an older version
     # The job's end, which an earlier process here saw while no lighthouse could be told.
     ended: JobEnd | None = None
     rack: str = ""  # as in ``Member.rack``
-    adapt: str = ""  # its job\'s mode against slow replicas: "off", "advise"; empty: an older version
+    adapt: str = ""  # the job's mode against slow replicas: "off" or "advise"; empty: an older version
     cuts: str = ""  # as in ``Member.cuts``
 
 
@@ -227,20 +227,20 @@ class Heartbeat:
     digest: str = ""
     phase: str = ""  # the mode, and what the main thread does
     waiting_for: tuple[str, ...] = ()
-    busy: str = ""  # the reason given to ``session.busy``; empty outside of it
+    busy: str = ""  # the reason given to ``session.busy``; empty: the user's code announced no long work
     times: StepTimes | None = None
-    busy_s: float = 0.0  # its bound
+    busy_s: float = 0.0  # the longest time for the announced work
     empty: Int64 = -1  # the newest step that was committed with total weight 0
     unreachable: tuple[str, ...] = ()  # members that I cannot reach; sent from outside the roster
 
     @property
     def is_linking(self) -> bool:
-        """Whether links of its epoch are still to be made; it contributes nothing without them."""
+        """Whether links of its epoch are still to be made. A member contributes nothing without them."""
         return LINKING in self.phase
 
     @property
     def waits(self) -> bool:
-        """Whether the main thread has come back from the user's code and waits."""
+        """Whether the main thread has returned from the user's code and waits."""
         return self.phase.endswith(", waiting")
 
 
@@ -259,56 +259,56 @@ class Aborted:
     fence: Fence
     step: Int64
     why: str
-    about: str = ""  # the peer it failed on
-    waiting_for: tuple[str, ...] = ()  # the members I waited for at that moment
-    stalled: bool = False  # the time budget was over
-    mismatch: bool = False  # that peer takes part in another exchange: other parameters, other sizes
+    about: str = ""  # the peer on which the round failed
+    waiting_for: tuple[str, ...] = ()  # the members that I waited for when the round ended
+    stalled: bool = False  # the round took longer than its time budget
+    mismatch: bool = False  # the peer ``about`` takes part in another exchange: other parameters or sizes
     unreachable: tuple[str, ...] = ()  # members to which nothing gets through
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """My answer to forced epoch ``fence.epoch``; built once, and a promise to stay out of older ones."""
+    """My answer to forced epoch ``fence.epoch``, built once: a promise to take no part in older epochs."""
 
     fence: Fence
     state_generation: Int64
     step: Int64
     digest: str
-    round_epoch: Int64  # of the newest round I entered; 0: none
+    round_epoch: Int64  # the epoch of the newest round that I entered; 0: I entered none
     round_step: Int64
     round_roster: tuple[str, ...]
     prepared: bool  # whether I have prepared that round
     gradient_digest: str
     have: tuple[Int64, ...]  # the micro-batches of ``step`` in my kept gradient
-    committed_digest: str = ""  # of the gradient that led to ``step``; empty: there was none
-    # The members of this epoch that the round lacked, in place of ``round_roster``; None: see there.
+    committed_digest: str = ""  # the digest of the gradient that led to ``step``; empty: none did
+    # The members of this epoch that the round lacked; None: ``round_roster`` holds the round's members.
     round_lacked: tuple[str, ...] | None = None
-    # A vote named another result, and no majority has mine: no member can have committed the round.
+    # A vote named another digest than mine, and no majority has mine: no member can commit the round.
     disputed: bool = False
-    outvoted: bool = False  # in a round of mine most members named another state at ``step``
-    unconfirmed: bool = False  # since my admission no later state of mine has agreed with another member's
+    outvoted: bool = False  # in one of my rounds most members named another state digest at ``step``
+    unconfirmed: bool = False  # since my admission no state that I updated equalled another member's
     parted: str = ""  # where the members' states differed in that round, for people
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRoster:
-    """I do not hold the roster that the RosterDelta of this epoch starts from: send all of it."""
+    """I do not hold the roster that this epoch's ``RosterDelta`` starts from: send me the whole roster."""
 
     fence: Fence
 
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """I am outside the roster and cannot go on by replay: let a member snapshot for me."""
+    """I am outside the roster and cannot catch up by replay: ask members for a snapshot for me."""
 
     fence: Fence
     why: str
-    lost: bool = False  # the state that I hold, if any, is of no use any more
+    lost: bool = False  # I hold no state that is of use
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaken:
-    """My checkpoint server holds the snapshot that ``joiner`` was promised."""
+    """My checkpoint server holds the snapshot that the leader asked for on behalf of ``joiner``."""
 
     fence: Fence
     joiner: str
@@ -327,11 +327,11 @@ class SnapshotMissed:
 
 @dataclass(frozen=True, slots=True)
 class CannotContinue:
-    """I am in the roster but cannot go on: evict me, and I join again."""
+    """I am in the roster but cannot go on: evict me, then I can join again."""
 
     fence: Fence
     why: str
-    unusable: bool = False  # no source of the generation's base has it in a form that can be loaded
+    unusable: bool = False  # no source has the generation's base in a form that can be loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,15 +371,15 @@ class TrainerStatus:
     number: Int64
     ckpt: str = ""
     snapshots: tuple[SnapshotRef, ...] = ()
-    # Micro-batches that its processes died at, repeated until the job is past them.
+    # Micro-batches at which processes of the trainer died, repeated until the job has passed their step.
     deaths: tuple[Death, ...] = ()
-    rank: Int64 = 0  # whose checkpoint server this is, in a replica of several ranks
-    ages_s: tuple[float, ...] = ()  # for each of ``snapshots``, how long ago it was its trainer's state
+    rank: Int64 = 0  # the rank of this checkpoint server, in a replica of several ranks
+    ages_s: tuple[float, ...] = ()  # for each of ``snapshots``, how long ago the trainer had that state
     durable: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that this server wrote
-    durable_error: str = ""  # why the last one was not written, in a sentence
-    # For each of ``snapshots``, of how many ranks it is; empty: an older version.
+    durable_error: str = ""  # why the last durable checkpoint was not written, in a sentence
+    # For each of ``snapshots``, the number of ranks that hold its parts; empty: an older version.
     parts: tuple[Int64, ...] = ()
-    ended: JobEnd | None = None  # the job's end, which the trainer saw without a lighthouse
+    ended: JobEnd | None = None  # the job's end, which the trainer reached without a lighthouse
 
 
 # --- leader to checkpoint server ------------------------------------------------------------------
@@ -387,13 +387,13 @@ class TrainerStatus:
 
 @dataclass(frozen=True, slots=True)
 class EpochNotice:
-    """The epoch in force, for the server's log and state. The server decides nothing by it."""
+    """The epoch in force, for the checkpoint server's log and state. The server decides nothing by it."""
 
     fence: Fence
     incident_id: str = ""
     why: str = ""
     every_s: float = 0.0  # seconds between unchanged statuses, if more than the server's own setting
-    complete: bool = False  # the job is complete, and that is on record
+    complete: bool = False  # the job is complete, and its record says so
 
 
 Message = PeerMessage | LeaderMessage | MemberMessage | TrainerStatus | EpochNotice

@@ -7,7 +7,7 @@ from fabric.model import Int64
 
 @dataclass(frozen=True, slots=True)
 class PreparedRound:
-    """A fully reduced round, as its commit applies and tells it."""
+    """A fully reduced round, with all that its commit applies and announces."""
 
     epoch: Int64
     step: Int64
@@ -15,4 +15,4 @@ class PreparedRound:
     weight: float
     contributions: tuple[tuple[str, tuple[Int64, ...]], ...]  # micro-batches by member, in roster order
     metrics: tuple[tuple[str, float], ...] = ()  # sums over the members
-    nonfinite: str = ""  # a tensor of it that is not finite: such a step is committed without an update
+    nonfinite: str = ""  # a tensor of the sum that is not finite: the step is committed without an update

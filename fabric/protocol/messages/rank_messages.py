@@ -1,7 +1,7 @@
 """Messages between the ranks of one replica: commands from rank 0, and their outcomes. Pure.
 
-A command is an effect of the member core that the rank must perform. An outcome is the event in which it
-ended. Both travel as JSON under the strict rules of ``wire``.
+A command is an effect of the member core that the rank must perform. An outcome is the event in which that
+command ended. Both travel as JSON under the strict rules of ``wire``.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ from fabric.protocol.messages.wire import MAX_BYTES, decode_value, encode_value
 
 @dataclass(frozen=True, slots=True)
 class NameSnapshot:
-    """Serve this rank's part of the snapshot of ``step``, of which each rank holds its own.
+    """Serve this rank's part of the snapshot of ``step``. Each rank holds one part.
 
     Ends in SnapshotNamed.
     """
 
     step: Int64
     generation: Int64
-    digests: tuple[str, ...]  # of all ranks, in rank order; empty: a part is missing, so forget this one
-    durable: bool = False  # it becomes a durable checkpoint too
+    digests: tuple[str, ...]  # digests of all parts, in rank order; empty: one is missing, forget this part
+    durable: bool = False  # the snapshot becomes a durable checkpoint too
 
 
 RankEffect = (
@@ -58,12 +58,12 @@ class SnapshotNamed:
 
     step: Int64
     generation: Int64
-    done: bool  # it is served
+    done: bool  # whether the part is served
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDue:
-    """Time for a snapshot of the state at ``step`` by all ranks. Only rank 0 says so."""
+    """All ranks take a snapshot of the state at ``step`` now. Only rank 0 orders it."""
 
     step: Int64
     durable: bool = False  # time for a durable checkpoint too
@@ -94,15 +94,15 @@ RankEvent = (
 
 @dataclass(frozen=True, slots=True)
 class RankCommand:
-    number: int  # counts the commands of a replica's life
-    generation: int  # the replica's when the command was given
+    number: int  # the command's number, counted from the replica's start
+    generation: int  # the replica's generation when rank 0 gave the command
     effect: RankEffect
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
     event: RankEvent
-    number: int = 0  # the command's, as a cancelled fetch may still end; 0: the event says what it answers
+    number: int = 0  # the command's number, as cancelled fetches may still end; 0: the event names it
 
 
 _EFFECTS = {kind.__name__: kind for kind in get_args(RankEffect)}
@@ -171,9 +171,10 @@ def replica_digest(digests: Sequence[str]) -> str:
 
 
 def summed_digest(digests: Sequence[str]) -> str:
-    """The digest (32 hex) of what ranks of any layout hold together: the first half is the same at all of
-    them, of the second half it is the sum. Empty where any is. Raises ProtocolError where the halves that
-    must agree do not."""
+    """Combine the digests (32 hex) of ranks in any layout; empty if any is empty.
+
+    The first half of the digests is equal at all ranks; the second halves are summed. Raises ProtocolError if
+    the first halves differ."""
     if not all(digests):
         return ""
     if len({digest[:16] for digest in digests}) > 1:
@@ -189,8 +190,8 @@ def replica_share(groups: Sequence[int], shares: Sequence[tuple[float, Metrics]]
     """Combine the ranks' weights and metrics, in rank order, into the replica's.
 
     Ranks of one of the ``groups`` compute the same samples, so a group counts once. Gradients are means over
-    the groups, so the weight is the mean of theirs. Metrics are sums. Raise ProtocolError where the ranks of
-    a group disagree.
+    the groups, so the weight is the mean of the groups' weights. Metrics are sums. Raise ProtocolError where
+    the ranks of a group disagree.
     """
     weights: dict[int, float] = {}
     metrics: dict[str, dict[int, float]] = {}
@@ -237,7 +238,7 @@ def seen_by_rank(record: Record, rank: int) -> Record:
 def _seen(member: Member, rank: int) -> Member:
     addresses = member.addresses
     if rank >= len(addresses):
-        # The leader refuses such a session before; a clear error beats an index error all the same.
+        # The leader refuses such a session already; this error replaces an IndexError if it ever does not.
         raise ProtocolError(
             f"{member.replica} has {len(addresses)} ranks and no rank {rank}: start every replica with the "
             "same number of ranks"

@@ -1,7 +1,7 @@
 """A new roster as its difference from one that the receiver holds, for large jobs. Pure.
 
-Digests name the rosters, so the leader need not remember which roster each member has. A member that does not
-hold the first roster, or computes another second one, asks for all of it.
+Digests name the old and the new roster, so the leader need not remember which roster each member has. A
+member that does not hold the old roster, or computes another new roster, asks for the whole new roster.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ def change(before: Record, after: Record) -> m.RosterDelta:
     if after is before:
         return m.RosterDelta(replace(after, roster=()), after.roster_digest, after.roster_digest)
     old = {x.replica: x for x in before.roster}
-    # Nearly every entry is the same object; identity is cheaper to test than equality.
+    # Nearly every entry is the same object, and identity is cheaper to test than equality.
     joined = tuple(x for x in after.roster if (entry := old.get(x.replica)) is not x and entry != x)
     left = tuple(name for name in before.names if after.member(name) is None)
     delta = m.RosterDelta(replace(after, roster=()), before.roster_digest, after.roster_digest, joined, left)
@@ -37,7 +37,7 @@ def applied(delta: m.RosterDelta, held: Record | None) -> Record | None:
 
 
 def _merged(roster: tuple[Member, ...], delta: m.RosterDelta) -> tuple[Member, ...]:
-    """Apply ``delta`` to ``roster``. The result is incomplete where the delta's order names a stranger."""
+    """Apply ``delta`` to ``roster``. The result lacks names in the delta's order that have no entry."""
     entries = {x.replica: x for x in roster}
     for name in delta.left:
         entries.pop(name, None)

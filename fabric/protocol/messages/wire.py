@@ -1,10 +1,10 @@
 """Messages as bytes: one JSON object per message, decoded strictly by the dataclasses themselves.
 
 ``{"kind": "CommitVote", "version": 3, ...fields}``. msgspec reads each class's annotations: unknown fields
-are ignored, a missing field takes its default, anything else raises ProtocolError with the path of the
-offending field. Non-finite numbers never pass. The same codec serves the stored record, which is compressed
-when it is long: a value of a store is bounded, and a roster of thousands is repetitive. Long messages to
-members that understand it are compressed likewise.
+are ignored, a missing field takes its default, any other deviation raises ProtocolError with the path of the
+wrong field. Non-finite numbers raise it too. The same codec serves the stored record. A long record is
+compressed, because stores limit the size of a value. Long messages to members that understand compression
+are compressed too.
 """
 
 import json
@@ -19,15 +19,15 @@ from fabric.errors import ProtocolError
 from fabric.model import PROTOCOL_VERSION, Record
 from fabric.protocol.messages import network
 
-# A decoded message may hold at most this many bytes of JSON: a report that lists a million micro-batches
-# fits, a peer that floods memory does not.
+# The most bytes of JSON in a decoded message, so that no peer can flood memory. A report that lists a million
+# micro-batches fits.
 MAX_BYTES = 16 * 1024 * 1024
-# What is longer than this is compressed: shorter records can be read with the store's own tools.
+# Longer messages and records are compressed. Shorter records can be read with the store's own tools.
 PLAIN_BYTES = 64 * 1024
 # A zlib stream begins with this byte, which no JSON text does.
 _ZLIB = b"\x78"
 
-# The words of people for the types of msgspec.
+# The names in our errors of the types that msgspec names.
 _WORDS = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
 _WORDS |= {"array": "a list", "object": "an object"}
 _TYPE = re.compile(r"`([^`]*)`")
@@ -65,15 +65,15 @@ def decode(data: bytes | str) -> network.Message:
     cls = _KINDS.get(head.kind) if isinstance(head.kind, str) else None
     if cls is None:
         raise ProtocolError(f"unknown kind of message {_short(head.kind)}: upgrade the older side")
-    if cls is not network.Rejected:  # a refusal is for whoever cannot be talked to
+    if cls is not network.Rejected:  # a refusal must reach a side of any version
         check_version(head.version)
     return decode_value(cls, data, cls.__name__)
 
 
 def check_version(version: object) -> None:
-    """Accept our own protocol version and its neighbours; refuse others with what to do.
+    """Accept our protocol version, the one before and the one after; refuse others with what to do.
 
-    The one after too: of two sides that are one version apart, each receives what the other sends.
+    The newer one is accepted too, because two sides that are one version apart each receive from the other.
     """
     known = (PROTOCOL_VERSION - 1, PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
     if isinstance(version, bool) or not isinstance(version, int) or version not in known:
@@ -100,7 +100,7 @@ def encode_value(value: object) -> bytes:
     cls = type(value)
     try:
         data = msgspec.json.encode(value)
-    except UnicodeEncodeError:  # half of a character, from the name of a file for instance
+    except UnicodeEncodeError:  # text with half of a character, for instance from a file name
         text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
         return encode_value(decode_value(cls, text.encode(errors="replace"), cls.__name__))
     if b"null" in data:  # msgspec writes this for a number that is not finite, too
@@ -109,7 +109,7 @@ def encode_value(value: object) -> bytes:
 
 
 def decode_value(cls: type[T], data: bytes | str, path: str) -> T:
-    """The JSON in ``data`` as ``cls``. Raises ProtocolError, which names the wrong field, after ``path``."""
+    """Decode the JSON in ``data`` as ``cls``. A ProtocolError names ``path`` and the wrong field."""
     decoder: msgspec.json.Decoder[T] = _decoder(cls)  # type: ignore[arg-type]
     try:
         return decoder.decode(data)
@@ -133,7 +133,7 @@ def _decoder(cls: type) -> msgspec.json.Decoder[Any]:
 
 
 def _plain(data: bytes | str) -> bytes | str:
-    """At most MAX_BYTES of it: what others hold or send is not to be trusted with our memory."""
+    """Inflate ``data`` if it is compressed; refuse more than MAX_BYTES, which would fill our memory."""
     if len(data) > MAX_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {MAX_BYTES}")
     if isinstance(data, str) or data[:1] != _ZLIB:

@@ -1,17 +1,18 @@
 """The control store: what the lighthouse keeps, and the operations it may rely on.
 
-The problem: several lighthouses decide about one job, any of them may die in mid-write, and a write
-whose answer is lost may still be applied. The mechanism is small on purpose: a handful of small keys,
-each with the revision at which it was created and last changed; transactions that apply all of their
-operations or none, guarded by those revisions; leases whose end deletes the keys put under them; and a
-watch that resumes from a revision. Three backends (memory, SQLite, etcd) keep the same promises and
-pass the same contract suite.
+The problem: several lighthouses decide about one job, any of them may die in mid-write, and a write whose
+answer is lost may still be applied. The mechanism is small on purpose. The store holds a few small keys, each
+with the revisions of its creation and of its last change. A transaction applies all of its operations or
+none, guarded by those revisions. The end of a lease deletes the keys put under it. A watch resumes from a
+revision. Three backends (memory, SQLite, etcd) keep the same promises and pass the same contract suite.
 
-Every failure of a write says whether it is *definite* (``StoreError``: not applied) or *indefinite*
-(``StoreIndefinite``: read again before deciding anything). A failed guard is an answer, not an error.
+The error of a write is *definite* (``StoreError``: the store did not apply the write) or *indefinite*
+(``StoreIndefinite``: the outcome is unknown, so read again before deciding anything). A failed guard is a
+result, not an error.
 
-A lease is a hint, not a fence: it may outlive its TTL by any amount, so its holder steps down by its own
-monotonic clock, counted from before the call, and every write is guarded by the holder's own key.
+A lease alone does not keep a former holder from writing: the store may end it long after its TTL. So the
+holder steps down by its own monotonic clock, counted from before the call that renewed the lease. A guard on
+the holder's own key protects every write.
 """
 
 import secrets
@@ -36,12 +37,11 @@ __all__ = [
     "WatchEvent",
 ]
 
-# Under this key lies the random name of the store's lifetime; see ``Store.connect``.
+# The key of the store's random id; see ``Store.connect``.
 STORE_ID_KEY = "/fabric/store-id"
 
-# etcd's own defaults are 1.5 MiB per request and 128 operations and as many comparisons, of which a guard
-# takes up to two; the same bounds everywhere, so that a job which runs on one backend does not discover
-# them on another.
+# By default etcd allows 1.5 MiB, 128 operations and 128 comparisons per request; a guard takes up to two
+# comparisons. All backends have the same bounds, so a job that runs on one of them runs on the others.
 MAX_KEY_BYTES = 1024
 MAX_VALUE_BYTES = 1 << 20
 MAX_REQUEST_BYTES = 1_400_000
@@ -52,7 +52,7 @@ MAX_LISTED_KEYS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """One key as it was read. ``lease`` is 0 without one. Revisions start at 1; 0 is "not there"."""
+    """One key as it was read; ``lease`` is 0 for a key without a lease. Revisions start at 1."""
 
     key: str
     value: bytes
@@ -65,7 +65,7 @@ class KeyValue:
 class Compare:
     """A guard: the key's revisions must be exactly these; 0 means that the key does not exist.
 
-    Raises ValueError when it guards nothing, which is never meant.
+    Raises ValueError when it names no revision.
     """
 
     key: str
@@ -153,7 +153,7 @@ class Store(Protocol):
         ...
 
     async def grant_lease(self, ttl_s: float) -> Lease:
-        """Return a new lease. An outcome that was lost leaves at most a lease that ends unused."""
+        """Return a new lease. A lost answer leaves at most an unused lease, which ends after its TTL."""
         ...
 
     async def keep_alive(self, lease_id: int) -> float:
@@ -165,10 +165,11 @@ class Store(Protocol):
         ...
 
     def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[WatchEvent, None]:
-        """Return the changes under a prefix, in order, none left out, from a revision (>= 1) on.
+        """Yield every change under a prefix, in order, from a revision (>= 1) on.
 
-        Usually the revision of ``list`` plus one. Survives lost connections; ends when the store is
-        closed. Raises Compacted when the store no longer knows that revision: list again.
+        The revision is usually that of ``list`` plus one. The watch survives lost connections and ends when
+        the store is closed. Raises Compacted when the store no longer has the changes since that revision:
+        list again.
         """
         ...
 
@@ -258,9 +259,9 @@ def lease_gone(lease_id: int) -> LeaseGone:
 
 
 async def settle_store_id(store: Store) -> str:
-    """Read the store's id, or be the one who writes it; all callers get the same one.
+    """Return the store's id; write a new one where there is none. All callers get the same id.
 
-    Raises StoreError when the key holds something else, StoreIndefinite when it cannot be settled.
+    Raises StoreError when the key holds something else, StoreIndefinite when three attempts leave no id.
     """
     lost: StoreIndefinite | None = None
     for _ in range(3):

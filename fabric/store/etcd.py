@@ -3,15 +3,15 @@
 How each promise is kept:
 
 - *Reads* are linearizable and repeated on the next endpoint until one answers.
-- *Writes* are tried on another endpoint only if they were certainly not sent or refused; a lost answer is
-  ``StoreIndefinite``, since etcd may still apply the write, even after newer ones.
-- *A wiped store* is noticed: every transaction also guards the store's id, an answer from another cluster
-  is refused, and a read that is older than what was read before is an error.
-- *A watch* asks for progress, takes another connection when one was silent for ``watch_silence_s`` (it may
-  only be quiet) or its member has no leader, and resumes at the last revision plus one. Progress counts, so
-  that a quiet prefix is not overtaken by compaction; where etcd sends none for longer, ``Compacted`` says so
-  and the reader lists.
-- *Leases* last whole seconds, at least the two of etcd's own minimum; the TTL in the answer counts.
+- *Writes* are tried at another endpoint only after a refusal, or where the request was certainly not sent. A
+  lost answer raises ``StoreIndefinite``: etcd may still apply the write, even after newer ones.
+- *A wiped store* is noticed in three ways. Every transaction also guards the store's id. An answer from
+  another cluster is an error, and so is a read with an older revision than the read before.
+- *A watch* asks etcd for progress messages. It takes another connection when its own was silent for
+  ``watch_silence_s`` (perhaps without a fault), or when its etcd server has no leader. It resumes after the
+  last revision that a change or a progress message named, so that compaction does not overtake a quiet
+  prefix. If compaction does overtake the watch, it raises ``Compacted`` and the reader lists again.
+- *Leases* last whole seconds, at least etcd's minimum of two. The granted TTL is that in etcd's answer.
 
 One call takes at most ``attempt_timeout_s`` per endpoint (a long list: per page).
 """
@@ -137,7 +137,7 @@ class EtcdStore:
         raise _unavailable(refusals)
 
     async def grant_lease(self, ttl_s: float) -> Lease:
-        # etcd counts whole seconds; never less than was asked for.
+        # etcd counts whole seconds: round up, so that the TTL is never shorter than the caller wants.
         request: Json = {"TTL": str(math.ceil(check_ttl(ttl_s)))}
         answer = await self._anywhere("/v3/lease/grant", request, writes=True)
         lease = Lease(etcd_wire.integer(answer, "ID"), float(etcd_wire.integer(answer, "TTL")))
@@ -171,7 +171,8 @@ class EtcdStore:
                         delay_s = RECONNECT_FIRST_S
                         for event in answer.events:
                             yield event
-                        # The revision in "created" is the store's, not how far this watch has come.
+                        # The revision in a "created" answer is the store's: this watch may not have read up
+                        # to it.
                         if answer.events or not answer.created:
                             last = answer.events[-1].revision if answer.events else answer.revision
                             from_revision = max(from_revision, last + 1)
@@ -188,7 +189,7 @@ class EtcdStore:
             await gateway.close()
 
     async def _look_at_endpoints(self, gateway: Gateway) -> None:
-        """Ask every endpoint who it is; one that answers is enough, two that disagree are too many."""
+        """Check the cluster and release of every endpoint. At least one must answer, all from one cluster."""
         path = "/v3/maintenance/status"
         posts = (gateway.post(endpoint, path, {}) for endpoint in gateway.endpoints)
         answers = await asyncio.gather(*posts, return_exceptions=True)
@@ -234,7 +235,8 @@ class EtcdStore:
                 if answer.compact_revision:
                     raise compacted(prefix, from_revision, answer.compact_revision)
                 if answer.canceled:
-                    # An old token ends a watch in this way; where it was not that, a new one does no harm.
+                    # etcd ends a watch with an old token in this way. If the cause is another one, a new
+                    # token does no harm.
                     gateway.forget(token)
                     raise StoreUnavailable(f"The watch at {endpoint} was ended ({answer.reason}).")
                 yield answer
@@ -256,8 +258,8 @@ class EtcdStore:
     ) -> Json:
         """Send a request that may be repeated, to one endpoint after the other.
 
-        Raises StoreUnavailable when none answered; when one of them may have done it, ``writes`` makes
-        that a StoreIndefinite.
+        Raises StoreUnavailable when no endpoint answered. With ``writes``, raises StoreIndefinite when an
+        endpoint may have applied the request.
         """
         gateway = self._connected()
         refusals: list[str] = []

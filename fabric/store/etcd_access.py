@@ -1,4 +1,4 @@
-"""How to be let in by an etcd: its certificate authority, a certificate of our own, a user and a password.
+"""The credentials for an etcd: its certificate authority, our own certificate, a user and a password.
 
 Passwords and keys are files, never arguments: arguments show in process lists.
 """
@@ -54,7 +54,7 @@ class EtcdAccess:
         return context
 
     def password(self) -> str:
-        """Read again each time, so that a changed file counts. Raises ConfigError."""
+        """Read the password file, at each call, so that a change takes effect. Raises ConfigError."""
         assert self.password_file is not None
         try:
             with self.password_file.open("rb") as file:

@@ -1,15 +1,16 @@
-"""HTTP to the endpoints of one etcd, with the one distinction that matters: sent, or not sent.
+"""HTTP to the endpoints of one etcd; an error says whether the request was sent.
 
 A request whose connection could not be made was never sent, so a write may be tried elsewhere
-(``StoreUnavailable``). Once a byte is out, a lost answer says nothing about the outcome
-(``StoreIndefinite``). For the same reason writes get a connection of their own each: on a kept one, a
-server that restarted meanwhile looks just like one that died in mid-write.
+(``StoreUnavailable``). Once a byte was sent, a lost answer leaves the outcome unknown (``StoreIndefinite``).
+So each write gets a new connection: on a kept connection, a server that restarted before the write looks like
+one that died during it.
 
-With a user, every request carries a token that the first one asks for. etcd forgets tokens (they end, a
-member restarts, rights change), and refuses what carries an old one before it does anything: such a request
-is made once more with a new token, a write too.
+Where a user is set, the first request fetches a token, and every request carries it. A token becomes invalid
+when it expires, an etcd server restarts or rights change. etcd refuses a request with an invalid token before
+it applies anything. So the request, also a write, is repeated once with a new token.
 
-Every answer is bounded before memory is taken, and no exception of the HTTP library leaves this module.
+The size of every answer is checked before memory is taken. No exception of the HTTP library leaves this
+module.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ MAX_ANSWER_BYTES = 32 << 20
 _HEADERS = {
     "Content-Type": "application/json",
     "Accept-Encoding": "identity",
-    # A member that has lost its leader refuses at once instead of after its own long timeout; for a watch
-    # it is the only way to hear of it at all.
+    # With this header an etcd server without a leader refuses a request at once, not after its own long
+    # timeout. A watch learns of the lost leader only in this way.
     "Grpc-Metadata-hasleader": "true",
 }
 
@@ -57,7 +58,7 @@ class Gateway:
         return self.endpoints[self._preferred :] + self.endpoints[: self._preferred]
 
     def avoid(self, endpoint: str) -> None:
-        """Begin with the next one from now on, if this is the one we begin with."""
+        """Begin later requests at the next endpoint, if they now begin at ``endpoint``."""
         if self.endpoints[self._preferred] == endpoint:
             self._preferred = (self._preferred + 1) % len(self.endpoints)
 
@@ -111,7 +112,7 @@ class Gateway:
     ) -> Json | GatewayFailure:
         self._check_open(endpoint)
         session = self._fresh if fresh else self._kept
-        # A file, so that a large one is written in pieces and the event loop goes on.
+        # A file object, because aiohttp writes it in pieces: a large body does not block the event loop.
         body = io.BytesIO(json.dumps(request).encode())
         try:
             # Redirects are not followed: etcd sends none, and a body must not be sent twice.
@@ -122,7 +123,7 @@ class Gateway:
                 if response.status != 200:
                     return failure(response.status, answer)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            # TLS that cannot be agreed upon is among these: nothing was sent.
+            # A failed TLS handshake is among these errors: nothing was sent.
             raise StoreUnavailable(f"The etcd endpoint {endpoint} cannot be reached ({error}).") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise StoreIndefinite(
@@ -139,7 +140,7 @@ class Gateway:
     ) -> AsyncGenerator[Json | GatewayFailure, None]:
         """Send one request; yield its answers until the other side ends it or is silent for ``silence_s``.
 
-        Silence may be normal, and only another request tells it from a lost host.
+        Silence may be normal; only another request can tell a quiet host from a lost one.
 
         Raises StoreUnavailable when the connection is lost, or does not begin within the attempt's timeout.
         """
@@ -169,7 +170,7 @@ class Gateway:
 
     async def close(self) -> None:
         self.closed.set()
-        # Closing a session does not wake those who read from its answers.
+        # Closing a session does not wake the tasks that read its answers.
         for response in tuple(self._streams):
             response.close()
         await self._kept.close()
@@ -186,7 +187,7 @@ class Gateway:
         timeout_s = self._attempt_timeout_s
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=force_close, limit=0, ttl_dns_cache=5, ssl=self._tls),
-            # The connect phase ends first, so that a timeout there is known to have sent nothing.
+            # The connect phase has the shorter timeout: when it passes, nothing was sent.
             timeout=aiohttp.ClientTimeout(total=timeout_s, connect=timeout_s * 0.9),
             headers=_HEADERS,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -204,7 +205,7 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """Yield the non-empty lines of a body; a last one without an end was cut off and does not count."""
+    """Yield the non-empty lines of a body; leave out a last line that was cut off."""
     buffer = bytearray()
     scanned = 0
     while chunk := await response.content.readany():

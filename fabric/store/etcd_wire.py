@@ -26,13 +26,14 @@ from fabric.store.base import (
 
 Json = dict[str, object]
 
-# gRPC status codes with which etcd refuses before anything is proposed to the cluster, or with which the
-# cluster as a whole refused: invalid argument, not found, already exists, permission denied, resource
-# exhausted (too many requests, no space), failed precondition, out of range, unimplemented, unauthenticated.
+# gRPC status codes that mean that nothing was applied: invalid argument, not found, already exists,
+# permission denied, resource exhausted (too many requests, no space), failed precondition, out of range,
+# unimplemented, unauthenticated.
 DEFINITE_CODES = frozenset({3, 5, 6, 7, 8, 9, 11, 12, 16})
 NOT_FOUND = 5
 UNAUTHENTICATED = 16
-# With this, instead of that code, some releases refuse a token from before a change of users or roles.
+# Some releases refuse a token from before a change of users or roles with this text, not with the code for
+# unauthenticated.
 OLD_AUTH = "revision of auth store is old"
 NO_LEADER = "etcdserver: no leader"
 
@@ -68,7 +69,7 @@ class GatewayFailure:
 
 @dataclass(frozen=True, slots=True)
 class WatchAnswer:
-    """One line of a watch. ``revision`` is the store's, 0 when not told."""
+    """One line of a watch. ``revision`` is the store's; 0 where the line has none."""
 
     events: tuple[WatchEvent, ...]
     revision: int
@@ -87,7 +88,7 @@ def get_request(key: str) -> Json:
 
 
 def list_request(start: bytes, end: bytes, revision: int, limit: int) -> Json:
-    """Return keys in [start, end) at a revision, 0 for the newest; ``limit`` bounds the answer."""
+    """Ask for the keys in [start, end) at a revision (0: the newest), at most ``limit`` of them."""
     request: Json = {"key": encode(start), "range_end": encode(end), "limit": str(limit)}
     if revision:
         request["revision"] = str(revision)
@@ -106,7 +107,7 @@ def watch_request(prefix: str, from_revision: int) -> Json:
 
 
 def transaction_request(compares: Sequence[Compare], operations: Sequence[Operation], store_id: str) -> Json:
-    """Return the guarded transaction; with a ``store_id`` it also guards that this is still that store."""
+    """Return the guarded transaction; where ``store_id`` is given, it also guards the store's id."""
     guards: list[Json] = []
     for compare in compares:
         key = encode(key_bytes(compare.key))
@@ -159,7 +160,8 @@ def _failure(answer: Json, status: int) -> GatewayFailure:
 
 
 def unary_result(answer: Json) -> Json | GatewayFailure:
-    """Return an answer with status 200, which may still carry an error when the call is a streaming one."""
+    """Return ``answer`` (of status 200), or the error in it: a streaming call reports errors with status
+    200."""
     return stream_result(answer) if "error" in answer else answer
 
 
@@ -181,7 +183,7 @@ def key_values(answer: Json) -> list[KeyValue]:
 
 
 def failed_store_id(answer: Json) -> bytes | None:
-    """Return the id that a failed transaction found in the store; None when there is none any more."""
+    """Return the id that a failed transaction found in the store; None where the store has no id."""
     for response in _array(answer, "responses"):
         entries = key_values(_object(_object(response).get("response_range", {})))
         if entries:

@@ -1,9 +1,9 @@
-"""The store in memory: the twin that tests run the lighthouse over, with the promises of the real ones.
+"""The store in memory, for tests of the lighthouse; it keeps the same promises as the other stores.
 
-``MemorySpace`` is the store itself, ``MemoryStore`` one handle on it; several handles of one process and
-one event loop share a space, as several lighthouses share etcd. Nothing here awaits between reading and
-writing, so a transaction is atomic without a lock. The next operation ends expired leases: every
-operation first deletes what has expired, and a watch wakes at the next deadline.
+``MemorySpace`` is the store itself, ``MemoryStore`` one handle on it; several handles of one process and one
+event loop share a space, as several lighthouses share etcd. Nothing here awaits between reading and writing,
+so a transaction is atomic without a lock. Every operation first ends the expired leases and deletes their
+keys. A watch wakes at the next deadline of a lease.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from fabric.store.base import (
     settle_store_id,
 )
 
-# Revisions that a late watch can still start from.
+# A watch can start this many revisions back.
 HISTORY_REVISIONS = 1000
 
 
@@ -117,7 +117,7 @@ class MemorySpace:
             return
 
     def wake(self) -> None:
-        """Let all watches look again."""
+        """Let all watches check for changes."""
         self._wake()
 
     def _expire(self) -> None:
@@ -190,7 +190,8 @@ class MemoryStore:
         space = self._space()
         while self._open:
             events = space.changes(prefix, from_revision)
-            # Everything up to here has been looked at, so a quiet prefix is never compacted away.
+            # The watch has read all changes up to this revision, so on a quiet prefix it never raises
+            # Compacted.
             from_revision = max(from_revision, space.revision + 1)
             for event in events:
                 yield event

@@ -1,4 +1,4 @@
-"""Opens a store by its URL, and refuses an impossible one before anything is touched."""
+"""Opens a store by its URL; refuses an invalid URL before it touches a file or a server."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +27,12 @@ def open_store(
 ) -> Store:
     """Return a store that is not connected yet.
 
-    ``sqlite:`` is followed by ``//`` and a path, absolute when it begins with a slash; any number of
-    slashes before an absolute path is one. ``etcd://`` is followed by comma-separated ``host[:port]``;
-    ``etcds://`` is the same over TLS. ``access`` is how an etcd lets us in (its ``tls`` follows the URL).
-    ``memory:`` is a new, empty store of this process. ``attempt_timeout_s`` bounds each attempt at an
-    endpoint, or waiting for the lock of a file; ``watch_silence_s`` is how long an etcd watch may be
-    silent before its connection is replaced. Raises ConfigError.
+    ``sqlite:`` is followed by ``//`` and a path, absolute when it begins with a slash; several slashes count
+    as one. ``etcd://`` is followed by comma-separated ``host[:port]``; ``etcds://`` is the same over TLS.
+    ``access`` holds the credentials for etcd (the URL sets its ``tls``). ``memory:`` is a new, empty store of
+    this process. ``attempt_timeout_s`` bounds each attempt at an endpoint, or the wait for a file's lock;
+    ``watch_silence_s`` is how long an etcd watch may be silent before its connection is replaced. Raises
+    ConfigError.
     """
     for name, value in (("attempt_timeout_s", attempt_timeout_s), ("watch_silence_s", watch_silence_s)):
         if not 0 < value <= 3600:

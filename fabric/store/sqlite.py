@@ -1,9 +1,9 @@
 """The store in an SQLite file, for all lighthouses of one machine: the asyncio half.
 
-All blocking calls run on one thread of the handle's own, in order, so the event loop never waits for a
-disk and SQLite sees one thread. A watch polls: other processes have no way to call us, and one indexed
-read every ``POLL_S`` costs next to nothing; writes of this handle wake its watches at once. See
-``sqlite_file`` for what is kept, how long, and what a reboot does.
+The handle's own thread makes all blocking calls, in order, so the event loop never waits for a disk and
+SQLite sees one thread. A watch polls, because another process cannot notify it: one cheap indexed read every
+``POLL_S``. A write through this handle wakes its watches at once. See ``sqlite_file`` for history, leases and
+reboots.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from fabric.store.base import (
 )
 from fabric.store.sqlite_file import Cursor, SqliteFile
 
-# How soon a watch sees another process's write, and how soon leases end during a watch.
+# The longest time until a watch sees another process's write or the end of a lease.
 POLL_S = 0.05
 
 Answer = TypeVar("Answer")
@@ -121,7 +121,7 @@ class SqliteStore:
     async def _call(self, operation: Callable[[SqliteFile], Answer]) -> Answer:
         file, thread = self._file, self._thread
         if file is None or thread is None:
-            # The reason is that of the last failed attempt to connect.
+            # Prefer the reason of the last failed attempt to connect.
             unasked = f"The store {self._path} is not connected: call connect() first."
             raise StoreError(self._problem or unasked)
         return await asyncio.get_running_loop().run_in_executor(thread, operation, file)

@@ -1,17 +1,17 @@
 """One SQLite file as a store: the blocking half, to be used from one thread only.
 
 The problem: several processes on one machine share a file, any of them may be killed in mid-commit, and
-leases must end even when nobody runs. The mechanism: write-ahead log with ``synchronous=FULL`` (a commit
-that returned survives a power cut), every transaction ``BEGIN IMMEDIATE``, so what a guard saw is what it
-is applied to, and a bounded history table that watches read from.
+leases must end even when no process runs. The mechanism: write-ahead log with ``synchronous=FULL`` (a commit
+that returned survives a power cut), every transaction ``BEGIN IMMEDIATE`` (no other process writes between
+guard and change), and a bounded history table that watches read.
 
-Leases are deadlines on the monotonic clock, which all processes of one machine share and which no change
-of the wall clock moves. That clock starts again with the machine, so each lease also names the boot it was
-granted in: after a reboot all leases have ended, as their holders have. For the same reason the file must
-not be shared between machines. The next process deletes expired leases.
+Leases are deadlines on the monotonic clock, which all processes of one machine share and which no change of
+the wall clock moves. That clock starts again with the machine, so each lease also names the boot it was
+granted in: after a reboot all leases have ended, as their holders have. For the same reason the file must not
+be shared between machines. Each process deletes expired leases before it reads or writes.
 
 A file that was removed or replaced while in use would silently split the store in two (SQLite goes on with
-the unlinked one), so its identity is checked before each transaction.
+the unlinked one), so each transaction first checks the file's identity.
 """
 
 import os
@@ -40,7 +40,7 @@ from fabric.store.base import (
     lease_gone,
 )
 
-# Revisions that a late watch can still start from.
+# A watch can start this many revisions back.
 HISTORY_REVISIONS = 1000
 # Changes that a watch reads at once, so that its memory is bounded.
 CHANGES_PER_READ = 64
@@ -195,7 +195,7 @@ class SqliteFile:
     def _make_private(self) -> None:
         """Make the file, closed to other users; SQLite gives its other files the same mode.
 
-        A user that can read one of them can hold a lock on it, for which a lighthouse waits."""
+        A user who can read one of these files can lock it, and the lighthouse would wait for that lock."""
         with suppress(OSError):  # it is there already, or SQLite will say why it cannot be
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
 
@@ -211,7 +211,7 @@ class SqliteFile:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-            # On a read-only file SQLite makes a reader of us without a word: find out now, not later.
+            # SQLite opens a read-only file without an error: find out now, not at the first write.
             connection.execute("UPDATE store SET revision = revision")
             damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if damage != "ok":
@@ -222,7 +222,8 @@ class SqliteFile:
                 )
 
     def _switch_to_log(self, connection: sqlite3.Connection) -> None:
-        """Enter WAL mode. SQLite does not wait for its lock here, so we do: others may be opening too."""
+        """Enter WAL mode. SQLite does not wait for its lock here, so this method does: another process may
+        open the file too."""
         deadline_s = time.monotonic() + self._busy_timeout_s
         while True:
             try:
@@ -278,7 +279,7 @@ class SqliteFile:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """A consistent view in which nothing is expired."""
+        """Give a consistent view without expired leases."""
         self._check_identity()
         try:
             if self._expired():
@@ -333,8 +334,8 @@ class SqliteFile:
 
     def _expired(self) -> list[int]:
         now_s = self._clock()
-        # A deadline further away than the TTL was counted on another clock: it has ended as well. The
-        # second of slack is for rounding.
+        # A lease whose deadline is further away than its TTL was counted on another clock: it has ended as
+        # well. The extra second allows for rounding.
         query = "SELECT id FROM leases WHERE deadline_s <= ? OR boot != ? OR deadline_s - ttl_s > ? + 1"
         return sorted(int(row[0]) for row in self._connection.execute(query, (now_s, self._boot, now_s)))
 

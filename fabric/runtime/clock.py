@@ -5,15 +5,15 @@ from pathlib import Path
 
 
 def seconds_since_boot() -> float:
-    """Read the clock that goes on while the machine is suspended, as the monotonic one does not.
+    """Read the clock that also counts while the machine is suspended; the monotonic clock does not.
 
-    A member limits by it how long it commits without a lighthouse. The lighthouse's clock goes on as well.
+    A member limits its time without a lighthouse by this clock, because the lighthouse counts that time too.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def boot_id() -> str:
-    """Name this start of the machine; empty where the kernel does not say."""
+    """Return the kernel's id of this boot of the machine; empty where the kernel gives none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:64]
     except OSError:

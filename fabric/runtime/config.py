@@ -40,7 +40,7 @@ class Settings:
     rack: str = ""  # rack of this host: readers of one shard lie in several, see ``loader(redundancy=)``
     lighthouse: tuple[str, ...] = ()  # base URLs of all lighthouses
     token_file: Path | None = None  # file with the job's token
-    tls_cert: Path | None = None  # certificate of this process; all three TLS files, or none
+    tls_cert: Path | None = None  # certificate of this process; set all three TLS files or none
     tls_key: Path | None = None  # key of that certificate
     tls_ca: Path | None = None  # authority that issues the job's certificates
     bind: str = "127.0.0.1"  # address to listen on
@@ -55,14 +55,14 @@ class Settings:
     )
     on_nan: str = "propagate"  # average that is not finite: "propagate", "stop" the job, "skip" the update
     contact_s: float = 60.0  # time to find a lighthouse at the start
-    exchange_s: float = 60.0  # time budget of a round once all are in it; its other deadlines follow
+    exchange_s: float = 60.0  # time budget once all members are in a round; other deadlines derive from it
     user_code_s: float = 1800.0  # how long the others wait for a member in user code
     autonomy_s: float = 1800.0  # how long to step without any lighthouse
     data_plane: str = "auto"  # "auto" (members on one host share memory), "tcp" or "nccl"
     digest_every: int = 10  # steps from one digest of the state to the next
     snapshot_share: float = 0.02  # share of the step time that snapshots may cost
     snapshot_max_age_s: float = 600.0  # the newest snapshot is never older
-    snapshot_every: int = 0  # steps from one snapshot to the next; 0 for the two rules above
+    snapshot_every: int = 0  # steps from one snapshot to the next; 0: by share and age, as above
     unequal: bool = False  # replicas may have different layouts of ranks
     retain_gradients: bool = True  # keep the local gradient, so that an aborted round is retried with it
     orphan_s: float = 600.0  # how long the checkpoint server lives without a trainer
@@ -71,7 +71,7 @@ class Settings:
     durable_every_s: float = 600.0  # seconds from one durable checkpoint to the next
     durable_every: int = 0  # steps from one durable checkpoint to the next; 0 to count seconds
     durable_keep: int = 3  # how many durable checkpoints are kept
-    durable_required: bool = False  # refuse to start, and to write, where none of the job is there
+    durable_required: bool = False  # refuse to start or write where storage has no checkpoint of the job
     points: str = ""  # armed failpoints (FABRIC_TEST_POINTS), for tests
 
     @property
@@ -201,7 +201,8 @@ def _yes_or_no(name: str, text: str) -> bool:
 
 
 def _anchored(chosen: Settings) -> Settings:
-    # The process that writes durable checkpoints has another working folder than the trainer that reads them.
+    # Make a relative folder absolute: the writer of durable checkpoints has another working folder than the
+    # trainer.
     if not chosen.durable or "://" in chosen.durable or chosen.durable.startswith("~"):
         return chosen
     return replace(chosen, durable=str(Path(chosen.durable).absolute()))
@@ -259,7 +260,7 @@ def _check_words(chosen: Settings) -> None:
 
 
 def _run_folders() -> Path:
-    """Return the folder of all run folders: the user's from the login, else one in the temporary folder."""
+    """Return the folder of all run folders: in XDG_RUNTIME_DIR, else in the temporary folder."""
     own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     if own.is_absolute() and own.is_dir():
         there = own.lstat()

@@ -1,10 +1,11 @@
 """The one driver that joins a pure core to an event loop.
 
-The driver feeds events, performs the returned effects in order, and calls the core again at its next
-deadline. Any thread may feed. One thread at a time works: the first that finds no other at work. It hands
-the core all queued events, its own and those of other threads, and performs their effects. So no two threads
-enter the core at once, effects keep their order, and a thread with an event wakes no other. An effect that
-only the loop's thread may perform is left to that thread, with all effects after it.
+The driver feeds events to the core, performs the returned effects in order, and calls the core again at its
+next deadline. Any thread may feed an event; it goes into a queue. One thread at a time holds the *turn*: it
+hands the core all queued events and performs their effects. A thread that feeds takes the turn if it is free.
+So no two threads enter the core at once, effects keep their order, and a thread with an event wakes no other
+thread. An effect that only the loop's thread may perform passes the turn to that thread, with all effects
+after it.
 """
 
 import asyncio
@@ -36,10 +37,9 @@ class Core(Protocol[_Event, _Effect]):
 class Driver(Generic[EventT, EffectT]):
     """Construct it inside the running loop, and ``close`` it there; ``feed`` from any thread.
 
-    ``tick`` is the event that says only that time passed. ``thread_safe_effects`` are the types of effects
-    that
-    ``perform`` takes on any thread, the others only come on the loop's. An exception out of the core or out
-    of ``perform`` is a defect: it is given to ``on_crash`` once, and nothing is fed any more.
+    ``tick`` is the event that says only that time passed. ``perform`` gets the types in
+    ``thread_safe_effects`` on any thread, and all others on the loop's thread. An exception out of the core
+    or out of ``perform`` is a defect: the driver passes it to ``on_crash`` once, and feeds nothing more.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Driver(Generic[EventT, EffectT]):
         self._thread_safe_effects = thread_safe_effects
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._turn = threading.Lock()  # held by the thread at work, which may pass it on to the loop
+        self._turn = threading.Lock()  # its holder may pass it on to the loop's thread
         self._queue: deque[EventT] = deque()
         self._effects: deque[EffectT] = deque()
         self._closed = self._failed = False
@@ -68,7 +68,8 @@ class Driver(Generic[EventT, EffectT]):
         self._due = math.inf  # when the armed timer goes off
 
     def feed(self, event: EventT) -> None:
-        """Hand one event to the core and perform its effects, or leave both to the thread at work.
+        """Hand one event to the core and perform its effects, or leave both to the thread that holds the
+        turn.
 
         Does nothing after ``close``.
         """
@@ -78,22 +79,23 @@ class Driver(Generic[EventT, EffectT]):
             self._queue.append(event)
             self._take_turns()
         except BaseException as error:
-            # Ctrl-C, in the main thread: wherever it struck, the turn may have been lost with it.
+            # Ctrl-C interrupts the main thread anywhere, so the turn may be lost.
             self._fail(error)
             raise
 
     def close(self) -> None:
-        """Feed nothing more. The queue stays as it is: a thread that works may be about to take from it."""
+        """Feed nothing more. The queue stays as it is: the turn's holder may be about to take from it."""
         self._closed = True
         self._on_loop(self._disarm)
 
     def _take_turns(self) -> None:
-        # Ask again after each turn: a thread that queued at its very end found the turn taken.
+        # Check the queue again after each turn: a thread that queued an event at its very end found the turn
+        # taken.
         while self._queue and not self._closed and self._turn.acquire(blocking=False):
             self._work()
 
     def _work(self, timed: bool = False) -> None:
-        """Work, holding the turn, until the queue is empty or the loop's thread must go on."""
+        """Work, holding the turn, until the queue is empty or the loop's thread must take the turn."""
         here = threading.get_ident() == self._thread
         try:
             if timed and self._is_due():
@@ -137,8 +139,8 @@ class Driver(Generic[EventT, EffectT]):
         return deadline is not None and deadline <= self._clock()
 
     def _arm(self) -> None:
-        """Arm the timer. One that is due earlier stays, because deadlines mostly move back, and checks
-        again."""
+        """Arm the timer for the next deadline. Keep a timer that is due earlier: it arms the next one then,
+        and deadlines mostly move back."""
         deadline = None if self._closed else self._core.next_deadline()
         if deadline is not None and deadline < self._due:
             self._due = deadline
@@ -158,7 +160,7 @@ class Driver(Generic[EventT, EffectT]):
         if self._closed:
             return
         if not self._turn.acquire(blocking=False):
-            # Another thread is at work in the core, and relies on this timer.
+            # Another thread holds the turn, and relies on this timer.
             self._timer = self._loop.call_later(_RETRY_S, self._on_timer)
             return
         self._timer, self._due = None, math.inf

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fabric.errors import ConfigError
 
-# All failpoints; a typo in a test must not make it pass.
+# All failpoints; others are refused, so that a typo cannot make a test pass.
 NAMES = frozenset(
     {
         "forward",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that can still be taken: the least that the machine and the cgroups allow."""
+    """Return the bytes that this process can still take: the least that the machine and its cgroups allow."""
     limits = [_mem_available(proc / "meminfo")]
     with contextlib.suppress(OSError):
         for line in (proc / "self/cgroup").read_text().splitlines():
@@ -26,7 +26,7 @@ def _mem_available(meminfo: Path) -> int:
 
 
 def _unified(root: Path, path: str) -> list[int]:
-    """Return the room in this group and in each one above it."""
+    """Return the bytes that this cgroup, and each cgroup above it, still allows."""
     groups = [root]
     for part in filter(None, path.split("/")):
         groups.append(groups[-1] / part)

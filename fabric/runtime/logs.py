@@ -1,8 +1,8 @@
 """Logs that a machine can read: one line each, as text or as JSON, with the same fields in every service.
 
 The fields name the job, replica, process, epoch, step and incident of a line; the lighthouse's events and
-recovery records carry the same incident id. Fields of a process (``describe``) are in all its lines, fields
-of one line come with it (``extra=fields(...)``).
+recovery records carry the same incident id. ``describe`` sets fields for all later lines of the process,
+``extra=fields(...)`` for one line.
 """
 
 import json
@@ -20,7 +20,7 @@ _form = "text"
 
 
 def fields(**values: Any) -> dict[str, dict[str, Any]]:
-    """Return ``extra=`` of one log line, by FIELDS; None and empty values are left out."""
+    """Return the argument ``extra=`` of one log line, by FIELDS; leave out None and empty values."""
     return {"fabric": values}
 
 
@@ -32,9 +32,8 @@ def describe(**values: Any) -> None:
 def set_up(service: str, how: str, *, stream: TextIO | None = None, whole_process: bool = True) -> None:
     """Write the logs of fabric (INFO and up) to ``stream`` (standard error) as ``how``: text or json.
 
-    ``whole_process`` False is for the user's program. Its loggers stay as they are, and text goes to the
-    handlers that it has set up. As a rule it has none: a trainer ends with one sentence on standard error.
-    Existing handlers stay.
+    Set ``whole_process`` to False in the user's program: its loggers stay as they are, and text goes only to
+    handlers that the program has set up. Existing handlers stay.
     """
     global _service, _form
     _service, _form = service, how
@@ -91,5 +90,5 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of logging's own hook
         where = " ".join(f"{name}={value}" for name, value in known_fields(record).items())
-        # Part of it comes from others: keep it one line, without control characters.
+        # Part of the text comes from other processes: keep it on one line, without control characters.
         return printable(super().formatMessage(record) + (f" [{where}]" if where else ""))

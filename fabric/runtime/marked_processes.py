@@ -1,8 +1,8 @@
 """Processes that carry a mark in their environment, which every descendant inherits.
 
-Process groups do not lead to all descendants: some begin a session of their own. Signals go through a pidfd:
-the process is opened first and recognised second, so that a number that the kernel has given to another
-process in between is never hit.
+A process group does not hold all descendants: some begin a session of their own. A signal goes through a
+pidfd, which is opened before the mark is checked. So the signal never hits another process to which the
+kernel has given the same pid in between.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ class MarkedProcesses:
         self.sessions = frozenset(sessions)
 
     def living(self) -> list[int]:
-        """The pids of all of them, zombies excepted."""
+        """The pids of all these processes, zombies excepted."""
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
         return [pid for pid in pids if self._is_ours(pid)]
 
     def signal(self, pid: int, number: int) -> bool:
-        """Send a signal to process ``pid`` if it is one of them; return whether it was."""
+        """Send a signal to process ``pid`` if it is one of these; return whether it was."""
         try:
             descriptor = os.pidfd_open(pid)
         except OSError:
@@ -45,7 +45,7 @@ class MarkedProcesses:
             os.close(descriptor)
 
     def kill(self, within_s: float) -> None:
-        """SIGKILL all of them, for at most ``within_s``."""
+        """SIGKILL all these processes, for at most ``within_s``."""
         deadline = time.monotonic() + within_s
         # A process may start another while we look: look again until there is none.
         while (pids := self.living()) and time.monotonic() < deadline:

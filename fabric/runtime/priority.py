@@ -12,9 +12,9 @@ from typing import TypeVar
 # tenth. At 10 the fetch of a joining member on a crowded host would hardly move, and it would never catch up.
 BACKGROUND = 5
 LOW_PRIORITY = 10
-# A host is crowded where low-priority work has waited for a processor this many times as long as it ran. A
-# wait of a moment does not count: the work waits during a step of the others, and goes on between their
-# steps.
+# A host is crowded where low-priority work has waited for a processor this many times as long as it ran.
+# Waits of less than _LEAST_WAIT_S together do not count: the work waits during a training step, and runs
+# between steps.
 _CROWDED, _LEAST_WAIT_S = 2.0, 2.0
 
 _T = TypeVar("_T")
@@ -40,7 +40,7 @@ class LowPriorityRunner:
 
     @property
     def crowded(self) -> bool:
-        """Whether the work so far got less than a third of a processor."""
+        """Whether low-priority work has so far got less than a third of a processor."""
         return self._waited_s > max(_LEAST_WAIT_S, _CROWDED * self._ran_s)
 
     def __call__(self, work: Callable[[], _T]) -> _T:

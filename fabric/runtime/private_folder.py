@@ -1,9 +1,9 @@
 """Folders and files of this user alone, also where other users could create a file there first.
 
 A run folder may lie where every user of the host may write, for instance in ``/tmp``, and its name can be
-guessed. So no file in it is trusted by its name. The folder, and each folder above it up to the first one
-of root, must be this user's. A file in it must be a plain file of this user. The kernel tells the user of
-the process behind a socket there.
+guessed. So no file in it is trusted by its name. The folder, and each folder above it up to the first one of
+root, must be this user's. A file in it must be a plain file of this user. For a socket there, the kernel says
+which user's process is at the other end.
 """
 
 import errno
@@ -36,7 +36,7 @@ def make_private(folder: Path) -> None:
         try:
             each.mkdir(mode=0o700)
         except FileExistsError:
-            pass  # another process of this user, or another user, was faster: the next check tells
+            pass  # another process was faster: the next check finds out whose
         except OSError as error:
             raise ConfigError(_unusable(folder, error.strerror)) from error
     _check(folder, is_last=True)

@@ -2,7 +2,7 @@
 
 import os
 
-# In the environment of every process that a launcher starts, with a value of that launcher.
+# A launcher sets this variable, with a value of its own, in every process that it starts.
 LAUNCH_MARK = "FABRIC_LAUNCH_MARK"
 
 
@@ -12,5 +12,6 @@ def process_environment() -> dict[str, str]:
 
 
 def outliving_environment() -> dict[str, str]:
-    """Return the environment of a process that outlives this one's launcher: it does not carry its mark."""
+    """Return the environment of a process that outlives this process's launcher: without the launcher's
+    mark."""
     return {name: value for name, value in os.environ.items() if name != LAUNCH_MARK}

@@ -29,11 +29,11 @@ class RankLayout:
         return self.ranks // (self.tensor_parallel * self.stages)
 
     def fits(self, ranks: int) -> bool:
-        """Whether so many ranks can have this layout."""
+        """Whether ``ranks`` ranks can have this layout."""
         return self.ranks in (0, ranks) and ranks % (self.tensor_parallel * self.stages) == 0
 
     def over(self, ranks: int) -> "RankLayout":
-        """Return this layout for so many ranks. Raises ConfigError."""
+        """Return this layout for ``ranks`` ranks. Raises ConfigError."""
         if self.ranks not in (0, ranks):
             raise ConfigError(
                 f'FABRIC_LAYOUT is "{self}" and this replica has {ranks} ranks: start {self.ranks}, or leave '

@@ -1,7 +1,7 @@
 """The background tasks of a shell: none dies unnoticed, and all end with their owner.
 
 An asyncio task that raises keeps its exception until another task awaits it. Here the owner gives one
-callback for all deaths, and each death is logged with its traceback.
+callback for all failed tasks, and each failure is logged with its traceback.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# Before Python 3.12 a cancellation is lost that meets asyncio.wait_for at the moment of its result. Some
-# code also catches it by mistake. So a task that goes on is cancelled again.
+# Before Python 3.12 asyncio.wait_for loses a cancellation that comes together with its result. Some code
+# catches a cancellation by mistake. So a task that has not ended after this time is cancelled again.
 _CANCEL_AGAIN_S = 2.0
 
 
@@ -38,7 +38,7 @@ class Tasks:
         task.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Cancel all tasks and wait for their end; deaths meanwhile are still reported."""
+        """Cancel all tasks and wait for their end; ``on_death`` still hears of tasks that fail meanwhile."""
         self._closed = True
         running = set(self._running)
         while running:

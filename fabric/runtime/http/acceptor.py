@@ -1,8 +1,8 @@
 """Accepts a service's connections, and counts each before it costs more than a descriptor.
 
-The server of an event loop reports a TLS connection only after its handshake, and an unfinished one never.
-Here each accepted socket gets a slot at once (``connection_limit``). It loses the slot when it ends, or when
-another connection needs it.
+asyncio's own server does not report a TLS connection before its handshake has ended. Here each accepted
+socket gets a slot at once (``connection_limit``). It loses the slot when the connection ends, or when another
+connection needs the slot.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot
 
 log = logging.getLogger(__name__)
 
-# So many are accepted before the loop serves the open ones.
+# At most this many connections are accepted before the loop serves the open ones.
 _AT_ONCE = 64
 _HANDSHAKE_S = 20.0
-# Out of descriptors: no event tells when one is free.
+# The pause after running out of descriptors, because no event reports a free one.
 _LOOK_AGAIN_S = 0.05
 
 
 class SlottedProtocol(asyncio.Protocol):
-    """The library's protocol of one connection, and the connection's slot."""
+    """The protocol object of one connection, from the HTTP library, with the connection's slot."""
 
     def __init__(self, library: asyncio.Protocol, slot: ConnectionSlot) -> None:
         self.slot = slot
@@ -125,7 +125,8 @@ class Acceptor:
 
 
 def share_of(address: str) -> str:
-    """Name the share that ``address`` counts to: an IPv6 host has a /64 network of addresses."""
+    """Return the key by which connections from ``address`` count: an IPv6 host may use a whole /64
+    network."""
     with suppress(ValueError):
         parsed = ipaddress.ip_address(address.partition("%")[0])
         if isinstance(parsed, ipaddress.IPv6Address):

@@ -1,8 +1,8 @@
 """Keeps web pages out of services without a token.
 
-Without a token a service listens on loopback alone. A browser on that host can still be made to send
-requests there: by any page (a form, a script), and by a page whose name resolves to 127.0.0.1. Such
-requests name a foreign ``Origin``, or a foreign ``Host``, or have a body of a kind that a form can send.
+Without a token a service listens on loopback alone. But any web page can make a browser on that host send
+requests there, by a form, by a script, or by a host name that resolves to 127.0.0.1. Such a request has a
+foreign ``Origin``, a foreign ``Host``, or a body of a type that a form can send.
 """
 
 import ipaddress
@@ -52,7 +52,7 @@ def pages_kept_out(names: Iterable[str] = ()) -> Middleware:
             raise web.HTTPForbidden(
                 text="a page of another site may not ask here: use the service's own page, or a token file"
             )
-        # A path or method that does not exist is refused by its own error, with the methods that are allowed.
+        # A missing path or method gets an error of its own, with the allowed methods.
         has_body = request.match_info.http_exception is None and request.method not in _READS
         if has_body and request.content_type != "application/json":
             raise ProtocolError(

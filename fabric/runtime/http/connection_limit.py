@@ -1,9 +1,10 @@
 """The limit of an HTTP service's connections, and the choice of one to close when there are too many.
 
-A connection costs a descriptor before its sender has shown a token. So a service holds fewer connections
-than it may have descriptors; the rest is for its own sockets, files and memory. A connection without a
-request under way is *idle*, also while a head or a body arrives. Where room is needed, the connection that
-has been idle for longest is closed. An address has a share, so that one sender closes its own first.
+A connection costs a descriptor before its sender has shown a token. So a service holds fewer connections than
+it may have descriptors, and keeps the others for its own sockets, files and memory. A connection without a
+request under way is *idle*, also while a head or a body arrives. At the limit, the service closes the
+connection that has been idle for longest. Each address has a share, so that a sender of many connections
+loses its own first.
 """
 
 import logging
@@ -37,7 +38,7 @@ class Limits:
 
     @classmethod
     def of(cls, descriptors: int) -> "Limits":
-        """Return the limits of a process that may have so many descriptors."""
+        """Return the limits of a process that may have ``descriptors`` open."""
         total = descriptors - min(_RESERVED, descriptors // 2)
         return cls(total, min(_MOST_IDLE, total // 2))
 
@@ -84,7 +85,7 @@ class ConnectionLimit:
         self._clock = clock
         self._reported = float("-inf")
         self._open: Count[str] = Count()
-        # The longest idle one comes first: of all, and by address.
+        # Idle connections, the longest idle one first: of all addresses, and by address.
         self._idle: dict[ConnectionSlot, None] = {}
         self._idle_by: dict[str, dict[ConnectionSlot, None]] = {}
 
@@ -95,13 +96,13 @@ class ConnectionLimit:
 
     @property
     def idling(self) -> int:
-        """How many of them have no request under way."""
+        """How many connections have no request under way."""
         return len(self._idle)
 
     def admit(self, address: str, close: Callable[[], None]) -> ConnectionSlot | None:
         """Return a slot for a new connection, which is idle at first; another one may be closed for it.
 
-        None where there is no room and no idle connection: close the new one.
+        Return None where the limit is reached and no connection is idle: the caller closes the new one.
         """
         limits, of_address = self.limits, self._idle_by.get(address, {})
         if self._open[address] >= limits.total // 2 or len(of_address) >= limits.idle // 2:

@@ -41,17 +41,17 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-# An idle connection is closed after so long, also in the middle of a head.
+# An idle connection is closed after this time, even if half of a request's head has arrived.
 IDLE_S = 60.0
 # A request's body must arrive within this time: the bodies that we read are small.
 BODY_S = 10.0
-# A reader that takes less of an answer than this in this time is cut off, because the rest costs memory.
+# A reader is cut off if it takes less than _STALL_BYTES of an answer in STALL_S: the rest costs memory.
 STALL_S = 60.0
 _STALL_BYTES = 4 << 20
 # How long we read on after refusing a body, so that its sender gets the answer and not a reset.
 _LINGER_S = 1.0
 _MOST_AWAY_S = 60.0
-# Thousands of sessions come back at once after a fail-over; the kernel cuts this down to its own limit.
+# Thousands of members reconnect at once after a fail-over. The kernel lowers this number to its own limit.
 _BACKLOG = 4096
 
 # The first class that an error is an instance of decides.
@@ -70,7 +70,8 @@ _STATUSES: tuple[tuple[type[FabricError], int], ...] = (
 class NoBytesOfRequests(logging.Filter):
     """Logs a malformed request as one line, without aiohttp's traceback, which quotes it with its token.
 
-    Anyone can send such requests, so there is one line per ``every_s`` seconds, which counts the others.
+    Anyone can send such requests, so there is one line per ``every_s`` seconds, with the number of requests
+    since the line before.
     """
 
     def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -127,7 +128,8 @@ async def _name_no_versions(_: web.Request, response: web.StreamResponse) -> Non
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error as JSON. Put it first, so that it also speaks for the other middlewares."""
+    """Answer every error as JSON. Put it first, so that it also answers for errors of the other
+    middlewares."""
     try:
         return await handler(request)
     except FabricError as error:
@@ -139,15 +141,15 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.RequestPayloadError:
         return json_error(400, "the request's body is malformed: check its Content-Encoding and its length")
     except ConnectionError:
-        raise  # the peer has gone, and reads no answer
-    except Exception:  # the supervisor of requests: a defect of ours must not show its insides
+        raise  # the peer has closed the connection
+    except Exception:  # the client must not see the traceback of a defect of ours
         log.exception("%s %s failed", request.method, request.path)
         return json_error(500, "the service has a defect that this request met: see its log")
 
 
 @web.middleware
 async def _cut_off_stuck(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Send the complete answer here, within the time that a slow reader needs.
+    """Send the complete answer here, and cut off a reader that is slower than STALL_S allows.
 
     The handler itself sends, and bounds, any response that is not a ``web.Response``.
     """
@@ -257,7 +259,7 @@ def query_seconds(request: web.Request, name: str, *, most: float) -> float:
 
 
 def come_back_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds after which a service that answered 429 wants the next request, within reason."""
+    """Return the seconds that a 429 answer tells the client to wait, within bounds."""
     text = headers.get("Retry-After", "")
     return min(float(text), _MOST_AWAY_S) if text.isascii() and text.isdecimal() and len(text) < 9 else 1.0
 

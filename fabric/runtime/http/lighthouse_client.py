@@ -30,8 +30,8 @@ T = TypeVar("T")
 class LighthouseDialer:
     """Dials the lighthouses at ``urls``; ``at`` is the one that was dialled last.
 
-    It takes the token along to the leader that a follower names: aiohttp drops the token on the way to
-    another address.
+    It sends the token again to the leader that a follower names, because aiohttp drops the token when it
+    follows a redirect to another address.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LighthouseDialer:
     async def follow(self, base: str, path: str, dial: Callable[..., Awaitable[T]], **options: Any) -> T:
         """Call ``dial`` with ``path`` of the lighthouse ``base``, or of the leader that it redirects to.
 
-        Raises what ``dial`` raises, RedirectRefused, and Unreachable for a circle.
+        Raises what ``dial`` raises, RedirectRefused, and Unreachable where redirects go in a circle.
         """
         self.at, url = base, URL(base + path, encoded=True)
         token = self._tokens.shown()  # the file may have a new token
@@ -115,7 +115,7 @@ class Lighthouses:
     async def open(
         self, path: str, body: dict[str, Any] | None = None, *, total_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer of the first lighthouse that gives one, its body unread; ``total_s`` bounds it."""
+        """Give the first answer of a lighthouse, with its body unread; ``total_s`` bounds the request."""
         reasons, mistakes, idle = [], 0, 0
         dialer = LighthouseDialer(self.urls, self.token, self.tls, _TIMEOUT_S)
         async with dialer.client(total_s) as client:
@@ -135,13 +135,13 @@ class Lighthouses:
         listed = "; ".join(reasons)
         if idle == len(reasons):
             raise Unreachable(f"no lighthouse can answer this now ({listed}); training goes on meanwhile")
-        # Where certificates are the cause, each reason says what to do.
+        # Where the TLS settings are the cause, each reason says what to do.
         advice = "" if mistakes == len(reasons) else ": check the address, and that one runs there"
         raise Unreachable(f"no lighthouse answers ({listed}){advice}")
 
 
 async def _check(answer: aiohttp.ClientResponse) -> None:
-    """Raise the lighthouse's refusal, or ValueError where no lighthouse has answered."""
+    """Raise the lighthouse's refusal, or ValueError where the answer is not a lighthouse's."""
     if answer.status not in (200, 202):
         raise _refusal(answer.status, await _bounded(answer))
     if answer.content_type not in ("application/json", "application/x-ndjson"):

@@ -1,8 +1,9 @@
 """Mutual TLS for HTTP: one certificate for each process, one authority.
 
-A service shows its certificate, and demands one of the authority from each client before it reads a byte of a
-request. A client shows its own, and checks that the service's comes from the authority and names the dialled
-host. The token is needed as well. Without the settings there is no TLS.
+A service shows its certificate. It demands a certificate of the authority from each client before it reads a
+byte of a request. A client shows its own certificate, and checks that the service's certificate comes from
+the authority and names the dialled host. Clients need the job's token as well. Without the settings there is
+no TLS.
 """
 
 import ssl

@@ -1,8 +1,8 @@
 """A token in a file, which may be replaced while the job runs.
 
-A file holds one token on one line, or two on two lines while one replaces the other. Then both are accepted,
-and the first is shown to others. A job changes its token in three steps, each on all hosts: add the new one
-below the old one, swap them, remove the old one.
+The file holds one token on one line, or two tokens on two lines while one replaces the other. A service
+accepts both tokens; a client shows the first. A job changes its token in three steps, each on all hosts: add
+the new one below the old one, swap them, remove the old one.
 """
 
 import hmac

@@ -18,7 +18,7 @@ from fabric.runtime.http.connection_limit import raise_descriptor_limit
 
 
 def parse(arguments: list[str]) -> tuple[ServerSettings, int]:
-    """Return the settings on the command line, and the descriptor to report to (-1: none)."""
+    """Return the settings on the command line, and the descriptor for the report of readiness (-1: none)."""
     parser = argparse.ArgumentParser(prog="python -m fabric.ckpt_server", description="Checkpoint server")
     for field in fields(ServerSettings):
         kind, meaning = OPTIONS[field.name]

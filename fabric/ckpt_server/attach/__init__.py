@@ -1,1 +1,1 @@
-"""A trainer's way to its own checkpoint server: find or start the process, share memory, ask."""
+"""A trainer's side of its own checkpoint server: find or start the process, share memory, send requests."""

@@ -25,12 +25,12 @@ from fabric.runtime.process_environment import outliving_environment
 _MAX_REPORT_BYTES = 64 * 1024
 _LOG_TAIL_BYTES = 2000
 
-# Servers that this process started: kept so that a dead one is waited for, and not left a zombie.
+# The servers that this process started; ``reap`` waits for the dead ones, so that none stays a zombie.
 _started: dict[int, "subprocess.Popen[bytes]"] = {}
 
 
 def is_served(run_dir: Path) -> bool:
-    """Whether some process holds the server's lock of ``run_dir``: it starts, serves, or ends."""
+    """Whether a process holds the lock of ``run_dir``: a server that starts, serves or ends."""
     try:
         with os.fdopen(open_private(run_dir / LOCK_NAME, os.O_RDONLY), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,8 +44,8 @@ def is_served(run_dir: Path) -> bool:
 def start(settings: ServerSettings, deadline: float) -> bool:
     """Start a server and wait until it serves, or until monotonic ``deadline``.
 
-    Returns False where another server won the folder meanwhile. Raises ConfigError, Refused (its own
-    sentence) or ServerLost (it died, or took too long).
+    Returns False where another server won the folder meanwhile. Raises ConfigError, Refused (with the new
+    server's sentence) or ServerLost (the new server died, or took too long).
     """
     make_private(settings.run_dir)
     output_fd = open_private(settings.run_dir / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -58,10 +58,11 @@ def start(settings: ServerSettings, deadline: float) -> bool:
                 stdout=output,
                 stderr=output,
                 pass_fds=(writer,),
-                # The server outlives its trainer, and the launcher that ends whatever it leaves behind.
+                # The server outlives its trainer, and the launcher, which ends all processes that carry its
+                # mark.
                 start_new_session=True,
                 env=outliving_environment(),
-                # Where this very package is imported from, installed or not.
+                # The folder from which this package is imported, installed or not.
                 cwd=Path(fabric.__file__).resolve().parent.parent,
             )
     except BaseException:

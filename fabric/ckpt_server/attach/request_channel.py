@@ -1,8 +1,8 @@
 """The trainer's end of the channel to its checkpoint server: one request at a time, one answer each.
 
-A stopped server is not gone. When an answer does not come in time, the server owes it. Until it arrives the
-channel refuses every other request at once, so that the trainer waits for that server only once. The channel
-discards the late answer and goes on as before.
+A stopped server has not ended, so it may still answer. When an answer does not come in time, the server
+*owes* it. Until the owed answer arrives, the channel refuses every other request at once, so that the trainer
+waits for a stopped server only once. The channel discards the late answer and takes requests again.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ _MOST_DESCRIPTORS = 4
 
 
 class RequestChannel:
-    """A connected channel to ``name``. One thread at a time, but for ``hangs``."""
+    """A connected channel to ``name``. One thread at a time may call it; any thread may read ``hangs``."""
 
     def __init__(self, run_dir: Path, name: str, timeout_s: float) -> None:
         self._name = name
         self._lines = LineBuffer(MAX_LINE_BYTES)
-        self._owed: tuple[str, float] | None = None  # the operation, and when it was asked for
+        self._owed: tuple[str, float] | None = None  # the operation, and the time of its request
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(timeout_s)
             with socket_path(run_dir) as path:
                 self._socket.connect(path)
-            # Before anything is said: another user may have made the folder first, and listen in it.
+            # Check before the first request: another user may have made the folder, and listen in it.
             check_peer(self._socket, f"the socket of {name} in {run_dir}")
         except BaseException:
             self._socket.close()
@@ -53,7 +53,7 @@ class RequestChannel:
 
     def ask(self, body: Mapping[str, object], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
         """Return the answer and the descriptors beside it. Raises Refused with the server's sentence, and
-        ServerLost without an answer; see ``is_open`` for whether the channel can still be used."""
+        ServerLost without an answer; ``is_open`` then tells whether the channel can still be used."""
         operation = str(body.get("op"))
         self.settle()
         if self._owed is not None:
@@ -82,7 +82,7 @@ class RequestChannel:
         return answer, descriptors
 
     def settle(self) -> None:
-        """Read an answer that was owed, where it is there by now; never waits."""
+        """Read the owed answer if it has arrived; never wait."""
         if self._owed is None:
             return
         descriptors: list[int] = []
@@ -100,11 +100,11 @@ class RequestChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether the other side is there, as far as the kernel knows."""
+        """Whether the kernel still has the server's end of the channel."""
         if self._socket.fileno() < 0:
             return False
         poll = select.poll()
-        # The server sends nothing unasked: this is the channel's end, or an owed answer.
+        # The server sends nothing without a request: input is the channel's end, or an owed answer.
         poll.register(self._socket, select.POLLHUP | (0 if self.hangs else select.POLLIN))
         return not poll.poll(0)
 

@@ -1,9 +1,9 @@
-"""The trainer's handle on its checkpoint server: find it or start it, share memory, publish.
+"""The trainer's handle on its checkpoint server: find or start the server, share memory, publish.
 
-All calls block, under one lock, with a time limit each; any thread may make them. When the channel is closed
-every call raises ServerLost until ``ensure`` has attached again, to the same server if it lives and to a new
-one if not. A stopped or hanging server is neither. It must answer the requests of rounds and snapshots within
-a second; until it answers, every other call raises ServerLost at once. Once it answers, calls work again.
+All calls block, under one lock, with a time limit each; any thread may make them. When the channel is closed,
+every call raises ServerLost until ``ensure`` has attached again: to the same server if it lives, else to a
+new server. A server must answer the requests of rounds and snapshots within a second. While a stopped or
+hanging server owes an answer, every other call raises ServerLost at once. After the answer, calls work again.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ ATTACH_S = 20.0
 _ANSWER_S = 30.0
 # The longest wait of a round or a snapshot. A running server answers within a millisecond.
 _PROMPT_S = 1.0
-_PUBLISH_S = 5.0  # for requests that hold up no round, such as reading the header of a large snapshot
-# The kernel clears shared memory at more than this, on the slowest machines too.
+_PUBLISH_S = 5.0  # for requests on which no round waits, such as publishing a large snapshot
+# The kernel clears shared memory faster than this, on the slowest machines too.
 _CLEAR_BYTES_PER_S = 100e6
 _LOOK_AGAIN_S = 0.02
 _FAULT_BYTES = 64 * 1024 * 1024
@@ -55,8 +55,9 @@ class _AttachReply:
 class ServerHandle:
     """One trainer's attachment.
 
-    Other processes read at ``url``; ``pid`` is the server's process. ``snapshots``: those it held when this
-    trainer attached, oldest first; ``slots``: the slot of each; ``parts``: the number of ranks of each.
+    Other processes read at ``url``; ``pid`` is the server's process. ``snapshots``: the snapshots that the
+    server held when this trainer attached, oldest first; ``slots``: the slot of each; ``parts``: the number
+    of ranks of each.
     """
 
     url: str
@@ -86,10 +87,10 @@ class ServerHandle:
         return cls(settings, incarnation)
 
     def allocate(self, kind: str, slot: int, nbytes: int) -> memoryview:
-        """Return ``nbytes`` of writable memory shared with the server, every page of it present.
+        """Return ``nbytes`` of writable memory shared with the server, with every page allocated.
 
-        ``kind`` is ``snapshot`` or ``gradient``. The same memory is returned for the same slot while it
-        is large enough; it grows in place. Raises Refused where the host has not that much memory.
+        ``kind`` is ``snapshot`` or ``gradient``. A slot keeps its memory while it is large enough; the memory
+        grows in place. Raises Refused where the host has not that much memory.
         """
         with self._lock:
             mapped = self._maps.get((kind, slot))
@@ -107,8 +108,8 @@ class ServerHandle:
             return mapped[:nbytes]
 
     def holds(self, kind: str, slot: int, nbytes: int) -> bool:
-        """Whether ``allocate`` would return at once. Sends no request, also while another thread
-        allocates."""
+        """Whether ``allocate`` would return at once. Sends no request, and does not wait for another thread
+        that allocates."""
         mapped = self._maps.get((kind, slot))
         return mapped is not None and len(mapped) >= nbytes
 
@@ -120,14 +121,14 @@ class ServerHandle:
             )
 
     def descriptor(self, kind: str, slot: int) -> int:
-        """Return the memfd of memory that was allocated, sealed against shrinking; it stays this handle's."""
+        """Return the memfd of allocated memory, sealed against shrinking; the handle keeps owning it."""
         with self._lock:
             return self._descriptors[kind, slot]
 
     def begin(self, kind: str, slot: int, *, unless_read: bool = False) -> bool:
         """Withdraw the slot, so that it may be written; after the return no reader uses it.
 
-        With ``unless_read`` returns False, and withdraws nothing, while a reader uses it.
+        With ``unless_read``: while a reader uses the slot, withdraw nothing and return False.
         """
         if kind == "gradient" and self._gradient_index is not None:
             self._gradient_index.withdraw(slot)
@@ -136,7 +137,8 @@ class ServerHandle:
         return answer.get("busy") is not True
 
     def publish_snapshot(self, slot: int, manifest: Mapping[str, object]) -> None:
-        """Serve the slot's bytes as the snapshot of ``manifest``. Raises Refused where they do not match."""
+        """Serve the slot's bytes as the snapshot of ``manifest``. Raises Refused where the two do not
+        match."""
         self._ask({"op": "publish_snapshot", "slot": slot, "manifest": dict(manifest)}, _PUBLISH_S)
 
     def publish_gradient(
@@ -165,7 +167,8 @@ class ServerHandle:
         """
         if self._gradient_index is None:
             return False
-        # While another thread asks, data on the line is its answer; that thread notices a lost server.
+        # While another thread waits for an answer, input on the channel is that answer, and that thread
+        # notices a lost server.
         if self._lock.acquire(blocking=False):
             try:
                 self._line.settle()
@@ -180,16 +183,17 @@ class ServerHandle:
         return self._gradient_index.write(slot, text.encode())
 
     def withdraw_via_shm(self, slot: int) -> bool:
-        """Take an entry back; returns whether the slot may be written now, without ``begin``."""
+        """Take the slot's entry back; return whether the slot may be written now, without ``begin``."""
         return self._gradient_index is not None and self._gradient_index.withdraw(slot)
 
     def persist(
         self, step: int, generation: int, *, url: str, incarnation: int, keep: int, required: bool = False
     ) -> None:
-        """Have the snapshot of ``step`` written to durable storage, after the one under way; do not wait.
+        """Ask the server to write the snapshot of ``step`` to durable storage, after a write under way; do
+        not wait.
 
-        ``required``: only where the job has a checkpoint there. Raises Refused where the server does not hold
-        the step.
+        ``required``: write only where storage holds a checkpoint of the job. Raises Refused where the server
+        does not hold the step.
         """
         self._ask(
             {
@@ -217,11 +221,11 @@ class ServerHandle:
         self._ask({"op": "finish", "linger_s": linger_s, "ended": word}, _PUBLISH_S)
 
     def gone(self) -> None:
-        """Report this process as dead now, before it ends: it takes part no more."""
+        """Let the server report this process as dead now, before it ends, because it has left the job."""
         self._ask({"op": "gone"}, _PROMPT_S)
 
     def close(self) -> None:
-        """Detach. The server, and what was published, stay. Memory that is still used stays mapped."""
+        """Detach. The server keeps running and serving. Memory that is still used stays mapped."""
         with self._lock:
             self._line.close()
             self._let_maps_go()
@@ -255,7 +259,7 @@ class ServerHandle:
 
     @property
     def hangs(self) -> bool:
-        """Whether the server owes an answer. It may go on at any moment, so published memory stays in use."""
+        """Whether the server owes an answer. It may answer at any time, so published memory stays in use."""
         return self._line.hangs
 
     def _ask(self, body: Mapping[str, object], timeout_s: float = _ANSWER_S) -> dict[str, Any]:
@@ -267,8 +271,9 @@ class ServerHandle:
             return answer
 
     def _demand_answer(self) -> None:
-        """Raise ServerLost where the server does not answer promptly: the next request may take long."""
-        with contextlib.suppress(Refused):  # of an older version: that is an answer too
+        """Raise ServerLost where the server does not answer promptly: check before a request that may take
+        long."""
+        with contextlib.suppress(Refused):  # a server of an older version refuses it, which is an answer too
             self._line.ask({"op": "ping"}, _PUBLISH_S)
 
     def _let_maps_go(self) -> None:
@@ -282,8 +287,8 @@ class ServerHandle:
         self.parts = welcome.parts
 
     def held_by(self, ranks: int) -> tuple[SnapshotRef, ...]:
-        """Those of ``snapshots`` that a replica of ``ranks`` ranks has taken."""
-        if not self.parts:  # a server of an older version, which does not say it
+        """Return the snapshots in ``snapshots`` that a replica of ``ranks`` ranks has taken."""
+        if not self.parts:  # a server of an older version, which sends no parts
             return self.snapshots
         return tuple(r for r, n in zip(self.snapshots, self.parts, strict=True) if n == ranks)
 
@@ -293,7 +298,7 @@ class ServerHandle:
             try:
                 return self._connect(deadline)
             except (FileNotFoundError, ConnectionRefusedError, BlockingIOError, ServerLost) as error:
-                # Blocked: more wait to be accepted than the server's queue holds.
+                # Blocked: the server's queue of connections to accept is full.
                 if time.monotonic() >= deadline:
                     raise ServerLost(
                         f"the checkpoint server in {self._settings.run_dir} could not be attached to within"
@@ -305,7 +310,7 @@ class ServerHandle:
                     "name one that belongs to this user"
                 ) from error
             if is_served(self._settings.run_dir) or not start(self._settings, deadline):
-                # Another process is starting or ending a server there; both are over in a moment.
+                # A server in that folder starts or ends: try again soon.
                 time.sleep(_LOOK_AGAIN_S)
 
     def _connect(self, deadline: float) -> tuple[RequestChannel, _AttachReply]:
@@ -339,8 +344,8 @@ def _map(descriptors: list[int], capacity: object, nbytes: int) -> memoryview:
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     for begin in range(0, capacity, _FAULT_BYTES):
         size = min(_FAULT_BYTES, capacity - begin)
-        # Not by mmap's own method, which holds the interpreter's lock: the trainer's step would wait. Kernels
-        # before 5.14 cannot do it (the error is ignored), and fault pages in when they are written.
+        # mmap's own method holds the interpreter's lock, and the trainer's step would wait. Kernels before
+        # 5.14 refuse this call; the error is ignored, because they allocate pages at the first write.
         _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
     return memoryview(mapped)
 

@@ -1,2 +1,1 @@
-"""Durable checkpoints: written from a snapshot's memory by a process of their own, restored without
-unpickling."""
+"""Durable checkpoints: a separate process writes them from a snapshot's memory; reading unpickles nothing."""

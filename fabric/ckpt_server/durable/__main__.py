@@ -1,9 +1,9 @@
 """Entry of the process that writes one durable checkpoint: ``python -m fabric.ckpt_server.durable --fd N``.
 
 The checkpoint server starts it with the snapshot's memory as descriptor N. Standard input has the job and the
-manifest as one line of JSON, and stays open: at its end the server is gone, and this process ends at once.
-Standard output gets the outcome as one line of JSON. Exit code 0: the checkpoint (or this rank's part) is
-written; 1: it is not."""
+manifest as one line of JSON, and stays open: when it closes, the server has ended, and this process ends at
+once. This process writes the outcome to standard output as one line of JSON. Exit code 0: the checkpoint (or
+this rank's part) is written; 1: it is not."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ _NICENESS = 10
 
 
 def main() -> int:
-    """Write it; returns the exit code."""
+    """Write the checkpoint; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m fabric.ckpt_server.durable", description="Durable writer"
     )
@@ -41,7 +41,7 @@ def main() -> int:
             raise StateError("the snapshot's memory is smaller than its manifest says")
         # A private writable mapping, because torch takes no read-only memory.
         mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        from fabric.ckpt_server.durable.writer import write  # torch, which takes seconds: when it is needed
+        from fabric.ckpt_server.durable.writer import write  # late, because torch takes seconds to import
 
         outcome = write(order, snapshot, memoryview(mapped), Failpoints(armed_points()))
     except (FabricError, OSError, ValueError, KeyError, TypeError) as error:
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def _end_with(descriptor: int) -> None:
-    """End this process when the other end of the pipe is closed: no process waits for the outcome then."""
+    """End this process when the server's end of the pipe is closed: no process waits for the outcome then."""
 
     def wait() -> None:
         while os.read(descriptor, 1):
@@ -65,4 +65,4 @@ def _end_with(descriptor: int) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # torch's own threads have nothing to say any more
+    os._exit(code)  # do not wait for torch's own threads

@@ -2,11 +2,11 @@
 
 ``__RANK_0.distcp`` holds the output of ``torch.save`` for one tensor after the other. Each has the dotted
 name that the library would give it (``model.0.weight``, ``optimizer.state.0.exp_avg``). The output contains a
-tensor's raw bytes; fabric notes where they begin and reads them alone.
+tensor's raw bytes. fabric notes where these begin, and reads only these.
 
-Every rank writes its shard of a sharded tensor; ``write_metadata`` puts the shards together. Ranks may have
-different things under one name: the stages of a pipeline number their optimizer's parameters alike. Then
-each is stored as ``rankN.NAME``."""
+Every rank writes its shard of a sharded tensor; ``write_metadata`` puts the shards together. Ranks may use
+one name for different tensors: every stage of a pipeline numbers its optimizer's parameters from 0. Then each
+tensor is stored as ``rankN.NAME``."""
 
 import io
 import zipfile
@@ -42,13 +42,13 @@ _LOCAL_HEADER_BYTES = 30
 
 
 class DigestingFile:
-    """A file that is being written, which counts and digests: ``nbytes`` and ``digest`` of all of it."""
+    """A file that is being written; ``nbytes`` and ``digest`` are of all bytes written so far."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self._hasher = xxhash.xxh3_128()
         self.nbytes = 0
-        self.pieces: list[tuple[int, bytes]] = []  # small writes since ``mark``, where they begin in the file
+        self.pieces: list[tuple[int, bytes]] = []  # small writes since ``mark``, each with its begin
 
     @property
     def digest(self) -> str:
@@ -74,7 +74,7 @@ class DigestingFile:
 
 
 class _WrittenTail(io.RawIOBase):
-    """The kept writes since a mark, as a file: enough for the directory of a zip file."""
+    """The kept writes since a mark, as a file: enough to read the directory of a zip file."""
 
     def __init__(self, begin: int, end: int, pieces: list[tuple[int, bytes]]) -> None:
         self._begin, self._size, self._pieces, self._at = begin, end - begin, pieces, 0
@@ -119,7 +119,7 @@ def _raw_begin(begin: int, file: DigestingFile, nbytes: int) -> int:
 
 
 class _LocalShards(Shardings):
-    """Leaves shards as the file has them: local tensors, with their description."""
+    """Leaves shards as the file has them: as local tensors, with their description."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,8 +162,8 @@ def write_rank_shard(
     """Write ``rank``'s part, the snapshot in ``file`` with its manifest; returns the lane's description
     (JSON).
 
-    ``begun`` is called when a part of the data is written. Raises StateError, with files half-written in
-    ``storage``.
+    Calls ``begun`` when a part of the data is written. Raises StateError; then ``storage`` holds half-written
+    files.
     """
     state = _take_apart(file)
     data, rest = f"__{rank}_0.distcp", f"fabric-{rank}.bin"
@@ -212,7 +212,7 @@ def write_rank_shard(
 
 
 def _digest_since(out: DigestingFile, begin: int) -> str:
-    """Return the digest of an object just written, to compare objects of several ranks."""
+    """Return the digest of the object written since ``begin``, to compare the objects of several ranks."""
     hasher = xxhash.xxh3_64()
     for _, piece in out.pieces:
         hasher.update(piece)
@@ -262,7 +262,8 @@ def write_metadata(storage: Storage, rank_shards: list[dict[str, Any]]) -> None:
 
 
 def _fit_together(entries: list[dict[str, Any]]) -> bool:
-    """Whether the ranks' entries of one name are parts of one thing: the same bytes in the same place."""
+    """Whether the ranks' entries of one name are parts of one tensor or object: equal bytes in equal
+    places."""
     seen: dict[Any, Any] = {}
     for entry in entries:
         what = [entry.get(key) for key in ("dtype", "shape")]
@@ -277,7 +278,7 @@ def _fit_together(entries: list[dict[str, Any]]) -> bool:
 def _add_tensor(described: dict[str, Any], key: str, entry: dict[str, Any], alike: bool) -> MetadataIndex:
     chunk, offset = torch.Size(entry["chunk"]), torch.Size(entry["offset"])
     shape = torch.Size(entry["shape"])
-    if not alike:  # a part of something that is nowhere whole stands for itself
+    if not alike:  # the parts do not make one tensor: each part is stored as a tensor of its own
         offset, shape = torch.Size([0] * len(chunk)), chunk
     properties = TensorProperties(dtype=DTYPE_BY_NAME[entry["dtype"]])
     metadata = described.setdefault(key, TensorStorageMetadata(properties, shape, []))

@@ -67,7 +67,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """One rank's part: the manifest of the snapshot that it was, and where its bytes lie, in order."""
+    """One rank's part: the manifest of its snapshot, and the places of the snapshot's bytes, in order."""
 
     snapshot: Mapping[str, Any]
     segments: tuple[Segment, ...]
@@ -108,7 +108,7 @@ def parse_rank_shard(data: bytes, name: str, manifest: Mapping[str, Any], rank: 
     """Return the checked description of ``rank``'s part, read from ``name``, as a part of ``manifest``'s
     checkpoint.
 
-    Raises StateError, also where it names bytes that the files of the manifest do not have.
+    Raises StateError, also where ``data`` names bytes that the files of the manifest do not have.
     """
     description = parse_json(data)
     if (
@@ -131,7 +131,7 @@ def parse_rank_shard(data: bytes, name: str, manifest: Mapping[str, Any], rank: 
 
 
 def _is_file(name: object, entry: object) -> bool:
-    """Whether it is a plain name, never a path, with a size and a digest."""
+    """Whether ``name`` is a plain file name, never a path, and ``entry`` has a size and a digest."""
     if not isinstance(name, str) or not _FILE.fullmatch(name) or not isinstance(entry, dict):
         return False
     return is_count(entry.get("nbytes"), MAX_FILE_BYTES) and is_hex(entry.get("digest"), DIGEST_DIGITS)
@@ -162,8 +162,8 @@ def attempts_to_delete(
     newest
     ``keep`` complete ones.
 
-    Another writer may still fill a folder without a marker. Such a folder goes when it is older than ``own``,
-    or when it is this replica's, which writes one checkpoint at a time.
+    Another replica may still write into a folder without a marker. Such a folder is deleted when it is older
+    than ``own``, or when it is this replica's, because a replica writes one checkpoint at a time.
     """
     order = {a: (a.generation, a.step) for a in (*complete, own)}
     stale = [

@@ -1,8 +1,8 @@
 """Finding and reading durable checkpoints: every byte verified, nothing unpickled, no torch.
 
-A folder counts when its marker is there and names the digest of its manifest. Everything else is verified
-where it is read: the rank shard's description against the manifest, each block and the whole against the
-digests that the snapshot had when it was taken. An error names the file that is wrong.
+A folder is a checkpoint when its marker names the digest of its manifest. All other bytes are verified when
+they are read: a rank shard's description against the manifest, and each block and the whole file against the
+digests of the snapshot. An error names the file that is wrong.
 """
 
 from collections.abc import Iterator
@@ -51,8 +51,8 @@ class DurableCheckpoint:
 
 
 def open_checkpoint(storage: Storage) -> DurableCheckpoint:
-    """Return the checkpoint in this folder. Raises StateError where it is not complete, or not what its
-    marker says."""
+    """Return the checkpoint in this folder. Raises StateError where it is incomplete or does not match its
+    marker."""
     names = storage.names()
     if MARKER not in names:
         raise StateError(f"{storage.url} holds no complete checkpoint: it has no file {MARKER}")
@@ -70,8 +70,8 @@ def open_checkpoint(storage: Storage) -> DurableCheckpoint:
 class CheckpointListing:
     """The checkpoints in a job's folder.
 
-    ``complete``: oldest first. ``unfinished``: without a marker. ``warnings``: those that cannot be read
-    although they have a marker."""
+    ``complete``: oldest first. ``unfinished``: without a marker. ``warnings``: checkpoints with a marker that
+    cannot be read."""
 
     complete: tuple[DurableCheckpoint, ...]
     unfinished: tuple[Attempt, ...]
@@ -106,7 +106,7 @@ def list_checkpoints(storage: Storage, job: str) -> CheckpointListing:
 
 
 class RankShardFile:
-    """One rank's part of a checkpoint as the safetensors file that it was; use it in a ``with`` block.
+    """One rank's part of a checkpoint as a safetensors file, the one snapshotted; use it in a ``with`` block.
 
     ``manifest`` is that of the snapshot.
     """
@@ -136,7 +136,7 @@ class RankShardFile:
         self._block_bytes: int = self.manifest["block_bytes"]
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes of the file, cut out of full blocks that are read and verified."""
+        """Return bytes of the file; read and verify the full blocks that hold them."""
         size = self._block_bytes
         low, high = begin // size * size, min(-(-end // size) * size, self.nbytes)
         data = memoryview(bytearray(max(high - low, 0)))
@@ -164,7 +164,7 @@ class RankShardFile:
                 )
 
     def verify_files(self) -> None:
-        """Read every file of this part, and torch's index, from end to end: torch needs the other bytes too.
+        """Read all of this part's files, and torch's index: torch also needs bytes that fabric does not read.
 
         Raises IntegrityError with the names of the files that do not match the manifest.
         """
@@ -182,7 +182,7 @@ class RankShardFile:
             )
 
     def _is_whole(self, name: str) -> bool:
-        """Whether all of a file matches the manifest; reads it, to name the one that is to blame."""
+        """Whether all of a file matches the manifest; reads the file, to name the damaged one."""
         hasher, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
         nbytes: int = self._listed[name]["nbytes"]
         for begin in range(0, nbytes, _PIECE_BYTES):
@@ -209,7 +209,7 @@ class RankShardFile:
 
 @contextmanager
 def open_rank_shard(checkpoint: DurableCheckpoint, rank: int) -> Iterator[RankShardFile]:
-    """One rank's part. Raises StateError that names the file which is damaged or missing."""
+    """Give one rank's part. Raises StateError that names the damaged or missing file."""
     with ExitStack() as stack:
         yield RankShardFile(checkpoint, rank, stack)
 

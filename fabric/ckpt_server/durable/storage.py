@@ -1,4 +1,4 @@
-"""The storage of durable checkpoints: a local folder or any fsspec URL, in the few operations needed.
+"""The storage of durable checkpoints: the few operations that they need, on a local folder or any fsspec URL.
 
 A write is durable when ``create`` or ``put`` returns: on a local file system after an fsync of the
 file and its folder, elsewhere when the service has taken the whole object.
@@ -37,7 +37,7 @@ class Storage:
         return Storage(f"{self.url}/{name}")
 
     def where(self, name: str) -> str:
-        """Return the name of the file ``name`` for people."""
+        """Return the full name of the file ``name``, for messages."""
         return f"{self.url}/{name}"
 
     def names(self) -> list[str]:
@@ -51,15 +51,15 @@ class Storage:
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in paths)
 
     def is_there(self) -> bool:
-        """Whether there is such a folder; always True for storage that is not local. Raises StorageError."""
+        """Whether this folder exists; always True for storage that is not local. Raises StorageError."""
         with storage_errors("looked at", self.url):
             return not self._is_local or bool(self._fs.isdir(self._path))
 
     def make(self) -> None:
         """Make this folder and its parents. Raises StorageError.
 
-        No other method does: storage that vanishes in mid-write must not return as an empty folder of the
-        disk below.
+        No other method makes a folder. If a mounted storage vanishes during a write, the write must fail, and
+        not make a folder on the disk under the mount point.
         """
         with storage_errors("written", self.url):
             self._fs.makedirs(self._path, exist_ok=True)
@@ -73,7 +73,7 @@ class Storage:
         self.remove(probe)
 
     def size(self, name: str) -> int:
-        """Return bytes in the file. Raises StorageError."""
+        """Return the number of bytes in the file. Raises StorageError."""
         with storage_errors("looked at", self.where(name)):
             return int(self._fs.size(self._full(name)))
 
@@ -87,7 +87,7 @@ class Storage:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Any]:
-        """A file to read from, with seek and readinto; see also ``read_into``."""
+        """Open a file for reading, with seek and readinto; see also ``read_into``."""
         with storage_errors("opened", self.where(name)):
             # Opening a pipe without a writer would wait for ever.
             if self._is_local and not stat.S_ISREG(os.stat(self._full(name)).st_mode):  # noqa: PTH116
@@ -116,7 +116,8 @@ class Storage:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[Any]:
-        """A new file to write to, in place of an old one; durable after the block. Raises StorageError."""
+        """Open a new file for writing, in place of an old one; durable after the block. Raises
+        StorageError."""
         with storage_errors("written", self.where(name)):
             file = self._fs.open(self._full(name), "wb")
             try:
@@ -129,7 +130,7 @@ class Storage:
             self._settle()
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file so that it is there as a whole or not at all. Raises StorageError."""
+        """Write a small file; readers see all of it or no file. Raises StorageError."""
         if not self._is_local:
             with self.create(name) as file:
                 file.write(data)
@@ -141,7 +142,7 @@ class Storage:
             self._settle()
 
     def remove(self, name: str) -> None:
-        """Delete a file, if it is there. Raises StorageError."""
+        """Delete a file if it exists. Raises StorageError."""
         with storage_errors("deleted", self.where(name)), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._full(name))
             self._settle()
@@ -160,7 +161,7 @@ class Storage:
         return f"{self._path}/{name}"
 
     def _settle(self) -> None:
-        """Make the folder's own entries durable."""
+        """Make the names in the folder durable."""
         if self._is_local:
             folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
             try:

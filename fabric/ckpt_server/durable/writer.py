@@ -1,8 +1,8 @@
 """Writes one durable checkpoint from a snapshot in shared memory: data, descriptions, manifest, then marker.
 
 Every rank of a replica writes its own part into one folder. Rank 0 waits for the descriptions of all parts,
-adds index and manifest, and sets the marker when all else is durable. A writer that ends before that leaves a
-folder that counts for nothing, and earlier checkpoints as they were.
+adds index and manifest, and sets the marker when all else is durable. A writer that ends before the marker
+leaves an incomplete folder, which readers ignore, and all earlier checkpoints.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ _LOOK_S = 0.1
 def write(
     order: DurableJob, snapshot: Mapping[str, Any], file: memoryview, points: Failpoints
 ) -> DurableJobResult:
-    """Write the ``snapshot`` with this checked manifest from ``file``, exactly its bytes. Raises StateError;
-    whatever rank 0 wrote before that is deleted again where it can be."""
+    """Write the snapshot in ``file``, which has this checked manifest. Raises StateError; then the files that
+    rank 0 wrote are deleted where that is possible."""
     begun = time.monotonic()
     rank, ranks = snapshot.get("rank", 0), len(snapshot.get("ranks", [""]))
     if file_digest(file) != snapshot["digest"]:
@@ -103,7 +103,7 @@ def _finish(
     data = canonical_json(manifest).encode()
     checked = parse_manifest(data, folder.where(MANIFEST))
     for rank, text in enumerate(described):
-        # A part of another state must not be made complete.
+        # A part of another state must not get into a complete checkpoint.
         parse_rank_shard(text, folder.where(rank_shard_name(rank)), checked, rank)
     for name, entry in files.items():
         if folder.size(name) != entry["nbytes"]:
@@ -115,7 +115,7 @@ def _finish(
 
 
 def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
-    """Return the descriptions of all ranks' parts, once they are all there."""
+    """Wait for the descriptions of all ranks' parts and return them."""
     deadline = time.monotonic() + patience_s
     while True:
         names = set(folder.names())
@@ -131,7 +131,7 @@ def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
 
 
 def _tidy(job: Storage, order: DurableJob, own: Attempt, points: Failpoints) -> tuple[str, ...]:
-    """Delete stale attempts; the next checkpoint tries again where that fails."""
+    """Delete stale attempts; where deleting fails, the next checkpoint tries it again."""
     warnings: list[str] = []
     try:
         listing = list_checkpoints(job, order.job)
@@ -147,7 +147,7 @@ def _tidy(job: Storage, order: DurableJob, own: Attempt, points: Failpoints) -> 
                     f"{folder.url} is a symbolic link to a folder elsewhere: it is kept, and so is that"
                 )
                 continue
-            # Without its marker it counts for nothing, however much of it is left.
+            # Delete the marker first: readers then ignore the folder, even if deleting the rest fails.
             folder.remove(MARKER)
             folder.remove_folder()
         except StateError as error:

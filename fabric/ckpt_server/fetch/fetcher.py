@@ -1,12 +1,11 @@
 """Fetching state and gradients from checkpoint servers, over as many of them as there are.
 
-A joining replica asks every source for the manifest at once. It takes the state from all sources whose blocks
-give the wanted digest, so that digest verifies each block as it arrives. Nothing is allocated before a
-manifest was checked. Bytes go from the socket to their place. The next fetch of the same state resumes a
-failed one: it looks which blocks are in place.
+A joining replica asks every source for the manifest at once. It takes the state from all sources whose
+manifest has the wanted digest; the manifest verifies each block as it arrives. The reader checks the manifest
+before it allocates memory. Bytes go from the socket straight to their place in the file. A fetch of the same
+state after a failed fetch keeps the blocks that are already in place.
 
-Everything here blocks and belongs into a thread; ``cancel`` may come from any other. This module
-needs no torch.
+All calls block, so make them in a thread of their own; any thread may call ``cancel``.
 """
 
 import contextlib
@@ -40,14 +39,14 @@ from fabric.runtime.http.token_file import TokenFile
 __all__ = ["FetchResult", "GradientMeta", "StateFetcher"]
 
 _MAX_MANIFEST_BYTES = 128 << 20
-_MANIFEST_GRACE_S = 2.0  # how long the first manifest waits for the others
+_MANIFEST_GRACE_S = 2.0  # how long to wait for other manifests after the first
 _MANIFEST_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """A complete and verified state. ``sources`` says how many bytes of it came from which URL,
-    ``compression`` whether they came packed at last, and why."""
+    """A complete and verified state. ``sources``: the bytes from each URL. ``compression``: whether the last
+    bytes came compressed, and why."""
 
     nbytes: int
     seconds: float
@@ -62,9 +61,9 @@ class StateFetcher:
 
     ``token`` empty means none. Ranges of at most ``range_bytes`` go to ``streams_per_source`` connections per
     source, each of which waits up to ``timeout_s`` for bytes. ``progress(received, nbytes)`` is called in the
-    fetching thread. States larger than ``max_nbytes`` are refused. ``rank``: the part to fetch, from servers
-    of that rank; wanted digests are of the full state. ``same_host``: read from the memory of a server on
-    this host.
+    fetching thread. States larger than ``max_nbytes`` are refused. ``rank``: fetch this rank's part, from
+    servers of that rank; a wanted digest is always of the full state. ``same_host``: read the memory of a
+    server on this host directly.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class StateFetcher:
         self.warnings: list[str] = []
 
     def cancel(self) -> None:
-        """End every transfer at once, from any thread; the fetcher cannot be used afterwards."""
+        """End every transfer at once; the fetcher cannot be used afterwards."""
         self._access.sockets.shutdown()
         self._idle.close()
 
@@ -129,9 +128,9 @@ class StateFetcher:
         """Fetch ``state`` from ``urls`` into ``allocate(nbytes)`` (writable, at least that long).
 
         ``blocks``: fetch these blocks alone and leave the rest of the memory as it is. Raises Gone when every
-        source says so, IntegrityError when the sources hold other bytes, else StateError, always with every
-        source's reason. Verified blocks stay in the memory after an error; the next call for the same state
-        does not fetch them again.
+        source has dropped the state, IntegrityError when the sources hold other bytes, else StateError. Each
+        error has every source's reason. Verified blocks stay in the memory after an error; the next call for
+        the same state does not fetch them again.
         """
         begun_s = time.monotonic()
         self.warnings = []
@@ -152,10 +151,11 @@ class StateFetcher:
     def fetch_gradient(
         self, urls: Sequence[str], *, generation: int, step: int, into: memoryview, wait_s: float = 0.0
     ) -> GradientMeta:
-        """Fetch the reduced gradient that leads to ``step`` into ``into`` and verifies it.
+        """Fetch the reduced gradient that leads to ``step`` into ``into``, and verify it.
 
-        Ask one source after the other; wait up to ``wait_s`` until one publishes it. Raises Gone when no
-        source holds it any more, else StateError. ``into`` is undefined after an error.
+        Ask one source after the other; wait up to ``wait_s`` until a source publishes the gradient. Raises
+        Gone when every source has dropped the gradient, else StateError. ``into`` is undefined after an
+        error.
         """
         return self._gradients.fetch(urls, generation, step, into, wait_s)
 
@@ -211,8 +211,8 @@ class StateFetcher:
     def _holders(
         self, sources: list[Source], state: SnapshotRef
     ) -> tuple[dict[str, Any] | None, list[Source]]:
-        """Return the manifest of ``state`` and who holds it; None without a holder, with reasons in the
-        sources."""
+        """Return the manifest of ``state`` and the sources that hold it; None without one, with reasons in
+        the sources."""
         promised: dict[str, Any] | None = None
         good: list[Source] = []
         for source, manifest in self._manifests(sources, state):
@@ -223,10 +223,10 @@ class StateFetcher:
                 )
                 continue
             if promised is not None and manifest["digest"] != promised["digest"]:
-                # Of a content there may be several files, one per layout of ranks.
+                # A content digest may name several files, one per layout of ranks.
                 source.error = IntegrityError("it holds that state in another layout of ranks")
                 continue
-            promised = manifest  # any of them: those with the same digest promise the same bytes
+            promised = manifest  # any manifest: equal digests promise equal bytes
             good.append(source)
         return promised, good
 
@@ -246,7 +246,8 @@ class StateFetcher:
         return manifests
 
     def _ask_all(self, sources: list[Source], state: SnapshotRef) -> list[dict[str, Any] | None]:
-        """Ask all sources at once; None for a source without an answer or much later than the first."""
+        """Ask all sources at once; None for a source that gave no manifest, or gave it much later than the
+        first source."""
         lines = [self._idle.take(source.address) for source in sources]
         with ThreadPoolExecutor(len(sources), "fabric-manifest") as pool:
             asked: list[Future[dict[str, Any] | None]] = [
@@ -279,7 +280,7 @@ class StateFetcher:
                 manifest = check_manifest(body, self._max_nbytes)
                 if (manifest["step"], manifest["generation"]) != (step, generation):
                     raise SourceRefused("it answers with another step or generation")
-                manifest.pop("tensors", None)  # who loads the state reads them from its own header
+                manifest.pop("tensors", None)  # the loader reads the tensors from the file's own header
                 complete = True
                 return manifest
             except (*TRANSIENT, StateError) as error:

@@ -1,7 +1,8 @@
-"""Fetches reduced gradients: one source after the other, none of which may hold up the rest.
+"""Fetches reduced gradients: asks one source after the other, and waits only briefly for each.
 
-A joining replica needs one gradient per step, and near the end the members wait for it. So a silent or slow
-source gets only a moment while there are others, and is asked last for a while.
+A joining replica needs one gradient per step, and near the end of its catch-up the members wait for it. So,
+while there are other sources, a silent or slow source gets about a second, and is then asked last for half a
+minute.
 """
 
 import math
@@ -28,10 +29,10 @@ from fabric.errors import Gone, IntegrityError, StateError
 
 _MAX_META_CHARACTERS = 60_000
 _MAX_LAYOUT_CHARACTERS = 128
-_TURN_S = 1.0  # how long one source may wait for the gradient while there are others
-_LATE_S = 1.0  # and how much later its answer may come
-_FAIR_BYTES_PER_S = 1e6  # the least that it must send then
-_WAIT_S = 50.0  # how long the only one may wait: servers answer within 60 s
+_TURN_S = 1.0  # how long one source may wait for the gradient while there are other sources
+_LATE_S = 1.0  # the longest delay of its answer after that
+_FAIR_BYTES_PER_S = 1e6  # the slowest transfer, while there are other sources
+_WAIT_S = 50.0  # how long the last source may wait: servers answer within 60 s
 _LAST_S = 30.0  # how long a source that was late is asked after all others
 
 
@@ -56,7 +57,7 @@ class GradientFetcher:
     def __init__(self, access: HttpAccess, idle: IdleConnections) -> None:
         self._access = access
         self._idle = idle
-        self._late: dict[str, float] = {}  # until when a source is asked last, by its URL
+        self._late: dict[str, float] = {}  # by URL: the time until which a source is asked last
 
     def fetch(
         self, urls: Sequence[str], generation: int, step: int, into: memoryview, wait_s: float
@@ -102,7 +103,8 @@ class GradientFetcher:
     def _ask(
         self, source: Source, generation: int, step: int, into: memoryview, *, left_s: float, is_last: bool
     ) -> GradientMeta:
-        """Return the gradient that one source has; waits up to ``left_s``, and less unless it ``is_last``."""
+        """Return the gradient from one source; wait at most ``left_s``, and less unless the source
+        ``is_last``."""
         wait_s = min(left_s, _WAIT_S if is_last else _TURN_S)
         rest_s, rate = (
             (self._access.timeout_s, LEAST_BYTES_PER_S) if is_last else (_LATE_S, _FAIR_BYTES_PER_S)
@@ -131,7 +133,7 @@ class GradientFetcher:
 
 
 class _NotYet(StateError):
-    """The source is well and does not have it so far."""
+    """The source works, but does not have the gradient yet."""
 
 
 def _number(text: str | None) -> int:

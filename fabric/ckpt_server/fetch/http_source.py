@@ -1,8 +1,8 @@
-"""One server that state is fetched from, over blocking sockets that another thread can end.
+"""HTTP to one checkpoint server, over blocking sockets that another thread can end.
 
-Bytes go from the socket straight into the caller's memory; nothing else of a body is kept. A wait in
-``recv`` ends for three reasons: bytes, the timeout, or ``shutdown`` from another thread, which is how
-a cancel reaches every stream at once. So every socket is registered from before it connects.
+Bytes go from the socket straight into the caller's memory; nothing else of a body is kept. A wait in ``recv``
+ends when bytes arrive, at the timeout, or by ``shutdown`` from another thread: so a cancel ends every stream
+at once. Every socket is therefore registered before it connects.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.runtime.http.token_file import TokenFile
 
 CONNECT_S = 5.0
-# A job cannot use a slower link: slower transfers are given up.
+# A job cannot use a slower link: a slower transfer fails.
 LEAST_BYTES_PER_S = 20e3
 _MOST_IDLE = 32
 _MAX_ERROR_BYTES = 64 << 10
@@ -36,11 +36,11 @@ TRANSIENT = (OSError, http.client.HTTPException)
 
 
 class SourceRefused(StateError):
-    """The source understood and said no: asking it again is of no use."""
+    """The source has refused the request: another attempt is of no use."""
 
 
 class OpenSockets:
-    """The open sockets of one fetcher; after ``shutdown`` there will be no others."""
+    """The open sockets of one fetcher; after ``shutdown`` no socket can be added."""
 
     def __init__(self) -> None:
         self._open: set[socket.socket] = set()
@@ -62,7 +62,7 @@ class OpenSockets:
         sock.close()
 
     def shutdown(self) -> None:
-        """End every socket and every wait on one; their owners close them."""
+        """Shut down every socket, which ends every wait; the sockets' owners close them."""
         with self._lock:
             self.closed = True
             for sock in self._open:
@@ -87,7 +87,7 @@ class HttpAccess:
 
     @property
     def token(self) -> str:
-        """The token of now: its file may change while this process runs."""
+        """The current token: its file may change while this process runs."""
         return self.tokens.shown()
 
 
@@ -116,7 +116,7 @@ class HttpAddress:
 
     @property
     def place(self) -> str:
-        """Host and port, spelled in one way."""
+        """Host and port, in the form that is equal for equal addresses."""
         return f"{self.host.lower()}:{self.port}"
 
 
@@ -127,7 +127,7 @@ class HttpConnection:
         self.address = address
         self._access = access
         self._http = http.client.HTTPConnection(address.host, address.port)
-        self._http.auto_open = 0  # dialling is ours, so that a cancel can reach it
+        self._http.auto_open = 0  # this class dials, so that a cancel can end the dialling
         self._sock: socket.socket | None = None
         self._ended = False
         self._retired = False
@@ -181,7 +181,7 @@ class HttpConnection:
             raise
         finally:
             timer.cancel()
-        if over.is_set():  # a truncated message may look complete, such as a head
+        if over.is_set():  # a truncated message, such as a head, may look complete
             raise TimeoutError
 
     def _ask(
@@ -200,12 +200,12 @@ class HttpConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is connected and was not ended."""
+        """Whether the connection is open and no thread has ended it."""
         ended = self._ended or self._retired or self._access.sockets.closed
         return self._sock is not None and not ended
 
     def retire(self) -> None:
-        """From another thread: end the wait, and every later one."""
+        """From another thread: end the current wait and every later wait."""
         self._retired = True
         self.abort()
 
@@ -264,7 +264,7 @@ class HttpConnection:
 
 
 class IdleConnections:
-    """Connections that are open and have nothing to do, kept for the next request to their server."""
+    """Open connections without a request under way, kept for the next request to their server."""
 
     def __init__(self, access: HttpAccess) -> None:
         self._access = access
@@ -272,7 +272,7 @@ class IdleConnections:
         self._lock = threading.Lock()
 
     def take(self, address: HttpAddress) -> HttpConnection:
-        """Return a connection to ``address``, which is open already where one was kept."""
+        """Return a kept connection to ``address``, or a new one."""
         with self._lock:
             kept = next((c for c in self._connections if c.address == address and c.is_open), None)
             if kept is not None:
@@ -299,8 +299,8 @@ class IdleConnections:
 
 
 class HttpBody:
-    """A response's bytes, from the socket to their place in as few wake-ups as the kernel allows: it waits
-    for a whole piece, and not the interpreter for whatever has come. Over TLS the interpreter has to read.
+    """A response's bytes, read from the socket into their place. Without TLS the kernel waits until a whole
+    piece has arrived, so that this thread wakes up seldom. Over TLS the interpreter has to read.
     """
 
     def __init__(self, response: http.client.HTTPResponse, sock: socket.socket, timeout_s: float) -> None:
@@ -309,7 +309,7 @@ class HttpBody:
         self._buffered = 0
         self._timeout_s = timeout_s
         if self._sock is not None and response.length:
-            # Bytes that came with the head lie in the response's buffer and go first.
+            # Bytes that came with the head lie in the response's buffer: read them first.
             self._buffered = len(response.fp.peek(1))
             seconds = int(timeout_s)
             limit = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
@@ -327,7 +327,7 @@ class HttpBody:
         if self._sock is None or length is None or length <= len(into):
             if self._sock is not None:
                 self._sock.settimeout(self._timeout_s)
-            read_exactly(self._response, into)  # to the end: the response learns of it
+            read_exactly(self._response, into)  # to the end, so that the response counts as read
             return
         filled = 0
         while filled < len(into):
@@ -362,7 +362,7 @@ def read_json(response: http.client.HTTPResponse, most: int) -> Any:
     tag = response.getheader("ETag")
     if tag is not None and tag != etag(bytes_digest(memoryview(body))):
         raise IntegrityError("its answer is not what its ETag says")
-    # A parsed list takes dozens of bytes, an empty one three in the text. Our manifests have few.
+    # A parsed list takes dozens of bytes, an empty list in the text three. Our manifests have few lists.
     if body.count(b"[") + body.count(b"{") > _FEW_CONTAINERS + len(body) // _BYTES_PER_CONTAINER:
         raise SourceRefused("its answer is made of too many lists and objects")
     try:
@@ -372,7 +372,7 @@ def read_json(response: http.client.HTTPResponse, most: int) -> Any:
 
 
 def refusal(response: http.client.HTTPResponse) -> StateError:
-    """Return the error for an answer other than the wanted one: Gone, SourceRefused, or worth another try."""
+    """Return the error of a refusing answer: Gone, SourceRefused, or a StateError where a retry may help."""
     text, gone = _error_text(response)
     reason = f"it answered {response.status}: {text}"
     if response.status == 409:

@@ -1,19 +1,19 @@
 """Decides whether a fetch compresses its bytes, from the link speed measured during the fetch.
 
 A fetch begins plain. A link that is faster than compression stays plain. On a slower link one range is tried
-compressed; from then on the fetch uses the faster way, and measures the other way again now and then. No
-clock and no sockets; safe to use from any thread.
+compressed. After that range the fetch uses the faster way, and tries the other way again from time to time.
+The module has no clock and no sockets; any thread may use it.
 """
 
 import threading
 
-# One thread compresses so much on the machines that we know: compression helps no faster link.
+# A link faster than this gains nothing: one thread compresses no more on the machines that we know.
 FAST_BYTES_S = 400e6
 # Compression takes processor time on two hosts, so it must gain this much.
 GAIN = 1.1
-_FIRST_PLAIN = 2  # ranges of each stream: a connection's first bytes come slowly
-_LOOK_AGAIN = 32  # ranges the chosen way between two the other way
-_MIN_BYTES = 1 << 20  # a smaller range tells how long a request takes, not how fast the link is
+_FIRST_PLAIN = 2  # plain ranges first, per stream: a connection's first bytes come slowly
+_LOOK_AGAIN = 32  # ranges in the chosen way before one in the other way
+_MIN_BYTES = 1 << 20  # a smaller range measures the request's duration, not the link's speed
 
 
 class LinkSpeed:
@@ -25,11 +25,12 @@ class LinkSpeed:
         self._plain_ranges = 0
         self._plain = 0.0  # bytes per second of one stream, of the last ranges
         self._compressed = 0.0
-        self._trial: bool | None = None  # the way that one range is tried in
+        self._trial: bool | None = None  # the way in which one range is tried
         self._since = 0
 
     def compress_next(self) -> bool:
-        """Return how the next range should come. The caller must then call ``measured`` or ``failed``."""
+        """Return whether the next range should be compressed. The caller must then call ``measured`` or
+        ``failed``."""
         with self._lock:
             if not self._is_known or self._is_fast:
                 return False
@@ -54,7 +55,7 @@ class LinkSpeed:
                 self._plain_ranges += 1
 
     def failed(self, compressed: bool) -> None:
-        """Note that the range did not come, for other reasons."""
+        """Note that the range failed, for a reason other than the link's speed."""
         with self._lock:
             if compressed == self._trial:
                 self._trial = None

@@ -1,9 +1,9 @@
 """A snapshot read out of the memory of a checkpoint server on this host, not over the network.
 
-The reader connects to the server's unix socket, asks the kernel for the server's user, and wants its own. It
-shows the job's token and says which state it means. It gets a read-only descriptor of the memory and reads
-that as a file. The end of the connection says that the server withdrew the slot. Bytes read after that may be
-of another state. So the reader believes nothing without the digest that the manifest promises.
+The reader connects to the server's unix socket, and checks with the kernel that the server runs as the same
+user. It sends the job's token and the name of the state. It gets a read-only descriptor of the memory, and
+reads it as a file. The server ends the connection when it withdraws the slot; bytes read later may be of
+another state. So the reader verifies all bytes against the manifest's digests.
 """
 
 import logging
@@ -25,7 +25,7 @@ from fabric.model import SnapshotRef
 log = logging.getLogger(__name__)
 
 _CREDENTIALS = struct.Struct("iII")
-_SIGN = b"."  # a reader's: it reads still
+_SIGN = b"."  # the reader sends it while it reads
 
 
 class HostMemory:
@@ -40,7 +40,7 @@ class HostMemory:
         """Return the memory of the server at ``place`` (host:port) if it holds ``state`` of ``nbytes``, or
         None.
 
-        The digest in ``state`` is the file's."""
+        The digest in ``state`` is that of the file."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(LOCAL_ASK_S)
@@ -73,7 +73,7 @@ class HostMemory:
         """Whether the bytes read so far are of the wanted state; tell the server that we read on."""
         try:
             self._connection.send(_SIGN, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except BlockingIOError:  # it has not looked for a while: so it has not withdrawn the slot either
+        except BlockingIOError:  # a busy server has not withdrawn the slot either
             return True
         except OSError:
             return False
@@ -88,7 +88,7 @@ class HostMemory:
 
 
 class MemoryBody:
-    """A snapshot's bytes, one after the other, as of a response's body."""
+    """Reads a snapshot's bytes in order, with the interface of ``HttpBody``."""
 
     def __init__(self, descriptor: int, begin: int) -> None:
         self._descriptor = descriptor
@@ -97,7 +97,7 @@ class MemoryBody:
     def read(self, into: memoryview) -> None:
         """Fill ``into``. Raises ConnectionError where the memory ends too early."""
         while len(into):
-            # Not mapped: the kernel copies as fast, and needs no page tables for it.
+            # Read, not mapped: the kernel copies as fast, without page tables.
             count = os.preadv(self._descriptor, [into], self._at)
             if not count:
                 raise ConnectionError(f"its memory ends {len(into)} bytes too early")

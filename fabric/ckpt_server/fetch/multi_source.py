@@ -1,7 +1,7 @@
 """One file from several sources into one memory: every block is verified or fetched again.
 
-Each source has a few streams, all feeding on one queue of ranges. A source that sends wrong bytes is
-named and asked once more; the second time it is dropped. A source that dies or stalls loses its
+Each source has a few streams; all streams take ranges from one queue. A source that sends wrong bytes is
+named in a warning and asked once more; the second time it is dropped. A source that dies or stalls loses its
 range and is dropped after three failures in a row. A verified block is never fetched twice.
 """
 
@@ -44,7 +44,7 @@ _MAX_FAILURES = 3
 _MAX_WRONG_ANSWERS = 2
 _WAIT_S = 0.1
 _MAX_REFUSAL_BYTES = 64 << 10
-_PIECE_BYTES = 512 << 10  # is digested while it is in the core's own cache
+_PIECE_BYTES = 512 << 10  # each piece is digested while it is in the core's own cache
 BLOCKS_PATH = "/v1/snapshots/{}/blocks/{}-{}{}"
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
@@ -57,10 +57,10 @@ class Source:
     compresses: bool = True  # False once it has refused compression
     memory: HostMemory | None = None  # its memory, where the source is on this host
     nbytes: int = 0  # received
-    shared: int = 0  # of these, read from its memory
+    shared: int = 0  # those bytes that were read from its memory
     failures: int = 0  # in a row
     wrong_answers: int = 0
-    error: StateError | None = None  # why the fetch no longer uses it
+    error: StateError | None = None  # why the fetch does not use this source any more
 
     @property
     def url(self) -> str:
@@ -91,7 +91,7 @@ class MultiSourceFetch:
 
     @property
     def compression(self) -> str:
-        """Whether bytes came packed at last, and why; where they were not sent, how they came."""
+        """Say whether the last bytes came compressed, and why, or that they were read from memory."""
         shared = sum(source.shared for source in self._sources)
         if not shared:
             return self._speed.why
@@ -108,7 +108,7 @@ class MultiSourceFetch:
         resume: bool,
         wanted: Collection[int] | None = None,
     ) -> None:
-        """Return when the target has the ``wanted`` blocks (None: all). Raises StateError, also on a cancel.
+        """Fetch the ``wanted`` blocks (None: all) into the target. Raises StateError, also on a cancel.
 
         With ``resume``, blocks that the target holds already are not fetched.
         """
@@ -161,7 +161,7 @@ class MultiSourceFetch:
         try:
             while (claim := queue.take(source.url, connection.abort)) is not None:
                 self._fetch_claim(queue, source, connection, claim)
-            sound = True  # a connection with a response that was not read to the end is closed by now
+            sound = True  # a connection whose response was not read to the end is closed already
         finally:
             self._idle.give(connection, reusable=sound)
 
@@ -189,7 +189,7 @@ class MultiSourceFetch:
             if failed or (compressed and not source.compresses):
                 self._speed.failed(compressed)
             queue.release(claim, failed=failed)
-            if failed or claim.reclaimed:  # the end may have reached a connection that was just done
+            if failed or claim.reclaimed:  # another thread may have ended a connection that had just finished
                 connection.close()
 
     def _read(self, queue: RangeQueue, source: Source, memory: HostMemory, claim: RangeClaim) -> None:
@@ -208,7 +208,7 @@ class MultiSourceFetch:
             log.debug("%s: its memory is not read any more: %s", source.url, error)
         finally:
             queue.release(claim, failed=False)
-            if failed:  # withdrawn, or the server is gone: HTTP gives the reason
+            if failed:  # the slot was withdrawn, or the server has ended: HTTP gives the reason
                 source.memory = None
 
     def _fetch(
@@ -258,7 +258,7 @@ class MultiSourceFetch:
     def _ask_compressed(
         self, source: Source, connection: HttpConnection, claim: RangeClaim
     ) -> http.client.HTTPResponse | None:
-        """Return the answer in PLANES, or None where the source offers no such thing."""
+        """Return the answer in the coding PLANES, or None where the source does not offer that coding."""
         first, last = claim.block_range.first, claim.block_range.first + claim.block_range.count - 1
         path = BLOCKS_PATH.format(self._manifest["step"], first, last, self._query)
         response = connection.get(path, coding=SHUFFLE)
@@ -368,7 +368,7 @@ def one_line(error: Exception) -> str:
 
 
 def source_error(error: Exception) -> StateError:
-    """Return why a source gave nothing: its own refusal, which is final, or an error on the way."""
+    """Return the error of a source: its own refusal, which is final, or a failed transfer."""
     if isinstance(error, Gone | IntegrityError | SourceRefused):
         return error
     return StateError(one_line(error))

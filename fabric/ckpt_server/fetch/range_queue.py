@@ -2,9 +2,9 @@
 
 One queue of ranges serves all streams of all sources: a fast stream takes more. A request costs as much time
 as some hundred kilobytes, so ranges are large at first; they get smaller towards the end, so that all streams
-end together. A range that a stream could not finish goes back, marked with the source to avoid while
-others are left. A stream with nothing to do may reclaim a range that another source has had for several
-times as long as its blocks take: so a source that trickles cannot hold up the end.
+end together. A range that a stream could not finish goes back, marked with the source to avoid while others
+are left. A stream without a range may take over one that another source has held for several times as long as
+its blocks usually take. So a source that trickles cannot delay the end.
 """
 
 import threading
@@ -21,7 +21,7 @@ _FEWEST_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """``count`` blocks from ``first``. ``avoid`` names sources that failed at it."""
+    """``count`` blocks from ``first``. ``avoid`` names the sources that failed to send this range."""
 
     first: int
     count: int
@@ -34,8 +34,8 @@ class BlockRange:
 
 @dataclass(eq=False, slots=True)
 class RangeClaim:
-    """A range in the hands of one stream; ``end`` makes that stream give it up. ``moved_s``: when it was
-    taken, or last brought a block into place."""
+    """A range that one stream fetches; ``end`` makes that stream give it up. ``moved_s``: the time when the
+    stream took the range, or last completed a block of it."""
 
     block_range: BlockRange
     source: str
@@ -84,7 +84,7 @@ class RangeQueue:
         return bool(self._alive)
 
     def take(self, source: str, end: Callable[[], None]) -> RangeClaim | None:
-        """Return a range for ``source`` to fetch; waits for one. None when it has no more business here."""
+        """Wait for a range for ``source`` and return it. None when ``source`` has no more ranges to fetch."""
         with self._changed:
             while not self._stopped and self._left and source in self._alive:
                 block_range = self._pick(source)
@@ -110,7 +110,8 @@ class RangeQueue:
                     self._changed.notify_all()
 
     def release(self, claim: RangeClaim, *, failed: bool) -> None:
-        """Give a range back; its unfinished blocks are fetched again, elsewhere if it failed."""
+        """Give a range back. Its unfinished blocks are fetched again, from another source if this one
+        failed."""
         with self._changed:
             self._shared.claims.discard(claim)
             pace = self._shared.pace.setdefault(claim.source, _Pace())
@@ -133,7 +134,7 @@ class RangeQueue:
     def end_stuck(self, limit_s: float) -> None:
         """Take back every range that has finished no block for ``limit_s``, even from the only source.
 
-        A source that trickles would hold it for ever.
+        A source that trickles would hold the range for ever.
         """
         with self._changed:
             for claim in self._shared.claims:
@@ -158,7 +159,7 @@ class RangeQueue:
             if source not in candidate.avoid or self._alive <= candidate.avoid:
                 del pending[index]
                 most = max(_FEWEST_BLOCKS, self._left // (2 * self._streams))
-                if self._left <= (_FEWEST_BLOCKS + 1) * self._streams:  # one range each is all there is
+                if self._left <= (_FEWEST_BLOCKS + 1) * self._streams:  # one range per stream is left
                     most = -(-self._left // self._streams)
                 size = min(candidate.count, self._most_blocks, most)
                 if size < candidate.count:
@@ -177,7 +178,7 @@ class RangeQueue:
                 patience = max(_PATIENCE_MIN_S, _PATIENCE_FACTOR * expected_s)
             due = patience * 2 ** len(
                 claim.block_range.avoid
-            )  # a range that is slow everywhere ends somewhere
+            )  # a range may be slow at every source
             if claim.source != source and not claim.reclaimed and now - claim.since_s > due:
                 claim.reclaimed = True
                 claim.end()

@@ -1,12 +1,11 @@
-"""Digests of a state: one per block of its file, and one of those for the whole.
+"""Digests of a state: one digest per block of its file, and one digest of these for the whole state.
 
-Blocks of 4 MiB cut the snapshot *file* and carry an XXH3-64 each: the unit that a transfer verifies. The
-digest of a state is the XXH3-128 of the file's size, the blocks' size and the blocks' digests. So a manifest
-is checked against the digest that was asked for before a byte is fetched, two manifests with one digest
-promise the same bytes, and a reader who has verified every block has verified the state. It can be computed
-from live tensors without copying the state, while a snapshot is copied, or from a received file, by several
-threads, and is the same each time. These digests find damage and divergence. They do not authenticate: that
-is the token's business.
+The snapshot *file* is cut into blocks of 4 MiB. Each block has an XXH3-64, so that a transfer can verify it.
+The digest of a state is the XXH3-128 of the file's size, the blocks' size and the blocks' digests. So a
+reader can check a manifest against the wanted digest before it fetches a byte. Two manifests with one digest
+promise the same bytes. A reader that has verified every block has verified the state. Several threads can
+compute the digest: from live tensors without a copy, during a copy, or from a received file. These digests
+find damage and divergence. They do not authenticate; the token does.
 """
 
 import struct
@@ -16,7 +15,7 @@ import xxhash
 
 BLOCK_BYTES = 4 << 20
 _SIZES = struct.Struct(">QQ")
-# The headers that a reader of a gradient acts on; the gradient's digest does not cover them.
+# The HTTP header with the digest of a gradient's other headers, which the gradient's digest does not cover.
 SEAL = "X-Fabric-Seal"
 _SEALED = ("Generation", "Step", "Epoch", "Weight", "Layout", "Digest", "Meta")
 
@@ -41,7 +40,7 @@ class BlockDigests:
         self._found: list[str] = []
 
     def update(self, data: bytes | memoryview) -> None:
-        """The next bytes of the file (flat)."""
+        """Add the next bytes of the file (flat)."""
         data = memoryview(data)
         while len(data) >= self._room:
             self._hasher.update(data[: self._room])
@@ -51,8 +50,7 @@ class BlockDigests:
         self._room -= len(data)
 
     def blocks(self) -> list[str]:
-        """Return the digests of all blocks, the last of which may be short: nothing can be added
-        afterwards."""
+        """Return the digests of all blocks; the last block may be short. Call no ``update`` afterwards."""
         if self._room < self._block_bytes:
             self._end_block()
         return self._found
@@ -71,11 +69,11 @@ def file_digest(file: memoryview) -> str:
 
 
 def bytes_digest(data: memoryview) -> str:
-    """Return the 32 hex digits that go with a gradient or any other run of bytes."""
+    """Return the digest (32 hex) of a gradient or any other bytes."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def seal(header: Callable[[str], str | None]) -> str:
-    """Return the digest of a gradient's headers, each of which ``header`` gives by its name: goes as SEAL."""
+    """Return the value of the header SEAL; ``header`` gives a gradient's other headers by name."""
     text = "\n".join(header(f"X-Fabric-{name}") or "" for name in _SEALED)
     return xxhash.xxh3_128_hexdigest(text.encode("latin-1", "replace"))

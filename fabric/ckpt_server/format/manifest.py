@@ -1,9 +1,9 @@
-"""The manifest of a snapshot: how it is made, and the checks before a reader believes one.
+"""The manifest of a snapshot: making it, and the checks before a reader trusts it.
 
-A manifest names the state (job, generation, step, digest) and cuts its file into blocks with a
-digest each, so that a transfer can be striped over many sources and verified as it arrives; the
-state's digest is made of the blocks', so two manifests with one digest promise the same bytes. It comes
-from outside: every number is bounded before anything is allocated for it.
+A manifest names the state (job, generation, step, digest) and lists the digest of each block of its file. So
+a reader can fetch blocks from many sources, and verify each block as it arrives. The state's digest is made
+of the blocks' digests, so two manifests with one digest promise the same bytes. A manifest comes from another
+process: every number is checked before memory is allocated for it.
 """
 
 import math
@@ -51,7 +51,7 @@ def of_rank(manifest: Mapping[str, Any], rank: int, digests: Sequence[str]) -> d
 def state_digest(manifest: Mapping[str, Any]) -> str:
     """Return the digest of the whole replica's state, of which the manifest's file may be one rank's part.
 
-    A ``content`` names the state where its files do not (``state.content_digest``).
+    Where the manifest has a ``content``, that is the state's digest (``state.content_digest``).
     """
     if "content" in manifest:
         return summed_digest(manifest.get("ranks", [manifest["content"]]))

@@ -1,4 +1,4 @@
-"""The file that training state travels in: its preamble, written, read and checked.
+"""The file format of training state: its preamble, written, read and checked.
 
 A snapshot is a complete safetensors file: eight bytes of length, a JSON header, then every tensor's
 bytes without a gap. The header is canonical, so equal states are equal files: JSON with sorted keys
@@ -6,9 +6,9 @@ and no spaces, padded with spaces until the data begin at a multiple of 64. Tens
 of falling element size, then name, which keeps each one aligned to its own elements. All other
 values are canonical JSON under ``__metadata__["fabric"]``.
 
-Reading believes nothing. Lengths are bounded before memory is taken, types are exact, and the
-tensors must cover the data from the first byte to the last, once. This module needs no torch, so
-that a process which only moves bytes can check them.
+A reader trusts no byte of a file. It checks lengths before it allocates memory, types must be exact, and the
+tensors must cover each byte of the data once. This module needs no torch, so that a process which only moves
+bytes can check them.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from fabric.errors import StateError
 
 ALIGNMENT_BYTES = 64
-MAX_HEADER_BYTES = 100_000_000  # what readers of the format accept
+MAX_HEADER_BYTES = 100_000_000  # the most that other readers of the format accept
 MAX_FILE_BYTES = 1 << 46
 METADATA_KEY = "fabric"
 _NO_METADATA = f'"__metadata__":{{"{METADATA_KEY}":""}}'
@@ -101,7 +101,7 @@ def file_order(name: str, dtype: str) -> tuple[int, str]:
 
 
 def build_preamble(tensors: Sequence[TensorEntry], metadata: str) -> bytes:
-    """Return the bytes before the data of a file with these tensors, given in file order.
+    """Return the bytes before the data of a file with these ``tensors``, which are in file order.
 
     Raises StateError where the header would be longer than readers accept.
     """
@@ -109,7 +109,8 @@ def build_preamble(tensors: Sequence[TensorEntry], metadata: str) -> bytes:
 
 
 class Preamble:
-    """The bytes before the data of files with the same ``tensors``, in file order, and other metadata."""
+    """The bytes before the data, for files with the same ``tensors`` (in file order) and different
+    metadata."""
 
     def __init__(self, tensors: Sequence[TensorEntry]) -> None:
         entries: dict[str, object] = {"__metadata__": {METADATA_KEY: ""}}
@@ -118,7 +119,7 @@ class Preamble:
             end = offset + nbytes
             entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
-        # Inside a name every quote stands behind a backslash, so that this is found once.
+        # A quote in a name has a backslash before it, so the text _NO_METADATA occurs once.
         self._before, self._after = canonical_json(entries).split(_NO_METADATA)
 
     def with_metadata(self, metadata: str) -> bytes:
@@ -182,8 +183,8 @@ def _no_constant(name: str) -> Any:
 def _read_ours(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str] | None:
     """Read tensors and metadata of a header in our own spelling, by columns, which is fast.
 
-    There may be a hundred thousand tensors, and a joining replica waits. None for another spelling or an
-    error; then ``_read_any`` reads the header and names the error.
+    A file may have a hundred thousand tensors, and a joining replica waits. Returns None for another spelling
+    or an error; then ``_read_any`` reads the header and names the error.
     """
     split = _without_metadata(text)
     if split is None:
@@ -201,7 +202,7 @@ def _read_ours(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str] | N
         return None
     kinds = list(zip(cuts[7::_CUTS], cuts[10::_CUTS], strict=True))
     try:
-        # All at once; where an entry is not a pair this is not JSON.
+        # Parse all places in one call; if an entry is not a pair, the text is not JSON and parsing fails.
         places = json.loads(f"[{'|'.join(cuts[4::_CUTS]).replace('],|:[', '],[')[1:-1]}]")
         described = {kind: _kind(name, *kind) for kind, name in dict(zip(kinds, names, strict=True)).items()}
         begins, ends = zip(*places, strict=True)
@@ -220,16 +221,16 @@ def _read_ours(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str] | N
 
 
 def _kind(name: str, dtype: str, shape: str) -> tuple[str, tuple[int, ...], int]:
-    """Return the dtype, the shape and the bytes of tensors of which these words stand in a header, ``name``
-    one of them. Raises ValueError or StateError."""
+    """Return the dtype, the shape and the size of all tensors with these words in a header; ``name`` is a
+    tensor's, for errors. Raises ValueError or StateError."""
     if shape[:1] != ":" or shape[-2:] != "},":
         raise ValueError(shape)
     return dtype, *_extent(name, dtype, json.loads(shape[1:-2]))
 
 
 def _without_metadata(text: bytes) -> tuple[str, str] | None:
-    """Return the tensors of a header, each with a comma behind it, and the metadata. None: not our
-    spelling."""
+    """Return the tensors of a header, each with a comma behind it, and the metadata. None where the header
+    has another spelling than ours."""
     try:
         header = text.decode("ascii").rstrip(" ")
         at = header.index(_METADATA)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.protocol.rules.tensor_region import TensorRegion
 
-_MOST_RUNS = 4096  # of one piece: with more, what lies between them is counted in
+_MOST_RUNS = 4096  # per piece: with more runs, one run covers all of them
 
 
 @dataclass(frozen=True, slots=True)
 class RegionRead:
-    """``box`` of tensor ``name``, which is in the file of ``rank``: there ``held`` of it lies at ``span``."""
+    """A read of ``box`` of tensor ``name`` in the file of ``rank``, where the part ``held`` lies at
+    ``span``."""
 
     name: str
     rank: int
@@ -22,10 +23,11 @@ class RegionRead:
     box: TensorRegion
 
     def runs(self, gap_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the bytes (begin, end) of the rank's file that hold it. Where less than ``gap_bytes`` lie
-        between them, or there are very many, one run covers all."""
+        """Yield the runs of bytes (begin, end) of the rank's file that hold the box. One run covers all where
+        gaps are smaller than ``gap_bytes``, or runs are very many."""
         item, shape, where = ELEMENT_BYTES[self.span.dtype], self.held.sizes, self.box.within(self.held)
-        # Dimensions from ``split`` on are covered whole, so what is taken of the one before is contiguous.
+        # The box covers the dimensions from ``split`` on fully, so its part of dimension ``split - 1`` is
+        # contiguous.
         split = len(shape)
         while split and self.box.sizes[split - 1] == shape[split - 1]:
             split -= 1
@@ -43,7 +45,7 @@ class RegionRead:
             yield at, at + length
 
     def blocks(self, block_bytes: int) -> set[int]:
-        """Return the numbers of the blocks of the rank's file that hold it."""
+        """Return the numbers of the blocks of the rank's file that hold the box."""
         blocks: set[int] = set()
         for begin, end in self.runs(block_bytes):
             blocks.update(range(begin // block_bytes, -(-end // block_bytes)))

@@ -1,8 +1,7 @@
-"""A part of a tensor by index: ``0:10,:`` says which rows and columns, in the tensor that this rank holds or
-in the whole one of which it holds a shard.
+"""A part of a tensor by index: ``0:10,:`` names rows and columns, of the rank's shard or of the whole tensor.
 
-Slices have no steps, and an index alone is a slice of one, so that what is sent keeps its dimensions.
-Pure; ``gather`` alone needs numpy, which is imported when it is asked.
+Slices have no steps. A single index is a slice of length one, so that the result keeps its dimensions. Only
+``gather`` needs numpy, and imports it when called.
 """
 
 import json
@@ -30,10 +29,9 @@ class Shard:
 
 
 def parse_slice(text: str, shape: tuple[int, ...]) -> SliceBounds:
-    """Return the box that ``text`` means in a tensor of ``shape``; dimensions that it leaves out are taken
-    whole.
+    """Return the box that ``text`` names in a tensor of ``shape``; left-out dimensions are taken whole.
 
-    Raises ProtocolError, with the shape, for anything that is not within it.
+    Raises ProtocolError, with the shape, for malformed text and for a box outside of the tensor.
     """
     parts = text.split(",") if text.strip() and len(text) <= _MAX_TEXT else []
     if not 0 < len(parts) <= len(shape):
@@ -62,7 +60,7 @@ def _wrong(text: str, shape: tuple[int, ...]) -> ProtocolError:
 
 
 def slice_text(box: SliceBounds) -> str:
-    """Return the box in the form of a request."""
+    """Return the box as text, in the form that ``parse_slice`` reads."""
     return ",".join(f"{begin}:{end}" for begin, end in box)
 
 
@@ -89,14 +87,15 @@ def elements(box: SliceBounds) -> int:
 
 
 def contiguous_from(box: SliceBounds, shape: tuple[int, ...]) -> int | None:
-    """Return the index of the box's first element in the flat tensor if it lies there in one piece, else
-    None."""
+    """Return the index of the box's first element in the flat tensor; None where the box is not
+    contiguous."""
     if not elements(box):
         return 0
     first = 0
     for (begin, _), size in zip(box, shape, strict=True):
         first = first * size + begin
-    # From the last dimension backwards: whole ones, then one that may be cut, then only ones of one.
+    # From the last dimension backwards: full dimensions, then at most one cut dimension, then dimensions of
+    # one element.
     cut = False
     for (begin, end), size in reversed(list(zip(box, shape, strict=True))):
         if cut and end - begin != 1:
@@ -108,8 +107,8 @@ def contiguous_from(box: SliceBounds, shape: tuple[int, ...]) -> int | None:
 def gather(
     tensor: memoryview, width: int, shape: tuple[int, ...], box: SliceBounds, place: tuple[int, int]
 ) -> memoryview:
-    """Elements ``place`` (first, last + 1) of those in the box, in order, of ``tensor`` (its flat bytes, each
-    element ``width`` of them). Takes memory for these only."""
+    """Return elements ``place`` (first, last + 1) of the box's elements. ``tensor``: its flat bytes,
+    ``width`` per element. Allocates memory for the result only."""
     import numpy as np
 
     elements_of_tensor = np.frombuffer(tensor, dtype=np.dtype(("V", width))).reshape(shape)

@@ -19,9 +19,9 @@ Allocate = Callable[[int], memoryview]
 class RankFile:
     """The file of ``rank``.
 
-    ``file`` is memory of its size: the blocks read so far are there and verified, the rest is never touched.
-    ``manifest`` is known after the first read. ``sources``: bytes read by URL. ``compression``: whether they
-    came compressed, and why.
+    ``file``: memory of the file's size, in which only the blocks read so far are valid; they are verified.
+    ``manifest``: known after the first read. ``sources``: bytes read by URL. ``compression``: whether the
+    bytes came compressed, and why.
     """
 
     def __init__(self, rank: int) -> None:
@@ -34,7 +34,7 @@ class RankFile:
 
     @property
     def ranks(self) -> int:
-        """Of how many ranks the state is."""
+        """The number of ranks of the replica that wrote the state."""
         return len(self.manifest.get("ranks", ("",)))
 
     def header(self) -> FileHeader:
@@ -45,7 +45,7 @@ class RankFile:
         return read_preamble(self.file, len(self.file))
 
     def have(self, blocks: Collection[int]) -> None:
-        """Have these blocks in ``file``, verified. Raises StateError."""
+        """Read and verify those of ``blocks`` that ``file`` does not hold yet. Raises StateError."""
         missing = set(blocks) - self._there
         if missing:
             self._read(missing)
@@ -77,7 +77,7 @@ class RankFile:
 
 
 class ServedRankFile(RankFile):
-    """From the servers at ``urls``, by a fetcher of its rank."""
+    """A rank's file from the servers at ``urls``, read by a fetcher of that rank."""
 
     def __init__(self, rank: int, urls: Sequence[str], state: SnapshotRef, fetcher: StateFetcher) -> None:
         super().__init__(rank)
@@ -98,7 +98,7 @@ class ServedRankFile(RankFile):
 
 
 class StoredRankFile(RankFile):
-    """From a durable checkpoint, whose files ``stack`` closes."""
+    """A rank's file from a durable checkpoint, whose files ``stack`` closes."""
 
     def __init__(self, rank: int, checkpoint: DurableCheckpoint, stack: ExitStack) -> None:
         super().__init__(rank)
@@ -119,7 +119,7 @@ class StoredRankFile(RankFile):
 
 
 def _runs(blocks: Collection[int]) -> list[tuple[int, int]]:
-    """Blocks without a gap between them: (first, behind the last)."""
+    """Yield runs of adjacent blocks: (first, last + 1)."""
     runs: list[tuple[int, int]] = []
     for block in sorted(blocks):
         if runs and runs[-1][1] == block:

@@ -2,11 +2,12 @@
 
 A file describes each shard: its full tensor and its offset there (``state/dtensor.py``). A rank of the new
 layout reads the old ranks' headers, finds the parts of every tensor, and fetches the blocks that hold its own
-part. The unit is a block, because a block has a digest. From these it writes the file that it would have
-written in that state, to be restored and served like any other. It changes no live object.
+part. It fetches whole blocks, because a block has a digest. From the blocks it builds the file that this rank
+would have written in that state; the file can be restored and served as usual. This module changes no live
+object.
 
-The live objects say once how the new layout places a tensor: a module's or another object's own state does.
-An optimizer's state may not exist yet, so it follows the parameter of the same shape.
+The new layout's placement of a tensor comes from the live objects, read once: from the state of a module or
+another object. An optimizer's state may not exist yet, so it is placed as its parameter of the same shape.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,8 @@ from fabric.protocol.rules.tensor_region import TensorRegion
 
 
 class Misfit(StateError):
-    """The state cannot be this model's, wherever it is read: another model, or a layout that is not cut."""
+    """The state cannot be this model's, from any source: it is of another model, or of a layout that cannot
+    be resharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,13 @@ class TensorPlacement:
 
 @dataclass(frozen=True, slots=True)
 class _LikeParameter:
-    """State of an optimizer that is placed as its parameter is, where it has its shape."""
+    """State of an optimizer that is placed as its parameter is, where both have the same shape."""
 
     parameter: TensorPlacement
 
 
 class Layout:
-    """How the live ``objects`` are placed in this rank; looked up once, while nothing changes them."""
+    """How the live ``objects`` are placed in this rank. Read it once, while nothing changes the objects."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.live = {name: _placements(value) for name, value in objects.items()}
@@ -95,8 +97,9 @@ def reshard(
     """Build rank ``rank``'s own file of ``state`` in ``layout``, in ``allocate(nbytes)``. Return its
     manifest.
 
-    ``parts``: of all old ranks, in order. The memory begins at a multiple of 64. ``job`` and ``replica`` go
-    into the manifest. Raises StateError (Misfit, Gone, IntegrityError), with the memory undefined.
+    ``parts``: the files of all old ranks, in order. The memory must begin at a multiple of 64. ``job`` and
+    ``replica`` go into the manifest. Raises StateError (Misfit, Gone, IntegrityError), with the memory
+    undefined.
     """
     try:
         headers = [part.header() for part in parts]
@@ -129,9 +132,8 @@ def reshard(
 class ReshardPlan:
     """How rank ``rank`` of the new layout builds its file from the old ranks' files with these ``headers``.
 
-    ``complete`` False: the caller wants ``tree`` alone. Parts may be missing then, and a tensor without a
-    placement here stays as it was.
-    Raises Misfit with the path of a value that cannot be resharded.
+    ``complete`` False: the caller wants only ``tree``. Then parts may be missing, and a tensor without a live
+    placement keeps its old description. Raises Misfit with the path of a value that cannot be resharded.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class ReshardPlan:
         self._targets = {span.name: span for span in header.tensors}
 
     def blocks(self, rank: int, block_bytes: int) -> set[int]:
-        """Return the numbers of the blocks needed of old rank ``rank``'s file."""
+        """Return the numbers of the needed blocks in old rank ``rank``'s file."""
         return set().union(*(piece.blocks(block_bytes) for piece in self.pieces if piece.rank == rank))
 
     def write(self, rank: int, file: memoryview, into: memoryview) -> None:
@@ -169,7 +171,7 @@ class ReshardPlan:
                 target.copy_(tensor_at(file, piece.span)[piece.box.within(piece.held)])
 
     def _walk(self, nodes: list[Any], live: Any, path: str) -> Any:
-        """Return the new layout's node for the old ranks' nodes in one place of the tree."""
+        """Return the new layout's node at ``path`` in the tree; ``nodes`` are the old ranks' nodes there."""
         first = nodes[0]
         if isinstance(first, dict) and ("$shard" in first or "$tensor" in first):
             return self._tensor(nodes, live, path)
@@ -198,7 +200,7 @@ class ReshardPlan:
                 [name, self._walk([node[i][1] for node in nodes], _at(live, name), f"{path}[{name!r}]")]
                 for i, name in enumerate(keys)
             ]
-        if key in ("$array", "$numpy"):  # its bytes lie there as a tensor, the same at every rank
+        if key in ("$array", "$numpy"):  # its bytes lie in the file as a tensor, equal at every rank
             self._place(nodes[0][0], [(node[0], None) for node in nodes], None, path)
             return nodes[0]
         inner = live if key.startswith("$") else _at(live, key)
@@ -258,7 +260,7 @@ class ReshardPlan:
         stored: list[dict[str, Any] | None],
         path: str,
     ) -> None:
-        """Plan the reads of ``box``. Of the old ranks that hold the same part, one gives it."""
+        """Plan the reads of ``box``. Where several old ranks hold the same part, read it from one rank."""
         givers: dict[TensorRegion, list[int]] = {}
         for rank, (span, shard) in enumerate(zip(spans, stored, strict=True)):
             full = TensorRegion.whole(span.shape)
@@ -286,7 +288,7 @@ class ReshardPlan:
 
 
 def _placements(live: Any) -> Any:
-    """Return the placements of the tensors in a live object's state, as far as known."""
+    """Return the placements of those tensors that a live object's state has already."""
     if isinstance(live, torch.optim.Optimizer):
         parameters = [parameter for group in live.param_groups for parameter in group["params"]]
         return {"state": {i: _LikeParameter(TensorPlacement.of(p)) for i, p in enumerate(parameters)}}

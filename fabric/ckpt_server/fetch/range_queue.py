@@ -176,9 +176,7 @@ class RangeQueue:
             if pace is not None and pace.blocks:
                 expected_s = claim.block_range.count * pace.seconds / pace.blocks
                 patience = max(_PATIENCE_MIN_S, _PATIENCE_FACTOR * expected_s)
-            due = patience * 2 ** len(
-                claim.block_range.avoid
-            )  # a range may be slow at every source
+            due = patience * 2 ** len(claim.block_range.avoid)  # a range may be slow at every source
             if claim.source != source and not claim.reclaimed and now - claim.since_s > due:
                 claim.reclaimed = True
                 claim.end()

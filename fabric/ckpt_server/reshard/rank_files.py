@@ -119,7 +119,7 @@ class StoredRankFile(RankFile):
 
 
 def _runs(blocks: Collection[int]) -> list[tuple[int, int]]:
-    """Yield runs of adjacent blocks: (first, last + 1)."""
+    """Return the runs of adjacent blocks: (first, last + 1)."""
     runs: list[tuple[int, int]] = []
     for block in sorted(blocks):
         if runs and runs[-1][1] == block:

@@ -74,7 +74,7 @@ class _LikeParameter:
 
 
 class Layout:
-    """How the live ``objects`` are placed in this rank. Read it once, while nothing changes the objects."""
+    """How the live ``objects`` are placed in this rank; construct it while nothing changes the objects."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.live = {name: _placements(value) for name, value in objects.items()}
@@ -288,7 +288,7 @@ class ReshardPlan:
 
 
 def _placements(live: Any) -> Any:
-    """Return the placements of those tensors that a live object's state has already."""
+    """Return the placements of a live object's tensors; an optimizer's state is placed by its parameters."""
     if isinstance(live, torch.optim.Optimizer):
         parameters = [parameter for group in live.param_groups for parameter in group["params"]]
         return {"state": {i: _LikeParameter(TensorPlacement.of(p)) for i, p in enumerate(parameters)}}

@@ -1,8 +1,8 @@
 """The micro-batch at which a trainer died: the trainer notes its position in eight bytes of shared memory.
 
-A note is one aligned store by the trainer and costs no call. The server reads the note when the trainer is
-gone. It keeps the notes of all trainers of this replica until the job is past that step. An orderly exit
-takes the note back first, so only a process that was killed, or crashed, leaves one.
+A note is one aligned store by the trainer, without a system call. The server reads the note when the trainer
+has ended. It keeps the notes of all trainers of this replica until the job has committed the note's step. A
+trainer that exits in order clears its note first, so only a killed or crashed process leaves a note.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from fabric.ckpt_server.server.trainer_watch import GONE, TrainerWatch
 from fabric.model import Death
 
 MARKER_BYTES = 8
-# The micro-batch, plus one, is in the low bits; zero is "at none".
+# The low bits hold the micro-batch plus one; zero means that the trainer is at no micro-batch.
 _BITS = 21
 _MOST = 16
 
@@ -34,7 +34,8 @@ class CrashLog:
         trainer.on_attach = self._turn
 
     def seen(self, state: str) -> tuple[Death, ...]:
-        """Return the deaths at a micro-batch that the job is not past yet; ``state`` is the trainer's."""
+        """Return the deaths at a micro-batch of a step that the job has not committed; ``state``: the
+        trainer's."""
         step, micro_batch = self._read()
         if micro_batch >= 0:
             death = Death(self._trainer.incarnation, step, micro_batch)
@@ -52,9 +53,9 @@ class CrashLog:
                 os.pwrite(self._slot.memfd.fd, bytes(MARKER_BYTES), 0)
 
     def _read(self) -> tuple[int, int]:
-        """Return (step, micro-batch) of the note, micro-batch -1 where there is none."""
+        """Return (step, micro-batch) of the note; the micro-batch is -1 where there is no note."""
         view = self._slot.memfd.view if self._slot.memfd is not None else b""
-        if len(view) < MARKER_BYTES:  # its memory is still being allocated, or has been let go
+        if len(view) < MARKER_BYTES:  # its memory is still being allocated, or was released
             return 0, -1
         value = int.from_bytes(view[:MARKER_BYTES], sys.byteorder)
         return value >> _BITS, (value & ((1 << _BITS) - 1)) - 1

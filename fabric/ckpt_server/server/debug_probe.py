@@ -1,11 +1,10 @@
 """Finds out what the trainer does: from the trainer, by a signal, and from the kernel.
 
-A thread of the trainer answers on its own socket (``fabric.client.process.debug_endpoint``), which needs the
-interpreter. While C code holds the interpreter's lock the trainer cannot answer. Then a signal makes the
-interpreter write the stacks of all threads to a file, which needs no lock. The signal comes second, because a
-dump of running threads may read a frame that is being torn down; while one thread holds the lock for long no
-frame changes. The kernel's view of every thread is always included, and stands alone where the process is
-stopped.
+A thread of the trainer answers on its own socket (``fabric.client.process.debug_endpoint``). While C code
+holds the interpreter's lock, that thread cannot answer. Then a signal makes the interpreter write the stacks
+of all threads to a file, which needs no lock. The signal is only the second way, because a dump of running
+threads may read a frame that is being torn down; while one thread holds the lock for long, no frame changes.
+The answer always includes the kernel's view of every thread. For a stopped process it has only that view.
 """
 
 import asyncio
@@ -38,14 +37,16 @@ _MAX_DUMP_BYTES = 1024 * 1024
 _MAX_THREADS = 1000
 _DUMP_S = 2.0
 _LOOK_S = 0.02
-_QUIET_LOOKS = 5  # a dump is written in many small pieces: it is over when nothing has come for so long
-_TICKS_PER_S = 100  # what the kernel counts processor time in, for every program (USER_HZ)
+_QUIET_LOOKS = (
+    5  # a dump comes in small pieces: it is complete after this many looks without a piece
+)
+_TICKS_PER_S = 100  # the kernel's unit of processor time for every program (USER_HZ)
 _THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-f]+).* \(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
 class TrainerSilent(FabricError):
-    """The trainer did not answer; the message says why that may be."""
+    """The trainer did not answer; the message gives possible reasons."""
 
 
 class DebugProbe:
@@ -106,11 +107,10 @@ class DebugProbe:
         return await asyncio.to_thread(decode_line, answer)
 
     async def stacks(self) -> dict[str, object]:
-        """Return the stacks of all threads by the best way there is, and what the kernel says of them.
+        """Return the stacks of all threads by the best way that works, and the kernel's view of the threads.
 
-            ``how`` is ``interpreter``, ``signal`` or ``kernel`` (without Python stacks); ``why`` says why a
-            better way
-        failed. Raises Refused where there is no process.
+        ``how`` is ``interpreter``, ``signal`` or ``kernel`` (without Python stacks); ``why`` says why the
+        better ways failed. Raises Refused where there is no process.
         """
         self.require_process()
         async with self._one_dump:
@@ -152,7 +152,7 @@ class DebugProbe:
 
 
 def parse_dump(text: str) -> list[dict[str, object]]:
-    """Return the threads in what ``faulthandler`` wrote, most recent call first; other lines are left out."""
+    """Return the threads in the output of ``faulthandler``, most recent call first; leave out other lines."""
     threads: list[dict[str, object]] = []
     stack: list[str] = []
     for line in text.splitlines():
@@ -172,7 +172,7 @@ def _threads(answer: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal: without one it would die of it."""
+    """Whether the process has a handler for the signal; without a handler the signal would end it."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)

@@ -1,8 +1,8 @@
 """The checkpoint server's side of durable checkpoints: it starts one writer at a time and keeps the outcome.
 
-The writer gets the snapshot's memory as a descriptor. Until it ends the slot counts as read, so the trainer
-overwrites the other one. If the trainer must have this slot, the server kills the writer and gives that
-checkpoint up.
+The writer gets the snapshot's memory as a descriptor. Until the writer ends, its slot counts as read, so the
+trainer uses the other slot. If the trainer needs the writer's slot, the server kills the writer and gives up
+that checkpoint.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _OVERTAKEN = {
     "error": "its memory was needed for another snapshot before the one before was written: write them less"
     " often, or to faster storage",
 }
-# Where this very package is imported from, installed or not.
+# The folder from which this package is imported, installed or not.
 _HERE = Path(fabric.__file__).resolve().parent.parent
 
 
@@ -50,16 +50,16 @@ class PersistRequest:
 
 
 class DurableJobs:
-    """``newest``: the last checkpoint completed here. ``error``: why the last attempt failed, or empty.
-    ``seconds``: its duration."""
+    """Runs the writers. ``newest``: the last checkpoint completed here. ``error``: why the last attempt
+    failed, or empty. ``seconds``: the last attempt's duration."""
 
     def __init__(self, job: str, replica: str, memory: SlotTable) -> None:
         self._job = job
         self._replica = replica
         self._memory = memory
         self._task: asyncio.Task[None] | None = None
-        self._next: PersistRequest | None = None  # what is written after that
-        self._incarnation = 0  # of the trainer that the running task was asked by
+        self._next: PersistRequest | None = None  # the request to write next
+        self._incarnation = 0  # of the trainer whose request the task serves
         self.newest: SnapshotRef | None = None
         self.error = ""
         self.seconds = 0.0
@@ -73,8 +73,8 @@ class DurableJobs:
     def start(self, request: PersistRequest) -> None:
         """Begin to write, or queue the request; a later request replaces a queued one.
 
-        Raises Refused where the step is not held. The request of an earlier trainer process is given up,
-        because its other ranks are gone too.
+        Raises Refused where the step is not held. Gives up the request of an earlier trainer process, because
+        the other ranks of that incarnation have ended too.
         """
         if self._memory.find(SNAPSHOT, request.step, request.generation) is None:
             raise Refused(f"step {request.step} is not held, so it cannot be written to durable storage")
@@ -94,7 +94,7 @@ class DurableJobs:
             await asyncio.wait({self._task})
 
     async def close(self) -> None:
-        """End the running writer, if any: its checkpoint counts for nothing."""
+        """End the running writer, if any: its checkpoint stays incomplete."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -162,7 +162,7 @@ class DurableJobs:
                 process.kill()
 
         try:
-            # While the process was started the slot may have been given to another snapshot.
+            # While the process started, the trainer may have used the slot for another snapshot.
             with slot.reading(kill, content):
                 body = {"order": asdict(order), "manifest": manifest}
                 with contextlib.suppress(ConnectionError):

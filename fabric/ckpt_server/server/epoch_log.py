@@ -1,4 +1,4 @@
-"""Logs the job's epochs, so that the log says to which incident a change of the trainer belongs.
+"""Logs the job's epochs, so that log lines about the trainer carry an incident id.
 
 No decision depends on it: a server without notices (an older lighthouse, or none) serves as well.
 """
@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class EpochLog:
-    """``epoch`` and ``incident_id`` are of the newest epoch heard of (0 and empty before the first)."""
+    """``epoch`` and ``incident_id`` are those of the newest epoch notice (0 and empty before the first
+    notice)."""
 
     def __init__(self, trainer: TrainerWatch) -> None:
         self._trainer = trainer
@@ -28,7 +29,7 @@ class EpochLog:
         return self._fence.epoch
 
     def record(self, notice: EpochNotice) -> None:
-        """Log an epoch once, however many lighthouses say it."""
+        """Log an epoch once, even if several lighthouses send its notice."""
         if (notice.fence, notice.incident_id) == (self._fence, self.incident_id):
             return
         self._fence, self.incident_id = notice.fence, notice.incident_id
@@ -37,7 +38,7 @@ class EpochLog:
 
     def _on_change(self, state: str) -> None:
         trainer = self._trainer
-        # Some epoch to come may answer it, and the lighthouse will call it the same.
+        # The next epoch may answer this change; the lighthouse will give it this same incident id.
         incident_id = (
             incident_id_of(self.epoch + 1) if state != "running" and self.epoch else self.incident_id
         )

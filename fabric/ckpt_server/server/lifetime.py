@@ -1,8 +1,8 @@
 """Decides when the server process ends: on request, a while after the job's end, or without a trainer.
 
-The server must outlive its trainer, but not for ever: a host whose trainer never comes back would keep
-the memory. So a timer runs while no trainer is attached, and another one after the trainer said that it
-is done; a trainer that attaches stops both.
+The server must outlive its trainer, but not for ever: a host whose trainer never comes back would keep the
+memory. So a timer runs while no trainer is attached. Another timer runs after the trainer has announced the
+job's end. A trainer that attaches stops both timers.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class Lifetime:
-    """Ends (``ended`` is set, ``reason`` says why) ``orphan_s`` after the last trainer left. ``at_once``: a
-    signal has ended it, and nothing under way is waited for."""
+    """Ends the server ``orphan_s`` after the last trainer left: sets ``ended``, with the ``reason``.
+    ``at_once``: a signal has ended the server, which then waits for no work under way."""
 
     def __init__(self, orphan_s: float) -> None:
         self.ended = asyncio.Event()
@@ -42,7 +42,7 @@ class Lifetime:
         if self._finish_timer is not None:
             self._finish_timer.cancel()
         loop = asyncio.get_running_loop()
-        # Never before the answer to this very request has left.
+        # Do not end before the answer to this request is sent.
         self._finish_timer = loop.call_later(max(linger_s, 0.02), self.end, "the job is done")
 
     def end_at_once(self, reason: str) -> None:

@@ -1,10 +1,10 @@
 """Snapshots for readers on the same host: read out of the server's memory, not sent over the network.
 
-The server listens on a unix socket that is named by its URL. The name is abstract: it ends with its process
-and can be reached within one network namespace only, so every reader that reaches it is on this host. The
-server asks the kernel for the reader's user, wants its own, and then the job's token. It answers with a
-read-only descriptor of the memory. The slot counts as read while the connection lasts. The server ends the
-connection when it withdraws the slot.
+The server listens on a unix socket whose name contains the host and port of the server's URL. The name is
+abstract: it vanishes with its process, and only processes in one network namespace can reach it, so every
+reader is on this host. The server checks with the kernel that the reader runs as the same user, and then
+checks the job's token. It answers with a read-only descriptor of the memory. The slot counts as read while
+the connection lasts. The server ends the connection when it withdraws the slot.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from fabric.runtime.http.token_file import TokenFile
 
 log = logging.getLogger(__name__)
 
-# A reader that says nothing in this time is cut off: it would keep the slot from being used again.
+# A reader that sends nothing in this time is cut off, because its slot cannot be written meanwhile.
 STALL_S = 60.0
 _MOST_READERS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A reader's request. ``digest``: of the file, as its manifest says."""
+    """A reader's request. ``digest``: the file's digest, from its manifest."""
 
     generation: Int64
     step: Int64
@@ -52,8 +52,8 @@ class LocalReadServer:
 
     @asynccontextmanager
     async def open(self, place: str) -> AsyncIterator[None]:
-        """Let readers in while the block lasts; ``place`` is the host:port that readers dial. Where
-        another process has taken the socket's name, readers use HTTP alone."""
+        """Serve readers while the block lasts; ``place`` is the host:port that readers dial. Where another
+        process has taken the socket's name, readers have only HTTP."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.setblocking(False)
             try:
@@ -93,7 +93,7 @@ class LocalReadServer:
         if slot is None or slot.memfd is None or slot.content is None or slot.content.digest != look.digest:
             raise Gone(f"step {look.step} of generation {look.generation} with that digest is not held here")
         with slot.reading(connection.shut):
-            # Opened again: a reader needs no descriptor that can be written to.
+            # Open the memory again, read-only: a reader must not get a writable descriptor.
             descriptor = os.open(f"/proc/self/fd/{slot.memfd.fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 await connection.send(Response({"ok": True, "nbytes": slot.content.nbytes}, descriptor))

@@ -1,4 +1,4 @@
-"""Keeps the log of a checkpoint server below a bound; no other program rotates it.
+"""Limits the size of a checkpoint server's log, which no other program rotates.
 
 The process that starts the server opens the file for appending. So the file is copied and cut, not replaced.
 """
@@ -17,7 +17,7 @@ _LOOK_S = 60.0
 
 
 async def keep_bounded(path: Path) -> None:
-    """Look now and then, until cancelled."""
+    """Check the size from time to time, until cancelled."""
     while True:
         try:
             await asyncio.to_thread(bound, path)
@@ -27,11 +27,11 @@ async def keep_bounded(path: Path) -> None:
 
 
 def bound(path: Path, most: int = MOST_BYTES) -> None:
-    """Keep a log that has grown beyond ``most`` bytes as ``NAME.1``, and empty it. Raises OSError."""
+    """Copy a log of more than ``most`` bytes to ``NAME.1``, and empty it. Raises OSError."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         source = os.open(path, os.O_RDWR | flags)
-    except FileNotFoundError:  # its output goes elsewhere
+    except FileNotFoundError:  # the server's output does not go to this file
         return
     with os.fdopen(source, "r+b") as file:
         if os.fstat(source).st_size <= most:

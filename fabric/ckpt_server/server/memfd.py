@@ -1,9 +1,9 @@
-"""Shared memory that cannot be left behind: sealed memfds, allocated in full before use.
+"""Shared memory that the kernel always frees: sealed memfds, allocated in full before use.
 
-A memfd has no name, so the kernel frees it when the last process that maps it is gone, however those
-processes die. All of its pages are allocated at once: a machine that is short of memory answers here
-with an error, where later it would answer with the OOM killer. A seal forbids shrinking, so that no
-other holder of the descriptor can make the server's reads fault.
+A memfd has no name, so the kernel frees it when the last process that maps it has ended, in whatever way. All
+of its pages are allocated at once: a machine without enough memory gives an error here, and does not start
+the OOM killer later. A seal forbids shrinking, so that no other holder of the descriptor can make the
+server's reads fault.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import os
 from fabric.errors import Refused
 from fabric.runtime.host_memory import available_bytes
 
-# The part of the memory that is still available which one allocation may take.
+# One allocation may take this part of the available memory.
 _SHARE = 0.95
 _FAULT_BYTES = 16 << 20
 _MADV_POPULATE_READ = 22
@@ -53,7 +53,7 @@ class Memfd:
         self.capacity, self.view = capacity, memoryview(mapped)
 
     def close(self) -> None:
-        """Let the memory go; who has mapped it keeps it."""
+        """Release the memory; a process that has mapped it keeps it."""
         self.view = memoryview(b"")
         if self.fd >= 0:
             os.close(self.fd)
@@ -61,9 +61,11 @@ class Memfd:
 
 
 def _fault_in(mapped: mmap.mmap) -> None:
-    """Enter all pages in this process's tables, so that the first sending need not wait for that.
+    """Enter all pages in this process's page tables, so that the first transfer does not wait for page
+    faults.
 
-    Small steps, because the call holds the interpreter. An older kernel does it page by page, later.
+    Go in small steps, because each call holds the interpreter's lock. An older kernel enters pages at their
+    first use.
     """
     with contextlib.suppress(OSError):
         for begin in range(0, len(mapped), _FAULT_BYTES):
@@ -71,7 +73,7 @@ def _fault_in(mapped: mmap.mmap) -> None:
 
 
 def _too_large(name: str, needed: int, available: int, but: str = "") -> Refused:
-    """Return the refusal of a growth; ``but``: the kernel's error although the memory seems to be there."""
+    """Return the refusal to grow; ``but``: the kernel's error, where the memory seemed to be available."""
     return Refused(
         f"the {name} needs {_mebibytes(needed)} more of shared memory and {_mebibytes(available)} are"
         f" available on this host{but}: give it more memory, or run fewer replicas on it"

@@ -1,4 +1,4 @@
-"""The OpenAPI document that the checkpoint server serves of itself; a test holds it against the routes."""
+"""The OpenAPI document of the checkpoint server, which serves it; a test compares it with the routes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -122,7 +122,7 @@ def _get(summary: str, kind: str, *parameters: dict[str, Any], is_open: bool = F
 
 
 def _of_the_trainer(operation: dict[str, Any], others: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return ``operation`` of something that needs the trainer's process, and the further refusals of it."""
+    """Return ``operation``, which needs the trainer's process, with the refusals that follow from that."""
     refusals = {"409": "No trainer has attached, or it has ended.", **(others or {})}
     operation["get"]["responses"] |= {status: _error(text) for status, text in refusals.items()}
     return operation

@@ -1,7 +1,7 @@
 """The checkpoint server process: holds a worker's shared memory, serves it, and reports the trainer's status.
 
-A separate process keeps the snapshots of a dead trainer, and serves them without cost to a living one. A lock
-allows one server per folder; the kernel releases it however the process ends.
+A separate process keeps the snapshots of a dead trainer, and serves snapshots without work for a living
+trainer. A lock allows one server per folder; the kernel releases it however the process ends.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from fabric.runtime.private_folder import make_private, open_private
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 0.5
-# How long the server stays once the lighthouse has stored the end of the job that it reported.
+# How long the server stays after the lighthouse has stored the job's end that this server reported.
 JOB_END_STORED_S = 5.0
 
 
@@ -66,9 +66,9 @@ class AlreadyServed(Refused):
 
 @contextmanager
 def own_folder(run_dir: Path) -> Iterator[None]:
-    """Make ``run_dir`` this process's own while the block lasts.
+    """Hold the lock of ``run_dir`` while the block lasts; make the folder where it is missing.
 
-    Raises ConfigError where it cannot be made, AlreadyServed while another server has it.
+    Raises ConfigError where the folder cannot be made, AlreadyServed while another server holds the lock.
     """
     try:
         make_private(run_dir)
@@ -109,7 +109,7 @@ def listening_socket(run_dir: Path) -> Iterator[socket.socket]:
 
 
 async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
-    """Serve until the end comes; returns why it did.
+    """Serve until the server's lifetime ends; return the reason of the end.
 
     When ``ready_fd`` is given, one JSON line is written to it once trainers can attach. Raises
     FabricError where serving cannot begin.
@@ -217,7 +217,9 @@ def _status_sender(parts: _ServerParts, identity: ServerIdentity) -> StatusSende
     def on_notice(notice: EpochNotice) -> None:
         parts.probe.epoch_log.record(notice)
         if notice.complete and trainer.ended is not None:
-            parts.lifetime.finish(JOB_END_STORED_S)  # the reason for the server to stay is on record
+            parts.lifetime.finish(
+                JOB_END_STORED_S
+            )  # the server stayed until this is stored
 
     chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
     source = StatusSource(compose, trainer.changed, on_notice)

@@ -1,8 +1,8 @@
 """The HTTP side: snapshots and gradients for joining replicas, JSON for people with `curl`.
 
-Steps are named by number or ``latest``. The answer for a missing step is 409 with the steps that are held, so
-that a reader can choose another source or step. Bytes support ranges and are never copied as a whole.
-Malformed requests get a 4xx with a sentence.
+A path names a step by its number or as ``latest``. The answer for a missing step is 409 with the held steps,
+so that a reader can choose another source or step. Answers with bytes support ranges; the server never copies
+all bytes. Malformed requests get a 4xx with a sentence.
 """
 
 import asyncio
@@ -68,8 +68,8 @@ class CkptContext:
 
 
 def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[str] = ()) -> web.Application:
-    """Answer with the application, with everything but OPEN_PATHS behind ``token`` (None: open). ``names``:
-    the hosts that it is known by besides loopback."""
+    """Return the application. All paths but OPEN_PATHS need ``token`` (None: no token). ``names``: the
+    server's host names besides loopback."""
     tokens = TokenFile.of(token)
     app = web.Application(
         middlewares=[
@@ -99,9 +99,9 @@ def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[
 
 
 def _of_snapshot(answer: _Answer) -> _Handler:
-    """Return the handler of a path below a snapshot; ``answer`` answers for its slot.
+    """Return the handler of a path below a snapshot, which calls ``answer`` with the snapshot's slot.
 
-    A request for a missing snapshot gets the steps that are held."""
+    A request for a missing snapshot gets the held steps."""
 
     @functools.wraps(answer)
     async def handler(routes: "CkptRoutes", request: web.Request) -> web.StreamResponse:
@@ -122,11 +122,11 @@ class CkptRoutes:
         self._one_summary = asyncio.Lock()
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answer, which shows that the process runs."""
+        """Answer at all, which shows that the process runs."""
         return web.json_response({"ok": True})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Answer in Prometheus' text format."""
+        """Answer with the metrics in Prometheus' text format."""
         return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": _METRICS_TYPE})
 
     async def snapshots(self, request: web.Request) -> web.Response:
@@ -162,8 +162,8 @@ class CkptRoutes:
     async def tensor(
         self, request: web.Request, slot: SharedSlot, content: SlotContent
     ) -> web.StreamResponse:
-        """Answer with a tensor's bytes, little-endian, a slice, or a range of either; headers have the dtype
-        and shape."""
+        """Answer with the little-endian bytes of a tensor or of a slice, or with a range of these; headers
+        give dtype and shape."""
         span = _tensor(request, content)
         if isinstance(span, web.Response):
             return span
@@ -174,7 +174,7 @@ class CkptRoutes:
     async def blocks(
         self, request: web.Request, slot: SharedSlot, content: SlotContent
     ) -> web.StreamResponse:
-        """Answer with blocks of a snapshot, which fetchers take compressed."""
+        """Answer with blocks of a snapshot, which a fetcher may take compressed."""
         first, last = _numbers(request.match_info["blocks"])
         size, nbytes = content.block_bytes, content.nbytes
         if last * size >= nbytes:
@@ -185,7 +185,7 @@ class CkptRoutes:
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
         """Answer with minimum, maximum, mean, norm and the number of non-finite elements of a tensor."""
-        # One at a time: a slot that is wanted back must not wait for the work of another one.
+        # One summary at a time: a withdrawal must not wait behind the work on another slot.
         async with self._one_summary:
             return await self._statistics(request)
 
@@ -202,7 +202,7 @@ class CkptRoutes:
             try:
                 summary = await work(lambda: _summarise(data, span, over))
             finally:
-                over.set()  # the reader may have gone
+                over.set()  # the reader may have closed the connection
                 data.release()
         if summary is None:
             return json_error(409, "the snapshot was withdrawn meanwhile: ask for a newer one")
@@ -213,7 +213,7 @@ class CkptRoutes:
         return web.json_response(openapi.DOCUMENT)
 
     async def gradient(self, request: web.Request) -> web.StreamResponse:
-        """Answer with A reduced gradient's bytes; waits up to ``wait_s`` for one that is yet to come."""
+        """Answer with a reduced gradient's bytes; wait up to ``wait_s`` until the trainer publishes it."""
         step = _step(request)
         if step is None:
             raise ProtocolError("gradients are named by their step: ask for /v1/gradients/<number>")
@@ -228,7 +228,7 @@ class CkptRoutes:
         return self._not_held(GRADIENT, f"the gradient of step {step} {why}", gone)
 
     async def state(self, request: web.Request) -> web.Response:
-        """Answer with the trainer by its own word and the kernel's, the status, and every slot with its
+        """Answer with the trainer's own report, the kernel's view of it, the status, and every slot's
         readers."""
         parts, status_sender = self._parts, self._parts.probe.status_sender
         trainer, says, why = parts.trainer, None, ""
@@ -260,7 +260,8 @@ class CkptRoutes:
         return web.json_response(await self._parts.probe.stacks())
 
     async def flight(self, request: web.Request) -> web.Response:
-        """Answer with torch's recording of the trainer's collectives; ``last``: only so many, the newest."""
+        """Answer with torch's recording of the trainer's collectives; ``last``: only this many of the
+        newest."""
         last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
         self._parts.probe.require_process()
         try:
@@ -275,7 +276,7 @@ class CkptRoutes:
         return web.json_response(flight)
 
     async def exchange(self, request: web.Request) -> web.Response:
-        """The trainer's recording of its newest exchanges with the other replicas."""
+        """Answer with the trainer's recording of its newest exchanges with the other replicas."""
         self._parts.probe.require_process()
         try:
             answer = await self._parts.probe.ask("exchange")
@@ -286,8 +287,7 @@ class CkptRoutes:
         return web.json_response({name: value for name, value in answer.items() if name != "ok"})
 
     def find(self, request: web.Request) -> SharedSlot | web.Response:
-        """Answer with the slot that holds the snapshot which the path names, or the answer that it is not
-        held."""
+        """Return the slot of the snapshot that the path names, or a response that no slot holds it."""
         step = _step(request)
         generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
         slot = self._parts.memory.find(SNAPSHOT, step, generation)
@@ -332,7 +332,7 @@ def _step(request: web.Request) -> int | None:
 
 
 def _tensor(request: web.Request, content: SlotContent) -> TensorSpan | web.Response:
-    """Return the tensor that the path names: looked up, never a path of anything."""
+    """Return the tensor that the path names, or an error response; the name is only looked up."""
     name = request.match_info["tensor"]
     span = content.tensors.get(name)
     if span is not None:
@@ -382,7 +382,7 @@ def _numbers(text: str) -> tuple[int, int]:
 
 
 def _summarise(data: memoryview, span: TensorSpan, over: threading.Event) -> dict[str, object] | None:
-    # Here, so that a server starts in a moment and stays small: few are ever asked, and numpy is large.
+    # Import numpy here, because it is large and few servers need it: a server starts fast and stays small.
     from fabric.ckpt_server.server.statistics import summarise
 
     return summarise(data, span.dtype, span.shape, over.is_set)

@@ -1,12 +1,12 @@
 """Sends a slot's bytes over HTTP straight from shared memory, and never bytes that are being overwritten.
 
-Large pieces go to the transport as views of the memory, each only when the transport holds nothing of the
-last. Its high-water mark is zero, so a slow reader costs no memory. A small piece would stay in the
-transport's buffer while the handler goes on, so it is sent as a copy. When the transfer returns or fails, we
-no longer refer to the memory, so a withdrawal can wait for that.
+Large pieces go to the transport as views of the memory, each after the transport has sent the piece before.
+The transport's high-water mark is zero, so a slow reader costs no memory. A small piece would stay in the
+transport's buffer while the handler goes on, so it is sent as a copy. A transfer that has returned or failed
+holds no reference to the memory, so a withdrawal waits for the transfer's end.
 
-Two threads of low priority compress bytes, or gather them from all over a tensor, piece by piece. A thread
-that still works when its transfer ends early may read memory that is being written; its result is dropped.
+Two threads of low priority compress bytes, or gather bytes from many places of a tensor, piece by piece. When
+a transfer ends early, its thread may still read memory that the trainer writes again; its result is dropped.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ from fabric.runtime.http.http_service import STALL_S
 from fabric.runtime.priority import lower_priority
 
 PIECE_BYTES = 4 * 1024 * 1024
-# The web framework waits for the transport after more than this, and joins the first piece to the
-# response's head.
+# aiohttp waits for the transport after more bytes than this, and joins the first piece to the response's
+# head.
 _COPY_BYTES = 64 * 1024
 _STREAMS = BoundedSemaphore(8)
 _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
@@ -40,11 +40,12 @@ _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """A part of a slot's bytes: ``nbytes`` from ``begin``, or with ``box`` these elements of ``span``."""
+    """A part of a slot's bytes: ``nbytes`` from ``begin``; with ``box``, that box of the tensor at
+    ``span``."""
 
     begin: int
     nbytes: int
-    tag: str = ""  # tells its ETag from that of the full content
+    tag: str = ""  # makes its ETag differ from the full content's
     width: int = 4  # bytes of an element; 4 for several tensors, which suits 16-bit elements too
     headers: Mapping[str, str] = field(default_factory=dict)
     span: TensorSpan | None = None
@@ -96,7 +97,8 @@ async def send(
 
 @contextmanager
 def _room_for(coding: str) -> Iterator[str]:
-    """The coding to use: a stream of ZSTD keeps some MiB for as long as its reader likes, so few have one."""
+    """Give the coding to use; only few transfers at a time get ZSTD, because each keeps some MiB of
+    memory."""
     streams = coding == ZSTD and _STREAMS.acquire(blocking=False)
     try:
         yield coding if streams or coding != ZSTD else IDENTITY
@@ -134,7 +136,7 @@ async def _send(
     if transport is None:
         raise ConnectionResetError("the reader has gone before it was answered")
     with metrics.transfer(slot.kind) as sent, slot.reading(transport.abort) as view:
-        # TLS keeps its own copy; at a mark of zero its transport would stay paused.
+        # TLS keeps its own copy of the bytes; with a mark of zero its transport would stay paused.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
         await response.prepare(request)
         line = _SlotTransfer(response, transport, slot, sent)
@@ -202,7 +204,7 @@ class _SlotTransfer:
         self._sent.inc(len(piece))
 
     async def end(self) -> None:
-        """Return when the transport holds nothing any more: up to then the slot is being read."""
+        """Return when the transport has sent all bytes: until then it reads the slot."""
         await self._give(self._response.write_eof())
 
     async def _give(self, written: Awaitable[None]) -> None:

@@ -1,7 +1,7 @@
 """The content of a slot that a trainer has published: checked, and described for readers.
 
 The server trusts a trainer's numbers but not their form: it refuses content that is not a usable snapshot or
-gradient. It prepares the answers to readers here once, so that answering costs nothing.
+gradient. It prepares the answers to readers once, so that each request costs little.
 """
 
 import json
@@ -19,7 +19,7 @@ from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import ProtocolError, Refused
 from fabric.protocol.messages.wire import decode_as
 
-# The meta travels as one HTTP header, and readers give up at lines of 64 KiB.
+# The meta is sent as one HTTP header, and readers refuse lines of 64 KiB.
 MAX_META_BYTES = 60_000
 _WORD = re.compile(r"[\x21-\x7e]{0,200}")
 
@@ -32,28 +32,28 @@ class SlotContent:
     step: int
     digest: str
     nbytes: int
-    entry: Mapping[str, object]  # its description in a listing
-    headers: Mapping[str, str]  # its description beside the bytes
+    entry: Mapping[str, object]  # the content's description in a listing
+    headers: Mapping[str, str]  # the description in the HTTP headers of the bytes
     published: float  # monotonic seconds
-    taken: float  # monotonic seconds: when the state was the trainer's, or the gradient was published
+    taken: float  # monotonic seconds: the time of the state, or of the gradient's publication
     manifest: bytes = b""  # of a snapshot, as JSON
     manifest_without_tensors: bytes = b""
     state: str = ""  # the digest of the full state
-    tensors: Mapping[str, TensorSpan] = field(default_factory=dict)  # their places in these bytes
+    tensors: Mapping[str, TensorSpan] = field(default_factory=dict)  # the tensors' places in the slot
     shards: Mapping[str, Shard] = field(default_factory=dict)  # tensors that are parts of larger ones
     block_bytes: int = 0
     parts: int = 1  # the number of ranks of the state
 
     @property
     def order(self) -> tuple[int, int]:
-        """Later content compares greater."""
+        """A key by which newer content compares greater."""
         return self.generation, self.step
 
 
 def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str) -> SlotContent:
     """Return the snapshot in ``view``, which must be a whole safetensors file of the size in ``manifest``.
 
-    ``base_url`` is where this server is reached. Raises StateError, ProtocolError or Refused.
+    ``base_url``: the URL of this server. Raises StateError, ProtocolError or Refused.
     """
     checked = check_manifest(manifest)
     if checked.get("job") != job:
@@ -87,7 +87,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         },
         headers=_headers(generation, step, checked["digest"]),
         published=now,
-        # From here on the age grows by the monotonic clock.
+        # After publication, the age grows with the monotonic clock.
         taken=now - max(0.0, time.time() - created),
         manifest=_dump({**published, "tensors": _tensors(header, shards)}),
         manifest_without_tensors=_dump(published),

@@ -1,9 +1,9 @@
-"""The slots: shared memory that one trainer writes and many readers are served from, never torn.
+"""The slots: shared memory that one trainer writes and many readers read; no reader gets a mix of contents.
 
-A slot is withdrawn before it is written and published after it. Withdrawing aborts the connections
-that are being served from it, and is complete only when none of them refers to the memory any more: a
-reader sees a truncated answer, never a mixed one. Published content outlives its trainer; a
-withdrawn slot stays withdrawn until it is published again.
+The trainer withdraws a slot before it writes the slot, and publishes the slot afterwards. A withdrawal aborts
+the transfers from the slot, and is complete when no transfer refers to the memory any more. So a reader sees
+a truncated answer, never a mixed one. Published content outlives its trainer; a withdrawn slot stays
+withdrawn until it is published again.
 
 A gradient is mostly published by an entry in shared memory (see ``wire/gradient_index.py``), which the server
 reads when a reader asks for gradients.
@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT = "snapshot"
 GRADIENT = "gradient"
-CRASH_MARKER = "crash_marker"  # eight bytes: which micro-batch the trainer is at
+CRASH_MARKER = "crash_marker"  # eight bytes: the trainer's step and micro-batch
 SLOTS_BY_KIND = {SNAPSHOT: 8, GRADIENT: 256, CRASH_MARKER: 1, gradient_index.KIND: 1}
 
-# A fetch in ranges pauses between two of them: the slot still counts as read for so long.
+# A fetch pauses between two ranges: the slot counts as read for this long after a range.
 READ_PAUSE_S = 0.5
-# Aborted connections let go of the memory within a turn of the loop; more is a defect.
+# Aborted transfers release the memory within one turn of the loop; more time means a defect.
 _SETTLE_S = 10.0
-# A waiting reader gets a gradient within this time of its entry.
+# A waiting reader gets a gradient within this time after the trainer has written its entry.
 _LOOK_S = 0.01
-# Memory mostly grows ahead of its use, while the trainer steps on the same processors.
+# Low priority, because memory mostly grows before it is needed, while the trainer uses the same processors.
 _GROWING = ThreadPoolExecutor(1, "fabric-memory", lower_priority)
 
 
@@ -63,7 +63,7 @@ class SharedSlot:
     last_read: float = float("-inf")
     released: asyncio.Event = field(default_factory=asyncio.Event)
     index_slot: "SharedSlot | None" = None  # of the gradient index, where this slot can have an entry
-    entry_number: int = 0  # of the index entry that was read last
+    entry_number: int = 0  # of the index entry read last
 
     @property
     def capacity(self) -> int:
@@ -71,14 +71,15 @@ class SharedSlot:
         return 0 if self.memfd is None else self.memfd.capacity
 
     def is_read(self, now: float) -> bool:
-        """Whether a reader uses it, or is likely to go on in a moment."""
+        """Whether a reader uses the slot, or is likely to ask for its next range soon."""
         return bool(self.readers) or now - self.last_read < READ_PAUSE_S
 
     @contextmanager
     def reading(self, abort: Callable[[], None], content: SlotContent | None = None) -> Iterator[memoryview]:
-        """Give the published bytes to one transfer, which must hold no reference to them after the block.
+        """Give the slot's published bytes to one transfer, which must hold no reference to them after the
+        block.
 
-        ``content``: the content that the reader came for (None: any). Raises ConnectionResetError, and aborts
+        ``content``: the content that the reader wants (None: any). Raises ConnectionResetError, and aborts
         the transfer, where the trainer withdraws or has withdrawn it."""
         if content is not None and self.content is not content:
             abort()
@@ -101,8 +102,8 @@ class SharedSlot:
             self.released.set()
 
     def refresh(self) -> int:
-        """Read the slot's entry in the gradient index where it has changed. Returns the entry's number; 0
-        where the entry is gone or the same."""
+        """Read the slot's entry in the gradient index if it has changed. Return the number of the new entry;
+        0 where the entry is withdrawn or unchanged."""
         memfd = self.index_slot.memfd if self.index_slot is not None else None
         if (
             memfd is None
@@ -129,7 +130,7 @@ class SharedSlot:
             gradient_index.store_reader_count(self.index_slot.memfd.fd, self.index, len(self.readers))
 
     async def withdraw(self) -> int:
-        """Stop serving the slot; returns how many readers were aborted, when none is left."""
+        """Stop serving the slot, and wait for the end of all readers; return how many were aborted."""
         self.refresh()
         self.content = None
         self.version += 1
@@ -154,12 +155,12 @@ class SlotTable:
 
     def __init__(self) -> None:
         self._slots: dict[tuple[str, int], SharedSlot] = {}
-        # The newest (generation, step) that was published as a gradient, in order of publishing.
+        # (generation, step) of the gradient that was published last.
         self._last_gradient: tuple[int, int] | None = None
         self._published = asyncio.Event()
 
     def slot(self, kind: str, index: int) -> SharedSlot:
-        """Return slot ``index`` of ``kind``. Raises ProtocolError for an impossible one."""
+        """Return slot ``index`` of ``kind``. Raises ProtocolError for a kind or index that cannot exist."""
         most = SLOTS_BY_KIND.get(kind, 0)
         if not 0 <= index < most:
             ranges = ", ".join(f"{name} 0 to {count - 1}" for name, count in SLOTS_BY_KIND.items())
@@ -172,7 +173,7 @@ class SlotTable:
         return slot
 
     def slots(self) -> list[SharedSlot]:
-        """Return every slot that was ever named."""
+        """Return every slot that a request has named."""
         self._refresh()
         return list(self._slots.values())
 
@@ -184,7 +185,7 @@ class SlotTable:
         return slot.memfd
 
     def publish(self, slot: SharedSlot, content: SlotContent) -> None:
-        """Serve ``content`` from ``slot`` from now on. Raises Refused unless the slot is withdrawn."""
+        """Begin to serve ``content`` from ``slot``. Raises Refused unless the slot is withdrawn."""
         self._refresh()
         if slot.content is not None:
             raise Refused(
@@ -201,7 +202,7 @@ class SlotTable:
         """Withdraw everything: the state behind it was declared invalid."""
         self._refresh()
         self._last_gradient = None
-        # All of it stops being served before anything is awaited.
+        # Stop serving all slots before the first await.
         held = [slot for slot in self._slots.values() if slot.content is not None]
         for slot in held:
             slot.content = None
@@ -218,7 +219,7 @@ class SlotTable:
         return [slot for _, slot in live]
 
     def _refresh(self) -> None:
-        """Read the gradient index; its newest new entry is the gradient published last."""
+        """Read the gradient index; take the newest of its new entries as the gradient published last."""
         index_slot = self._slots.get((gradient_index.KIND, 0))
         if index_slot is None or index_slot.memfd is None:
             return
@@ -239,7 +240,7 @@ class SlotTable:
         return None
 
     def snapshot_refs(self) -> tuple[SnapshotRef, ...]:
-        """Return the snapshots that this worker can give to a joining replica."""
+        """Return the snapshots that this server can give to a joining replica."""
         contents = [slot.content for slot in self.held(SNAPSHOT)]
         return tuple(SnapshotRef(c.generation, c.step, c.state) for c in contents if c is not None)
 
@@ -249,21 +250,21 @@ class SlotTable:
         return tuple(c.parts for c in contents if c is not None)
 
     def snapshot_ages_s(self) -> tuple[float, ...]:
-        """Return how long ago each of ``snapshot_refs`` was the trainer's state."""
+        """Return the age of each of ``snapshot_refs``: the time since it was the trainer's state."""
         now = time.monotonic()
         contents = [slot.content for slot in self.held(SNAPSHOT)]
         return tuple(round(now - c.taken, 3) for c in contents if c is not None)
 
     def gradient_is_gone(self, step: int, generation: int | None) -> bool:
-        """Whether a gradient that is not held will not come any more, as far as this worker can tell."""
+        """Whether a gradient of this step or later was published, so that waiting for this one is vain."""
         if self._last_gradient is None:
             return False
         last_generation, last_step = self._last_gradient
         return (last_generation if generation is None else generation, step) <= (last_generation, last_step)
 
     async def wait_gradient(self, step: int, generation: int | None, wait_s: float) -> SharedSlot | None:
-        """Return the slot with this gradient, once it is held; None when it is gone or ``wait_s`` have
-        passed."""
+        """Wait for the slot with this gradient and return it; None when the gradient is gone, or after
+        ``wait_s``."""
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             published = self._published
@@ -278,7 +279,7 @@ class SlotTable:
                     await published.wait()
 
     def close(self) -> None:
-        """Let all memory go."""
+        """Release all memory."""
         for slot in self._slots.values():
             if slot.memfd is not None:
                 slot.memfd.close()

@@ -1,6 +1,7 @@
 """Summary statistics of a tensor's bytes, without torch, for a person with a suspicious tensor.
 
-Works piece by piece, so that a tensor of many gigabytes needs some megabytes. Sums are in float64.
+Works piece by piece, so that a tensor of many gigabytes needs only some megabytes of memory. Sums are
+float64.
 """
 
 import math
@@ -31,17 +32,17 @@ Array = npt.NDArray[Any]
 
 
 def values(data: memoryview, dtype: str) -> Array:
-    """Return the elements of ``data`` as numbers that numpy knows; bfloat16 and 8-bit floats become float32.
+    """Return the elements of ``data`` in a dtype that numpy knows; bfloat16 and 8-bit floats become float32.
 
     ``dtype`` is a name of the safetensors format. Raises ValueError for one that is not known.
     """
     if dtype in _PLAIN:
         return np.frombuffer(data, dtype=_PLAIN[dtype])
     if dtype == "BF16":
-        # The upper half of a float32.
+        # A bfloat16 is the upper half of a float32.
         return (np.frombuffer(data, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E5M2":
-        # The upper half of a float16.
+        # An E5M2 is the upper half of a float16.
         return (
             (np.frombuffer(data, dtype=np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
         )
@@ -74,7 +75,7 @@ def summarise(
 ) -> dict[str, Any] | None:
     """Return the element, ``nan`` and ``inf`` counts, and min, max, mean and norm of the finite elements.
 
-    A statistic without a finite element is None; so is the result when ``is_over`` says so in between."""
+    Statistics of a tensor without a finite element are None. Returns None when ``is_over()`` turns true."""
     low, high, total, squares, finite, nan, inf = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
     with np.errstate(over="ignore", invalid="ignore"):
         for piece in pieces(data, dtype):
@@ -105,5 +106,5 @@ def summarise(
 
 
 def _finite(value: float) -> float | None:
-    """Return JSON has no infinity: a sum that left the range of float64 is not told."""
+    """Return ``value``; None where a sum left the range of float64, because JSON has no infinity."""
     return value if math.isfinite(value) else None

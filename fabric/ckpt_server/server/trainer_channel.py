@@ -1,9 +1,9 @@
 """The server's side of the channel to its trainer: one request at a time, one response each.
 
 The socket lies in a folder of mode 0700, and the kernel names the peer's user and pid. One trainer at a time
-is attached: a second one is refused while the first one lives, because two writers would tear every snapshot.
-A trainer that is gone, or that closed its channel, makes room. Memory travels as file descriptors. Requests
-are decoded strictly; an impossible one is answered with a sentence and changes nothing.
+is attached. The server refuses a second trainer until the first one ends or closes its channel, because two
+writers would mix their snapshots. Memory travels as file descriptors. The server decodes requests strictly;
+it answers a malformed request with a sentence, and changes nothing.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class TrainerChannel:
         await serve_each(listener, self._serve, _MAX_CONNECTIONS, "a trainer")
 
     def _trainer_died(self) -> None:
-        # A child that it forked may hold its end of the channel open.
+        # A child that the trainer forked may still hold the trainer's end of the channel open.
         if self._current is not None:
             self._current.shut()
 
@@ -125,7 +125,7 @@ class TrainerChannel:
                 self._lifetime.trainer_left()
 
     async def _greet(self, connection: UnixConnection) -> bool:
-        """Take the first request, which must attach; return whether it did."""
+        """Handle the first request, which must be ``attach``; return whether it attached."""
         try:
             async with asyncio.timeout(_ATTACH_S):
                 line = await connection.receive()
@@ -144,7 +144,7 @@ class TrainerChannel:
             try:
                 line = await connection.receive()
             except ProtocolError as error:
-                # Where the next line begins is unknown now.
+                # After a bad line the begin of the next line is unknown.
                 await connection.send(_refusal(error))
                 return
             if line is None or self._current is not connection:
@@ -189,7 +189,7 @@ class TrainerChannel:
             self._trainer.attach(pid, request.incarnation)
         except Refused:
             if self._trainer.state == ABSENT:
-                self._lifetime.finish(0.0)  # it has served no trainer, and holds nothing
+                self._lifetime.finish(0.0)  # this server has served no trainer, and holds nothing
             raise
         if self._current is not None:
             self._current.shut()
@@ -236,7 +236,7 @@ class TrainerChannel:
                 f"snapshot slot {slot.index} was withdrawn while it was being published: begin anew"
             )
         self._memory.publish(slot, content)
-        self._trainer.changed.set()  # a cold start could begin from it: report it at once
+        self._trainer.changed.set()  # a cold start could begin from this checkpoint: report it at once
         return _success()
 
     async def _publish_gradient(self, body: dict[str, Any]) -> Response:

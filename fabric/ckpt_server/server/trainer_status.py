@@ -1,9 +1,10 @@
 """Reports the trainer's status to the lighthouse every quarter of a second (in large jobs once a second).
 
 The trainer's own heartbeats stop when C code holds the interpreter's lock, when the trainer is stopped, and
-when it is killed. This process is small and rarely busy, so its status is a second source of liveness: it
-sends a change of the trainer's state at once, and its silence means that the host is in trouble. It talks to
-one lighthouse at a time; the others redirect to the leader. When a connection ends it tries the next address.
+when it is killed. The checkpoint server is small and rarely busy, so its status is a second source of
+liveness. It sends a change of the trainer's state at once; its silence means that the host is in trouble. It
+connects to one lighthouse at a time; a lighthouse that does not lead redirects it to the leader. When a
+connection ends, it tries the next address.
 """
 
 import asyncio
@@ -27,9 +28,9 @@ from fabric.runtime.http.token_file import TokenFile
 
 log = logging.getLogger(__name__)
 
-# Replies are small; a larger message comes from another program.
+# Replies are small; a larger reply comes from another program.
 _MAX_REPLY_BYTES = 64 * 1024
-# No lighthouse is followed beyond this: it would take the silence for death.
+# The longest period that a lighthouse may ask for: it takes longer silence for death.
 _MOST_EVERY_S = 1.0
 
 
@@ -81,19 +82,19 @@ class StatusSender:
         self._problem = ""
 
     def describe(self) -> dict[str, object]:
-        """Return the lighthouse it reports to (empty: none now), the messages sent, and the current
+        """Return the connected lighthouse's URL (empty: none), the number of messages sent, and the current
         problem."""
         return {"lighthouse": self._at, "beats": self._number, "problem": self._problem}
 
     async def run(self) -> None:
-        """Connect, beat, and connect again, for ever."""
+        """Connect, send statuses until the connection ends, and connect again, for ever."""
         pause_s = self._timing.least_pause_s
         async with self._dialer.client() as client:
             for url in cycle(self._urls):
                 beats = self._number
                 try:
                     async with asyncio.timeout(2 * self._timing.connect_s):
-                        # A silent lighthouse is noticed by the WebSocket's own ping.
+                        # The WebSocket's own ping notices a silent lighthouse.
                         socket = await self._dialer.follow(
                             url,
                             self._path,
@@ -112,7 +113,7 @@ class StatusSender:
                     self._say("the lighthouse closed the connection")
                 except aiohttp.WSServerHandshakeError as error:
                     self._say(f"it answered {error.status}")
-                    if error.status == 429:  # thousands come back at once; the answer says when
+                    if error.status == 429:  # thousands reconnect at once; the answer says when to retry
                         away_s = come_back_s(error.headers or {})
                         await asyncio.sleep(away_s * self._chance.uniform(0.5, 1.0))
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
@@ -123,7 +124,7 @@ class StatusSender:
                 pause_s = min(2 * pause_s, self._timing.most_pause_s)
 
     async def _beat(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Send beats on ``socket`` until it ends."""
+        """Send trainer statuses on ``socket`` until it ends."""
         replies = asyncio.create_task(_listen(socket, self._hear))
         loop = asyncio.get_running_loop()
         try:
@@ -141,8 +142,8 @@ class StatusSender:
             await asyncio.wait({replies})
 
     def _hear(self, notice: EpochNotice) -> None:
-        """Take an epoch notice, with the period that a lighthouse of thousands wants for an unchanged
-        trainer."""
+        """Take an epoch notice, and from it the period of statuses; a lighthouse with thousands of members
+        asks for a longer one."""
         self._every_s = min(notice.every_s, _MOST_EVERY_S)
         self._vitals.heard(notice)
 
@@ -152,7 +153,7 @@ class StatusSender:
                 await self._vitals.changed.wait()
 
     def _say(self, why: str) -> None:
-        """Log a reason when it is another than last time."""
+        """Log ``why`` unless it is the reason that was logged last."""
         self._problem = f"{self._dialer.at}: {why}"
         if why != self._said:
             self._said = why
@@ -160,7 +161,8 @@ class StatusSender:
 
 
 async def _listen(socket: aiohttp.ClientWebSocketResponse, heard: Callable[[EpochNotice], None]) -> None:
-    """Hear notices until the connection ends. Anything else, a newer lighthouse's, only has to be read."""
+    """Pass on epoch notices until the connection ends; ignore other messages, which a newer lighthouse may
+    send."""
     async for message in socket:
         with contextlib.suppress(ProtocolError):
             notice = decode(message.data) if message.type is aiohttp.WSMsgType.TEXT else None

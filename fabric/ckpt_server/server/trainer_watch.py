@@ -1,10 +1,10 @@
 """Watches the trainer process through the kernel: running, stopped or gone.
 
-Two sources. The process's pidfd becomes readable when it is dead, and wakes the loop at once. But the kernel
-frees a dying process's memory first, which takes up to 200 ms per GiB, and closes its sockets after that. So
-the watch also reads ``/proc/PID/stat`` every 10 ms (4 microseconds each). A flag there shows an exit within a
-fraction of a millisecond, and only there a stopped process shows. A running process is always called running,
-however busy it is.
+The watch has two sources. The process's pidfd becomes readable when the process is dead, and wakes the loop
+at once. But the kernel first frees the dying process's memory, which takes up to 200 ms per GiB, and then
+closes its sockets. So the watch also reads ``/proc/PID/stat`` every 10 ms (4 microseconds per read). A flag
+in that file shows an exit within a fraction of a millisecond, and only that file shows a stopped process. A
+running process is ``running``, however busy it is.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _PF_SIGNALED = 0x400
 
 @dataclass(frozen=True, slots=True)
 class TaskStat:
-    """The fields of ``/proc/PID/stat`` that are looked at."""
+    """The fields of ``/proc/PID/stat`` that the watch uses."""
 
     state: str
     flags: int
@@ -40,8 +40,8 @@ class TaskStat:
 
     @property
     def verdict(self) -> str:
-        """One of ``running``, ``stopped``, ``gone``."""
-        # The first thread may end alone while others work on; killed by a signal they end together.
+        """The process's state: ``running``, ``stopped`` or ``gone``."""
+        # The first thread may exit while other threads go on; a signal kills all threads together.
         ending = self.flags & _PF_EXITING or self.state in "ZX"
         if ending and (self.flags & _PF_SIGNALED or self.threads <= 1):
             return GONE
@@ -55,7 +55,7 @@ def parse_stat(text: str) -> TaskStat:
 
 
 class TrainerWatch:
-    """The trainer that this server watches: at most one at a time, attached or only remembered.
+    """The trainer that this server watches: at most one at a time, attached or detached.
 
     ``changed`` is set whenever its state may have changed; ``on_death`` is called when its process is
     dead. Lives on one event loop.
@@ -68,15 +68,15 @@ class TrainerWatch:
         self.ended: JobEnd | None = None  # the end of the job that it reported when it ended
         self.changed = asyncio.Event()
         self.on_death: Callable[[], None] = _nothing
-        self.on_change: Callable[[str], None] = _nothing_of_it  # with the new state, seen by a look
-        self.on_attach: Callable[[], None] = _nothing  # before another process takes this one's place
-        # Both stay with this process, even when another process gets its number.
+        self.on_change: Callable[[str], None] = _nothing_of_it  # gets the new state
+        self.on_attach: Callable[[], None] = _nothing  # called before another process replaces this one
+        # Both refer to this process, even when another process gets its pid.
         self._stat = self._pidfd = -1
         self._dead = False
 
     def attach(self, pid: int, incarnation: int) -> None:
-        """Watch process ``pid`` from now on; its channel is open. Raises Refused, with nothing changed, where
-        descriptors are short."""
+        """Begin to watch process ``pid``, whose channel is open. Raises Refused, with nothing changed, where
+        this process has no free descriptors."""
         descriptors = _descriptors_of(pid)
         self.on_attach()
         self._unwatch()
@@ -89,7 +89,7 @@ class TrainerWatch:
         self.changed.set()
 
     def detach(self) -> None:
-        """Note that the channel is closed; watch the process on."""
+        """Note that the channel is closed; keep watching the process."""
         self.is_attached = False
         self.changed.set()
 
@@ -99,7 +99,7 @@ class TrainerWatch:
         self.changed.set()
 
     def give_up(self) -> None:
-        """Count the process as gone, as it says itself, although the kernel still has it."""
+        """Count the process as gone, because it has said that it leaves, although it may still run."""
         self._dead = True
         self.changed.set()
 
@@ -117,13 +117,14 @@ class TrainerWatch:
             return GONE
 
     def signal(self, number: int) -> None:
-        """Send it a signal, and never another process of its number. ProcessLookupError where it is gone."""
+        """Send the process a signal, and never another process with its pid. ProcessLookupError where it has
+        ended."""
         if self._pidfd < 0:
             raise ProcessLookupError(f"process {self.pid} is gone")
         signal.pidfd_send_signal(self._pidfd, number)
 
     async def watch(self) -> None:
-        """Set ``changed`` within LOOK_S of every change that only a look can tell, until cancelled."""
+        """Set ``changed`` within LOOK_S of a change that only ``/proc`` shows, until cancelled."""
         last = self.state
         while True:
             await asyncio.sleep(LOOK_S)
@@ -133,7 +134,7 @@ class TrainerWatch:
                 self.on_change(state)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._unwatch()
 
     def _on_death(self) -> None:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 _SEND_S = 30.0
 _RECEIVE_BYTES = 256 * 1024
 _PEER_CREDENTIALS = struct.Struct("iII")
-# Out of descriptors: nothing tells when one is free.
+# The pause after running out of descriptors, because no event reports a free one.
 _LOOK_AGAIN_S = 0.1
 
 
@@ -39,13 +39,13 @@ class UnixConnection:
         self._lines.limit_bytes = limit_bytes
 
     def peer(self) -> tuple[int, int]:
-        """Return (pid, uid) of who connected, as the kernel knows them."""
+        """Return the (pid, uid) of the connected process, from the kernel."""
         data = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         pid, uid, _ = _PEER_CREDENTIALS.unpack(data)
         return pid, uid
 
     async def receive(self) -> bytes | None:
-        """Return the next line, or None at the end. Raises ProtocolError for one that is too long."""
+        """Return the next line, or None at the end. Raises ProtocolError for a line that is too long."""
         while (line := self._lines.next_line()) is None:
             data = await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES)
             if not data:
@@ -54,11 +54,11 @@ class UnixConnection:
         return line
 
     async def hear(self) -> bool:
-        """Wait for anything at all, which is thrown away; False at the end."""
+        """Wait for any bytes and drop them; return False at the end."""
         return bool(await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES))
 
     async def send(self, response: Response) -> None:
-        """Send it. Raises TimeoutError or ConnectionError for a peer that does not read."""
+        """Send the response. Raises TimeoutError or ConnectionError for a peer that does not read."""
         line = encode_line(response.body)
         if response.fd >= 0:
             try:
@@ -71,12 +71,12 @@ class UnixConnection:
                 await asyncio.get_running_loop().sock_sendall(self._socket, line)
 
     def shut(self) -> None:
-        """End the connection from outside; its reader sees the end."""
+        """End the connection; the task that reads it sees the end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let the socket go."""
+        """Close the socket."""
         self._socket.close()
 
 
@@ -85,14 +85,14 @@ async def serve_each(
 ) -> None:
     """Accept connections until cancelled, and ``serve`` each in a task that ends with this one.
 
-    Close a connection beyond ``most`` at once. ``who``: the peers' name in the log.
+    With ``most`` connections open, close a new connection at once. ``who``: the peers' name in the log.
     """
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
 
     async def serve_one(connection: UnixConnection) -> None:
         try:
             await serve(connection)
-        except Exception:  # the supervisor of connections: a defect in one must not end the others
+        except Exception:  # a defect in one connection must not end the others
             log.exception("a defect ended the connection of %s", who)
         finally:
             connection.close()

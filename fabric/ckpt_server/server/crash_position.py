@@ -1,8 +1,8 @@
 """The micro-batch at which a trainer died: the trainer notes its position in eight bytes of shared memory.
 
 A note is one aligned store by the trainer, without a system call. The server reads the note when the trainer
-has ended. It keeps the notes of all trainers of this replica until the job has committed the note's step. A
-trainer that exits in order clears its note first, so only a killed or crashed process leaves a note.
+has ended. It keeps the notes of all trainers of this replica until a trainer of the replica is at a later
+step. A trainer that exits in order clears its note first, so only a killed or crashed process leaves a note.
 """
 
 import contextlib
@@ -34,8 +34,7 @@ class CrashLog:
         trainer.on_attach = self._turn
 
     def seen(self, state: str) -> tuple[Death, ...]:
-        """Return the deaths at a micro-batch of a step that the job has not committed; ``state``: the
-        trainer's."""
+        """Return the deaths at steps that the trainer has not passed; ``state``: the trainer's."""
         step, micro_batch = self._read()
         if micro_batch >= 0:
             death = Death(self._trainer.incarnation, step, micro_batch)

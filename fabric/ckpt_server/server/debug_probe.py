@@ -37,9 +37,7 @@ _MAX_DUMP_BYTES = 1024 * 1024
 _MAX_THREADS = 1000
 _DUMP_S = 2.0
 _LOOK_S = 0.02
-_QUIET_LOOKS = (
-    5  # a dump comes in small pieces: it is complete after this many looks without a piece
-)
+_QUIET_LOOKS = 5  # a dump comes in small pieces: it is complete after this many looks without a piece
 _TICKS_PER_S = 100  # the kernel's unit of processor time for every program (USER_HZ)
 _THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-f]+).* \(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')

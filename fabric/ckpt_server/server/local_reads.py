@@ -1,10 +1,10 @@
 """Snapshots for readers on the same host: read out of the server's memory, not sent over the network.
 
-The server listens on a unix socket whose name contains the host and port of the server's URL. The name is
-abstract: it vanishes with its process, and only processes in one network namespace can reach it, so every
-reader is on this host. The server checks with the kernel that the reader runs as the same user, and then
-checks the job's token. It answers with a read-only descriptor of the memory. The slot counts as read while
-the connection lasts. The server ends the connection when it withdraws the slot.
+The server listens on a unix socket whose name is a hash of the server's host and port. The name is abstract:
+it vanishes with its process, and only processes in one network namespace can reach it, so every reader is on
+this host. The server checks with the kernel that the reader runs as the same user, and then checks the job's
+token. It answers with a read-only descriptor of the memory. The slot counts as read while the connection
+lasts. The server ends the connection when it withdraws the slot.
 """
 
 import asyncio

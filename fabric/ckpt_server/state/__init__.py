@@ -1,1 +1,1 @@
-"""Training state in and out of live objects: encode, load, snapshot while training goes on."""
+"""Training state of live objects: encode it, load it, and take snapshots while training goes on."""

@@ -1,8 +1,9 @@
-"""One reading of a state, block by block: a copy into memory with its digests, or the digests alone.
+"""One pass over a state, block by block: it copies the state and digests it, or only digests it.
 
-Blocks cut the file at multiples of 4 MiB, tensors wherever they end. A block is the unit of work: any thread
-takes one, copies what the tensors have of it in pieces that fit into a core's own cache, and digests each
-piece while it is there. A copy digests its target: the digests describe the stored bytes.
+The file is cut into blocks at multiples of 4 MiB, independent of the tensors. A block is the unit of work.
+Any thread takes a block, copies the tensors' bytes in it in pieces that fit into a core's own cache, and
+digests each piece while it is in the cache. A copy digests its target, so the digests describe the stored
+bytes.
 """
 
 import contextlib
@@ -22,12 +23,12 @@ from fabric.ckpt_server.state.training_state import StateView
 from fabric.errors import StateError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-PIECE_BYTES = 256 << 10  # beside what it is copied from, well within a core's second cache
+PIECE_BYTES = 256 << 10  # a piece and its source fit well into a core's second-level cache
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDigests:
-    """The state's digest and its blocks' (16 hex digits each, in file order)."""
+    """The digest of a state, and the digests of its blocks (16 hex digits each, in file order)."""
 
     digest: str
     blocks: tuple[str, ...]
@@ -35,7 +36,7 @@ class SnapshotDigests:
 
 @dataclass(frozen=True, slots=True)
 class TensorExtent:
-    """A tensor of the view (its bytes, flat) and where they go in the file."""
+    """A tensor of the view (its bytes, flat), and the place of these bytes in the file."""
 
     tensor: torch.Tensor
     begin: int
@@ -68,8 +69,8 @@ Item = TypeVar("Item")
 
 
 class SharedWork(Generic[Item]):
-    """Work that any thread takes a piece of until none is left. ``wait`` waits for begun pieces only, never
-    for a thread that has yet to come."""
+    """Work in pieces, which any threads take until none is left. ``wait`` waits for begun pieces only, never
+    for a thread that has not begun."""
 
     def __init__(self, items: Iterable[Item]) -> None:
         self._left = deque(items)
@@ -85,7 +86,7 @@ class SharedWork(Generic[Item]):
         return len(self._left)
 
     def run(self, do: Callable[[Item], None]) -> None:
-        """Take pieces until none is left; an error is kept for ``wait``."""
+        """Take pieces until none is left; keep an error for ``wait`` to raise."""
         while not self._error:
             try:
                 item = self._left.popleft()
@@ -114,7 +115,7 @@ class SharedWork(Generic[Item]):
 
 
 class BlockPass:
-    """One pass over all blocks of a file of ``nbytes``; ``sources``: bytes and their begin there, in
+    """One pass over all blocks of a file of ``nbytes``; ``sources``: bytes and their begin in the file, in
     order."""
 
     def __init__(self, nbytes: int, sources: Iterable[tuple[Bytes, int]]) -> None:
@@ -132,7 +133,7 @@ class BlockPass:
         self.blocks.run(self._take)
 
     def help(self) -> None:
-        """Work on blocks, then wait for those under way. An error is kept for ``digests``."""
+        """Work on blocks, then wait for blocks of other threads. Keep an error for ``digests`` to raise."""
         self.run()
         with contextlib.suppress(StateError):
             self.blocks.wait()
@@ -140,7 +141,7 @@ class BlockPass:
     def digests(self) -> SnapshotDigests:
         """Return the result, when every block is done. Raises StateError where something went wrong.
 
-        The state is let go then, whatever thread has yet to find that there is nothing left to do.
+        Drops all references to the state, even if a thread has not yet noticed that no block is left.
         """
         try:
             self.blocks.wait()
@@ -154,7 +155,7 @@ class BlockPass:
 
 
 class DigestPass(BlockPass):
-    """Of a state on the host, where it lies."""
+    """Digests a state in host memory, without a copy."""
 
     def __init__(self, view: StateView) -> None:
         header = np.frombuffer(view.header, np.uint8), 0
@@ -170,7 +171,7 @@ class DigestPass(BlockPass):
 
 
 class CopyPass(BlockPass):
-    """One copy: the tensors in ``fused`` are copied as they are digested; other bytes must be there
+    """One copy. It copies the tensors in ``fused`` while it digests; all other bytes must be in the target
     before."""
 
     def __init__(self, view: StateView, target: memoryview, fused: Sequence[TensorExtent]) -> None:

@@ -1,12 +1,14 @@
-"""The digest of a state in which no layout of ranks shows.
+"""A digest of a state that is the same for every layout of ranks.
 
-A rank's own file and its digest depend on how the state is cut. Where replicas are cut differently, a state
-is named by its content: the first half of the digest is of the description, without the shards, the second
-half is a sum over the elements of all tensors, modulo 2^64. The sum has a weight per element that follows
-from the tensor's name and the element's index in the whole. So each rank sums what it holds, and the sums of
-all ranks of a replica make the same total in every layout. Of copies only the first counts.
+A rank's file and its digest depend on the layout. Where replicas have different layouts, this digest of the
+content names a state. Its first half is a digest of the description without the shards. Its second half is a
+sum over the elements of all tensors, modulo 2^64. The weight of an element in the sum follows from the
+tensor's name and the element's index in the full tensor. So each rank sums the elements that it holds, and
+the ranks' sums make the same total in every layout. Where several ranks hold the same part, only the lowest
+rank counts it.
 
-A change of one element always changes the sum. Other damage escapes with a chance of about one in 2^60.
+A change of one element always changes the sum. Any other damage stays unnoticed with a probability of about
+2^-60.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +31,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def first_copies(parameters: Mapping[str, torch.Tensor], layout: ReplicaLayout, rank: int) -> dict[str, bool]:
-    """Whether this rank is the lowest that holds its part of a tensor, by how the tensor is sharded."""
+    """Return, for each kind of sharding, whether this rank is the lowest that holds its part of a tensor."""
     holders: dict[tuple[str, object], int] = {}
     for number, row in enumerate(layout.ranks):
         for held in row:
@@ -44,19 +46,19 @@ def first_copies(parameters: Mapping[str, torch.Tensor], layout: ReplicaLayout, 
 
 @dataclass(frozen=True, slots=True)
 class ContentDigests:
-    """Digests what rank ``rank`` holds. ``first``: see ``first_copies``; tensors that are not sharded are
-    the same at all ranks, and rank 0's count."""
+    """Digests the part of rank ``rank``. ``first``: see ``first_copies``. Tensors that are not sharded are
+    the same at all ranks; only rank 0 counts them."""
 
     rank: int
     first: Mapping[str, bool]
 
     def of_view(self, view: StateView) -> str:
-        """The digest of live state."""
+        """Return the digest of live state."""
         header = read_preamble(memoryview(view.header), view.nbytes)
         return self._digest(header.metadata, view.tensors)
 
     def of_file(self, file: memoryview) -> str:
-        """The digest of a snapshot's file."""
+        """Return the digest of a snapshot's file."""
         header = read_preamble(file, len(file))
         return self._digest(header.metadata, tensors_of(file, header.tensors).items())
 
@@ -91,7 +93,7 @@ def _sharding(shard: Mapping[str, Any]) -> str:
 
 
 def _without_shards(node: Any, shards: dict[str, dict[str, Any]]) -> Any:
-    """The description with whole tensors in the place of shards, which go to ``shards`` by name."""
+    """Return the description with full tensors in place of shards; put the shards into ``shards`` by name."""
     if isinstance(node, list):
         return [_without_shards(item, shards) for item in node]
     if not isinstance(node, dict):
@@ -129,7 +131,7 @@ def _weighted_sum(name: str, tensor: torch.Tensor, offset: tuple[int, ...]) -> i
 
 
 def _weights(name: str, dim: int, begin: int, size: int) -> "np.ndarray[Any, Any]":
-    """Odd numbers without a pattern (splitmix64), one for each index from ``begin`` on."""
+    """Return an odd pseudo-random number (splitmix64) for each index from ``begin`` on."""
     seed = np.uint64(xxhash.xxh3_64_intdigest(name.encode(), dim))
     z = np.arange(begin, begin + size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + seed
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,8 @@
 """Sharded tensors (DTensor) in training state: every rank's file holds its own shard, described in full.
 
-A description has the shape of the full tensor, the shard's offset in it, its mesh and its placement. A reader
-with another layout can find the slice that it needs. Restoring takes the mesh from the live objects, so a
-shard fits only where the same placement is in use.
+A description has the shape of the full tensor, the shard's offset in it, its mesh and its placement. So a
+reader with another layout can find the slice that it needs. Restoring takes the mesh from the live objects,
+so a shard can be restored only where a live tensor has the same placement.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from fabric.errors import StateError
 
 
 class MeshPlacement(NamedTuple):
-    """The layout of a DTensor, as it is written down."""
+    """The layout of a DTensor, as files describe it."""
 
     names: tuple[str, ...]  # of the mesh's dimensions; empty where they have none
     sizes: tuple[int, ...]  # of the mesh's dimensions
@@ -33,8 +33,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements that lie in this process: all of an ordinary tensor, this rank's shard of a
-    DTensor."""
+    """Return the elements in this process: a whole ordinary tensor, or this rank's shard of a DTensor."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -65,12 +64,12 @@ def describe_shard(tensor: Any) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Shardings:
-    """The placements that are in use here, each with a tensor that has it."""
+    """The placements of this process's live tensors, each with a tensor that has it."""
 
     examples: dict[MeshPlacement, Any] = field(default_factory=dict)
 
     def add(self, tensor: Any) -> None:
-        """Learn a DTensor's placement. Raises StateError where two meshes cannot be told apart."""
+        """Add a DTensor's placement. Raises StateError where two meshes look the same."""
         example = self.examples.setdefault(placement_key(tensor), tensor)
         if not torch.equal(example.device_mesh.mesh, tensor.device_mesh.mesh):
             raise StateError(
@@ -79,8 +78,8 @@ class Shardings:
             )
 
     def build(self, local: torch.Tensor, description: Mapping[str, Any]) -> torch.Tensor:
-        """Return the DTensor whose shard here is ``local``. Raises StateError where this rank has no such
-        place."""
+        """Return the DTensor whose shard here is ``local``. Raises StateError where no live tensor has that
+        placement."""
         from torch.distributed.tensor import DTensor
 
         names, sizes = description["mesh"]

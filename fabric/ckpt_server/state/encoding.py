@@ -1,13 +1,13 @@
-"""State that is not tensors, as JSON and back: nothing lost, nothing executed, one spelling.
+"""State that is not tensors, as JSON and back: lossless, canonical, and without running code.
 
-``state_dict()`` gives nested containers. The walk turns each tensor and numpy array into a named
-blob and everything else into JSON. Values that JSON has no word for become an object with a single
-key that begins with ``$``; a mapping whose own keys would look like that, or are not all strings, becomes
-``$map``. Order is canonical: mappings and module state by key, so that two equal states are equal
-bytes; lists, tuples and ``OrderedDict`` keep theirs, because there it is part of the value.
+``state_dict()`` gives nested containers. The walk turns each tensor and numpy array into a named blob and
+everything else into JSON. A value that JSON lacks becomes an object with a single key that begins with ``$``.
+A mapping with such a key, or with keys that are not strings, becomes ``$map``. The order is canonical, so
+that equal states are equal bytes: mappings and module state are sorted by key. Lists, tuples and
+``OrderedDict`` keep their order, because it is part of the value.
 
-A type that is not listed here is refused with its path. Subclasses of listed types are refused as
-well: their extra meaning would be lost without a word.
+A value of a type that is not listed here is refused with its path. Subclasses of listed types are refused as
+well, because the file would lose what they add.
 """
 
 import base64
@@ -49,7 +49,7 @@ _MALFORMED = (
     struct.error,
 )
 
-# Dtypes that the file format has a word for; the others travel as raw bytes with one dimension more.
+# The dtypes of the file format; tensors of other dtypes are stored as raw bytes with one dimension more.
 FILE_DTYPE: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -88,7 +88,8 @@ DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class StatePath:
-    """Where a value is: ``blob`` names it ``optimizer/state/0/exp_avg``, ``spoken`` tells a person."""
+    """The place of a value: ``blob`` is its name in the file, ``optimizer/state/0/exp_avg``; ``spoken`` is
+    for people."""
 
     blob: str
     step: object
@@ -96,17 +97,17 @@ class StatePath:
     depth: int = 0
 
     def key(self, key: object) -> "StatePath":
-        """Return the path one mapping key further down."""
+        """Return the path of this mapping's value at ``key``."""
         word = key.replace("~", "~0").replace("/", "~1") if isinstance(key, str) else key
         return StatePath(f"{self.blob}/{word}", key, self, self.depth + 1)
 
     def index(self, index: int) -> "StatePath":
-        """Return the path one list element further down."""
+        """Return the path of this list's element at ``index``."""
         return StatePath(f"{self.blob}/{index}", index, self, self.depth + 1)
 
     @property
     def spoken(self) -> str:
-        """As ``optimizer.state[0].exp_avg``; put together only when something is to be said."""
+        """As ``optimizer.state[0].exp_avg``; built only when a message needs it."""
         if self.parent is None:
             return str(self.step)
         if isinstance(self.step, str) and self.step.replace(".", "_").isidentifier():
@@ -115,7 +116,7 @@ class StatePath:
 
     @classmethod
     def root(cls, name: str) -> "StatePath":
-        """Return where the object called ``name`` begins."""
+        """Return the path of the object called ``name``."""
         return cls(name.replace("~", "~0").replace("/", "~1"), name)
 
 
@@ -144,7 +145,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def encode(value: object, path: StatePath, blobs: Blobs, ties: dict[object, str] | None = None) -> Any:
     """Return ``value`` as JSON; tensors go to ``blobs``. Raises StateError with the path of a bad value.
 
-    With ``ties``, a tensor that is the very memory of an earlier one is stored once.
+    With ``ties``, a tensor that has the same memory as an earlier tensor is stored once.
     """
     if path.depth > MAX_DEPTH:
         raise StateError(
@@ -173,7 +174,7 @@ _Encoder = Callable[[Any, StatePath, Blobs, _Ties], Any]
 
 
 def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
-    """Raises StateError for a tensor whose value is not simply its own elements in memory."""
+    """Raises StateError for a tensor whose value is more than its elements in memory."""
     if type(tensor) not in PLAIN_TENSORS:
         raise StateError(
             f"{path.spoken} is a tensor of type {type(tensor).__qualname__}, which cannot be captured as "
@@ -263,7 +264,7 @@ def _encode_dict(value: Mapping[Any, Any], path: StatePath, blobs: Blobs, ties: 
 
 def _encode_ordered(value: "OrderedDict[Any, Any]", path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
     metadata = getattr(value, "_metadata", None)
-    if metadata is not None:  # a module's state: names are its order, versions its metadata
+    if metadata is not None:  # a module's state: its names give the order, its metadata has the versions
         extra = encode(dict(metadata), path.key("_metadata"), blobs)
         return {"$module": [_encode_dict(value, path, blobs, ties), extra]}
     return {
@@ -317,9 +318,8 @@ _ENCODERS: dict[type, _Encoder] = {
 class StateDecoder:
     """Turns the JSON of ``encode`` back into values; ``tensor`` gives the blob of a name.
 
-    ``unused`` starts as all blob names and must be empty in the end. Nodes that name the same blob get
-    the same tensor. ``shardings`` are those in use here. Everything malformed raises StateError, whatever
-    it is.
+    ``unused`` starts with all blob names and must be empty in the end. Nodes that name the same blob get the
+    same tensor. ``shardings``: the placements of live tensors. Any malformed input raises StateError.
     """
 
     tensor: Callable[[str], torch.Tensor]
@@ -360,7 +360,7 @@ class StateDecoder:
         return decoded
 
     def blob(self, name: Any) -> torch.Tensor:
-        """Return the tensor called ``name``, which thereby counts as used."""
+        """Return the tensor called ``name``, and count it as used."""
         if not isinstance(name, str):
             raise TypeError("a tensor's name is a string")
         if name not in self.seen:
@@ -370,7 +370,7 @@ class StateDecoder:
 
 
 def _spread(keys: list[Any]) -> list[Any]:
-    """Return ``keys`` if few hashes collide; thousands of collisions take minutes. Raises ValueError."""
+    """Return ``keys``. Raises ValueError where many hashes collide: thousands of collisions take minutes."""
     hashes = sorted(map(hash, keys))
     if any(first == last for first, last in zip(hashes, hashes[_MOST_ALIKE:], strict=False)):
         raise ValueError(f"more than {_MOST_ALIKE} keys have the same hash")

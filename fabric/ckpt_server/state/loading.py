@@ -1,14 +1,14 @@
-"""Loads decoded state into live objects: all of it fits and is taken over, or nothing changes.
+"""Loads decoded state into live objects: either all of it, or nothing changes.
 
-``check_fit`` first compares with the live object. A module must have the same names, shapes, dtypes and tied
-weights. An optimizer must have the same groups, parameters and options. Per-parameter state may be missing on
-either side, because an optimizer creates it at its first step. In other objects, entries of both sides must
-be of the same kind, and the object has the last word.
+``check_fit`` first compares the state with the live object. A module must have the same names, shapes, dtypes
+and tied weights. An optimizer must have the same groups, parameters and options. Per-parameter state may be
+missing on either side, because an optimizer creates it at its first step. In other objects, entries of both
+sides must be of the same kind; the object itself may still refuse.
 
-``load_all`` goes from the objects most likely to refuse to those that cannot: others, optimizers,
-modules. Each keeps a way back until the last one is loaded. For an optimizer that is its own
-``state_dict`` (loading replaces its tensors); a plain torch module that passed the check has nothing
-left to refuse, so it is copied only if it runs code of its own while loading.
+``load_all`` loads first the objects that are most likely to refuse: others, then optimizers, then modules. It
+can undo each load until the last object is loaded. For an optimizer it keeps the optimizer's ``state_dict``
+(loading replaces its tensors). A plain torch module that passed the check cannot refuse, so ``load_all``
+keeps a copy of a module only if loading runs the module's own code.
 """
 
 import copy
@@ -47,9 +47,9 @@ def check_fit(name: str, live: object, value: Any) -> None:
 
 
 def load_all(objects: Mapping[str, Any], decoded: Mapping[str, Any], run: WorkRunner) -> None:
-    """Load every object, or raise StateError with all of them as they were.
+    """Load every object, or raise StateError with all objects as they were.
 
-    Work of torch's own code alone goes through ``run``.
+    Work that runs only torch's own code goes through ``run``.
     """
     undo: list[Callable[[], object]] = []
     for name in sorted(decoded, key=lambda name: (_caution(objects[name]), name)):
@@ -235,7 +235,7 @@ def _check_optimizer(path: str, live: torch.optim.Optimizer, value: Any) -> None
             raise _differ(
                 f"{path}.param_groups[{index}]", "parameters:", len(indices[index]), len(group["params"])
             )
-        missing = sorted(set(group) - options[index] - {"initial_lr"})  # a scheduler adds that one
+        missing = sorted(set(group) - options[index] - {"initial_lr"})  # a scheduler adds this option
         if missing:
             raise StateError(
                 f"{path}.param_groups[{index}] has the option {missing[0]!r} here and not in the snapshot;"

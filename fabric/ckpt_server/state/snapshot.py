@@ -1,17 +1,17 @@
 """Snapshots: a consistent copy of live state in shared memory while training goes on.
 
-The state is consistent between two optimizer steps. ``start`` is called there and returns at once. The copy
-runs while the next forward and backward do. ``fence`` is called before anything changes the state again, and
-returns when that is safe. ``join`` returns the digests. Between ``start`` and ``fence`` nothing may change
-the view's tensors, buffers and moving averages included.
+The state is consistent between two optimizer steps. The trainer calls ``start`` there, which returns at once.
+The copy runs during the next forward and backward. The trainer calls ``fence`` before it changes the state
+again; ``fence`` returns when a change is safe. ``join`` returns the digests. Between ``start`` and ``fence``
+nothing may change the view's tensors, including buffers and moving averages.
 
 On the CPU one or two threads of low priority copy and digest block by block, and leave the trainer a core.
-The thread that waits in ``fence`` helps: the trainer takes blocks rather than wait for a thread that the
-scheduler starves. ``digest`` reads the state in the same way without copying it.
+The thread that waits in ``fence`` helps: it takes blocks itself, because the scheduler may starve the other
+threads. ``digest`` reads the state in the same way, without a copy.
 
 On a GPU a side stream waits for an event recorded behind the optimizer step, copies into registered
-(page-locked) shared memory, and records an event of its own. ``fence`` makes the compute stream wait
-for that event and the host for nothing. No byte is digested before the event has happened.
+(page-locked) shared memory, and records an event of its own. ``fence`` makes the compute stream wait for the
+copy's event; the host does not wait. Digesting begins after that event.
 """
 
 import contextlib
@@ -46,19 +46,19 @@ __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaCopyStream", "SnapshotDiges
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
-# Lower than other background work: the copy must not take the cores that the trainer needs, and the thread
-# that waits for it helps.
+# Lower priority than other background work: the copy must not take the cores that the trainer needs, and the
+# thread that waits for the copy helps.
 _NICENESS = 10
-# The caller digests so few blocks sooner than a thread that the scheduler may starve.
+# The caller itself digests up to this many blocks: the scheduler may starve another thread.
 _FEW_BLOCKS = 4
 _PACK_BELOW_BYTES = 256 << 10  # smaller device tensors are gathered on the device first
 _PACK_BYTES = 16 << 20
-_REGISTERED = 2  # as many as there are slots: memory of others is let go
+_REGISTERED = 2  # as many as there are slots: other memory is unregistered
 
 
 class Copier(Protocol):
-    """Copies one view at a time. ``fence`` may be called by one thread while another joins; all other calls
-    come one at a time."""
+    """Copies one view at a time. One thread may call ``fence`` while another thread joins; all other calls
+    must come one at a time."""
 
     def prepare(self, target: memoryview) -> None:
         """Prepare ``target``, so that ``start`` takes less time; from any thread."""
@@ -75,7 +75,7 @@ class Copier(Protocol):
     def digest(self, view: StateView) -> BlockPass:
         """Begin to digest ``view`` on the host, also during a copy.
 
-        ``view`` must not change until the reading's ``digests`` has returned.
+        ``view`` must not change until ``digests`` of the returned pass has returned.
         """
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
 
 
 def _threads() -> int:
-    """Return two threads, or one where two would leave no core to the trainer."""
+    """Return the number of threads: two, or one where two would leave no core to the trainer."""
     return max(1, min(2, len(os.sched_getaffinity(0)) - 1))
 
 
@@ -132,11 +132,11 @@ class CpuCopier:
             self._pool.submit(reading.run)
 
     def fence(self) -> None:
-        """Work on blocks until every live tensor has been read. An error is kept for ``join``."""
+        """Work on blocks until every live tensor has been read. Keep an error for ``join`` to raise."""
         copying = self._copying
         if copying is not None:
-            # The core that was left to the caller is free now. While one thread waits for the interpreter's
-            # lock, as each does between two pieces, another has its core.
+            # The caller waits, so its core is free for one more thread. Each thread waits for the
+            # interpreter's lock between two pieces; another thread then uses its core.
             if len(copying.blocks) > 1:
                 self._pool.submit(copying.run)
             copying.help()
@@ -158,11 +158,11 @@ class StreamEvent(Protocol):
     """A point in a device's work."""
 
     def synchronize(self) -> None:
-        """Block the host until the device has reached it."""
+        """Block the host until the device has reached this point."""
 
 
 class CopyStream(Protocol):
-    """The five things that a snapshot asks of a device; ``CudaCopyStream`` is the real one."""
+    """The operations of a device that a snapshot needs; ``CudaCopyStream`` implements them."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor is in the device's memory."""
@@ -172,13 +172,13 @@ class CopyStream(Protocol):
         free."""
 
     def begin(self) -> None:
-        """Let copies enqueued from here on see all earlier compute work."""
+        """Let all later copies see all earlier compute work."""
 
     def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
         """Enqueue the copy of flat ``tensors``, one behind the other, into ``memory``."""
 
     def end(self) -> StreamEvent:
-        """Return an event behind all copies enqueued."""
+        """Return an event that happens after all enqueued copies."""
 
     def hold(self, event: Any) -> None:
         """Let later compute work wait on the device for ``event``."""
@@ -194,7 +194,7 @@ class CudaCopyStream:
         index = torch.device(device).index
         self._device = torch.device("cuda", _cuda.current_device() if index is None else index)
         self._stream = _cuda.Stream(self._device)
-        # By address, oldest first; each array keeps its memory mapped as long as it is registered.
+        # By address, oldest first; each array keeps its memory mapped while the memory is registered.
         self._registered: dict[int, Bytes] = {}
         self._registering = threading.Lock()
 
@@ -209,20 +209,20 @@ class CudaCopyStream:
         address, nbytes = memory.ctypes.data, memory.nbytes
         registered = self._registered.pop(address, None)
         if registered is not None and registered.nbytes >= nbytes:
-            self._registered[address] = registered  # the newest now
+            self._registered[address] = registered  # now the newest
             return
         with _cuda.device(self._device):
             if registered is not None:
                 _unregister(registered)
-            # Memory that was a slot goes when another slot comes: slots grow and servers die.
+            # Slots grow and servers die: unregister the oldest memory when a new slot's memory is registered.
             while len(self._registered) >= _REGISTERED:
                 _unregister(self._registered.pop(next(iter(self._registered))))
             code = int(_cuda.cudart().cudaHostRegister(address, nbytes, 0))
             if code == 0:
                 self._registered[address] = memory
                 return
-            # Copies still work, but the host waits for each. The error stays behind for the next kernel
-            # to raise, unless something takes it first.
+            # Copies still work, but the host waits for each copy. Clear the error, or the next kernel launch
+            # would raise it.
             _log.warning("Shared memory of %d bytes could not be page-locked (CUDA error %d).", nbytes, code)
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
@@ -239,7 +239,7 @@ class CudaCopyStream:
             torch.from_numpy(memory).copy_(source, non_blocking=True)
 
     def end(self) -> StreamEvent:
-        done: StreamEvent = _cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
+        done: StreamEvent = _cuda.Event(blocking=True)  # the waiting thread sleeps, and does not spin
         self._stream.record_event(done)
         return done
 
@@ -264,12 +264,12 @@ class _DeviceCopy:
     view: StateView  # keeps the tensors alive until join
     copying: CopyPass
     host: SharedWork[TensorExtent]  # the host tensors
-    event: StreamEvent  # behind the copies of the device tensors
+    event: StreamEvent  # happens after the copies of the device tensors
 
 
 class CudaCopier:
-    """Copies device tensors through a lane, and host tensors (Adam's step counters) with threads; one more
-    thread digests when all bytes are there."""
+    """Copies device tensors by a stream, and host tensors (Adam's step counters) by threads; one more thread
+    digests the complete copy."""
 
     def __init__(self, stream: CopyStream | None = None, threads: int = 2) -> None:
         self._stream: CopyStream = CudaCopyStream() if stream is None else stream
@@ -278,7 +278,7 @@ class CudaCopier:
         self._current: _DeviceCopy | None = None
 
     def prepare(self, target: memoryview) -> None:
-        """Page-lock the target: that takes a while, and ``start`` runs in the trainer's thread."""
+        """Page-lock the target now, because that is slow and ``start`` runs in the trainer's thread."""
         self._stream.register(as_bytes(target, target.nbytes))
 
     def start(self, view: StateView, target: memoryview) -> None:
@@ -331,7 +331,7 @@ class CudaCopier:
 
 
 def _digest(event: StreamEvent, host: "SharedWork[TensorExtent]", copying: CopyPass) -> None:
-    """Digest when all bytes are there."""
+    """Digest when all bytes are in the target."""
     try:
         event.synchronize()
         host.wait()

@@ -1,7 +1,7 @@
-"""Tells whether a value would be encoded as the last time, without encoding it.
+"""Tells whether a value's encoding has changed since the last time, without encoding the value.
 
 The structure of a value is a flat list of everything its encoding depends on, except the elements of tensors:
-types, keys, lengths, numbers and strings, and of each tensor its memory and type. Making and comparing one
+types, keys, lengths, numbers, strings, and each tensor's memory and type. Making and comparing a structure
 costs a fraction of an encoding. Values of unknown types have no structure and are encoded every time.
 """
 
@@ -18,7 +18,8 @@ _MAX_DEPTH = 20
 
 
 def record_structure(value: object, words: list[object], tensors: list[torch.Tensor], depth: int = 0) -> bool:
-    """Add ``value`` to ``words`` and its tensors (their parts in this process) to ``tensors``, as met.
+    """Add the structure of ``value`` to ``words`` and its tensors (their local parts) to ``tensors``, in
+    order.
 
     Returns False where the value has no structure. All recorded tensors are contiguous, so that each is
     stored as its memory.
@@ -33,14 +34,14 @@ def record_structure(value: object, words: list[object], tensors: list[torch.Ten
         return True
     if kind is float:
         assert isinstance(value, float)
-        words.append(value or value.hex())  # zeros have signs
+        words.append(value or value.hex())  # tells 0.0 from -0.0
         return math.isfinite(value)
     if depth >= _MAX_DEPTH:
         return False
     if kind is dict or kind is OrderedDict:
         assert isinstance(value, dict)
         words.append(len(value))
-        metadata = getattr(value, "_metadata", None)  # a module's state has its versions there
+        metadata = getattr(value, "_metadata", None)  # a module's state has its versions in this attribute
         if metadata is not None and not record_structure(dict(metadata), words, tensors, depth + 1):
             return False
         for key, item in value.items():

@@ -1,17 +1,17 @@
 """Training state: a consistent view of live objects, and its way back from a file into live objects.
 
 The shared state of a job is a few named objects with ``state_dict`` and ``load_state_dict``: model,
-optimizer, scheduler, scaler, moving averages. ``capture`` describes them as one safetensors file
-without copying a tensor; the view is valid until something changes the state, so it is taken and
-used between two optimizer steps. ``restore`` reads such a file back. It checks everything against
-the live objects before it touches one of them, and undoes what it did when an object refuses.
+optimizer, scheduler, scaler, moving averages. ``capture`` describes them as one safetensors file without
+copying a tensor. The view is valid until something changes the state, so take it and use it between two
+optimizer steps. ``restore`` reads such a file back. It checks the whole file against the live objects before
+it changes one of them, and undoes all changes when an object refuses its state.
 
-Only what decides training is in the file: no devices, no addresses, no types by name. So the digest
-is equal on every replica that is in the same state, whatever it runs on.
+The file holds only values that decide training: no devices, no addresses, no names of types. So the digest is
+equal on all replicas in the same state, on any hardware.
 
-Two things differ from what ``load_state_dict`` alone would give. Optimizer state keeps its own dtype
-(torch casts it to the parameter's, which loses bits of a float32 average beside a bfloat16
-parameter). And tensors are never left pointing into the file.
+``restore`` differs from ``load_state_dict`` in two ways. Optimizer state keeps its own dtype (torch casts it
+to the parameter's, which loses bits of a float32 average of a bfloat16 parameter). And no live tensor uses
+the file's memory afterwards.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,7 +51,7 @@ from fabric.errors import IntegrityError, StateError
 
 FORMAT = 1
 _MAX_STEP = 1 << 62
-_PIECE_BYTES = 16 << 20  # how much of a device tensor is on the host at a time while digesting
+_PIECE_BYTES = 16 << 20  # the part of a device tensor that is on the host at a time during a digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class StateView:
     def digest(self) -> str:
         """Return the state's digest, 32 hex digits, without a copy of the state.
 
-        Tensors on a device come down piece by piece, so memory on the host stays bounded.
+        A device tensor is copied to the host piece by piece, so memory on the host stays bounded.
         """
         digests = BlockDigests()
         digests.update(self.header)
@@ -81,7 +81,7 @@ class StateView:
 
 
 def capture(objects: Mapping[str, object], step: int) -> StateView:
-    """Return the state of ``objects`` after ``step`` committed steps, as a file that is not yet written.
+    """Return a view of the state of ``objects`` after ``step`` committed steps, as a file to be written.
 
     Raises StateError with the path of whatever cannot be serialised.
     """
@@ -92,8 +92,8 @@ def capture(objects: Mapping[str, object], step: int) -> StateView:
 class _DescribedItem:
     """The description of an object, or of one item of its state, with its structure at that time.
 
-    ``entries``: those of the file's header, each with the number of its tensor among the ``count`` of the
-    part. It refers to no tensor, so it keeps none alive.
+    ``entries``: the part's entries in the file's header, each with the number of its tensor among the
+    ``count`` tensors of the part. It refers to no tensor, so it keeps no tensor alive.
     """
 
     structure: list[object] | None
@@ -121,10 +121,12 @@ class StateDescriber:
         self._parts: dict[tuple[str, str | None], _DescribedItem] = {}
         self._preamble = Preamble(())
         self._nbytes = 0  # of all tensors
-        self._order: list[tuple[str, int]] = []  # the file's tensors, by place among all that are met
+        self._order: list[
+            tuple[str, int]
+        ] = []  # the file's tensors, each with its place in the walk
 
     def capture(self, step: int) -> StateView:
-        """As the function ``capture`` of these objects."""
+        """Do the same as the function ``capture`` with these objects."""
         if not is_count(step, _MAX_STEP):
             raise StateError(f"A step must be a whole number from 0, not {step!r}.")
         before, parts = self._parts, {}
@@ -169,7 +171,7 @@ def _laid(part: _DescribedItem) -> tuple[object, ...]:
 
 
 def _items(value: object, state: Any) -> list[tuple[str | None, object]]:
-    """Return the parts of an object's state: settings change more often than where tensors lie."""
+    """Return the parts of an object's state, to describe settings, which change often, apart from tensors."""
     in_parts = type(state) is dict and bool(state) and not isinstance(value, torch.nn.Module)
     if in_parts and all(type(key) is str and not key.startswith("$") for key in state):
         return [(key, state[key]) for key in sorted(state)]
@@ -179,7 +181,7 @@ def _items(value: object, state: Any) -> list[tuple[str | None, object]]:
 def _describe(
     value: object, path: StatePath, ties: dict[object, str] | None, last: _DescribedItem | None
 ) -> tuple[_DescribedItem, list[torch.Tensor]]:
-    """Return the description of ``value`` (``last`` itself where it still holds), and its tensors."""
+    """Return the description of ``value`` (``last`` itself where nothing changed), and its tensors."""
     words: list[object] = []
     met: list[torch.Tensor] = []
     has_structure = record_structure(value, words, met)
@@ -202,7 +204,7 @@ def _describe(
 
 def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
     dtype, shape = FILE_DTYPE.get(tensor.dtype), tuple(tensor.shape)
-    if dtype is None:  # the format has no word for it: raw bytes, one dimension more
+    if dtype is None:  # not a dtype of the format: store raw bytes, with one dimension more
         dtype, shape = "U8", (*shape, tensor.dtype.itemsize)
     return TensorEntry(name, dtype, shape, tensor.numel() * tensor.dtype.itemsize)
 
@@ -215,7 +217,7 @@ def check_serialisable(objects: Mapping[str, object]) -> None:
 def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = at_once) -> int:
     """Load the snapshot in ``file`` (exactly its bytes) into ``objects``; return its step.
 
-    Heavy work that runs no code of the objects goes through ``run``, which may use another thread.
+    Heavy work that runs none of the objects' code goes through ``run``, which may use another thread.
 
     Names, shapes, dtypes and structure are checked first. Raises StateError that names the first
     difference, or the object that refused its state; nothing is changed then.
@@ -343,12 +345,12 @@ def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
         return torch.empty(span.shape, dtype=dtype)
     raw = np.frombuffer(file[span.begin : span.end], np.uint8)
     if file.readonly or raw.ctypes.data % dtype.itemsize:
-        raw = raw.copy()  # torch knows neither memory it must not write nor odd addresses
+        raw = raw.copy()  # torch supports neither read-only memory nor unaligned addresses
     return torch.from_numpy(raw).view(dtype).reshape(span.shape)
 
 
 def _host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the tensor's bytes on the host, not all of a device's at once."""
+    """Yield the tensor's bytes on the host; copy a device tensor piece by piece."""
     if tensor.device.type == "cpu":
         yield host_bytes(tensor)
         return

@@ -1,8 +1,8 @@
 """The channel between a trainer and its checkpoint server: JSON lines over a Unix socket.
 
-Each side sends one JSON object per line; a request gets exactly one response, and a file descriptor
-may travel with a response. Both sides live on one machine under one user. Still every line is bounded
-before it is kept. A Unix socket's path may have 107 bytes only, so the socket is always named through
+Each side sends one JSON object per line; a request gets exactly one response, and a file descriptor may
+travel with a response. Both sides live on one machine under one user. Still, every line's length is checked
+before the line is kept. A Unix socket's path may have 107 bytes only, so the socket is always named through
 its folder's file descriptor (``/proc/self/fd/N/ckpt.sock``), however deep that folder is.
 """
 
@@ -23,10 +23,10 @@ SOCKET_NAME = "ckpt.sock"
 LOCAL_ASK_S = 5.0
 LOCK_NAME = "ckpt.lock"
 LOG_NAME = "ckpt-server.log"
-# The trainer's side of /debug: its socket, and the file for its stacks when it cannot answer.
+# For the server's /debug paths: the trainer's socket, and the file for its stacks when it cannot answer.
 DEBUG_SOCKET_NAME = "trainer.sock"
 STACKS_NAME = "trainer.stacks"
-# No library that we know uses it; the kernel does nothing else with it.
+# A signal that no library known to us uses, and that the kernel never sends.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -35,7 +35,7 @@ MAX_FIRST_LINE_BYTES = 64 * 1024
 
 
 class LineBuffer:
-    """Bytes in, whole lines out; at most ``limit_bytes`` are kept for a line that has not ended."""
+    """Splits bytes into lines; keeps at most ``limit_bytes`` of a line that has not ended."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -47,7 +47,8 @@ class LineBuffer:
         self._data += data
 
     def next_line(self) -> bytes | None:
-        """Return the next whole line without its end, or None. ProtocolError when it is over the limit."""
+        """Return the next line without its newline, or None. Raises ProtocolError for a line over the
+        limit."""
         end = self._data.find(b"\n", self._searched)
         self._searched = len(self._data) if end < 0 else 0
         if (len(self._data) if end < 0 else end) > self.limit_bytes:
@@ -83,7 +84,7 @@ def decode_line(line: bytes) -> dict[str, Any]:
 
 @contextmanager
 def socket_path(run_dir: Path, name: str = SOCKET_NAME) -> Iterator[str]:
-    """A short path of the socket ``name`` in ``run_dir``, valid inside the block. Raises OSError."""
+    """Give a short path of the socket ``name`` in ``run_dir``, valid inside the block. Raises OSError."""
     folder = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{name}"
@@ -92,5 +93,5 @@ def socket_path(run_dir: Path, name: str = SOCKET_NAME) -> Iterator[str]:
 
 
 def local_socket_name(place: str) -> str:
-    """Return the abstract unix socket for readers on this host; ``place`` is the server's host:port."""
+    """Return the name of the server's abstract unix socket for local readers; ``place``: its host:port."""
     return f"\0fabric-ckpt-{xxhash.xxh3_128_hexdigest(place.encode())}"

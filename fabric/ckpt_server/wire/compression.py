@@ -1,15 +1,17 @@
 """Compressed transfers: the choice of a coding, and ``x-fabric-shuffle`` (byte shuffle and zstd).
 
-Numbers of a training state hardly repeat, but their first bytes do: sign and exponent. A byte shuffle groups
-bytes by their place in the element: all first bytes, then all second ones. Shuffled, a state compresses by a
-fifth to a half, where zstd alone finds little. A body is a sequence of frames, each of at most PIECE_BYTES:
+Numbers of a training state hardly repeat, but their bytes with sign and exponent do. A byte shuffle groups
+bytes by their place in the element: all first bytes, then all second bytes. A shuffled state compresses by a
+fifth to a half; without the shuffle zstd gains little. A body is a sequence of frames, each of at most
+PIECE_BYTES:
 
     width of an element (1 byte), 3 zero bytes, length of the piece, length of what follows (4 bytes each,
     little endian), then the piece as it is where both lengths are equal, else the zstd frame of its grouped
     bytes
 
-Both sides hold one piece at a time. Before the reader takes memory it refuses a length beyond PIECE_BYTES,
-and a zstd frame that announces another length than the header. Digests are of the decompressed bytes.
+Both sides hold one piece at a time. Before the reader allocates memory, it refuses a length beyond
+PIECE_BYTES, and a zstd frame whose own length differs from that in the header. Digests are of the
+decompressed bytes.
 """
 
 import re
@@ -30,7 +32,7 @@ _MAX_CODINGS = 50
 
 
 def choose(accept_encoding: str | None) -> str:
-    """Return the coding for a request with this Accept-Encoding: a named one, never one by ``*``."""
+    """Return the coding for a request with this Accept-Encoding; ``*`` alone selects no compression."""
     best, chosen = 0.0, IDENTITY
     for entry in (accept_encoding or "").split(",")[:_MAX_CODINGS]:
         match = _CODING.fullmatch(entry)

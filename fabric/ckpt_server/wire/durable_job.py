@@ -26,7 +26,7 @@ class DurableJob:
 @dataclass(frozen=True, slots=True)
 class DurableJobResult:
     """``complete``: False for a rank other than 0, which writes its part alone. ``folder``: a URL.
-    ``warnings``: problems at deleting old attempts."""
+    ``warnings``: problems with deleting old attempts."""
 
     folder: str
     nbytes: int

@@ -1,15 +1,15 @@
-"""An index in shared memory of the published gradients; publishing by it wakes no process.
+"""An index of the published gradients in shared memory; publishing through it wakes no process.
 
-Every step publishes a gradient, and mostly no reader wants it. So the trainer writes an entry after the
-slot's bytes, and the server reads the entry when a reader asks for gradients. The entry has a number (time
-in ns; 0: withdrawn) and a digest, so that a half-written one counts for nothing. It outlives the trainer, as
-the bytes do.
+The trainer publishes a gradient at every step, and mostly no reader wants it. So the trainer writes the
+slot's bytes and then an entry; the server reads the entry only when a reader asks for gradients. The entry
+has a number (time in ns; 0: withdrawn), and a digest by which the server recognises a half-written entry.
+Entry and bytes outlive the trainer.
 
 Before the trainer writes to the slot again, it takes the entry back and then loads the number of readers. The
-server stores the number of readers and then loads the entry. Each stores first and loads second, with an
-atomic instruction or a system call in between, so at least one of them sees the other: the trainer then asks
-the server to end the transfer, or the server does not begin it. A reader verifies the digest of all it gets,
-so a memory order of another processor could not let wrong bytes through.
+server stores the number of readers and then loads the entry. Each side stores first and loads second, with an
+atomic instruction or a system call in between, so at least one side sees the other side's store. Then the
+trainer asks the server to end the transfer, or the server does not begin it. A reader verifies the digest of
+all bytes, so wrong bytes cannot get through on a processor with another memory order either.
 """
 
 import os
@@ -26,7 +26,7 @@ KIND = "gradient_index"
 COUNT = 32  # gradient slots that have an entry
 _BYTES = 8192
 TOTAL_BYTES = COUNT * _BYTES
-# Number, readers (the server's), digest and length of what follows.
+# Number, number of readers (written by the server), digest and length of the text after this head.
 _HEAD = struct.Struct("<QQQQ")
 _WORD = struct.Struct("<Q")
 _READERS_AT = 8
@@ -39,7 +39,7 @@ class PublishedGradient:
     """The trainer's description of the reduced gradient in a slot."""
 
     generation: Int64
-    step: Int64  # the step that the gradient leads on from
+    step: Int64  # the gradient turns the state of this step into the next
     epoch: Int64
     nbytes: Int64  # of the slot's memory, from its first byte
     digest: str
@@ -48,7 +48,7 @@ class PublishedGradient:
 
 
 class GradientIndex:
-    """The trainer's side: ``memory`` is the shared one, of TOTAL_BYTES. One thread at a time."""
+    """The trainer's side. ``memory``: TOTAL_BYTES of shared memory. One thread at a time may use it."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -56,7 +56,7 @@ class GradientIndex:
         self._last = 0
 
     def write(self, slot: int, body: bytes) -> bool:
-        """Write the entry of a withdrawn slot. False where the entry does not fit."""
+        """Write the entry of a withdrawn slot. Return False where the entry does not fit."""
         if slot >= COUNT or len(body) > MOST_BYTES:
             return False
         at, word = slot * _BYTES, slot * _BYTES // 8
@@ -68,7 +68,8 @@ class GradientIndex:
         return True
 
     def withdraw(self, slot: int) -> bool:
-        """Take the entry back. Returns True without readers: the slot may be written at once."""
+        """Take the entry back. Return True where the slot has no readers, so that it may be written at
+        once."""
         if slot >= COUNT:
             return False
         word = slot * _BYTES // 8
@@ -78,9 +79,9 @@ class GradientIndex:
 
 
 def read_entry(view: memoryview, slot: int) -> tuple[int, bytes]:
-    """Return the number and the text of a slot's entry; 0 without one."""
+    """Return the number and the text of a slot's entry; the number is 0 where there is no entry."""
     at = slot * _BYTES
-    if len(view) < at + _BYTES:  # its memory is still being allocated, or has been let go
+    if len(view) < at + _BYTES:  # its memory is still being allocated, or was released
         return 0, b""
     number, _, expected, length = _HEAD.unpack_from(view, at)
     if not number or length > MOST_BYTES:
@@ -97,7 +98,7 @@ def entry_number(view: memoryview, slot: int) -> int:
 
 
 def store_reader_count(descriptor: int, slot: int, count: int) -> None:
-    """Store how many transfers of this slot are under way; the server calls it."""
+    """Store the number of transfers of this slot that are under way, on the server's side."""
     os.pwrite(descriptor, _WORD.pack(count), slot * _BYTES + _READERS_AT)
 
 

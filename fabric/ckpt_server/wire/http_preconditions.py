@@ -1,6 +1,6 @@
 """Range, If-Range, If-Match and If-None-Match by RFC 9110, for one strong ETag.
 
-A request may want one range; a set of ranges is refused with a sentence. Pure functions of header texts.
+A request may ask for one range; several ranges are refused with a sentence. The functions are pure.
 """
 
 import re
@@ -11,7 +11,7 @@ _RANGE = re.compile(r"bytes=\s*(\d{0,19})-(\d{0,19})", re.ASCII | re.IGNORECASE)
 
 
 class Unsatisfiable(FabricError):
-    """The range begins behind the last byte; ``nbytes`` is how many there are."""
+    """The range begins behind the last byte; ``nbytes`` is the size of the content."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(f"the range has none of the {nbytes} bytes there are: begin below {nbytes}")
@@ -46,8 +46,8 @@ def is_unchanged(header: str | None, tag: str) -> bool:
 def wanted_range(header: str | None, if_range: str | None, tag: str, nbytes: int) -> tuple[int, int] | None:
     """Return (begin, end) of the bytes that a GET wants, or None for all of them.
 
-    A unit other than bytes, and a range whose If-Range is no longer true, are ignored, as the RFC says.
-    Raises ProtocolError for several or malformed ranges, Unsatisfiable for a range without a byte.
+    Ignores a unit other than bytes, and a range whose If-Range does not match, as the RFC says. Raises
+    ProtocolError for several or malformed ranges, Unsatisfiable for a range without a byte.
     """
     if header is None or (if_range is not None and if_range.strip() != tag):
         return None

@@ -32,7 +32,7 @@ class ServerSettings:
 
     @property
     def tls(self) -> Tls:
-        """How the server is reached, and reaches the lighthouse."""
+        """The TLS of the server, and of its connection to the lighthouse."""
         return Tls(self.tls_cert, self.tls_key, self.tls_ca)
 
     def arguments(self) -> list[str]:
@@ -71,7 +71,7 @@ def _addresses(text: str) -> tuple[str, ...]:
     return tuple(url.strip() for url in text.split(",") if url.strip())
 
 
-# Field -> how its text is read, and its meaning.
+# Field -> the parser of its text, and its meaning.
 OPTIONS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "job": (str, "name of the job"),
     "replica": (str, "name of this replica"),

@@ -121,9 +121,7 @@ class StateDescriber:
         self._parts: dict[tuple[str, str | None], _DescribedItem] = {}
         self._preamble = Preamble(())
         self._nbytes = 0  # of all tensors
-        self._order: list[
-            tuple[str, int]
-        ] = []  # the file's tensors, each with its place in the walk
+        self._order: list[tuple[str, int]] = []  # the file's tensors, each with its place in the walk
 
     def capture(self, step: int) -> StateView:
         """Do the same as the function ``capture`` with these objects."""

@@ -139,8 +139,7 @@ class Driver(Generic[EventT, EffectT]):
         return deadline is not None and deadline <= self._clock()
 
     def _arm(self) -> None:
-        """Arm the timer for the next deadline. Keep a timer that is due earlier: it arms the next one then,
-        and deadlines mostly move back."""
+        """Arm the timer for the next deadline, unless an earlier timer is armed: that timer arms the next."""
         deadline = None if self._closed else self._core.next_deadline()
         if deadline is not None and deadline < self._due:
             self._due = deadline

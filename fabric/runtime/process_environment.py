@@ -12,6 +12,5 @@ def process_environment() -> dict[str, str]:
 
 
 def outliving_environment() -> dict[str, str]:
-    """Return the environment of a process that outlives this process's launcher: without the launcher's
-    mark."""
+    """Return the environment of a process that outlives this launcher: without the launcher's mark."""
     return {name: value for name, value in os.environ.items() if name != LAUNCH_MARK}

@@ -9,8 +9,7 @@ Where a user is set, the first request fetches a token, and every request carrie
 when it expires, an etcd server restarts or rights change. etcd refuses a request with an invalid token before
 it applies anything. So the request, also a write, is repeated once with a new token.
 
-The size of every answer is checked before memory is taken. No exception of the HTTP library leaves this
-module.
+The size of an answer is checked before memory is taken. No exception of aiohttp leaves this module.
 """
 
 import asyncio

@@ -32,8 +32,7 @@ Json = dict[str, object]
 DEFINITE_CODES = frozenset({3, 5, 6, 7, 8, 9, 11, 12, 16})
 NOT_FOUND = 5
 UNAUTHENTICATED = 16
-# Some releases refuse a token from before a change of users or roles with this text, not with the code for
-# unauthenticated.
+# Some releases refuse a token from before a change of users or roles with this text, not with a code.
 OLD_AUTH = "revision of auth store is old"
 NO_LEADER = "etcdserver: no leader"
 
@@ -160,8 +159,7 @@ def _failure(answer: Json, status: int) -> GatewayFailure:
 
 
 def unary_result(answer: Json) -> Json | GatewayFailure:
-    """Return ``answer`` (of status 200), or the error in it: a streaming call reports errors with status
-    200."""
+    """Return ``answer`` (of status 200), or the error in it: a streaming call sends errors so."""
     return stream_result(answer) if "error" in answer else answer
 
 

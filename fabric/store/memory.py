@@ -190,8 +190,7 @@ class MemoryStore:
         space = self._space()
         while self._open:
             events = space.changes(prefix, from_revision)
-            # The watch has read all changes up to this revision, so on a quiet prefix it never raises
-            # Compacted.
+            # The watch has read all changes so far, so on a quiet prefix it never raises Compacted.
             from_revision = max(from_revision, space.revision + 1)
             for event in events:
                 yield event

@@ -108,8 +108,7 @@ class ServerHandle:
             return mapped[:nbytes]
 
     def holds(self, kind: str, slot: int, nbytes: int) -> bool:
-        """Whether ``allocate`` would return at once. Sends no request, and does not wait for another thread
-        that allocates."""
+        """Whether ``allocate`` would return at once. Sends no request, and waits for no other thread."""
         mapped = self._maps.get((kind, slot))
         return mapped is not None and len(mapped) >= nbytes
 
@@ -167,8 +166,8 @@ class ServerHandle:
         """
         if self._gradient_index is None:
             return False
-        # While another thread waits for an answer, input on the channel is that answer, and that thread
-        # notices a lost server.
+        # While another thread waits for an answer, input on the channel is its answer; it notices a lost
+        # server.
         if self._lock.acquire(blocking=False):
             try:
                 self._line.settle()
@@ -189,8 +188,7 @@ class ServerHandle:
     def persist(
         self, step: int, generation: int, *, url: str, incarnation: int, keep: int, required: bool = False
     ) -> None:
-        """Ask the server to write the snapshot of ``step`` to durable storage, after a write under way; do
-        not wait.
+        """Ask the server to write the snapshot of ``step`` to durable storage; do not wait for it.
 
         ``required``: write only where storage holds a checkpoint of the job. Raises Refused where the server
         does not hold the step.
@@ -271,7 +269,7 @@ class ServerHandle:
             return answer
 
     def _demand_answer(self) -> None:
-        """Raise ServerLost where the server does not answer promptly: check before a request that may take
+        """Raise ServerLost where the server does not answer promptly: the request after this may take
         long."""
         with contextlib.suppress(Refused):  # a server of an older version refuses it, which is an answer too
             self._line.ask({"op": "ping"}, _PUBLISH_S)

@@ -262,8 +262,7 @@ def write_metadata(storage: Storage, rank_shards: list[dict[str, Any]]) -> None:
 
 
 def _fit_together(entries: list[dict[str, Any]]) -> bool:
-    """Whether the ranks' entries of one name are parts of one tensor or object: equal bytes in equal
-    places."""
+    """Whether the ranks' entries of one name are parts of one value: equal bytes in equal places."""
     seen: dict[Any, Any] = {}
     for entry in entries:
         what = [entry.get(key) for key in ("dtype", "shape")]

@@ -162,8 +162,8 @@ def attempts_to_delete(
     newest
     ``keep`` complete ones.
 
-    Another replica may still write into a folder without a marker. Such a folder is deleted when it is older
-    than ``own``, or when it is this replica's, because a replica writes one checkpoint at a time.
+    Another replica may still write into a folder without a marker. Delete such a folder only if it is older
+    than ``own``, or is this replica's, which writes one checkpoint at a time.
     """
     order = {a: (a.generation, a.step) for a in (*complete, own)}
     stale = [

@@ -51,8 +51,7 @@ class DurableCheckpoint:
 
 
 def open_checkpoint(storage: Storage) -> DurableCheckpoint:
-    """Return the checkpoint in this folder. Raises StateError where it is incomplete or does not match its
-    marker."""
+    """Return the checkpoint in this folder. Raises StateError where it is incomplete or damaged."""
     names = storage.names()
     if MARKER not in names:
         raise StateError(f"{storage.url} holds no complete checkpoint: it has no file {MARKER}")
@@ -70,8 +69,7 @@ def open_checkpoint(storage: Storage) -> DurableCheckpoint:
 class CheckpointListing:
     """The checkpoints in a job's folder.
 
-    ``complete``: oldest first. ``unfinished``: without a marker. ``warnings``: checkpoints with a marker that
-    cannot be read."""
+    ``complete``: oldest first. ``unfinished``: without a marker. ``warnings``: marked but unreadable."""
 
     complete: tuple[DurableCheckpoint, ...]
     unfinished: tuple[Attempt, ...]

@@ -39,8 +39,8 @@ _LOOK_S = 0.1
 def write(
     order: DurableJob, snapshot: Mapping[str, Any], file: memoryview, points: Failpoints
 ) -> DurableJobResult:
-    """Write the snapshot in ``file``, which has this checked manifest. Raises StateError; then the files that
-    rank 0 wrote are deleted where that is possible."""
+    """Write the snapshot in ``file``, which has this checked manifest. Raises StateError, after deleting the
+    files of rank 0 if possible."""
     begun = time.monotonic()
     rank, ranks = snapshot.get("rank", 0), len(snapshot.get("ranks", [""]))
     if file_digest(file) != snapshot["digest"]:

@@ -151,7 +151,7 @@ class StateFetcher:
     def fetch_gradient(
         self, urls: Sequence[str], *, generation: int, step: int, into: memoryview, wait_s: float = 0.0
     ) -> GradientMeta:
-        """Fetch the reduced gradient that leads to ``step`` into ``into``, and verify it.
+        """Fetch the reduced gradient of ``step`` into ``into``, and verify it.
 
         Ask one source after the other; wait up to ``wait_s`` until a source publishes the gradient. Raises
         Gone when every source has dropped the gradient, else StateError. ``into`` is undefined after an
@@ -211,8 +211,8 @@ class StateFetcher:
     def _holders(
         self, sources: list[Source], state: SnapshotRef
     ) -> tuple[dict[str, Any] | None, list[Source]]:
-        """Return the manifest of ``state`` and the sources that hold it; None without one, with reasons in
-        the sources."""
+        """Return the manifest of ``state`` and its sources; None without a source, with reasons in the
+        sources."""
         promised: dict[str, Any] | None = None
         good: list[Source] = []
         for source, manifest in self._manifests(sources, state):
@@ -246,8 +246,7 @@ class StateFetcher:
         return manifests
 
     def _ask_all(self, sources: list[Source], state: SnapshotRef) -> list[dict[str, Any] | None]:
-        """Ask all sources at once; None for a source that gave no manifest, or gave it much later than the
-        first source."""
+        """Ask all sources at once; None for a source without an answer, or with a much later one."""
         lines = [self._idle.take(source.address) for source in sources]
         with ThreadPoolExecutor(len(sources), "fabric-manifest") as pool:
             asked: list[Future[dict[str, Any] | None]] = [

@@ -1,8 +1,7 @@
 """Fetches reduced gradients: asks one source after the other, and waits only briefly for each.
 
 A joining replica needs one gradient per step, and near the end of its catch-up the members wait for it. So,
-while there are other sources, a silent or slow source gets about a second, and is then asked last for half a
-minute.
+while there are other sources, a slow source gets about a second, and is then asked last for a while.
 """
 
 import math
@@ -103,8 +102,7 @@ class GradientFetcher:
     def _ask(
         self, source: Source, generation: int, step: int, into: memoryview, *, left_s: float, is_last: bool
     ) -> GradientMeta:
-        """Return the gradient from one source; wait at most ``left_s``, and less unless the source
-        ``is_last``."""
+        """Return the gradient from one source; wait for ``left_s``, or less if the source is not the last."""
         wait_s = min(left_s, _WAIT_S if is_last else _TURN_S)
         rest_s, rate = (
             (self._access.timeout_s, LEAST_BYTES_PER_S) if is_last else (_LATE_S, _FAIR_BYTES_PER_S)

@@ -29,8 +29,7 @@ class LinkSpeed:
         self._since = 0
 
     def compress_next(self) -> bool:
-        """Return whether the next range should be compressed. The caller must then call ``measured`` or
-        ``failed``."""
+        """Return whether to compress the next range. The caller must then call ``measured`` or ``failed``."""
         with self._lock:
             if not self._is_known or self._is_fast:
                 return False

@@ -3,7 +3,7 @@
 The reader connects to the server's unix socket, and checks with the kernel that the server runs as the same
 user. It sends the job's token and the name of the state. It gets a read-only descriptor of the memory, and
 reads it as a file. The server ends the connection when it withdraws the slot; bytes read later may be of
-another state. So the reader verifies all bytes against the manifest's digests.
+another state. So the reader verifies all bytes by the manifest's digests.
 """
 
 import logging

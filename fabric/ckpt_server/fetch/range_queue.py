@@ -110,8 +110,7 @@ class RangeQueue:
                     self._changed.notify_all()
 
     def release(self, claim: RangeClaim, *, failed: bool) -> None:
-        """Give a range back. Its unfinished blocks are fetched again, from another source if this one
-        failed."""
+        """Give a range back. Its unfinished blocks are fetched again, after a failure from another source."""
         with self._changed:
             self._shared.claims.discard(claim)
             pace = self._shared.pace.setdefault(claim.source, _Pace())

@@ -109,8 +109,7 @@ def build_preamble(tensors: Sequence[TensorEntry], metadata: str) -> bytes:
 
 
 class Preamble:
-    """The bytes before the data, for files with the same ``tensors`` (in file order) and different
-    metadata."""
+    """The bytes before the data, for files with equal ``tensors`` (in file order) and any metadata."""
 
     def __init__(self, tensors: Sequence[TensorEntry]) -> None:
         entries: dict[str, object] = {"__metadata__": {METADATA_KEY: ""}}
@@ -229,8 +228,8 @@ def _kind(name: str, dtype: str, shape: str) -> tuple[str, tuple[int, ...], int]
 
 
 def _without_metadata(text: bytes) -> tuple[str, str] | None:
-    """Return the tensors of a header, each with a comma behind it, and the metadata. None where the header
-    has another spelling than ours."""
+    """Return the tensors of a header, each with a comma behind it, and the metadata. None for another
+    spelling."""
     try:
         header = text.decode("ascii").rstrip(" ")
         at = header.index(_METADATA)

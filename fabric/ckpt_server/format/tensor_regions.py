@@ -13,8 +13,7 @@ _MOST_RUNS = 4096  # per piece: with more runs, one run covers all of them
 
 @dataclass(frozen=True, slots=True)
 class RegionRead:
-    """A read of ``box`` of tensor ``name`` in the file of ``rank``, where the part ``held`` lies at
-    ``span``."""
+    """A read of a tensor's ``box`` from the file of ``rank``, which has the part ``held`` at ``span``."""
 
     name: str
     rank: int
@@ -26,8 +25,7 @@ class RegionRead:
         """Yield the runs of bytes (begin, end) of the rank's file that hold the box. One run covers all where
         gaps are smaller than ``gap_bytes``, or runs are very many."""
         item, shape, where = ELEMENT_BYTES[self.span.dtype], self.held.sizes, self.box.within(self.held)
-        # The box covers the dimensions from ``split`` on fully, so its part of dimension ``split - 1`` is
-        # contiguous.
+        # The box covers dimensions from ``split`` on, so its part of dimension ``split - 1`` is contiguous.
         split = len(shape)
         while split and self.box.sizes[split - 1] == shape[split - 1]:
             split -= 1

@@ -87,15 +87,13 @@ def elements(box: SliceBounds) -> int:
 
 
 def contiguous_from(box: SliceBounds, shape: tuple[int, ...]) -> int | None:
-    """Return the index of the box's first element in the flat tensor; None where the box is not
-    contiguous."""
+    """Return the index of the box's first element in the flat tensor; None for gaps in the box."""
     if not elements(box):
         return 0
     first = 0
     for (begin, _), size in zip(box, shape, strict=True):
         first = first * size + begin
-    # From the last dimension backwards: full dimensions, then at most one cut dimension, then dimensions of
-    # one element.
+    # From the last dimension backwards: full dimensions, at most one cut dimension, then single elements.
     cut = False
     for (begin, end), size in reversed(list(zip(box, shape, strict=True))):
         if cut and end - begin != 1:

@@ -41,8 +41,7 @@ from fabric.protocol.rules.tensor_region import TensorRegion
 
 
 class Misfit(StateError):
-    """The state cannot be this model's, from any source: it is of another model, or of a layout that cannot
-    be resharded."""
+    """The state cannot be this model's: it is of another model, or of a layout that cannot be resharded."""
 
 
 @dataclass(frozen=True, slots=True)

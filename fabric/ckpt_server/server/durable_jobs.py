@@ -1,8 +1,7 @@
 """The checkpoint server's side of durable checkpoints: it starts one writer at a time and keeps the outcome.
 
 The writer gets the snapshot's memory as a descriptor. Until the writer ends, its slot counts as read, so the
-trainer uses the other slot. If the trainer needs the writer's slot, the server kills the writer and gives up
-that checkpoint.
+trainer uses the other slot. If the trainer needs the writer's slot, the server kills the writer.
 """
 
 import asyncio

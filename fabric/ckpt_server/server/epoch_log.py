@@ -15,8 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class EpochLog:
-    """``epoch`` and ``incident_id`` are those of the newest epoch notice (0 and empty before the first
-    notice)."""
+    """``epoch`` and ``incident_id`` are those of the newest epoch notice (at first 0 and empty)."""
 
     def __init__(self, trainer: TrainerWatch) -> None:
         self._trainer = trainer

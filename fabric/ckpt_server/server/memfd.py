@@ -61,11 +61,9 @@ class Memfd:
 
 
 def _fault_in(mapped: mmap.mmap) -> None:
-    """Enter all pages in this process's page tables, so that the first transfer does not wait for page
-    faults.
+    """Enter all pages in this process's page tables, so that the first transfer has no page faults.
 
-    Go in small steps, because each call holds the interpreter's lock. An older kernel enters pages at their
-    first use.
+    Small steps, because a call holds the interpreter's lock. An older kernel enters pages at first use.
     """
     with contextlib.suppress(OSError):
         for begin in range(0, len(mapped), _FAULT_BYTES):

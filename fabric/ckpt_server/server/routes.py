@@ -68,8 +68,8 @@ class CkptContext:
 
 
 def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[str] = ()) -> web.Application:
-    """Return the application. All paths but OPEN_PATHS need ``token`` (None: no token). ``names``: the
-    server's host names besides loopback."""
+    """Return the application. All paths but OPEN_PATHS need ``token`` (None: none). ``names``: the host names
+    besides loopback."""
     tokens = TokenFile.of(token)
     app = web.Application(
         middlewares=[
@@ -162,8 +162,8 @@ class CkptRoutes:
     async def tensor(
         self, request: web.Request, slot: SharedSlot, content: SlotContent
     ) -> web.StreamResponse:
-        """Answer with the little-endian bytes of a tensor or of a slice, or with a range of these; headers
-        give dtype and shape."""
+        """Answer with the little-endian bytes of a tensor, a slice, or a range; headers give dtype and
+        shape."""
         span = _tensor(request, content)
         if isinstance(span, web.Response):
             return span
@@ -260,8 +260,7 @@ class CkptRoutes:
         return web.json_response(await self._parts.probe.stacks())
 
     async def flight(self, request: web.Request) -> web.Response:
-        """Answer with torch's recording of the trainer's collectives; ``last``: only this many of the
-        newest."""
+        """Answer with torch's recording of the trainer's collectives; ``last``: only the newest so many."""
         last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
         self._parts.probe.require_process()
         try:

@@ -31,8 +31,7 @@ from fabric.runtime.http.http_service import STALL_S
 from fabric.runtime.priority import lower_priority
 
 PIECE_BYTES = 4 * 1024 * 1024
-# aiohttp waits for the transport after more bytes than this, and joins the first piece to the response's
-# head.
+# aiohttp waits for the transport after more bytes, and joins the first piece to the response's head.
 _COPY_BYTES = 64 * 1024
 _STREAMS = BoundedSemaphore(8)
 _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
@@ -40,8 +39,7 @@ _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """A part of a slot's bytes: ``nbytes`` from ``begin``; with ``box``, that box of the tensor at
-    ``span``."""
+    """A part of a slot's bytes: ``nbytes`` from ``begin``, or the ``box`` of the tensor at ``span``."""
 
     begin: int
     nbytes: int
@@ -97,8 +95,7 @@ async def send(
 
 @contextmanager
 def _room_for(coding: str) -> Iterator[str]:
-    """Give the coding to use; only few transfers at a time get ZSTD, because each keeps some MiB of
-    memory."""
+    """Give the coding to use: only few transfers at a time get ZSTD, which keeps some MiB for each."""
     streams = coding == ZSTD and _STREAMS.acquire(blocking=False)
     try:
         yield coding if streams or coding != ZSTD else IDENTITY

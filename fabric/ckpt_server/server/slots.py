@@ -76,8 +76,7 @@ class SharedSlot:
 
     @contextmanager
     def reading(self, abort: Callable[[], None], content: SlotContent | None = None) -> Iterator[memoryview]:
-        """Give the slot's published bytes to one transfer, which must hold no reference to them after the
-        block.
+        """Give the slot's bytes to one transfer, which must hold no reference to them after the block.
 
         ``content``: the content that the reader wants (None: any). Raises ConnectionResetError, and aborts
         the transfer, where the trainer withdraws or has withdrawn it."""
@@ -263,8 +262,7 @@ class SlotTable:
         return (last_generation if generation is None else generation, step) <= (last_generation, last_step)
 
     async def wait_gradient(self, step: int, generation: int | None, wait_s: float) -> SharedSlot | None:
-        """Wait for the slot with this gradient and return it; None when the gradient is gone, or after
-        ``wait_s``."""
+        """Wait for the slot with this gradient and return it; None if it is gone, or after ``wait_s``."""
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             published = self._published

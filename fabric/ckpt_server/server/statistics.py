@@ -1,7 +1,6 @@
 """Summary statistics of a tensor's bytes, without torch, for a person with a suspicious tensor.
 
-Works piece by piece, so that a tensor of many gigabytes needs only some megabytes of memory. Sums are
-float64.
+Works piece by piece, so that a large tensor needs only some megabytes of memory. Sums are float64.
 """
 
 import math

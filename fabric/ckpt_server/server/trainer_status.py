@@ -82,7 +82,7 @@ class StatusSender:
         self._problem = ""
 
     def describe(self) -> dict[str, object]:
-        """Return the connected lighthouse's URL (empty: none), the number of messages sent, and the current
+        """Return the connected lighthouse's URL (or ""), the number of sent messages, and the current
         problem."""
         return {"lighthouse": self._at, "beats": self._number, "problem": self._problem}
 
@@ -142,8 +142,7 @@ class StatusSender:
             await asyncio.wait({replies})
 
     def _hear(self, notice: EpochNotice) -> None:
-        """Take an epoch notice, and from it the period of statuses; a lighthouse with thousands of members
-        asks for a longer one."""
+        """Take an epoch notice; it sets the period of statuses, which is longer in large jobs."""
         self._every_s = min(notice.every_s, _MOST_EVERY_S)
         self._vitals.heard(notice)
 
@@ -161,8 +160,7 @@ class StatusSender:
 
 
 async def _listen(socket: aiohttp.ClientWebSocketResponse, heard: Callable[[EpochNotice], None]) -> None:
-    """Pass on epoch notices until the connection ends; ignore other messages, which a newer lighthouse may
-    send."""
+    """Pass on epoch notices until the connection ends; ignore messages of newer lighthouses."""
     async for message in socket:
         with contextlib.suppress(ProtocolError):
             notice = decode(message.data) if message.type is aiohttp.WSMsgType.TEXT else None

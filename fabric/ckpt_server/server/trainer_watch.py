@@ -117,8 +117,7 @@ class TrainerWatch:
             return GONE
 
     def signal(self, number: int) -> None:
-        """Send the process a signal, and never another process with its pid. ProcessLookupError where it has
-        ended."""
+        """Send the process a signal, never another process with its pid. Raises ProcessLookupError."""
         if self._pidfd < 0:
             raise ProcessLookupError(f"process {self.pid} is gone")
         signal.pidfd_send_signal(self._pidfd, number)

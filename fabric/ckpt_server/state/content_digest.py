@@ -4,11 +4,9 @@ A rank's file and its digest depend on the layout. Where replicas have different
 content names a state. Its first half is a digest of the description without the shards. Its second half is a
 sum over the elements of all tensors, modulo 2^64. The weight of an element in the sum follows from the
 tensor's name and the element's index in the full tensor. So each rank sums the elements that it holds, and
-the ranks' sums make the same total in every layout. Where several ranks hold the same part, only the lowest
-rank counts it.
+the ranks' sums make the same total in every layout. Of ranks with the same part, only the lowest counts it.
 
-A change of one element always changes the sum. Any other damage stays unnoticed with a probability of about
-2^-60.
+A change of one element always changes the sum. Other damage escapes with a probability of about 2^-60.
 """
 
 from collections.abc import Iterable, Mapping

@@ -78,8 +78,7 @@ class Shardings:
             )
 
     def build(self, local: torch.Tensor, description: Mapping[str, Any]) -> torch.Tensor:
-        """Return the DTensor whose shard here is ``local``. Raises StateError where no live tensor has that
-        placement."""
+        """Return the DTensor whose shard here is ``local``. Raises StateError for an unknown placement."""
         from torch.distributed.tensor import DTensor
 
         names, sizes = description["mesh"]

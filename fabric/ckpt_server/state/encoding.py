@@ -88,8 +88,7 @@ DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class StatePath:
-    """The place of a value: ``blob`` is its name in the file, ``optimizer/state/0/exp_avg``; ``spoken`` is
-    for people."""
+    """The place of a value: ``blob`` is its name in the file (``optimizer/state/0/exp_avg``)."""
 
     blob: str
     step: object

@@ -221,8 +221,7 @@ class CudaCopyStream:
             if code == 0:
                 self._registered[address] = memory
                 return
-            # Copies still work, but the host waits for each copy. Clear the error, or the next kernel launch
-            # would raise it.
+            # Copies still work, but the host waits. Take the error, or the next kernel would raise it.
             _log.warning("Shared memory of %d bytes could not be page-locked (CUDA error %d).", nbytes, code)
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
@@ -268,8 +267,7 @@ class _DeviceCopy:
 
 
 class CudaCopier:
-    """Copies device tensors by a stream, and host tensors (Adam's step counters) by threads; one more thread
-    digests the complete copy."""
+    """Copies device tensors by a stream and host tensors (Adam's step counters) by threads; then digests."""
 
     def __init__(self, stream: CopyStream | None = None, threads: int = 2) -> None:
         self._stream: CopyStream = CudaCopyStream() if stream is None else stream

@@ -10,8 +10,8 @@ The file holds only values that decide training: no devices, no addresses, no na
 equal on all replicas in the same state, on any hardware.
 
 ``restore`` differs from ``load_state_dict`` in two ways. Optimizer state keeps its own dtype (torch casts it
-to the parameter's, which loses bits of a float32 average of a bfloat16 parameter). And no live tensor uses
-the file's memory afterwards.
+to the parameter's, which loses bits of a float32 average of a bfloat16 parameter). No live tensor uses the
+file's memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -10,8 +10,7 @@ PIECE_BYTES:
     bytes
 
 Both sides hold one piece at a time. Before the reader allocates memory, it refuses a length beyond
-PIECE_BYTES, and a zstd frame whose own length differs from that in the header. Digests are of the
-decompressed bytes.
+PIECE_BYTES, and a zstd frame of another length than the header's. Digests are of the decompressed bytes.
 """
 
 import re

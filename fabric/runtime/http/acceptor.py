@@ -1,8 +1,8 @@
 """Accepts a service's connections, and counts each before it costs more than a descriptor.
 
 asyncio's own server does not report a TLS connection before its handshake has ended. Here each accepted
-socket gets a slot at once (``connection_limit``). It loses the slot when the connection ends, or when another
-connection needs the slot.
+socket gets a slot at once (``connection_limit``). It loses the slot at its end, or when another connection
+needs the slot.
 """
 
 import asyncio

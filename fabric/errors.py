@@ -14,11 +14,11 @@ class ProtocolError(FabricError):
 
 
 class Mismatch(ProtocolError):
-    """The programs differ: the other side takes part in another operation, or in one of another size."""
+    """The programs differ: the other side takes part in another operation, or one of another size."""
 
 
 class IllegalTransition(FabricError):
-    """A state machine was asked for a step that its table does not allow: a bug, never a user error."""
+    """A state machine was asked for a move that its table does not allow: a bug, never a user error."""
 
 
 class Unauthorized(FabricError):
@@ -26,11 +26,11 @@ class Unauthorized(FabricError):
 
 
 class Refused(FabricError):
-    """The other side understood and said no; the message carries its reason."""
+    """The other side understood the request and refused it; the message carries its reason."""
 
 
 class Unreachable(FabricError):
-    """No process answers at an address, or it went silent before the link was made."""
+    """No process answers at an address, or the process there went silent before the link was made."""
 
 
 class Unconnected(Unreachable):
@@ -52,7 +52,7 @@ class StoreError(FabricError):
 
 
 class StoreIndefinite(StoreError):
-    """A write timed out or lost its connection: it may have been applied, or may be later."""
+    """A write timed out or lost its connection: the store may have applied it, or may apply it later."""
 
 
 class StoreUnavailable(StoreError):
@@ -76,8 +76,8 @@ class IntegrityError(StateError):
 
 
 class Gone(StateError):
-    """A requested step or slot is no longer held; the message lists those that are."""
+    """A requested step or slot is no longer held; the message lists the steps or slots that are."""
 
 
 class ServerLost(StateError):
-    """This worker's checkpoint server process no longer answers; ``ensure`` starts another."""
+    """This trainer's checkpoint server no longer answers; ``ensure`` starts another one."""

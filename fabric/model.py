@@ -9,9 +9,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-# Version of every message and of the stored record. A reader accepts its own version and the one
-# before, and ignores fields it does not know. A writer only ever adds optional fields. Version 2 was skipped:
-# version 3 renamed messages and fields, which a reader of version 1 takes for missing ones.
+# The version of every message and of the stored record. A reader accepts its own version and the one before.
+# It ignores fields that it does not know. A writer only adds optional fields. Version 2 was skipped: version
+# 3 renamed messages and fields, which a reader of version 1 takes for missing ones.
 PROTOCOL_VERSION = 3
 
 MAX_INTEGER = 2**63 - 1
@@ -21,9 +21,9 @@ Int64 = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Fence:
-    """The fencing token carried by every message: compare as (generation, epoch) within one store."""
+    """The fencing token in every message. Within one store, compare fences as (generation, epoch)."""
 
-    store_id: str  # names the store's lifetime: a wiped store is another store, never a younger one
+    store_id: str  # the name of one life of the store: a wiped store has another name
     generation: Int64
     epoch: Int64
 
@@ -31,7 +31,7 @@ class Fence:
 def incident_id_of(epoch: int) -> str:
     """Name the failure, join or drain that epoch ``epoch`` answers.
 
-    A member that aborts and a lighthouse that notices a death give it the same name before the epoch exists.
+    So a member that aborts and a lighthouse that notices a death use one name before that epoch exists.
     """
     return f"e{epoch}"
 
@@ -50,7 +50,7 @@ class ReplicaProcess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankAddress:
-    """Where one rank of a replica is reached."""
+    """The addresses of one rank of a replica."""
 
     link: str  # ``host:port``, where peers dial it
     ckpt: str  # base URL of its checkpoint server; the fragment names the rank: ``http://host:port#1``
@@ -64,15 +64,15 @@ class Member:
     incarnation: Int64
     link: str  # ``host:port`` where peers dial it; rank 0's, if it has several ranks
     ckpt: str  # base URL of its checkpoint server; rank 0's, if it has several ranks
-    joining: bool = False  # it has not yet taken part in a round
-    leaving: bool = False  # it is being drained
-    shares: Int64 = 1  # its part of the micro-batches, relative to the others'
+    joining: bool = False  # whether this member has not yet taken part in a round
+    leaving: bool = False  # whether this member is being drained
+    shares: Int64 = 1  # its part of the micro-batches, relative to the other members'
     layout: str = ""  # hash of its parameters' names, shapes and dtypes
     since: Int64 = 0  # the epoch that let this process in (its tenure); 0: not known
     data_slot: Int64 = -1  # its place in the division of the batch, kept while it is away; -1: none given yet
-    blocking_join: bool = False  # the others wait in their round until its state has arrived
+    blocking_join: bool = False  # the other members wait in their round until its state has arrived
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up
-    rack: str = ""  # names the hosts that fail together, as the replica says; empty: not named
+    rack: str = ""  # the name of the hosts that fail together with its host; empty: not named
     cuts: str = ""  # the parts of the parameters that each rank holds; empty: all members are cut alike
 
     @property
@@ -90,9 +90,9 @@ _ENTRY = attrgetter(*(f.name for f in fields(Member)))
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How a job's global batch is shared out; equal in all sessions of the job."""
+    """How a job's global batch is divided among members; equal in all sessions of the job."""
 
-    # "constant": the members present compute all of it; "shrink": skip the part of a data slot without member
+    # "constant": the members compute the whole batch; "shrink": skip the part of a data slot without member
     policy: str = "constant"
     data_slots: Int64 = 1  # into how many parts the batch is divided, where data slots matter
     readers: Int64 = 0  # on how many data slots a part's data can be read, by SPARe's layout; 0: on all
@@ -100,7 +100,7 @@ class Sharing:
     on_loss: str = "wait"  # if no member can read a part: "wait" for one, "shrink" (skip it), "stop" the job
 
 
-# Every member can compute everything, and together they do.
+# Every member can read all data, and the members together compute the whole batch.
 EVERYTHING = Sharing()
 
 
@@ -121,14 +121,14 @@ class Death:
     micro_batch: Int64
 
 
-# Stands among the addresses of checkpoint servers for durable storage. Every replica reaches that by its own
-# settings.
+# The entry for durable storage among the addresses of checkpoint servers. Each replica's own settings say
+# where that storage is.
 DURABLE = "durable:"
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Where a generation starts: the state that every member must hold before its first round."""
+    """The state that every member must hold before the first round of a generation."""
 
     generation: Int64
     step: Int64
@@ -138,12 +138,12 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """The end of a job, whether a lighthouse has heard of it or not: a member's loop ended at ``step``.
+    """The end of a job, perhaps not known to any lighthouse: a member's loop ended at ``step``.
 
-    The rounds of that member's epoch waited for its contribution.
+    The rounds of that member's epoch needed its contribution, so no later step was committed.
     """
 
-    fence: Fence  # of that epoch
+    fence: Fence  # the fence of that epoch
     step: Int64
     incarnation: Int64  # of its process, which no other job of this name has
 
@@ -152,10 +152,10 @@ class JobEnd:
 class OperatorOverrides:
     """Operators' limits for a job. They hold until an operator changes them, under every leader."""
 
-    paused: str = ""  # by whom and why newcomers are not admitted; empty: they are
-    min_replicas: Int64 = 0  # in place of the sessions' own figure; 0: as they ask
-    max_replicas: Int64 = 0  # likewise
-    scaled: str = ""  # by whom and why
+    paused: str = ""  # who paused joins, and why; empty: joins are not paused
+    min_replicas: Int64 = 0  # replaces the minimum that sessions ask for; 0: as the sessions ask
+    max_replicas: Int64 = 0  # replaces the maximum in the same way
+    scaled: str = ""  # who scaled the job, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class HostFailure:
     """A member failed and was evicted from ``epoch``: evidence against the replica and its host."""
 
     replica: str
-    host: str  # empty: the replica is spread over several
+    host: str  # the member's host; empty: its ranks are on several hosts
     epoch: Int64
     at: float  # Unix seconds
     why: str = ""  # a sentence
@@ -174,17 +174,17 @@ class HostHistory:
     """The failures of a host in the last days."""
 
     host: str
-    times: Int64  # how often replicas on it failed
+    times: Int64  # how often replicas on this host failed
     score: float  # the weight of its failures at ``at``; older ones weigh less
-    at: float  # of the last failure, Unix seconds
+    at: float  # the time of the last failure, Unix seconds
     why: str = ""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The membership epoch: one key in the store, replaced by guarded compare-and-set only.
+    """The stored truth about one job: one key in the store, replaced by guarded compare-and-set only.
 
-    ``overrides``, ``failures`` and ``hosts`` concern replicas still to come. They may change within an epoch.
+    ``overrides``, ``failures`` and ``hosts`` concern only later joins. They may change within an epoch.
     """
 
     store_id: str
@@ -194,22 +194,22 @@ class Record:
     forced: Int64  # the epoch of the newest forced record; equal to ``epoch``: members report before they run
     nonce: str  # lets a writer recognise its own write after an indefinite outcome
     roster: tuple[Member, ...]
-    base: Base  # of the last cold start
+    base: Base  # the base of the last cold start
     reason: str = ""
     complete: bool = False
-    sharing: Sharing = EVERYTHING  # as the sessions had it when the generation began
-    poison: tuple[Poison, ...] = ()  # changes in forced records alone
-    failed: str = ""  # why the job has stopped for a person to mend; empty: it has not
-    # Of its number, or of the loss of the replica that it lets in again; empty: a writer of an older release.
+    sharing: Sharing = EVERYTHING  # what the sessions asked for when the generation began
+    poison: tuple[Poison, ...] = ()  # changes only in forced records
+    failed: str = ""  # why the job has failed, for a person; empty: it has not failed
+    # The epoch's own, or that of the loss which a rejoin in this epoch ends; empty: from an older version.
     incident_id: str = ""
     min_replicas: Int64 = 0  # how many members this epoch needs to step; 0: as each member's own setting says
     overrides: OperatorOverrides = OperatorOverrides()
-    failures: tuple[HostFailure, ...] = ()  # the newest of the last while
+    failures: tuple[HostFailure, ...] = ()  # the newest failures
     ended: float = 0.0  # when the job was complete, Unix seconds; 0: not known
     autonomy_s: float = 0.0  # the longest that any member may commit without a lighthouse; 0: not known
-    hosts: tuple[HostHistory, ...] = ()  # those that failed in the last days
+    hosts: tuple[HostHistory, ...] = ()  # the hosts that failed in the last days
 
-    # Every message asks for these, so they are cached. They are not compared, stored or sent.
+    # These values are cached, because every message needs them. They are not compared, stored or sent.
 
     @cached_property
     def fence(self) -> Fence:
@@ -225,9 +225,9 @@ class Record:
 
     @cached_property
     def roster_digest(self) -> str:
-        """A hash of every entry and their order, in 32 hexadecimal digits.
+        """A hash of all entries in their order, in 32 hexadecimal digits.
 
-        It is never stored, because versions with other fields compute other digests.
+        The digest is never stored, because versions with other fields compute other digests.
         """
         entries = "\n".join(repr(_ENTRY(member)) for member in self.roster)
         return hashlib.blake2b(entries.encode(), digest_size=16).hexdigest()
@@ -244,7 +244,7 @@ class Record:
         return self._members.get(replica)
 
     def strangers(self, replicas: KeysView[str]) -> set[str]:
-        """Those of ``replicas`` that are not in the roster, under any incarnation."""
+        """The names in ``replicas`` that are not in the roster, under any incarnation."""
         members = self._members.keys()
         return set() if replicas <= members else replicas - members
 
@@ -263,10 +263,10 @@ class Record:
 class Policy:
     """The numbers of replicas that a job asks for."""
 
-    min_replicas: int = 1  # needed to step at all
-    max_replicas: int = 1024  # may join
-    start_replicas: int = 1  # awaited before the first round
-    start_wait_s: float = 120.0  # so long; then ``min_replicas`` are enough
+    min_replicas: int = 1  # the members that the job needs to step
+    max_replicas: int = 1024  # the most members
+    start_replicas: int = 1  # the replicas that the first round waits for
+    start_wait_s: float = 120.0  # after this wait ``min_replicas`` are enough for the first round
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +280,13 @@ class SnapshotRef:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where one step's time went, and the work that it was spent on."""
+    """How one step's time was spent, and on which work."""
 
     compute_s: float = 0.0
     exchange_s: float = 0.0
     optimizer_s: float = 0.0
-    waiting_s: dict[str, float] = field(default_factory=dict)  # by peer
-    work: dict[Int64, float] = field(default_factory=dict)  # by micro-batch: as declared, else its samples
+    waiting_s: dict[str, float] = field(default_factory=dict)  # peer -> the time spent waiting for it
+    work: dict[Int64, float] = field(default_factory=dict)  # micro-batch -> declared work, else samples
     samples: float = 0.0
     squares: float = 0.0  # sum of the squared lengths of all documents; 0: not declared
-    micro_batches: Int64 = 0  # computed, with repetitions; 0: an older version
+    micro_batches: Int64 = 0  # how many were computed, repetitions included; 0: an older version

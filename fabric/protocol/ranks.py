@@ -1,10 +1,10 @@
 """A replica of several ranks (FSDP2, TP, PP inside) as one member of the job. Pure.
 
-Rank 0 runs the member core, which has no ranks: ``Ranks`` stands between it and the ranks. Every effect of
-the core becomes one command per rank. Their outcomes become the one event that the core awaits: linked when
-all are, exchanged when all are, failed as soon as one fails. So a round is prepared when its shard is
-reduced at every rank, and a commit is decided once. Commit, abort and switch reach each rank in order over
-its own link. A replica's digests combine its ranks' digests. Only rank 0 talks to peers and the leader.
+Rank 0 runs the member core, which does not know ranks: ``Ranks`` stands between the core and the ranks. Every
+effect of the core becomes one command per rank. The outcomes of all ranks become the one event that the core
+awaits: linked or exchanged when all ranks are, failed as soon as one fails. So a round is prepared when every
+rank has reduced its shard, and a commit is decided once. Commands reach each rank in order over its own link.
+A replica's digests combine its ranks' digests. Only rank 0 talks to peers and the leader.
 
 A lost rank ends the replica, because no other process can complete its part of the state.
 
@@ -33,16 +33,16 @@ from fabric.protocol.messages.rank_messages import (
     urls_of_rank,
 )
 
-# The digests by rank of so many rounds are kept; a commit follows its round at once.
+# The most rounds whose digests by rank are kept: few are enough, because a commit soon follows its round.
 _MAX_ROUNDS = 8
 _RESTART = 75
-# So many members are named to a rank as sources of a gradient: their layouts make long messages.
+# The most members named to a rank as sources of a gradient, because their layouts make long messages.
 _MAX_MEMBERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FromRank:
-    """An outcome that rank ``rank`` posted; rank 0's own come this way too."""
+    """An outcome that rank ``rank`` sent; rank 0's own outcomes come as this event too."""
 
     rank: int
     outcome: RankOutcome
@@ -66,7 +66,7 @@ class EndReplica:
 
 @dataclass(frozen=True, slots=True)
 class ToRank:
-    """Let rank ``rank`` perform this command; rank 0 is here."""
+    """Let rank ``rank`` perform this command; rank 0 is this process."""
 
     rank: int
     command: RankCommand
@@ -75,9 +75,9 @@ class ToRank:
 Event = io.Event | FromRank | RankLost | EndReplica
 Effect = io.SendPeer | io.SendLeader | io.WriteJournal | io.Probe | ToRank
 
-# Outcomes of the main threads. Each thread has one command at a time besides TellDigest, so one outcome of
-# each rank makes the answer. The core does not wait for digests, and may command more before every rank has
-# told one.
+# Outcomes of the main threads. Each thread has one command at a time besides TellDigest, so one outcome from
+# each rank makes the answer. The core does not wait for digests, and may give the next command before every
+# rank has told its digest.
 _MAIN = (io.Ready, io.Digested, io.Computed, io.Installed, io.InstallFailed, io.Closing)
 _FETCHES = (io.FetchState, io.FetchGradient)
 
@@ -86,7 +86,7 @@ _FETCHES = (io.FetchState, io.FetchGradient)
 class _Fetching:
     """The newest fetch."""
 
-    number: int = 0  # of its command
+    number: int = 0  # the number of its command
     command: io.FetchState | io.FetchGradient | None = None
     ended: dict[int, RankEvent] = field(default_factory=dict)  # outcome by rank
 
@@ -98,18 +98,18 @@ class Ranks:
         self.member = member
         self.groups = groups  # by rank; ranks of one group (tensor or pipeline parallel) see the same samples
         self.unequal = unequal  # replicas may have other layouts: digests and weights are sums over the ranks
-        self.over = False  # the ranks were told to finish or to stop
-        self.lost = False  # a rank ended without being told to
+        self.over = False  # whether the ranks have been ordered to finish or to stop
+        self.lost = False  # whether a rank ended without such an order
         self._number = 0
         self._main: dict[int, RankEvent] = {}
         self._digested: dict[int, io.Digested] = {}  # the answers to the TellDigest under way
-        self._closing: io.Closing | None = None  # waits for the end of the snapshot under way
+        self._closing: io.Closing | None = None  # held back until the snapshot under way ends
         self._linked: dict[int, set[int]] = {}  # epoch -> ranks whose links of it stand
         self._reduced: dict[tuple[int, int], dict[int, io.Exchanged]] = {}  # round -> result by rank
         self._fetching = _Fetching()
         self._snapshots: dict[tuple[int, int], dict[int, str]] = {}  # (generation, step) -> digest by rank
-        self._durable: set[tuple[int, int]] = set()  # those of them that become durable checkpoints
-        # The digest of all ranks, and by rank whether it has named its part.
+        self._durable: set[tuple[int, int]] = set()  # the snapshots that become durable checkpoints too
+        # Snapshot -> the digest of all ranks, and by rank whether its part is served.
         self._naming: dict[tuple[int, int], tuple[str, dict[int, bool]]] = {}
         self._effects: list[Effect] = []
 
@@ -131,8 +131,8 @@ class Ranks:
                 self._take(event.rank, event.outcome, now)
         else:
             if isinstance(event, io.LinkLost):
-                # Only rank 0 has links to other members. As in the core, epochs that list this one must be
-                # linked again.
+                # Only rank 0 has links to other members. As in the core, epochs that list the lost member
+                # must be linked again.
                 for record in (self.member.view.current, self.member.view.newest):
                     if record is not None and record.lists(event.replica, event.incarnation):
                         self._linked.get(record.epoch, set()).discard(0)
@@ -169,12 +169,12 @@ class Ranks:
         self._send(effect)
 
     def _send(self, effect: RankEffect) -> None:
-        for rank in reversed(range(self.size)):  # rank 0 last: it may end by a command that the others need
+        for rank in reversed(range(self.size)):  # rank 0 last: the command may end this process
             command = RankCommand(self._number, self.member.view.generation, self._part(effect, rank))
             self._effects.append(ToRank(rank, command))
 
     def _part(self, effect: RankEffect, rank: int) -> RankEffect:
-        """The effect for ``rank``: the same, with its own addresses and digests."""
+        """The effect for ``rank``: the same effect with the addresses and digests of that rank."""
         if self.unequal:
             return self._of_any_layout(effect)
         if isinstance(effect, io.LinkUp):
@@ -192,7 +192,7 @@ class Ranks:
         return effect
 
     def _of_any_layout(self, effect: RankEffect) -> RankEffect:
-        """The same for every rank: each finds its part in the servers of members in whatever layout."""
+        """The same effect for every rank: each finds its part in the servers of members in any layout."""
         if isinstance(effect, io.FetchState):
             return replace(effect, lanes=effect.urls)
         newest = self.member.view.newest
@@ -202,7 +202,7 @@ class Ranks:
         return effect
 
     def _urls(self, urls: tuple[str, ...], rank: int) -> tuple[str, ...]:
-        """The servers of this rank in the replicas that serve ``urls``."""
+        """The checkpoint servers of ``rank`` in the replicas that serve ``urls``."""
         servers = list(urls_of_rank(urls, rank))
         newest = self.member.view.newest
         for x in newest.roster if newest is not None and rank else ():
@@ -215,7 +215,7 @@ class Ranks:
         if durable:
             self._durable.add(key)
         if key in self._snapshots or key in self._naming:
-            return  # under way: its end is the answer to this one too
+            return  # a snapshot of this state is under way: its end answers this command too
         self._snapshots[key] = {}
         self._number += 1
         self._send(io.TakeSnapshot(step, self.member.view.generation))
@@ -227,7 +227,7 @@ class Ranks:
         if isinstance(event, _MAIN):
             self._on_main(rank, event, now)
         elif isinstance(event, io.LoopRaised):
-            # The others are stuck in a collective with this one, or soon will be, so do not wait for them.
+            # The other ranks are stuck in a collective with this rank, or soon will be: do not wait for them.
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif isinstance(event, io.Busy):
             self._record_event(event, now)
@@ -294,7 +294,7 @@ class Ranks:
         return True
 
     def _on_digested(self, rank: int, event: io.Digested, now: float) -> None:
-        """Collect the digests; the next TellDigest follows a rank's next Ready, and so this answer."""
+        """Collect the ranks' digests. No other TellDigest comes before all ranks have answered this one."""
         self._digested[rank] = event
         if len(self._digested) < self.size:
             return
@@ -358,7 +358,7 @@ class Ranks:
             return
         fetching.ended[rank] = outcome.event
         if len(fetching.ended) < self.size:
-            return  # a rank that still writes into its memory must end before the next fetch
+            return  # a rank that still writes into its memory must end its fetch before the next one begins
         command, self._fetching = fetching.command, _Fetching()
         assert isinstance(command, io.FetchState)
         failed = [(r, e) for r, e in sorted(fetching.ended.items()) if isinstance(e, io.FetchFailed)]
@@ -375,7 +375,7 @@ class Ranks:
             return
         fetching.ended[rank] = event
         if isinstance(event, io.GradientGone):
-            # The other ranks' gradients are of no use without this one.
+            # The other ranks' gradients are of no use without the gradient of this rank.
             self._command(io.CancelFetch())
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif len(fetching.ended) == self.size:
@@ -383,7 +383,7 @@ class Ranks:
             assert isinstance(event, io.GradientFetched)
             ended = [fetching.ended[r] for r in range(self.size)]
             digests = [e.gradient_digest for e in ended if isinstance(e, io.GradientFetched)]
-            # Of unequal layouts every rank has read the digest of the round, which is the replica's.
+            # With unequal layouts every rank has read the digest of the round, which is the replica's digest.
             digest = digests[0] if self.unequal else replica_digest(digests)
             self._record_event(io.GradientFetched(event.step, digest), now)
 
@@ -441,7 +441,7 @@ def _where(event: RankEvent) -> str:
 
 
 class FollowerRank:
-    """A rank other than 0: performs commands in their order, and answers them."""
+    """A rank other than 0: it performs commands in their order, and answers them."""
 
     def __init__(self, rank: int) -> None:
         if rank < 1:

@@ -1,7 +1,7 @@
 """The time budget: every deadline inside the exchange follows from one setting, ``exchange_s``.
 
-User code has a bound of its own, ``user_code_s`` or the time that ``session.busy`` announced. Good rounds
-tighten the bound of the next ones, never below FLOOR_S: C code that holds the GIL, or a busy host, may keep a
+User code has its own bound: ``user_code_s``, or the time that ``session.busy`` announced. Good rounds tighten
+the bound of later rounds, but never below FLOOR_S: C code that holds the GIL, or a busy host, may keep a
 trainer from its links for seconds.
 """
 
@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 FLOOR_S = 5.0
-# The bound is so many times the duration of the slowest one in a hundred rounds.
+# The bound is this many times the duration of the slowest round in a hundred.
 MARGIN = 20.0
-# The bound adapts from so many good rounds on, and remembers the last REMEMBERED.
+# The bound adapts after this many good rounds, and follows the last REMEMBERED ones.
 ENOUGH = 20
 REMEMBERED = 200
 
@@ -21,7 +21,7 @@ REMEMBERED = 200
 class Budget:
     """The longest times, in seconds."""
 
-    exchange_s: float = 60.0  # from when every member is in a round to its commit
+    exchange_s: float = 60.0  # from the last member's contribution to the commit
     user_code_s: float = 1800.0
 
     @property
@@ -31,12 +31,12 @@ class Budget:
 
     @property
     def entry_s(self) -> float:
-        """The time for members that are late for a round, while no leader judges them."""
+        """The time for members that are late for a round, while no leader can evict them."""
         return 2 * self.user_code_s + self.exchange_s
 
 
 def problem(exchange_s: float, user_code_s: float, autonomy_s: float) -> str:
-    """Say why these cannot be a budget, for a person; empty when they can."""
+    """Say for a person why these times cannot be a budget; empty when they can."""
     if exchange_s <= 0:
         return f"exchange_s is {exchange_s:g}: give the seconds that a round may take once everybody is in it"
     if user_code_s < exchange_s:
@@ -56,17 +56,17 @@ def problem(exchange_s: float, user_code_s: float, autonomy_s: float) -> str:
 class AdaptiveTimeout:
     """The bound of the next round, from the durations of earlier ones."""
 
-    cap_s: float  # the bound until enough rounds have gone well, and its upper limit always
+    cap_s: float  # the upper limit of the bound, and the bound itself until enough rounds went well
     _took: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _patience: float = 1.0
 
     def took(self, seconds: float) -> None:
-        """A round went well."""
+        """Note that a round was committed within ``seconds``."""
         self._took.append(seconds)
         self._patience = 1.0
 
     def stalled(self) -> None:
-        """A round was given up: give the next one twice the time, or a slow network never gets through."""
+        """Give the next round twice the time, because this one was given up: the network may be slow."""
         self._patience *= 2
 
     @property

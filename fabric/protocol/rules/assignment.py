@@ -2,17 +2,16 @@
 
 The global batch of a step is a fixed list of micro-batches. A roster only changes which member computes each.
 
-Policy ``constant``: the members of the roster compute all of them. Ranges are contiguous in roster order, so
-the assignment is stable while the roster is. Sizes follow the shares by the largest remainder method (ties go
-to the earlier member).
+Policy ``constant``: the members of the roster compute all micro-batches, each a contiguous range in roster
+order. Sizes follow the shares by the largest remainder method (ties go to the earlier member).
 
 Policy ``shrink``: the list is cut into one part per *data slot*, and a member computes the part of its data
 slot. A part whose data slot has no member is skipped. With equal shares a part is the same in every roster.
 
 Data that only some replicas can read (``Sharing.readers`` above 0) lie by data slots too, in SPARe's layout
-(`rules.spare`). The member on data slot p computes part p. While it is away another host of the part does,
-so that the busiest member has as few parts as possible. A part whose hosts are all away is lost: see
-``Sharing.on_loss``.
+(`rules.spare`). The member on data slot p computes part p. While that member is away, another member that can
+read the part computes it, so that the busiest member has as few parts as possible. A part that no present
+member can read is lost: see ``Sharing.on_loss``.
 """
 
 import heapq
@@ -29,7 +28,7 @@ _MOST = 1 << 53  # above every number of a data slot
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step's global batch: the number of micro-batches, and how they are shared out."""
+    """A step's global batch: its number of micro-batches, and the rules that assign them."""
 
     micro_batches: int
     sharing: Sharing = EVERYTHING
@@ -72,15 +71,15 @@ def spread(
 ) -> dict[str, tuple[int, ...]]:
     """Give the orphaned ``micro_batches`` to ``members``, least relative load first.
 
-    ``load`` is how many each member already has in its kept gradient. Every id goes to exactly one member;
-    ties go to the earlier in roster order. A share of zero counts as 1 here, because some member must compute
-    the orphans.
+    ``load`` is how many micro-batches each member has in its kept gradient. Every id goes to exactly one
+    member; ties go to the earlier in roster order. A share of zero counts as 1, because some member must
+    compute the orphans.
     """
     if not members:
         raise ValueError("nobody is left to compute the micro-batches")
     given: dict[str, list[int]] = {m.replica: [] for m in members}
     # Each member's load with one micro-batch more, relative to its share, and its place in the roster.
-    # Quotients of small integers compare as floats just as the fractions would.
+    # Quotients of small integers have the same order as floats and as fractions.
     queue = [((load.get(m.replica, 0) + 1) / max(m.shares, 1), place) for place, m in enumerate(members)]
     heapq.heapify(queue)
     for micro_batch in sorted(micro_batches):
@@ -105,9 +104,9 @@ def cut(total: int, shares: Sequence[int]) -> list[range]:
 
 
 def data_slot_shares(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
-    """The share of every data slot: its member's, or the members' mean if it has none in ``roster``.
+    """The share of every data slot: that of its member, or without a member the mean of all members' shares.
 
-    Where data lie by data slots all parts are equal: they cannot move.
+    Where only some replicas can read a part's data all parts are equal, because data cannot move.
     """
     if sharing.readers:
         return [1] * sharing.data_slots
@@ -118,12 +117,12 @@ def data_slot_shares(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
 
 
 def readers_of(part: int, sharing: Sharing) -> tuple[int, ...]:
-    """The data slots on which the data of ``part`` can be read, its own first."""
+    """The data slots on which the data of ``part`` can be read, data slot ``part`` first."""
     return hosts_of(part, sharing.data_slots, min(sharing.readers, sharing.data_slots))
 
 
 def lost_parts(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
-    """The parts that no member of ``roster`` can read, under a policy by which others may compute them."""
+    """The parts that no member of ``roster`` can read; empty where every member can read all data."""
     if not sharing.readers or sharing.policy != "constant":
         return []
     present = frozenset(m.data_slot for m in roster if 0 <= m.data_slot < sharing.data_slots)
@@ -132,7 +131,7 @@ def lost_parts(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
 
 
 def waits_for_data(sharing: Sharing, roster: Sequence[Member]) -> bool:
-    """Whether these members wait for one that can read a lost part."""
+    """Whether the members of ``roster`` wait for a replica that can read a lost part."""
     return sharing.on_loss == "wait" and bool(lost_parts(sharing, roster))
 
 
@@ -141,8 +140,8 @@ def share_out(
 ) -> dict[str, tuple[int, ...]]:
     """Assign a whole step: every micro-batch goes to at most one of the ``able`` of ``roster``.
 
-    Leave out the micro-batches in ``skip``. Under ``constant`` without ``readers`` every other one goes to
-    exactly one member. Raise ValueError without ``able`` members.
+    Leave out the micro-batches in ``skip``. Under ``constant`` without ``readers`` every other micro-batch
+    goes to exactly one member. Raise ValueError without ``able`` members.
     """
     skipped = frozenset(skip)
     wanted = [i for i in range(work.micro_batches) if i not in skipped]
@@ -162,8 +161,8 @@ def hand_round(
 ) -> dict[str, tuple[int, ...]]:
     """Assign the ``missing`` micro-batches of a redone step to the ``able``, by ``load`` (how many each has).
 
-    Under ``shrink`` a member gets those of its own part. A part that only a member can read that is not able
-    yet goes to that member: the others wait until it has caught up.
+    Under ``shrink`` a member gets only micro-batches of its own part. If only a member that is still behind
+    can read a part, that member gets the part, and the others wait until it has caught up.
     """
     sharing = work.sharing
     if sharing.policy == "constant" and not sharing.readers:
@@ -193,11 +192,11 @@ def _by_data_slot(
 def seated(
     roster: Sequence[Member], remembered: Mapping[str, int], sharing: Sharing = EVERYTHING
 ) -> tuple[Member, ...]:
-    """Give each member a data slot: that which it asks for, else that which it had, else a free one.
+    """Give each member a data slot: the one that it asks for, else the one that it had, else a free one.
 
-    No two members share a data slot: of two that ask for one, the earlier in roster order gets it. The free
-    data slot is the lowest. If replicas name their racks, `rules.data_slot_placement` chooses it. There a
-    data slot without a shard does not last: its member gets the next one that is free.
+    No two members share a data slot: if two ask for the same one, the earlier in roster order gets it. A free
+    data slot is the lowest free one. If replicas name their racks, `rules.data_slot_placement` chooses it.
+    Then a member on a data slot without a shard moves to the next data slot that is free.
     """
     by_rack = sharing.readers > 0 and any(m.rack for m in roster)
     end = sharing.data_slots if by_rack else _MOST

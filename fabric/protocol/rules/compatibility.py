@@ -1,6 +1,6 @@
 """The settings that all members of a job must have in common, compared before they join.
 
-A difference that is met later ends in rounds that can never be exchanged.
+A difference that is noticed only after the join ends in rounds that can never be exchanged.
 """
 
 from itertools import zip_longest
@@ -10,14 +10,14 @@ from fabric.protocol.messages.network import OpenSession
 from fabric.protocol.rules.lanes import lanes_of
 from fabric.protocol.rules.layout_text import read_layout
 
-# Data settings that people give under another name.
+# The names under which people set some of the data settings.
 _LABELS = {"data_slots": "seats (FABRIC_REPLICAS)", "on_nan": "FABRIC_ON_NAN"}
-# ``OpenSession.plane`` for people.
+# The words for people for each value of ``OpenSession.plane``.
 _PLANES = {"host": "in host memory", "device": "on a GPU", "nccl": "through NCCL"}
 
 
 def incompatibility(a: OpenSession, b: OpenSession) -> str:
-    """Say why these two cannot be members of one job, and what to do; empty when they can."""
+    """Say why these two replicas cannot be members of one job, and what to do; empty when they can."""
     what = _model(a, b) or _data(a, b)
     if what:
         return (
@@ -37,7 +37,7 @@ def _place(session: OpenSession) -> str:
 
 
 def _model(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
-    """The part of the model that differs, and how."""
+    """The part of the model that differs between two replicas, and the difference."""
     if bool(a.cuts) != bool(b.cuts):
         return "settings (FABRIC_UNEQUAL is not the same)", ""
     if len(a.ranks) != len(b.ranks) and not a.cuts:
@@ -53,7 +53,7 @@ def _model(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
 
 
 def _data(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
-    """The data settings that differ, and how."""
+    """The data settings that differ between two replicas, and the difference."""
     ours, theirs = _settings(a), _settings(b)
     if ours == theirs:
         return None

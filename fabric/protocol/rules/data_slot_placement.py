@@ -4,12 +4,11 @@ SPARe's layout (`rules.spare`) says on which data slots each shard (type) is rea
 racks, the leader chooses data slots so that, in this order of importance,
 
 1. as few shards as possible have no reader,
-2. as few as possible have all their readers in one rack,
-3. as few as possible have two readers in one rack.
+2. as few shards as possible have all their readers in one rack,
+3. as few shards as possible have two readers in one rack.
 
-The search exchanges two data slots at a time while that helps, from several beginnings. The tests compare it
-with all arrangements of small jobs. In large jobs its effort is bounded. The result depends on the arguments
-alone.
+The search starts from several arrangements. It exchanges the replicas of two data slots while that lowers the
+cost. The tests compare its result with all arrangements of small jobs. In large jobs its effort is bounded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from fabric.protocol.rules.spare import hosts_of, stack_of
 
 # The cost of one shard, by its readers. Pairs of readers in one rack only guide the search.
 _NO_READER, _ONE_RACK, _SHARED_RACK, _PAIR = 1 << 90, 1 << 60, 1 << 30, 1
-# How many readers one search looks at from all beginnings: less than a second.
+# The most readers that one search looks at, from all starting arrangements together: less than a second.
 _EFFORT = 30_000
 _BEGINNINGS = 48
 
@@ -28,10 +27,10 @@ _Label = str | None
 
 
 def place(racks: Mapping[int, str], newcomers: Sequence[str], data_slots: int, readers: int) -> list[int]:
-    """Choose the data slot of each newcomer, of which ``newcomers`` has the rack ("" if it names none).
+    """Choose the data slot of each newcomer; ``newcomers`` holds their racks ("" if a newcomer names none).
 
-    ``racks`` are those of the other replicas, by data slot. ``data_slots`` and ``readers`` are as in
-    ``Sharing``. A newcomer without a free data slot gets the next number above all.
+    ``racks`` holds the other replicas' racks, by data slot. ``data_slots`` and ``readers`` are as in
+    ``Sharing``. A newcomer without a free data slot gets the number above all data slots.
     """
     free = [slot for slot in range(data_slots) if slot not in racks]
     coming = newcomers[: len(free)]
@@ -51,7 +50,7 @@ def _search(
     """Find the best order of ``labels`` for the ``free`` data slots."""
     best, least, left = labels, -1, _EFFORT // readers
     strides = [n for n in range(1, len(labels) + 1) if gcd(n, len(labels)) == 1]
-    # A stride of about the number of racks puts neighbours into different ones: from there it is not far.
+    # A stride of about the number of racks puts neighbours into different racks: a good start for the search.
     strides.sort(key=lambda n: (abs(n * len(set(labels)) - len(labels)), n))
     beginnings = [(shift, stride) for shift in range(len(labels)) for stride in strides[:_BEGINNINGS]]
     for shift, stride in beginnings[: _BEGINNINGS if readers > 1 else 0]:
@@ -66,7 +65,7 @@ def _search(
 
 
 class _Arrangement:
-    """The label of every data slot, and the cost of every shard with them."""
+    """The label of every data slot, and the cost of every shard with these labels."""
 
     def __init__(self, labels: dict[int, _Label], data_slots: int, readers: int) -> None:
         self.labels = labels
@@ -90,7 +89,7 @@ class _Arrangement:
         return cost
 
     def improve(self, free: Sequence[int], left: int) -> int:
-        """Exchange labels of ``free`` data slots while that lowers the cost; return the tries left."""
+        """Exchange labels of ``free`` data slots while an exchange lowers the cost; return the tries left."""
         better = True
         while better and left > 0:
             better = False

@@ -3,11 +3,10 @@
 Given the record of a forced epoch and the frozen report of every member, decide the step T at which they
 resume, and each member's work. Every leader that sees the same reports decides the same.
 
-The members commit the newest round only if *all* its reporters have prepared it. A prepared round is a
-promise. So if one of them has not prepared it, no member has committed it, dead or alive, and it is redone.
-If all have, some member may have committed it, and committing is allowed. A disputed round is an exception:
-no member can have committed it. The members with the other result may be gone, and the remaining result may
-be wrong.
+The members commit the newest round only if *all* members that report it have prepared it. A prepared round is
+a promise. So if one member has not prepared the round, no member, dead or alive, has committed it, and it is
+redone. If all have prepared it, some member may have committed it, and committing is allowed. A disputed
+round is an exception: no member can have committed it, and the result that is left may be wrong.
 """
 
 from collections import Counter
@@ -18,13 +17,13 @@ from fabric.model import Record
 from fabric.protocol.messages.network import Assignment, Report, Resume
 from fabric.protocol.rules.assignment import Work, hand_round, share_out
 
-# So many members are named in a reason, more are counted.
+# A reason names at most this many members, and counts the others.
 _NAMED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Reports of the same step carry different digests: these members are the minority."""
+    """The members to evict: reports of one step carry different digests, and these are the minority."""
 
     replicas: tuple[str, ...]
     reason: str
@@ -33,7 +32,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Undecidable:
-    """Two members disagree and no third has the result of either: the job stops rather than guess."""
+    """Members disagree, and no majority shows which result is right: the job stops rather than guess."""
 
     reason: str
 
@@ -44,7 +43,7 @@ Decision = Resume | Evict | Undecidable
 def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) -> Decision:
     """Decide forced epoch ``record.epoch`` from the reports of all its members.
 
-    ``micro_batches`` make a step. Raise KeyError when a member's report is missing.
+    ``micro_batches`` is their number in a step. Raise KeyError when a member's report is missing.
     """
     work = Work(micro_batches, record.sharing)
     if record.cold == record.epoch:
@@ -53,7 +52,7 @@ def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) ->
     # The report of a newcomer that never held a state of this generation does not count.
     valid = {r: x for r, x in by_name.items() if x.state_generation == record.generation}
     if not valid:
-        # No member has begun this generation yet, so none can have committed in it.
+        # No member has begun this generation yet, so none can have committed a step in it.
         return _cold(record, work)
     split = _outvoted(record, valid) or _digest_split(record, valid)
     if split is not None:
@@ -79,7 +78,7 @@ def _newest_step(report: Report, record: Record) -> int:
 
 
 def _counts(report: Report, record: Record) -> bool:
-    """Whether the report's round is of this generation: older rounds are void."""
+    """Whether the report's round is of this generation. Rounds of older generations do not count."""
     return report.round_epoch >= max(record.cold, 1)
 
 
@@ -124,9 +123,9 @@ def _commit(record: Record, witnesses: Mapping[str, Report], step: int, work: Wo
 
 
 def _redo(record: Record, reports: Mapping[str, Report], step: int, work: Work) -> Resume:
-    """Redo round ``step``: members that can compute get the micro-batches that no member at that step has.
+    """Redo round ``step``. Members that can compute get the micro-batches that are in no kept gradient of it.
 
-    Poison goes to no member.
+    No member gets poison.
     """
     digest = next((x.committed_digest for x in reports.values() if x.step == step), "")
     load: dict[str, int] = {}
@@ -138,8 +137,8 @@ def _redo(record: Record, reports: Mapping[str, Report], step: int, work: Work) 
             continue
         kept = set(report.have) if report.step == step else set()
         if kept & taken:
-            # Two members computed the same micro-batch (a table that one of them missed): the later in
-            # roster order starts afresh.
+            # Two members computed the same micro-batch, because one of them missed a table: the later one in
+            # roster order drops its gradient.
             dropped.add(member.replica)
             kept = set()
         taken |= kept
@@ -156,13 +155,13 @@ def _redo(record: Record, reports: Mapping[str, Report], step: int, work: Work) 
 
 
 def _able(report: Report, record: Record, step: int, digest: str) -> bool:
-    """Whether this member computes in the redone round: it is at ``step``, or gets there at once."""
+    """Whether this member can compute in the redone round: its state is, or will be at once, at ``step``."""
     behind = report.step == step - 1 and _prepared(report, record, step - 1)
     return report.step == step or (behind and bool(digest) and report.gradient_digest == digest)
 
 
 def _outvoted(record: Record, reports: Mapping[str, Report]) -> Evict | None:
-    """Evict the members whose state most members of a round have called wrong, also if those are gone now."""
+    """Evict members whose state most members of a round called wrong, also if that majority has ended."""
     names = tuple(x.replica for x in record.roster if x.replica in reports and reports[x.replica].outvoted)
     if not names:
         return None
@@ -190,9 +189,9 @@ def _minority(
 ) -> Evict | Undecidable | None:
     """Evict the members that disagree with the majority.
 
-    A tie of more than two goes against the shorter tenure. If the tenures are equal too, no member can tell
-    which side is right. Of two members the newer one goes, unless it has agreed with another member since:
-    then the fault came later, and may be on either side.
+    In a tie of more than two members the side with the shorter tenure goes. If the tenures are equal too, no
+    member can tell which side is right. Of two members the newer one goes, unless a later state of it agreed
+    with another member: then the fault came after its join, and may be on either side.
     """
     counts = Counter(digests.values())
     if len(counts) <= 1:
@@ -217,7 +216,7 @@ def _minority(
 
 
 def _newest_of_two(record: Record, digests: Mapping[str, str]) -> str:
-    """The one of two members that was admitted later; empty for more members, or equal tenures."""
+    """Of two members, the one that was admitted later; empty for more members, or for equal tenures."""
     entered = sorted((x.since, x.replica) for x in record.roster if x.replica in digests)
     return entered[1][1] if len(entered) == 2 and entered[0][0] < entered[1][0] else ""
 

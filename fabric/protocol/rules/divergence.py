@@ -1,14 +1,13 @@
-"""Where the states of members differ. Small entries of a state travel with its digest.
+"""Where the states of members differ. Small entries of a state (learning rates, counters) go with its digest.
 
-If a learning rate or a counter differs, the script is nearly always wrong there. If no small entry differs, a
-tensor does.
+If a small entry differs, the script is nearly always wrong there. If none differs, a tensor does.
 """
 
 from collections.abc import Mapping
 
 Entries = tuple[tuple[str, str], ...]
 
-# So much of a state travels, and so many differences are named.
+# The most entries that go with a state's digest, their longest texts, and the most differences in a sentence.
 MAX_ENTRIES = 64
 MAX_PATH = 100
 MAX_VALUE = 32
@@ -16,7 +15,7 @@ _NAMED = 3
 
 
 def bounded(entries: Entries) -> Entries:
-    """Cut ``entries``, (path, value) each, to the size that may travel."""
+    """Cut ``entries``, each a (path, value), to the size that may be sent."""
     return tuple((_clean(path, MAX_PATH), _clean(value, MAX_VALUE)) for path, value in entries[:MAX_ENTRIES])
 
 

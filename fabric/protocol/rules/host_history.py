@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from fabric.model import HostHistory
 
-# Two failures within a day, or three within two days.
+# A host reaches this score by two failures within a day, or three within two days.
 SUSPECT = 1.5
-# A score below this is forgotten: that of one failure after a week.
+# A lower score is forgotten: one failure has this score after a week.
 FORGOTTEN = 2.0**-7
-# A record stays small: of more hosts the least suspect are forgotten.
+# The most hosts in a record, to keep it small: the least suspect ones beyond it are forgotten.
 MAX_HOSTS = 256
 
 

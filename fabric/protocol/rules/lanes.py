@@ -2,13 +2,12 @@
 
 Every replica holds the whole model, each in its own layout: one process, ranks of FSDP2 or tensor parallel,
 pipeline stages that own whole parameters. The layouts of all replicas together cut each parameter into
-*pieces*, the coarsest ones that no layout cuts further. A *lane* is the pieces that lie together: in every
-replica one rank holds all of them. Those ranks form a ring and reduce the lane. A rank takes part in as many
-lanes as it holds.
+*pieces*, the largest parts that no layout cuts further. A *lane* is the pieces that one rank of every replica
+holds together. Those ranks form a ring and reduce the lane. A rank takes part in as many lanes as it holds.
 
-A part that several ranks of a replica hold has copies. Copy i of one replica meets copy i of the others. A
-replica with fewer copies repeats its own, so such a rank reduces the piece more than once. It keeps the
-result of the lowest copy. Equal layouts make one lane per rank: rank k with rank k.
+A part that several ranks of a replica hold has copies. Copy i of one replica is reduced with copy i of the
+others. A replica with fewer copies uses its copies repeatedly, so a rank may reduce a piece more than once.
+It keeps the result of the lowest copy. Equal layouts make one lane per rank: rank k with rank k.
 
 The lanes do not depend on the order of the replicas, nor on how many of them have the same layout.
 """
@@ -26,12 +25,12 @@ class HeldParameter:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]  # of the whole parameter
-    region: TensorRegion  # empty where a rank's share of a small parameter is nothing
+    shape: tuple[int, ...]  # the shape of the whole parameter
+    region: TensorRegion  # the part; empty where a rank holds nothing of a small parameter
 
     @property
     def whole(self) -> str:
-        """The whole parameter for people."""
+        """Describe the whole parameter for people."""
         return f"{self.dtype}{list(self.shape)}"
 
 
@@ -49,14 +48,14 @@ class Piece:
     name: str
     dtype: str
     region: TensorRegion
-    copy: int = 0  # which one of the copies, where a replica has several
+    copy: int = 0  # the number of this copy, where several ranks of a replica hold the part
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
     """Pieces that the same ranks hold, in order of their names and places."""
 
-    holders: tuple[int, ...]  # the rank that takes part, of each replica
+    holders: tuple[int, ...]  # of each replica the rank that takes part
     pieces: tuple[Piece, ...]
 
     @property
@@ -89,16 +88,16 @@ class _CommonPiece:
     ranks: tuple[tuple[int, ...], ...]
 
     def holders(self) -> Iterator[tuple[int, ...]]:
-        """The holder of each layout, for one copy after the other."""
+        """For each copy in turn: the rank that holds it, in each layout."""
         for copy in range(max(map(len, self.ranks))):
             yield tuple(ranks[copy % len(ranks)] for ranks in self.ranks)
 
 
 def lanes_of(layouts: Mapping[str, ReplicaLayout]) -> tuple[Lane, ...]:
-    """The lanes of these replicas, equal for everyone who asks; holders are in the order of ``layouts``.
+    """The lanes of these replicas, the same at every rank; holders are in the order of ``layouts``.
 
-    Raises ConfigError where a replica does not hold the whole of the model that the others hold, or cuts a
-    parameter into parts that overlap.
+    Raises ConfigError where a replica does not hold the whole model that the others hold, or cuts a parameter
+    into parts that overlap.
     """
     kinds: dict[ReplicaLayout, str] = {}  # the first replica of each layout
     first_alike = [kinds.setdefault(layout, replica) for replica, layout in layouts.items()]
@@ -106,7 +105,7 @@ def lanes_of(layouts: Mapping[str, ReplicaLayout]) -> tuple[Lane, ...]:
     _check_equal_models(cuts)
     places = [list(cuts).index(replica) for replica in first_alike]
     pieces: dict[tuple[int, ...], list[Piece]] = {}
-    refined: dict[tuple[_Cut, ...], list[_CommonPiece]] = {}  # most parameters of a model are cut alike
+    refined: dict[tuple[_Cut, ...], list[_CommonPiece]] = {}  # a cache: most parameters are cut alike
     for name in sorted(next(iter(cuts.values()), {})):
         together = tuple(by_name[name] for by_name in cuts.values())
         if together not in refined:
@@ -126,7 +125,7 @@ def lanes_of_rank(lanes: Sequence[Lane], place: int, rank: int) -> tuple[int, ..
 
 
 def _refine(cuts: Sequence[_Cut]) -> list[_CommonPiece]:
-    """The coarsest pieces of one parameter that respect every cut, in order of their places."""
+    """The largest pieces of one parameter that no layout cuts further, in order of their places."""
     pieces = [_CommonPiece(TensorRegion.whole(cuts[0].shape), ())]
     for cut in cuts:
         pieces = [
@@ -178,7 +177,7 @@ def _by_name(replica: str, layout: ReplicaLayout) -> dict[str, dict[int, HeldPar
 
 
 def _cut(replica: str, name: str, held: Mapping[int, HeldParameter]) -> _Cut:
-    """How ``replica`` cuts one parameter. Raises ConfigError where its parts are not the whole, once."""
+    """How ``replica`` cuts one parameter. Raises ConfigError unless its parts cover the parameter once."""
     first_rank, first = next(iter(held.items()))
     ranks: dict[TensorRegion, list[int]] = {}
     for rank, parameter in held.items():

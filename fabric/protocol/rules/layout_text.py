@@ -14,7 +14,7 @@ from fabric.errors import ConfigError, ProtocolError
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, lanes_of
 from fabric.protocol.rules.tensor_region import TensorRegion
 
-# Of the packed text, and of the JSON in it.
+# The longest packed text, and the longest JSON in it.
 MAX_CHARACTERS = 64 * 1024
 _MAX_JSON_BYTES = 16 << 20
 _MAX_SIZE = 1 << 48
@@ -45,7 +45,7 @@ def layout_text(layout: ReplicaLayout) -> str:
 
 @lru_cache(maxsize=64)
 def read_layout(text: str) -> ReplicaLayout:
-    """The layout in ``text``. Raises ProtocolError for anything that is not one."""
+    """The layout in ``text``. Raises ProtocolError for text that is not a layout."""
     try:
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.b64decode(text, validate=True), _MAX_JSON_BYTES)

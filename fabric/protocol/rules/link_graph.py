@@ -1,8 +1,8 @@
-"""The largest set of members that all reach each other, from each member's word. Pure. "Links that are cut".
+"""The largest set of members that all reach each other, from the members' complaints. Pure.
 
-The barrier needs a link between every two members, so no ring order helps where one is missing. The leader
-keeps that set and leaves the others out in one epoch. They come back when their links have been whole for a
-while, so a link that flaps costs one change and not many.
+"Links that are cut" in docs/protocol.md. The commit needs a link between every two members, so no ring order
+helps where a link is missing. The leader keeps that set and leaves the other members out in one epoch. They
+come back when their links have worked for a while, so a link that fails repeatedly costs one change.
 """
 
 import heapq
@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 
 from fabric.model import ReplicaProcess
 
-# Up to so many members with a missing link are searched exhaustively; of more the set may be smaller than the
-# largest.
+# Up to this many members with a missing link the search is exhaustive. With more, the set may be smaller than
+# the largest.
 EXACT = 16
-# Seconds that the links of a member that was left out must be whole before it comes back, doubled every time.
+# Seconds that the links of a member that was left out must work before it comes back, doubled every time.
 CALM_S = 5.0
 CALM_LIMIT_S = 12.0
-# A process without trouble for so many seconds counts as one that never had any.
+# After this many seconds without a missing link a process counts as one that never missed a link.
 FORGET_S = 600.0
 
 Pair = tuple[str, str]
 
 
 def missing_links(unreachable: Mapping[str, Iterable[str]], names: Collection[str]) -> set[Pair]:
-    """The links between ``names`` that either end cannot use, as a link needs both directions."""
+    """The links between ``names`` of which one end cannot reach the other: a link needs both directions."""
     members = frozenset(names)
     pairs = ((by, about) for by, others in unreachable.items() for about in others)
     return {(min(p), max(p)) for p in pairs if p[0] != p[1] and members.issuperset(p)}
@@ -33,11 +33,11 @@ def missing_links(unreachable: Mapping[str, Iterable[str]], names: Collection[st
 def reachable_set(
     seniority: Sequence[str], missing: Collection[Pair], newcomers: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The set that goes on: no link of it is missing.
+    """Choose the set of members that goes on: all links between them work.
 
-    Of such sets it has the most veterans (members that are not ``newcomers``), then the most members, then
-    the most senior ones. ``seniority`` names all members, the most senior first. With more than ``EXACT``
-    ends of missing links it is a set to which no member can be added.
+    It is the set with the most veterans (members that are not ``newcomers``), then with the most members,
+    then with the most senior ones. ``seniority`` names all members, the most senior first. With more than
+    ``EXACT`` ends of missing links it is any set to which no member can be added.
     """
     neighbours: dict[int, set[int]] = {}
     place = {name: i for i, name in enumerate(seniority)}
@@ -79,7 +79,7 @@ def _greedy(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int
         _, count, place = heapq.heappop(heap)
         i = -place
         if i not in left or left[i] != -count or not left[i]:
-            continue  # it is out, or this entry is an old one
+            continue  # this member is out already, or the entry is outdated
         del left[i]
         for other in neighbours[i] & left.keys():
             left[other] -= 1
@@ -94,7 +94,7 @@ def _greedy(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int
 @dataclass(slots=True)
 class _Trouble:
     times: int = 0  # how often the process was left out for its links
-    at: float = 0.0  # when one of them was last missing
+    at: float = 0.0  # when a link of the process was last missing
 
 
 @dataclass(slots=True)
@@ -104,31 +104,31 @@ class Healing:
     _troubles: dict[ReplicaProcess, _Trouble] = field(default_factory=dict)
 
     def left_out(self, process: ReplicaProcess, now: float) -> None:
-        """The process was left out, because a link was missing."""
+        """Note that the process was left out, because a link was missing."""
         trouble = self._troubles.setdefault(process, _Trouble())
         trouble.times = 1 if now - trouble.at > FORGET_S else trouble.times + 1
         trouble.at = now
 
     def missed(self, process: ReplicaProcess, now: float) -> None:
-        """The process says, from outside, that it does not reach all members.
+        """Note that the process says, from outside the roster, that it does not reach all members.
 
-        That counts only for a process that was left out: for another one a member may have just died.
+        That counts only for a process that was left out. Another process may miss a member that just died.
         """
         if process in self._troubles:
             self._troubles[process].at = now
 
     def calm_s(self, process: ReplicaProcess) -> float:
-        """How long its links must be whole before it comes back; 0 if they always were."""
+        """How long its links must work before the process comes back; 0 if they always worked."""
         trouble = self._troubles.get(process)
         if trouble is None:
             return 0.0
         return float(min(CALM_S * 2 ** max(0, trouble.times - 1), CALM_LIMIT_S))
 
     def is_calm(self, process: ReplicaProcess, now: float) -> bool:
-        """Whether its links have been whole for that long."""
+        """Whether the links of the process have worked for ``calm_s``."""
         trouble = self._troubles.get(process)
         return trouble is None or now - trouble.at >= self.calm_s(process)
 
     def forget(self, replica: str) -> None:
-        """An operator says that the links of ``replica`` are mended."""
+        """Forget the missing links of ``replica``, because an operator has mended them."""
         self._troubles = {process: x for process, x in self._troubles.items() if process.replica != replica}

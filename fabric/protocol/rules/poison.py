@@ -1,17 +1,17 @@
-"""Micro-batches that kill the processes that compute them, from the word of checkpoint servers. Pure.
+"""Micro-batches that kill the processes that compute them, by the statuses of checkpoint servers. Pure.
 
 A trainer notes in its server's memory which micro-batch its main thread is at. The server survives the
 trainer, and its status names that micro-batch. One death proves nothing, because machines die. Two deaths at
-the same micro-batch of the same step are taken as proof.
+the same micro-batch of the same step count as proof.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 
 from fabric.model import Death, Poison, ReplicaProcess
 
-# After so many deaths at one micro-batch, no member gets it again.
+# After this many deaths at one micro-batch, no member gets it again.
 ENOUGH = 2
-# More micro-batches than these are not a bad sample, but a bad program: the job stops.
+# More poisoned micro-batches than this show a bad program, not a bad sample: the job stops.
 MOST = 64
 
 # (step, micro-batch) -> the processes that died at it.
@@ -42,7 +42,7 @@ def merged(poisons: Iterable[Poison], deaths: Deaths) -> tuple[Poison, ...]:
 
 
 def size(poison: Iterable[Poison]) -> int:
-    """The number of micro-batches."""
+    """The number of poisoned micro-batches."""
     return sum(len(p.micro_batches) for p in poison)
 
 

@@ -8,8 +8,8 @@ When groups fail, `StackedShards.fail` finds the smallest depth at which every t
 with a free slot, moves as few types as possible, and says which types must be computed now (the *patch*). A
 type without a living host is a *wipe-out*.
 
-The paper leaves two things open that a real system needs. Each type has one *owner*, so a type that was
-computed twice is summed once. The patch of the current step is separate from the layout of the next one.
+Two things are not in the paper. Each type has one *owner*, so a type that was computed twice is summed once.
+The patch of the current step is separate from the layout of the next step.
 
 Everything here is integer arithmetic in a fixed order: every replica computes the same result from the same
 input.
@@ -86,9 +86,9 @@ def consecutive_offsets(groups: int, redundancy: int) -> tuple[int, ...]:
 
 
 def best_offsets(groups: int, redundancy: int) -> tuple[int, ...]:
-    """The Golomb offsets if they fit, else offsets with distinct differences, else consecutive ones.
+    """The Golomb offsets if they fit, else offsets with distinct differences, else consecutive offsets.
 
-    The second case covers perfect difference sets such as 7 groups with (0, 1, 3).
+    Distinct differences cover perfect difference sets such as 7 groups with (0, 1, 3).
     """
     try:
         return golomb_offsets(groups, redundancy)
@@ -118,7 +118,7 @@ def ring_layout(groups: int, offsets: Sequence[int]) -> tuple[tuple[int, ...], .
 def block_layout(groups: int, redundancy: int) -> tuple[tuple[int, ...], ...]:
     """Traditional replication: the r groups of a block all host the r types of the block.
 
-    A last block of fewer groups hosts its own types alone, so those have fewer hosts.
+    A last block with fewer groups hosts only its own types, so its types have fewer hosts.
     """
     _check(groups, redundancy)
     stacks = []
@@ -147,7 +147,7 @@ class Patch:
 
     @property
     def slots(self) -> int:
-        """The slots that the busiest group computes, the time of the patch in units of one type."""
+        """The number of types that the busiest group computes: the time of the patch in units of one type."""
         return max((len(types) for types in self.compute.values()), default=0)
 
 
@@ -199,7 +199,7 @@ class StackedShards:
         return Patch(self._plan(orphans), self.depth, self.depth > before)
 
     def restore(self, groups: Iterable[int]) -> None:
-        """Bring ``groups`` back at a step boundary: all types find owners afresh, at the smallest depth."""
+        """Bring ``groups`` back at a step boundary: give every type a new owner, at the smallest depth."""
         self.alive |= set(groups)
         for type_ in range(len(self.owner)):
             self._owners.give(type_, -1)
@@ -227,7 +227,8 @@ class StackedShards:
     def _reorder(self, computed: dict[int, set[int]], depth_before: int) -> dict[int, tuple[int, ...]]:
         """Put the types that a group owns into its first ``depth`` slots; return what each must compute now.
 
-        Fill the other slots with types that the group has computed already, then with the next of its stack.
+        Fill the other slots with types that the group has computed already, then with the next types of its
+        stack.
         """
         patch: dict[int, tuple[int, ...]] = {}
         for group, done in computed.items():
@@ -255,10 +256,10 @@ class Settlement:
 
 @lru_cache(maxsize=256)
 def settle(groups: int, redundancy: int, present: frozenset[int]) -> Settlement:
-    """The owners of all types while only the groups in ``present`` are there: a pure function of them.
+    """The owners of all types while only the groups in ``present`` are there.
 
-    Every type stays with its own group where that is present. The others go to present hosts at the smallest
-    feasible depth, and as few types as possible leave their own group. Nothing is computed twice.
+    Every type stays with its own group where that group is present. The other types go to present hosts at
+    the smallest feasible depth. As few types as possible leave their own group. No type is computed twice.
     """
     stacks = ring_layout(groups, best_offsets(groups, redundancy))
     owners = _Owners(stacks)
@@ -312,8 +313,8 @@ class _Owners:
     def settle(self, homeless: Sequence[int], computed: dict[int, set[int]], depth: int) -> int:
         """Give all of ``homeless`` an owner at minimum cost: the smallest feasible depth from ``depth`` on.
 
-        ``computed``: per present group what it has computed already. Every homeless type must have a present
-        host.
+        ``computed``: per present group the types that it has computed already. Every type in ``homeless``
+        must have a present host.
         """
         before = tuple(self.owner)
         while not self._assign(homeless, computed, depth):
@@ -323,7 +324,7 @@ class _Owners:
         return depth
 
     def _assign(self, homeless: Sequence[int], computed: dict[int, set[int]], depth: int) -> bool:
-        cheap = True  # so far every type cost 1, the least that it can
+        cheap = True  # whether every type so far cost 1, the least possible
         for type_ in homeless:
             search = _PathSearch(self.hosts, self.owned, computed, depth, cheap)
             search.run(type_)
@@ -354,12 +355,12 @@ class _PathSearch:
     ) -> None:
         self._hosts, self._owned, self._computed = hosts, owned, computed
         self._depth, self._cheap = depth, cheap
-        self._cost: dict[int, int] = {}  # to reach a group with one type too many
+        self._cost: dict[int, int] = {}  # per group: the cost to reach it with one type too many
         # Per group reached: the type that it takes, and the group that gives it up (-1: no owner).
         self._via: dict[int, tuple[int, int]] = {}
         self._queue: deque[int] = deque()
         self.goal = -1  # the group with a free slot at the end of the path; -1: there is no path
-        self.cost = _FAR  # of the path
+        self.cost = _FAR  # the cost of the path
 
     def run(self, type_: int) -> None:
         """Search for an owner of ``type_``, which has none."""

@@ -21,7 +21,7 @@ class TensorRegion:
         return math.prod(self.sizes)
 
     def common(self, other: "TensorRegion") -> "TensorRegion":
-        """The region that both cover; it may be empty."""
+        """The region that this part and ``other`` both cover; it may be empty."""
         begin = tuple(map(max, self.begin, other.begin))
         ends = map(min, self.end, other.end)
         return TensorRegion(begin, tuple(max(0, end - at) for at, end in zip(begin, ends, strict=True)))

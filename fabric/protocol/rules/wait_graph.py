@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Places tried for one end of a bad link; these are enough in a roster of thousands.
+# The most places in the ring to try for one end of a bad link: enough for a roster of thousands.
 _PLACES = 64
 
 
 def root_waiters(waiting: Mapping[str, Sequence[str]], names: Sequence[str]) -> tuple[str, ...]:
     """The members that others wait for, and that wait for no other themselves.
 
-    ``waiting`` names, for each member that spoke, the members that it waits for. Members that wait for each
-    other in a circle excuse each other: a link between two of them is to blame.
+    ``waiting`` names, for each member that reported, the members that it waits for. Members that wait for
+    each other in a circle are all excused: a link between two of them is to blame.
     """
     awaited = {other for others in waiting.values() for other in others}
     return tuple(n for n in names if n in awaited and not waiting.get(n))
@@ -68,10 +68,10 @@ def _cost(names: Sequence[str], bad: Mapping[tuple[str, str], int]) -> int:
 class StragglerTracker:
     """How long the others have waited for members that have not come to the exchange."""
 
-    since: dict[str, tuple[int, float]] = field(default_factory=dict)  # in which step, and since when
+    since: dict[str, tuple[int, float]] = field(default_factory=dict)  # member -> the step, and since when
 
     def waited_s(self, name: str, step: int, now: float) -> float:
-        """Note that a member waits for ``name`` in ``step``; return since how many seconds."""
+        """Note that a member waits for ``name`` in ``step``; return for how many seconds others have."""
         if self.since.get(name, (-1, now))[0] != step:
             self.since[name] = (step, now)
         return now - self.since[name][1]
@@ -83,9 +83,9 @@ class StragglerTracker:
 
 @dataclass(slots=True)
 class RingRebuilds:
-    """Tries to form the same epoch again without a committed step between them."""
+    """The rebuilds of the ring since the last committed step, and the complaints that led to them."""
 
     tries: int = 0
-    blame: Counter[str] = field(default_factory=Counter)  # by member
+    blame: Counter[str] = field(default_factory=Counter)  # complaints, by member
     links: Counter[tuple[str, str]] = field(default_factory=Counter)  # complaints, by ring link
     stuck: Counter[str] = field(default_factory=Counter)  # stalls without an excuse, by member

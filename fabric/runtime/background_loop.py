@@ -24,7 +24,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Cancel all running work, wait a moment for its end, and end the thread."""
+        """Cancel all running work, wait briefly for its end, and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
 

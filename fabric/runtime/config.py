@@ -56,7 +56,7 @@ class Settings:
     on_nan: str = "propagate"  # average that is not finite: "propagate", "stop" the job, "skip" the update
     contact_s: float = 60.0  # time to find a lighthouse at the start
     exchange_s: float = 60.0  # time budget once all members are in a round; other deadlines derive from it
-    user_code_s: float = 1800.0  # how long the others wait for a member in user code
+    user_code_s: float = 1800.0  # how long other members wait for a member in user code
     autonomy_s: float = 1800.0  # how long to step without any lighthouse
     data_plane: str = "auto"  # "auto" (members on one host share memory), "tcp" or "nccl"
     digest_every: int = 10  # steps from one digest of the state to the next

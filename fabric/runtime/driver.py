@@ -131,7 +131,7 @@ class Driver(Generic[EventT, EffectT]):
         if threading.get_ident() == self._thread:
             work()
             return
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and needs no more work
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(work)
 
     def _is_due(self) -> bool:

@@ -19,7 +19,7 @@ class MarkedProcesses:
 
     def __init__(self, name: str, mark: str, sessions: Collection[int] = ()) -> None:
         self._entry = f"{name}={mark}".encode()
-        # A process that writes its own title may overwrite its environment; its session remains.
+        # A process that writes its own title may overwrite its environment, but stays in its session.
         self.sessions = frozenset(sessions)
 
     def living(self) -> list[int]:

@@ -1,5 +1,4 @@
-"""Low-priority threads, which must not slow a training step: they get the processor time that others
-leave."""
+"""Low-priority threads, which must not slow a training step: they use processor time that is free."""
 
 import contextlib
 import os

@@ -135,5 +135,5 @@ def _foreign_file(folder: Path) -> str:
                 if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                     return entry.name
             except FileNotFoundError:
-                continue  # removed meanwhile
+                continue  # another process has removed it
     return ""

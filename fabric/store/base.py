@@ -132,7 +132,7 @@ class Store(Protocol):
     async def connect(self) -> str:
         """Reach the store and return its id: random, written once by the first handle.
 
-        A wiped or replaced store has another id; nothing known about the old one holds for it.
+        A wiped or replaced store has another id, and none of the old store's keys or revisions.
         """
         ...
 

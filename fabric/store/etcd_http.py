@@ -78,7 +78,7 @@ class Gateway:
         return answer
 
     def forget(self, token: str) -> None:
-        """Forget a refused token (see ``token``): the next request asks for another one."""
+        """Forget a refused token (see ``token``): the next request fetches a new token."""
         if self._token == token:
             self._token = ""
 

@@ -200,7 +200,7 @@ class SqliteFile:
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        # Before anything is changed: is this file ours, new, or another program's?
+        # Before the first change, check whether this file is ours, new, or another program's.
         with self._transaction(connection, "BEGIN"):
             self._check_owner(connection)
         self._switch_to_log(connection)

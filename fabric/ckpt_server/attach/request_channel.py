@@ -52,7 +52,7 @@ class RequestChannel:
         return self._owed is not None
 
     def ask(self, body: Mapping[str, object], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-        """Return the answer and the descriptors beside it. Raises Refused with the server's sentence, and
+        """Return the answer and the descriptors sent with it. Raises Refused with the server's sentence, and
         ServerLost without an answer; ``is_open`` then tells whether the channel can still be used."""
         operation = str(body.get("op"))
         self.settle()

@@ -143,7 +143,7 @@ class ServerHandle:
     def publish_gradient(
         self, slot: int, gradient: PublishedGradient, meta: Mapping[str, object], *, then_begin: int = -1
     ) -> None:
-        """Serve the slot's first bytes as ``gradient``, with ``meta`` beside it for readers.
+        """Serve the slot's first bytes as ``gradient``, with ``meta`` in a header for readers.
 
         ``then_begin``: the gradient slot to begin in the same request, as ``begin`` does (negative: none).
         """
@@ -232,9 +232,8 @@ class ServerHandle:
     def ensure(self) -> bool:
         """Attach again if the channel is closed, starting a new server if the old one is dead.
 
-        Returns True when the server is another process than before: nothing is published there, and
-        every slot must be allocated again. A server that hangs is left alone. Raises as ``start_or_attach``
-        does.
+        Returns True when the server is a new process: it has no published content, and every slot must be
+        allocated again. Does nothing for a server that hangs. Raises as ``start_or_attach`` does.
         """
         with self._lock:
             self._line.settle()

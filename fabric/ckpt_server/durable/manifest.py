@@ -7,7 +7,7 @@ One folder is one checkpoint, ``STORAGE/JOB/step-0000000120-gen-3-r0-17952144780
     fabric-0.bin      the rest of rank 0's state: the snapshot's preamble, numpy arrays
     fabric-0.json     a *rank shard*: rank 0's snapshot manifest, and which bytes of which file hold it
     manifest.json     the state's name and digest, and the size and digest of every file above
-    COMPLETE          the digest of manifest.json; written last, so a folder without it counts for nothing
+    COMPLETE          the digest of manifest.json; written last; readers ignore a folder without it
 
 A rank shard's bytes, put together, are exactly the safetensors file that the checkpoint server held, so the
 very same blocks and digests verify them.

@@ -177,7 +177,7 @@ def storage_errors(what: str, where: str) -> Iterator[None]:
         yield
     except (StateError, KeyboardInterrupt):
         raise
-    # File systems are plug-ins: each raises what its own client library does.
+    # File systems are plug-ins: each raises the errors of its own client library.
     except Exception as error:
         reason = _reason(error) or " ".join(str(error).split())[:300] or type(error).__name__
         raise StorageError(f"{where} could not be {what}: {reason}") from error

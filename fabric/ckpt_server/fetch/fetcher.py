@@ -127,7 +127,7 @@ class StateFetcher:
     ) -> FetchResult:
         """Fetch ``state`` from ``urls`` into ``allocate(nbytes)`` (writable, at least that long).
 
-        ``blocks``: fetch these blocks alone and leave the rest of the memory as it is. Raises Gone when every
+        ``blocks``: fetch only these blocks, and leave all other memory as it is. Raises Gone when every
         source has dropped the state, IntegrityError when the sources hold other bytes, else StateError. Each
         error has every source's reason. Verified blocks stay in the memory after an error; the next call for
         the same state does not fetch them again.

@@ -1,8 +1,8 @@
 """HTTP to one checkpoint server, over blocking sockets that another thread can end.
 
-Bytes go from the socket straight into the caller's memory; nothing else of a body is kept. A wait in ``recv``
-ends when bytes arrive, at the timeout, or by ``shutdown`` from another thread: so a cancel ends every stream
-at once. Every socket is therefore registered before it connects.
+Bytes go from the socket straight into the caller's memory; no other copy of a body is kept. A wait in
+``recv`` ends when bytes arrive, at the timeout, or by ``shutdown`` from another thread: so a cancel ends
+every stream at once. Every socket is therefore registered before it connects.
 """
 
 import contextlib

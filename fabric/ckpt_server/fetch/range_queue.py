@@ -2,9 +2,10 @@
 
 One queue of ranges serves all streams of all sources: a fast stream takes more. A request costs as much time
 as some hundred kilobytes, so ranges are large at first; they get smaller towards the end, so that all streams
-end together. A range that a stream could not finish goes back, marked with the source to avoid while others
-are left. A stream without a range may take over one that another source has held for several times as long as
-its blocks usually take. So a source that trickles cannot delay the end.
+end together. A range that a stream could not finish goes back into the queue, marked with that stream's
+source, which does not get it again while another source is left. A stream without a range may take over one
+that another source has held for several times as long as its blocks usually take. So a source that trickles
+cannot delay the end.
 """
 
 import threading
@@ -142,7 +143,7 @@ class RangeQueue:
                     claim.end()
 
     def stop(self) -> None:
-        """End all claims: ``take`` returns None from now on."""
+        """End all claims; ``take`` then returns None."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -190,7 +190,7 @@ def kernel_threads(pid: int) -> list[dict[str, object]]:
         folder = Path(f"/proc/{pid}/task/{tid}")
         fields = _read(folder / "stat").rpartition(")")[2].split()
         if len(fields) < 13:
-            continue  # it has ended meanwhile
+            continue  # the thread has ended
         threads.append(
             {
                 "tid": tid,
@@ -212,7 +212,7 @@ def _read(path: Path) -> str:
 
 
 def parse_flight(text: object) -> Any:
-    """Parse torch's recording, JSON inside JSON. Raises Refused for anything else."""
+    """Parse torch's recording, JSON inside JSON. Raises Refused for any other text."""
     try:
         return json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError) as error:

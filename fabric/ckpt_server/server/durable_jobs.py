@@ -37,8 +37,8 @@ _HERE = Path(fabric.__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class PersistRequest:
-    """A trainer's request: the held snapshot of this step becomes a durable checkpoint; see
-    ``DurableJob`` for the rest."""
+    """A trainer's request: write the held snapshot of this step as a durable checkpoint. See ``DurableJob``
+    for the other fields."""
 
     generation: Int64
     step: Int64

@@ -154,7 +154,7 @@ async def _serve_until_end(parts: _ServerParts, identity: ServerIdentity, listen
 
 
 def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
-    """Report to the process that started this one, once."""
+    """Report readiness, or a refusal, once, to the process that started this process."""
     if ready_fd >= 0:
         with contextlib.suppress(OSError):
             os.write(ready_fd, json.dumps(body).encode() + b"\n")

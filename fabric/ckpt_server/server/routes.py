@@ -260,7 +260,7 @@ class CkptRoutes:
         return web.json_response(await self._parts.probe.stacks())
 
     async def flight(self, request: web.Request) -> web.Response:
-        """Answer with torch's recording of the trainer's collectives; ``last``: only the newest so many."""
+        """Answer with torch's recording of the trainer's collectives; ``last``: only this many calls."""
         last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
         self._parts.probe.require_process()
         try:

@@ -255,7 +255,7 @@ class SlotTable:
         return tuple(round(now - c.taken, 3) for c in contents if c is not None)
 
     def gradient_is_gone(self, step: int, generation: int | None) -> bool:
-        """Whether a gradient of this step or later was published, so that waiting for this one is vain."""
+        """Whether a gradient of this step or later was published, so that waiting is of no use."""
         if self._last_gradient is None:
             return False
         last_generation, last_step = self._last_gradient

@@ -41,7 +41,7 @@ class TaskStat:
     @property
     def verdict(self) -> str:
         """The process's state: ``running``, ``stopped`` or ``gone``."""
-        # The first thread may exit while other threads go on; a signal kills all threads together.
+        # The first thread may exit while other threads still run; a signal kills all threads together.
         ending = self.flags & _PF_EXITING or self.state in "ZX"
         if ending and (self.flags & _PF_SIGNALED or self.threads <= 1):
             return GONE

@@ -83,7 +83,7 @@ class UnixConnection:
 async def serve_each(
     listener: socket.socket, serve: Callable[[UnixConnection], Awaitable[None]], most: int, who: str
 ) -> None:
-    """Accept connections until cancelled, and ``serve`` each in a task that ends with this one.
+    """Accept connections until cancelled, and ``serve`` each in a task, which a cancellation ends too.
 
     With ``most`` connections open, close a new connection at once. ``who``: the peers' name in the log.
     """
@@ -92,7 +92,7 @@ async def serve_each(
     async def serve_one(connection: UnixConnection) -> None:
         try:
             await serve(connection)
-        except Exception:  # a defect in one connection must not end the others
+        except Exception:  # a defect in one connection must not end other connections
             log.exception("a defect ended the connection of %s", who)
         finally:
             connection.close()

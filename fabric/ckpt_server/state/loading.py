@@ -5,10 +5,10 @@ and tied weights. An optimizer must have the same groups, parameters and options
 missing on either side, because an optimizer creates it at its first step. In other objects, entries of both
 sides must be of the same kind; the object itself may still refuse.
 
-``load_all`` loads first the objects that are most likely to refuse: others, then optimizers, then modules. It
-can undo each load until the last object is loaded. For an optimizer it keeps the optimizer's ``state_dict``
-(loading replaces its tensors). A plain torch module that passed the check cannot refuse, so ``load_all``
-keeps a copy of a module only if loading runs the module's own code.
+``load_all`` loads first the objects that are most likely to refuse: other objects, then optimizers, then
+modules. It can undo each load until the last object is loaded. For an optimizer it keeps the optimizer's
+``state_dict`` (loading replaces its tensors). A plain torch module that passed the check cannot refuse, so
+``load_all`` keeps a copy of a module only if loading runs the module's own code.
 """
 
 import copy

@@ -109,7 +109,7 @@ class CpuCopier:
         self._copying: CopyPass | None = None
 
     def prepare(self, target: memoryview) -> None:
-        """Do nothing: the pages are present."""
+        """Do nothing: the target's pages are allocated already."""
 
     def start(self, view: StateView, target: memoryview) -> None:
         """Raises StateError for a target that is too small, or device tensors."""

@@ -72,7 +72,7 @@ def encode_line(body: Mapping[str, object]) -> bytes:
 
 
 def decode_line(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``line``. Raises ProtocolError for anything else."""
+    """Return the JSON object in ``line``. Raises ProtocolError for any other line."""
     try:
         body = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -51,7 +51,7 @@ class SlottedProtocol(asyncio.Protocol):
 
 
 class Acceptor:
-    """Accepts on ``listening`` until it is closed; ``library`` makes a protocol for each connection."""
+    """Accepts connections on ``listening`` until closed; ``library`` makes a protocol for each connection."""
 
     def __init__(
         self,
@@ -137,6 +137,6 @@ def share_of(address: str) -> str:
 
 
 def _end(accepted: socket.socket) -> None:
-    """End a connection whose transport may not exist yet: its reader sees the end."""
+    """End a connection whose transport may not exist yet; the peer sees the end."""
     with suppress(OSError):
         accepted.shutdown(socket.SHUT_RDWR)

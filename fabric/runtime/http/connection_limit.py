@@ -44,7 +44,7 @@ class Limits:
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process open as many files as it may; returns how many."""
+    """Raise this process's limit of open files as far as it may; return the limit."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _MOST_DESCRIPTORS)
     if soft < most:
@@ -100,7 +100,7 @@ class ConnectionLimit:
         return len(self._idle)
 
     def admit(self, address: str, close: Callable[[], None]) -> ConnectionSlot | None:
-        """Return a slot for a new connection, which is idle at first; another one may be closed for it.
+        """Return a slot for a new connection, which is idle at first; this may close another connection.
 
         Return None where the limit is reached and no connection is idle: the caller closes the new one.
         """

@@ -1,7 +1,7 @@
 """The common part of all HTTP services of fabric: tokens, error answers, listening.
 
 A service has open paths (health, metrics); all others need the job's bearer token. An error is answered with
-``{"error": sentence}`` and a fitting status, so that `curl` shows a person what to do. A defect of ours is
+``{"error": sentence}`` and a fitting status, so that `curl` shows a person what to do. A defect of fabric is
 logged here, and answered with a sentence, never with a traceback. A service listens on a port, or on the
 first free one of a range ("8000-8010").
 """
@@ -48,7 +48,7 @@ BODY_S = 10.0
 # A reader is cut off if it takes less than _STALL_BYTES of an answer in STALL_S: the rest costs memory.
 STALL_S = 60.0
 _STALL_BYTES = 4 << 20
-# How long we read on after refusing a body, so that its sender gets the answer and not a reset.
+# How long we still read a body that we have refused, so that its sender gets the answer and not a reset.
 _LINGER_S = 1.0
 _MOST_AWAY_S = 60.0
 # Thousands of members reconnect at once after a fail-over. The kernel lowers this number to its own limit.
@@ -101,7 +101,7 @@ _requests_log.addFilter(NoBytesOfRequests())
 
 
 def read_token(path: Path) -> str:
-    """Read the token that is shown to others from the file at ``path``. Raises ConfigError."""
+    """Read the token that this process sends from the file at ``path``. Raises ConfigError."""
     return read_tokens(path)[0]
 
 
@@ -142,7 +142,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return json_error(400, "the request's body is malformed: check its Content-Encoding and its length")
     except ConnectionError:
         raise  # the peer has closed the connection
-    except Exception:  # the client must not see the traceback of a defect of ours
+    except Exception:  # the client must not see the traceback of a defect
         log.exception("%s %s failed", request.method, request.path)
         return json_error(500, "the service has a defect that this request met: see its log")
 
@@ -163,7 +163,7 @@ async def _cut_off_stuck(request: web.Request, handler: Handler) -> web.StreamRe
             if request.transport is not None:
                 request.transport.abort()
         except ConnectionError:
-            pass  # the reader has gone: aiohttp notices it too, and logs nothing
+            pass  # the reader has closed the connection, which aiohttp notices too
     return response
 
 
@@ -181,15 +181,15 @@ async def _keep_busy(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 def _slot_of(request: web.Request) -> ConnectionSlot | None:
-    """Return the connection's slot, None where the sender has gone."""
+    """Return the connection's slot; None where the connection has ended."""
     protocol = None if request.transport is None else request.transport.get_protocol()
     return protocol.slot if isinstance(protocol, SlottedProtocol) else None
 
 
 def bearer_required(token: TokenFile | str | None, open_paths: frozenset[str]) -> Middleware:
-    """Return a middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``.
+    """Return a middleware that requires ``Authorization: Bearer <token>`` on all paths but ``open_paths``.
 
-    Without a token (None) everything is open. The comparison takes the same time for every guess.
+    Without a token (None) all paths are open. The comparison takes the same time for every guess.
     """
     tokens = TokenFile.of(token)
 
@@ -236,7 +236,7 @@ async def read_body(request: web.Request) -> bytes:
 
 
 def query_integer(request: web.Request, name: str, *, low: int, high: int) -> int | None:
-    """Query parameter ``name`` as an integer from ``low`` to ``high``, None when absent. ProtocolError."""
+    """Return query parameter ``name``, an integer from ``low`` to ``high``, or None. Raises ProtocolError."""
     text = request.query.get(name)
     if text is None:
         return None
@@ -247,7 +247,7 @@ def query_integer(request: web.Request, name: str, *, low: int, high: int) -> in
 
 
 def query_seconds(request: web.Request, name: str, *, most: float) -> float:
-    """Query parameter ``name`` as seconds from 0 to ``most``; 0 when absent. Raises ProtocolError."""
+    """Return query parameter ``name``, seconds from 0 to ``most``; 0 when absent. Raises ProtocolError."""
     text = request.query.get(name, "0")
     try:
         value = float(text)
@@ -276,7 +276,7 @@ def parse_ports(text: str) -> range:
 
 
 def check_exposure(host: str, token: str | None) -> None:
-    """Raises ConfigError where a service without a token would listen for other machines."""
+    """Raises ConfigError where other machines could reach a service without a token."""
     if token is None and not ipaddress.ip_address(_resolve(host)[1].partition("%")[0]).is_loopback:
         raise ConfigError(
             f"listening on {host or 'every address'} without a token would serve anybody who can reach it:"
@@ -296,9 +296,10 @@ async def serve(
 ) -> tuple[web.AppRunner, int]:
     """Listen on ``host`` and the first free one of ``port``; returns the runner and the port.
 
-    The caller ends it with ``await runner.cleanup()``, which waits at most ``shutdown_s`` for requests
-    under way. ``cancel_abandoned`` cancels a handler whose client has gone. ``limit`` bounds the connections;
-    None: as many as this process has descriptors for. Raises ConfigError where nothing can be bound.
+    The caller ends it with ``await runner.cleanup()``, which waits at most ``shutdown_s`` for requests under
+    way. ``cancel_abandoned`` cancels a handler whose client has closed the connection. ``limit`` bounds the
+    connections; None: as many as this process has descriptors for. Raises ConfigError where nothing can be
+    bound.
     """
     listening = bind_first_free(host, parse_ports(str(port)))
     taken = int(listening.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The client of the lighthouses: it dials one with the job's token, and follows it to the leader."""
+"""The client of the lighthouses: it dials one with the job's token, and follows a redirect to the leader."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class LighthouseDialer:
-    """Dials the lighthouses at ``urls``; ``at`` is the one that was dialled last.
+    """Dials the lighthouses at ``urls``; ``at`` is the URL that was dialled last.
 
     It sends the token again to the leader that a follower names, because aiohttp drops the token when it
     follows a redirect to another address.
@@ -83,7 +83,7 @@ class Lighthouses:
         return "/".join(["/v1/jobs", *parts])
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the JSON that the first lighthouse answers: to GET, or to POST with a ``body``.
+        """Return the JSON of the first lighthouse that answers: to GET, or to POST with a ``body``.
 
         Raises FabricError with all reasons where none answers, Refused with the lighthouse's own sentence.
         """

@@ -2,7 +2,7 @@
 
 The file holds one token on one line, or two tokens on two lines while one replaces the other. A service
 accepts both tokens; a client shows the first. A job changes its token in three steps, each on all hosts: add
-the new one below the old one, swap them, remove the old one.
+the new token below the old one, swap both lines, remove the old token.
 """
 
 import hmac
@@ -24,8 +24,8 @@ LOOK_S = 1.0
 def read_tokens(path: Path) -> tuple[str, ...]:
     """Read the tokens in the file at ``path``, without surrounding white space: one, or two.
 
-    Raises ConfigError where the file is missing, empty, too long or not lines of printable ASCII.
-    Warns in the log where others on this machine can read it.
+    Raises ConfigError where the file is missing, empty, too long or not lines of printable ASCII. Warns in
+    the log where other users of this machine can read it.
     """
     try:
         with path.open("rb") as file:
@@ -49,7 +49,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
 
 
 def is_same(given: str, token: str) -> bool:
-    """Whether the two are equal, in the same time for every guess."""
+    """Whether ``given`` equals ``token``; the comparison takes the same time for every guess."""
     # Bytes outside of UTF-8 come as lone surrogates; refuse them instead of raising.
     return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
 
@@ -81,12 +81,12 @@ class TokenFile:
         return not self._tokens
 
     def shown(self) -> str:
-        """Return the token to show to others, read again where the file has changed; empty for none."""
+        """Return the token that this process sends, read again if the file has changed; empty for none."""
         self._look()
         return self._tokens[0] if self._tokens else ""
 
     def accepted(self) -> tuple[str, ...]:
-        """Return the tokens that others may show; checks the file at most once in LOOK_S."""
+        """Return the tokens that a client may send; check the file at most once in LOOK_S."""
         if self._clock() - self._looked >= LOOK_S:
             self._look()
         return self._tokens

@@ -56,6 +56,12 @@ sys.exit(int(act))
 """
 
 
+def _hear_the_terminal() -> None:
+    """Undo what a shell does to a job in the background: such a launcher ignores Ctrl-C, as it should."""
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Play:
     """A folder with the script of the ranks and what they write down."""
 
@@ -84,6 +90,7 @@ class Play:
             stderr=pipe,
             text=True,
             start_new_session=True,
+            preexec_fn=_hear_the_terminal,
         )
         self.launchers.append(process)
         return process

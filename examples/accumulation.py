@@ -1,5 +1,7 @@
-"""Gradient accumulation: it is what micro-batches are. Each is weighted by what it stands for, here tokens,
-so that the result is the mean over all tokens of the global batch, however they fell on micro-batches."""
+"""Gradient accumulation by micro-batches. Each micro-batch is weighted by its number of tokens.
+
+So the averaged gradient is the mean over all tokens of the global batch, however micro-batches divide
+them."""
 
 import torch
 from toy import STEPS, Samples, loss_fn, make_model
@@ -11,7 +13,7 @@ def main() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = fabric.client.attach(model, optimizer)
-    # 48 samples a step in micro-batches of 4: 12 of them, 6 accumulated by each of two replicas.
+    # 48 samples a step in micro-batches of 4 give 12 micro-batches; each of two replicas accumulates 6.
     data = session.loader(Samples(), global_batch_size=48, micro_batch_size=4)
     for step in session.steps(data, until=STEPS):
         for x, y in step:

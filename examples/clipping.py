@@ -1,4 +1,5 @@
-"""Clipping: after the inner loop ``.grad`` is the average, bitwise equal on all, and all clip alike."""
+"""Clipping: after the inner loop ``.grad`` is the average, bitwise equal on all replicas, so they clip
+alike."""
 
 import torch
 from toy import STEPS, Samples, loss_fn, make_model

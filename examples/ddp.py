@@ -1,6 +1,6 @@
-"""DistributedDataParallel: the model stays wrapped; its group is this process alone, fabric does the rest.
+"""DistributedDataParallel: the model stays wrapped, and DDP's process group has only this process.
 
-The gradients go to other replicas while backward still runs.
+Fabric exchanges the gradients between replicas while backward still runs.
 """
 
 import tempfile

@@ -1,4 +1,5 @@
-"""session.exchange: a loop that others own. One line between backward and the update; data are your own."""
+"""session.exchange: one line, between backward and the update, in a training loop with its own data
+loader."""
 
 import os
 import zlib

@@ -1,10 +1,10 @@
 """A replica of several ranks: FSDP2 shards the model within it, fabric averages between replicas.
 
     fabric launch --replica r0 --ranks 2 examples/fsdp2.py
-    FABRIC_DISABLE=1 fabric launch --ranks 2 examples/fsdp2.py     # the same alone, without services
+    FABRIC_DISABLE=1 fabric launch --ranks 2 examples/fsdp2.py     # one replica, without services
 
-Each replica has a launcher (and a torch.distributed world) of its own. When one of its ranks dies the whole
-replica starts again, fetches live state rank by rank, and joins the others.
+Each replica has its own launcher and torch.distributed world. When a rank dies, its whole replica restarts,
+each rank fetches its part of the live state, and the replica joins the others.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def train(dataset: torch.utils.data.Dataset, steps: int) -> None:
             session.metrics(loss=loss.item() * len(x))
         if dist.get_rank() == 0:
             print(f"loss {step.number} {step.metrics['loss'] / 16:.9g}", flush=True)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # of the average, over all shards
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # norm over all shards
         optimizer.step()
         optimizer.zero_grad()
     session.close()

@@ -1,6 +1,6 @@
 """A replica of four ranks or more: FSDP2 over one dimension of a mesh, tensor parallel over the other.
 
-As examples/fsdp2.py is started, with --ranks 4.
+Start it like examples/fsdp2.py, with --ranks 4.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def train(dataset: torch.utils.data.Dataset, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     session = fabric.client.attach(model, optimizer)
-    # Samples are shared out over "dp" alone: tensor parallel ranks see the same ones.
+    # Samples are divided over "dp" alone: tensor parallel ranks see the same samples.
     data = session.loader(dataset, global_batch_size=16, micro_batch_size=4, seed=3, mesh=mesh["dp"])
     for step in session.steps(data, until=steps):
         for x, y in step:

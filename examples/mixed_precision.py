@@ -1,5 +1,6 @@
-"""Mixed precision with a scaler: an overflow on one replica is in everybody's average, so all skip that step
-together and lower the scale together. The scaler is shared state: a newcomer takes it over."""
+"""Mixed precision with a scaler: an overflow on one replica makes the average infinite on all replicas.
+
+So all skip that step and lower the scale. The scaler is shared state: a joining replica loads it."""
 
 import os
 
@@ -8,7 +9,7 @@ from toy import STEPS, Samples, loss_fn, make_model
 
 import fabric.client
 
-# A step and a replica whose loss overflows, to see that all skip it; none by default.
+# The step at which one replica's loss overflows, to show that all replicas skip it. -1: none.
 OVERFLOW_AT = int(os.environ.get("EXAMPLE_OVERFLOW_AT", "-1"))
 
 

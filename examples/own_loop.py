@@ -1,4 +1,4 @@
-"""session.steps: your own loop. Where the inner loop ends, gradients are averaged and the step committed."""
+"""session.steps: your training loop. When the inner loop ends, fabric averages the gradients and commits."""
 
 import torch
 from toy import STEPS, Samples, loss_fn, make_model

@@ -1,5 +1,5 @@
-"""A replica of two pipeline stages: torch's schedule runs forward and backward, fabric averages each stage
-with the same stage of the other replicas.
+"""A replica of two pipeline stages: torch's schedule runs forward and backward. Fabric averages the gradients
+of each stage with those of the same stage on other replicas.
 
     fabric launch --replica r0 --ranks 2 examples/pipeline.py
 """
@@ -17,7 +17,7 @@ CHUNKS = 2
 
 
 def clip_over_stages(parameters: list[torch.nn.Parameter], limit: float) -> None:
-    """Clip by the norm of the averaged gradient of the whole model, of which each stage has its part."""
+    """Clip by the norm of the whole model's averaged gradient, to which each stage adds its part."""
     squared = torch.nn.utils.get_total_norm([p.grad for p in parameters]) ** 2
     dist.all_reduce(squared)
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, squared**0.5)
@@ -33,9 +33,9 @@ def train(dataset: torch.utils.data.Dataset, steps: int) -> None:
     session = fabric.client.attach(model, optimizer)
     data = session.loader(
         dataset, global_batch_size=16, micro_batch_size=4, seed=3
-    )  # all stages see all of it
+    )  # all stages see all samples of each micro-batch
 
-    # Scaled by its number of samples, so the schedule must not divide by its chunks as well.
+    # The sum over samples, so the schedule must not divide by its number of chunks (``scale_grads``).
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.mse_loss(output, target) * len(target)
 
@@ -48,7 +48,7 @@ def train(dataset: torch.utils.data.Dataset, steps: int) -> None:
                 losses: list[torch.Tensor] = []
                 schedule.step(target=y, losses=losses)
                 session.metrics(loss=sum(loss.item() for loss in losses))
-            step.add_weight(weight=len(x))  # what the gradients that the schedule added stand for
+            step.add_weight(weight=len(x))  # the number of samples of the gradients that the schedule added
         if rank == 0:
             print(f"loss {step.number} {step.metrics['loss'] / 16:.9g}", flush=True)
         clip_over_stages(parameters, 0.5)

@@ -19,7 +19,7 @@ def main() -> None:
         for x, y in step:
             step.backward(loss_fn(model, x, y))
         optimizers["head"].step()
-        if step.number % 2:  # counted in committed steps, so that all replicas do the same
+        if step.number % 2:  # committed steps, so that all replicas choose the same optimizer
             optimizers["body"].step()
         model.zero_grad()
     session.close()

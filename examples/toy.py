@@ -1,7 +1,7 @@
 """A tiny model and tiny data in place of yours, so that the examples run anywhere.
 
-``EXAMPLE_STEPS`` is how many steps a job makes. ``EXAMPLE_PAUSE_S`` is slept in every micro-batch, as if a
-device computed: without it a job of this size would be over before a restarted replica is back.
+``EXAMPLE_STEPS`` is the number of steps of a job. Every micro-batch sleeps ``EXAMPLE_PAUSE_S`` seconds, so
+that a job of this size is not over before a restarted replica is back.
 """
 
 import os
@@ -29,13 +29,13 @@ class Samples(torch.utils.data.Dataset):
 
 
 def make_model() -> torch.nn.Module:
-    """The same on every replica; were it not, the newcomers would take over the others'."""
+    """Make a model with the same initial weights on every replica."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
 
 
 def loss_fn(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean over the micro-batch."""
+    """Return the mean loss over the micro-batch."""
     time.sleep(PAUSE_S)
     return torch.nn.functional.mse_loss(model(x), y)

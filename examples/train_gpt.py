@@ -3,8 +3,8 @@
 Alone, without any service:   FABRIC_DISABLE=1 python examples/train_gpt.py --steps 50
 As one replica of a job:      see the environment variables that `docs/` lists, or run `fabric demo`.
 
-The training loop is `train` in `fabric/cli/demo/trainer.py`; it is kept there so that the installed
-package can run it, and it is the one to copy from.
+The training loop to copy from is `train` in `fabric/cli/demo/trainer.py`. It stands there so that the
+installed package can run it.
 """
 
 from fabric.cli.demo.trainer import main

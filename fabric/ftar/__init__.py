@@ -1,6 +1,6 @@
 """FTAR, the fault tolerant all-reduce: the data plane that moves and sums tensors between replicas.
 
-Deciding (who is a member, which round, when to abort and retry) is the protocol's; here bytes are moved.
-``plane`` is the interface, ``cpu_ring`` the plane for CPU tensors, ``buckets`` the way between a model's
-gradients and one flat buffer.
+The protocol decides (the members, the round, when to abort and retry); this package moves bytes. ``plane`` is
+the interface, ``cpu_ring`` the plane for CPU tensors. ``buckets`` packs a model's gradients into one flat
+buffer and unpacks them.
 """

@@ -1,4 +1,4 @@
-"""Between a model's gradients and one flat buffer: gather before the round, scatter after the commit.
+"""Packs a model's gradients into one flat buffer before the round, and unpacks them after the commit.
 
 The buffer is bytes. Parameters of one dtype lie together in a *section*, the last one first, because backward
 finishes them in that order; there are no gaps within a section. Sections start at multiples of
@@ -8,8 +8,8 @@ all-reduce, and may begin as soon as the gradients in it are final. Buckets foll
 so they are the same on all members, whatever buckets others (DDP) have. The layout hash covers names, shapes,
 dtypes and order: members whose hashes differ must not sum.
 
-Of a DTensor (FSDP2, tensor parallel) the buffer holds this rank's shard. The same rank of every replica sums
-the same shards, so the hash also covers how the tensor is sharded.
+For a DTensor (FSDP2, tensor parallel) the buffer holds this rank's shard. Equal ranks of all replicas sum
+equal shards, so the hash also covers how the tensor is sharded.
 """
 
 import json
@@ -26,7 +26,8 @@ from fabric.ftar.ring_schedule import DTYPE_CODES
 
 ALIGNMENT_BYTES = 64
 BUCKET_BYTES = 16 * 2**20
-# Enough for a thousand parameters with long names. A session sends it once; a lighthouse keeps one per job.
+# Limit of a layout's description: a thousand parameters with long names. A session sends the description
+# once; a lighthouse keeps one per job.
 _DESCRIPTION_CHARACTERS = 64 * 1024
 
 NamedParameter = tuple[str, torch.nn.Parameter]
@@ -76,8 +77,8 @@ class FlatGradients:
         bucket_bytes: int = BUCKET_BYTES,
         any_layout: bool = False,
     ) -> None:
-        """``any_layout``: the layout hash says nothing of how the parameters are sharded."""
-        self.scale = 1.0  # gradients are multiplied by it as they are gathered
+        """``any_layout``: the layout hash does not cover how the parameters are sharded."""
+        self.scale = 1.0  # factor for gradients when they are gathered
         self.parameters: tuple[NamedParameter, ...] = tuple(
             (name, p) for name, p in parameters if p.requires_grad
         )
@@ -87,15 +88,15 @@ class FlatGradients:
         self.layout = layout_hash(backwards, any_layout)
         laid_out = _lay_out(backwards, bucket_bytes)
         self.nbytes = laid_out[-1].end if laid_out else 0
-        # A bucket is complete with its last parameter, which comes first in the model.
+        # Backward completes a bucket with its last parameter, which comes first in the model.
         finished = {id(parameter): at for at, (_, parameter) in enumerate(backwards)}
         self.buckets: tuple[Bucket, ...] = tuple(
             sorted(laid_out, key=lambda bucket: finished[id(bucket.parameters[-1][1])])
         )
 
     def settle(self) -> None:
-        """Bring gradients that are still partial sums within a replica to their parameters' placement: a
-        collective of the replica's ranks, so all of them call it at the same point."""
+        """Complete gradients that are partial sums over the replica's ranks, in their parameters' placement.
+        A collective: all ranks of the replica call it at the same point."""
         for _, parameter in self.parameters:
             wanted = getattr(parameter, "placements", None)
             if parameter.grad is not None and getattr(parameter.grad, "placements", None) != wanted:
@@ -104,7 +105,7 @@ class FlatGradients:
                     parameter.grad = sharded.redistribute(placements=wanted)
 
     def gather(self, into: torch.Tensor) -> None:
-        """Copy every ``.grad`` into the buffer, zeros where there is none, zeros in the gaps.
+        """Copy every ``.grad`` into the buffer. Missing gradients and gaps become zeros.
 
         Raises ConfigError for a gradient whose form cannot be summed; the gradients are untouched.
         """
@@ -131,8 +132,7 @@ class FlatGradients:
         """Name the model's first parameter with an infinity or NaN in ``buffer``; empty for none."""
         nonfinite: set[str] = set()
         for bucket in self.buckets:
-            # An element that is not finite makes the sum not finite; a sum may also overflow: check each
-            # tensor.
+            # A sum that is not finite has such an element or has overflowed: then check each tensor.
             if math.isfinite(bucket.view(buffer).sum(dtype=_wide(bucket.dtype)).item()):
                 continue
             for (name, _), (view, _) in zip(bucket.parameters, bucket.views(buffer), strict=True):
@@ -152,7 +152,7 @@ class FlatGradients:
     def scatter(self, buffer: torch.Tensor, weight: float) -> None:
         """Write ``buffer / weight`` into every ``.grad``, which is created where there is none.
 
-        Raises StateError for a weight that nothing can be divided by; nothing is written then.
+        Raises StateError, before it writes, for a weight by which it cannot divide.
         """
         self._check_buffer(buffer)
         if not (weight > 0 and math.isfinite(weight)):
@@ -180,16 +180,15 @@ class FlatGradients:
 
 
 def layout_hash(parameters: Iterable[tuple[str, torch.Tensor]], any_layout: bool = False) -> str:
-    """xxh3_64 in hex of the canonical JSON ``[[name, shape, dtype], ...]``, in the order given; a sharded
-    tensor's row goes on with the shape of its part here, the sizes of the mesh and the placements, unless
-    ``any_layout`` will do."""
+    """Return xxh3_64, in hex, of the canonical JSON ``[[name, shape, dtype], ...]``, in the order given.
+    Unless ``any_layout``, a sharded tensor's row also has its local shape, mesh sizes and placements."""
     rows = [_row(name, p)[: 3 if any_layout else None] for name, p in parameters]
     text = json.dumps(rows, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def _described(parameters: tuple[NamedParameter, ...]) -> tuple[str, ...]:
-    """One line per parameter for people, or nothing where they would fill a message."""
+    """Return one line per parameter, for people, or no lines where they would be too long for a message."""
     lines = tuple(f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in parameters)
     return lines if sum(map(len, lines)) <= _DESCRIPTION_CHARACTERS else ()
 

@@ -1,8 +1,8 @@
-"""The epochs that a plane has links of, and how one of them ends: the common part of all planes.
+"""The epochs of which a plane has links, and how an epoch ends: the common part of all planes.
 
 An epoch that failed stays failed: every later call for it raises the first cause, until the epoch is retired.
-Descriptors are closed only when no exchange uses them: by the next poll a closed number could belong to
-another file.
+Descriptors are closed only when no exchange uses them, because the kernel may give a closed descriptor's
+number to another file.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from fabric.errors import ConfigError, IllegalTransition, ProtocolError, RoundAborted
 from fabric.ftar.plane import Ring
 
-# At most so many aborts of epochs whose links have not come yet are kept.
+# The number of aborts that are kept for epochs whose links have not come yet.
 _MAX_EARLY_ABORTS = 64
 _READ_BYTES = 4096
 
@@ -27,7 +27,7 @@ class Waiting:
     """The waits of one exchange."""
 
     peer: str  # the peer that it waits for now, or empty
-    seconds: dict[str, float]  # by peer, how long it has waited so far
+    seconds: dict[str, float]  # time that it has waited so far, by peer
     last: str = ""  # the peer that it waited for last
 
 
@@ -36,7 +36,7 @@ class Bounds:
     """How long a wait may last, in seconds."""
 
     entry_s: float  # until all members have entered the exchange
-    exchange_s: float  # from then on, since the last byte that counted
+    exchange_s: float  # once all have entered: time without a byte of progress
 
     def changed(self, exchange_s: float | None, entry_s: float | None) -> "Bounds":
         """Return these bounds with the given ones replaced. Raises ConfigError for a bound out of range."""
@@ -50,7 +50,7 @@ class Bounds:
 
 
 def is_shared(sock: socket.socket | None) -> bool:
-    """Whether this link connects members on one host; both ends see the same."""
+    """Whether this link connects members on one host; both ends get the same answer."""
     return sock is not None and sock.family == socket.AF_UNIX
 
 
@@ -114,11 +114,11 @@ class EpochLinks:
             self.aborted(why, about)
 
     def aborted(self, why: str, about: str) -> None:
-        """Do the rest of an abort, once; may not block."""
+        """Do what an abort needs beyond waking the exchange. Called once; must not block."""
 
     @contextmanager
     def reading_back(self) -> Iterator[bytearray]:
-        """Read what the next member sent back, and take messages off it inside the block.
+        """Yield the bytes that the next member sent back; the caller takes messages off them.
 
         Raises RoundAborted at the end of the link, and for a ProtocolError in the block.
         """
@@ -162,7 +162,7 @@ Links = TypeVar("Links", bound=EpochLinks)
 
 
 class Epochs(Generic[Links]):
-    """Links by epoch, early aborts, and the oldest epoch that still counts."""
+    """Links by epoch, early aborts, and the oldest epoch that is not retired."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -172,9 +172,9 @@ class Epochs(Generic[Links]):
         self._closed = False
 
     def add(self, links: Links) -> bool:
-        """Keep ``links``; return False, and close them, where their epoch is over.
+        """Keep ``links``; if their epoch is over, close them and return False.
 
-        Raises IllegalTransition, and closes them, where their epoch has links already.
+        If their epoch has links already, close them and raise IllegalTransition.
         """
         epoch = links.ring.epoch
         with self._lock:
@@ -236,7 +236,7 @@ class Epochs(Generic[Links]):
 
 
 class ExchangeCounter:
-    """Admits one exchange at a time, and numbers it within its step, alike on all members."""
+    """Admits one exchange at a time. All members give an exchange the same number within its step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -250,7 +250,7 @@ class ExchangeCounter:
         self._lock.release()
 
     def number(self, epoch: int, step: int) -> int:
-        """Count the exchanges of this step and epoch before this one."""
+        """Return the number of earlier exchanges of this step and epoch."""
         last_epoch, last_step, last = self._newest
         exchange = last + 1 if (epoch, step) == (last_epoch, last_step) else 0
         self._newest = (epoch, step, exchange)
@@ -268,7 +268,7 @@ class EpochPlane(Generic[Links]):
 
     @property
     def waiting_for(self) -> str:
-        """Name of the peer that the exchange waits for at this moment, or empty."""
+        """Name of the peer for which the exchange waits now, or empty."""
         return self._waiting.peer
 
     @property
@@ -277,7 +277,7 @@ class EpochPlane(Generic[Links]):
         return dict(self._waiting.seconds)
 
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
-        """Change the bounds, from any thread, for the exchanges to come: see DataPlane."""
+        """Change the bounds of later exchanges, from any thread: see DataPlane."""
         self._bounds = self._bounds.changed(exchange_s, entry_s)
 
     def abort(self, epoch: int, why: str, about: str = "") -> None:
@@ -303,13 +303,13 @@ class EpochPlane(Generic[Links]):
                 yield links
             except RoundAborted as error:
                 error.waited_for = waiting.last
-                # The first cause counts: an abort that came meanwhile stays.
+                # Only the first cause is kept: an abort that came meanwhile stays.
                 links.abort(str(error), error.about)
                 raise
             except BaseException as error:
                 if isinstance(error, Exception):
-                    links.check()  # the abort is the cause of any later error: memory may be gone
-                # Half an exchange is on the links, so they must not be used again.
+                    links.check()  # an abort explains this error: it may have released the memory
+                # The links carry half an exchange, so they must not be used again.
                 links.abort(f"an error here ended the exchange: {error!r}")
                 raise
             finally:

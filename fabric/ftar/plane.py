@@ -1,4 +1,4 @@
-"""The interface of a data plane, between the decisions about a round and its bytes.
+"""The interface of a data plane, through which the control of a round moves the round's bytes.
 
 A plane holds the links of one or more epochs, which its owner dials outside of the step. It reduces one flat
 buffer at a time over the ring of one epoch. It decides nothing: a round ends either with the reduction in the
@@ -36,12 +36,12 @@ class Ring:
 
     @property
     def next(self) -> str:
-        """The member to send to; this one in a ring of one."""
+        """The member to which this member sends; in a ring of one, this member."""
         return self.names[(self.position + 1) % self.world]
 
     @property
     def previous(self) -> str:
-        """The member to receive from; this one in a ring of one."""
+        """The member from which this member receives; in a ring of one, this member."""
         return self.names[self.position - 1]
 
 
@@ -50,7 +50,7 @@ class DataPlane(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind that all members of a job must have in common: ``host``, ``device`` or ``nccl``."""
+        """The kind of plane, equal on all members of a job: ``host``, ``device`` or ``nccl``."""
 
     @property
     def shares_memory(self) -> bool:
@@ -58,7 +58,7 @@ class DataPlane(Protocol):
 
     @property
     def waiting_for(self) -> str:
-        """Name of the peer that the exchange waits for at this moment, or empty."""
+        """Name of the peer for which the exchange waits now, or empty."""
 
     @property
     def waiting_s(self) -> dict[str, float]:
@@ -67,25 +67,25 @@ class DataPlane(Protocol):
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
         """Change the bounds of later exchanges, from any thread. Raises ConfigError.
 
-        ``exchange_s`` bounds the silence of an exchange once all members are in it, ``entry_s`` how late
-        they may enter.
+        ``exchange_s`` bounds the time without progress once all members have entered an exchange. ``entry_s``
+        bounds the wait for late members.
         """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Allocate ``nbytes`` (1-D uint8) that this plane reduces without a copy, until ``unregister``.
 
-        Other memory can be reduced too. Raises ConfigError where none is left.
+        Other memory can be reduced too, with a copy. Raises ConfigError where no memory is left.
         """
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:
         """Let the plane reduce ``memory`` (1-D uint8) without a copy, as if allocated here.
 
-        It is mapped from the start of the memfd ``descriptor``, which is sealed against shrinking. A plane
-        that has no use for it does nothing.
+        ``memory`` maps the start of the memfd ``descriptor``, which is sealed against shrinking. A plane that
+        cannot use shared memory does nothing.
         """
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Give up ``memory`` that was allocated or registered, between exchanges; other memory is ignored."""
+        """Release allocated or registered ``memory``, between exchanges. Other memory is ignored."""
 
     def install(
         self,
@@ -95,9 +95,9 @@ class DataPlane(Protocol):
     ) -> None:
         """Take the links of ``ring.epoch``, connected and authenticated; the plane owns them now.
 
-        A unix socket says that the member at its other end is on this host and may share memory. Several
-        epochs may be installed at once. Sockets of an aborted or retired epoch are closed. A ring of one
-        needs none.
+        A unix socket means that the member at its other end is on this host and may share memory. Several
+        epochs may be installed at once. If the epoch is aborted or retired already, its sockets are closed. A
+        ring of one needs no sockets.
         """
 
     def all_reduce(
@@ -112,13 +112,13 @@ class DataPlane(Protocol):
     ) -> None:
         """Reduce ``source`` (1-D, contiguous) over the members into ``result``, the same bits on all of them.
 
-        ``source`` survives in any case, for a retry. Only with ``retain_gradients=False`` may ``result`` be
-        ``source`` itself (None means that), and ``source`` is lost then.
+        ``source`` keeps its content, for a retry. Only with ``retain_gradients=False`` may ``result`` be
+        ``source`` itself (None means that), which overwrites ``source``.
 
-        Blocks. After the return no member reads ``source`` or ``result``. With ``result_is_stable`` others
-        may still read ``result``; the caller must not write there until the next exchange has returned, or
-        the epoch was aborted or retired. All members must pass the same. All must call the exchanges of one
-        step in the same order.
+        Blocks. After the return no member reads ``source`` or ``result``. But with ``result_is_stable`` other
+        members may still read ``result``: the caller must not write there until the next exchange has
+        returned, or the epoch was aborted or retired. All members must pass equal values of it, and call the
+        exchanges of a step in the same order.
 
         Raises RoundAborted (``about`` names the peer, where one is known), and ``result`` is undefined then.
         Raises ConfigError, before a byte is sent, for tensors that cannot be reduced.
@@ -127,7 +127,7 @@ class DataPlane(Protocol):
     def abort(self, epoch: int, why: str, about: str = "") -> None:
         """End the epoch's exchange for good, from any thread; the first reason is kept.
 
-        The abort of an epoch that is not installed yet is remembered.
+        An epoch that is not installed yet is aborted when it is installed.
         """
 
     def retire(self, before_epoch: int) -> None:

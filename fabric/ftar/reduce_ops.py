@@ -1,9 +1,9 @@
-"""The operations on elements: sum, mean by weight, min, max, in an arithmetic that all planes share.
+"""The operations on elements: sum, mean by weight, min, max. All planes use the same arithmetic.
 
 A reduction is a left fold: ``combine`` is called once for every member but the first, in ring order, and the
-last call finishes. Elements of 16 bits are folded in float32 and rounded to nearest even once, at the end, so
-a partial sum of three or more members is *wide* while it travels. Integers wrap around, and have no mean. A
-NaN anywhere gives a NaN.
+last call finishes. Elements of 16 bits are folded in float32 and rounded to nearest even once, at the end. So
+a partial sum of several members travels as float32, called *wide*. Integers wrap around, and have no mean. If
+any member's element is NaN, the result is NaN.
 """
 
 import math
@@ -18,10 +18,10 @@ from fabric.errors import ConfigError
 from fabric.ftar.ring_schedule import DTYPE_CODES
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-# torch converts more elements than this on its thread pool, which the trainer's step needs; and a block of
-# this size stays in the nearest caches between its conversion, addition and rounding.
+# torch converts larger blocks on its thread pool, which the trainer's step needs. A block of this size stays
+# in the nearest caches between its conversion, addition and rounding.
 _BLOCK = 16 * 1024
-# Blocks of a fold over several members' memory: the partial result stays in the second cache.
+# Block size of a fold over several members' memory: the partial result stays in the second-level cache.
 _FOLD_BYTES = 256 * 1024
 
 Array = np.ndarray[Any, Any]
@@ -35,8 +35,8 @@ _KERNELS: dict[str, Any] = {"sum": np.add, "mean": np.add, "min": np.minimum, "m
 class Reduction:
     """One of ``sum``, ``mean``, ``min``, ``max``; ``mean`` is the sum divided by ``weight``.
 
-    Members multiply by their own weights before they reduce. ``weight`` is the total, which all members must
-    pass alike: it is not compared. Raises ConfigError for any other operation.
+    Members multiply by their own weights before they reduce. ``weight`` is the total weight, which must be
+    equal on all members: no check compares it. Raises ConfigError for any other operation.
     """
 
     operation: str = "sum"
@@ -58,7 +58,7 @@ class Reduction:
         return OPERATION_CODES[self.operation]
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise ConfigError if elements of ``dtype`` cannot be reduced so."""
+        """Raise ConfigError if this operation cannot reduce elements of ``dtype``."""
         if self.operation == "mean" and not dtype.is_floating_point:
             raise ConfigError(f"elements of {dtype} have no mean: sum them, and divide the sum")
 
@@ -78,7 +78,7 @@ class Reduction:
             for low in range(0, own.numel(), _BLOCK):
                 block = slice(low, low + _BLOCK)
                 first, *others = (part[block].float() for part in parts)
-                # Never write to ``first``: where it came as float32 it is another member's memory.
+                # Never write to ``first``: a float32 ``first`` is another member's memory.
                 total = first.clone().numpy()
                 with np.errstate(all="ignore"):
                     for other in others:
@@ -90,7 +90,7 @@ class Reduction:
     def _fold_blocks(self, parts: list[Array], out: Array, last: bool) -> None:
         kernel = _KERNELS[self.operation]
         step = _FOLD_BYTES // out.itemsize
-        # Partial results pass through the result's own memory, unless that is the last member's contribution.
+        # Use the result's memory for partial results, unless it holds this member's own elements.
         buffer = (
             np.empty(min(step, len(out)), out.dtype) if out.ctypes.data == parts[-1].ctypes.data else None
         )
@@ -142,7 +142,7 @@ class Reduction:
             for low in range(0, own.numel(), _BLOCK):
                 block = slice(low, low + _BLOCK)
                 total, other = received[block].float(), own[block].float()
-                # Never write to a received block that was float32 already: it is another member's memory.
+                # Never write to a received block that came as float32: it is another member's memory.
                 kernel(total.numpy(), other.numpy(), out=other.numpy())
                 if last and self.operation == "mean":
                     np.divide(other.numpy(), np.float32(self.weight), out=other.numpy())
@@ -169,7 +169,7 @@ def check_tensors(
 ) -> None:
     """Raise ConfigError if the gradient ``source`` cannot be reduced into ``result``.
 
-    ``is_here`` says whether a tensor's memory is of the plane's kind, which ``where`` names.
+    ``is_here`` returns whether the plane can use a tensor's memory; ``where`` names that kind of memory.
     """
     for tensor in (source, result):
         if tensor.dtype not in DTYPE_CODES:

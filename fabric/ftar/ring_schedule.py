@@ -1,17 +1,17 @@
-"""The order of a ring: which member reduces which elements, in which pieces. ``reduce_ops`` is the
+"""The order of a ring: which member reduces which elements, in which pieces. See ``reduce_ops`` for
 arithmetic.
 
 A buffer of L elements is cut into one segment per member. In the reduce phase segment s starts at member s
-and travels the ring once, each member adding its own; member s-1 ends with
+and travels the ring once. Each member adds its own elements, and member s-1 computes
 
     ((x[s] + x[s+1]) + x[s+2]) + ... + x[s-1]      (indices modulo the number of members)
 
-and in the gather phase that result travels once more, and all members copy it. So the order of summation
-depends on ring positions and the length alone, never on timing, and all members end with the very bits that
-one of them computed.
+In the gather phase the result travels the ring again, and all members copy it. So the order of summation
+depends on ring positions and the length alone, never on timing. All members get the same bits, because one
+member computed them.
 
-Segments and chunks are cut at multiples of ALIGNMENT elements; every cut is a function of (length, members,
-chunk size), so members that disagree about any of these must fail and not sum.
+Segments and chunks are cut at multiples of ALIGNMENT elements. Every cut is a function of length, number of
+members and chunk size, so members that disagree about any of these must fail and not sum.
 """
 
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 
 @dataclass(frozen=True, slots=True)
 class RingPiece:
-    """One chunk on its way over one link: elements [start, stop), the sum so far or the result."""
+    """One chunk that travels over one link: elements [start, stop) of a partial sum or of the result."""
 
     sequence: int
-    hop: int  # links that these elements took before
+    hop: int  # number of links that these elements have taken
     gather: bool  # the elements are the result
     start: int
     stop: int
-    last: bool  # they end here: the sum is complete, or all members have the result
+    last: bool  # the receiver passes it on no further: the sum is complete, or all have the result
     everybody: bool  # the arrival proves that all members have entered the exchange: all have sent it on
 
 

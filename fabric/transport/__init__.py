@@ -1,5 +1,5 @@
-"""Authenticated links between peers: who dials whom, who may, and ordered messages afterwards.
+"""Authenticated links between peers.
 
-``greeting`` is what both sides prove before a byte of the job passes, ``tcp`` opens the sockets,
-``link`` carries messages on the control ones; the data ones are handed on as raw sockets.
+``tcp`` opens the sockets. ``greeting`` is the proof that both sides give before any byte of the job passes.
+``link`` carries ordered messages on control sockets; the caller gets data sockets as raw sockets.
 """

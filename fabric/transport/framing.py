@@ -1,8 +1,8 @@
 """Messages on a byte stream: four bytes of length, big-endian, then the payload.
 
 A length of zero is the goodbye that a clean close sends, so a message is never empty. The parser is
-incremental and pure: it is fed whatever arrived, gives back what is complete, and refuses a length over
-its limit before a byte of that payload is kept.
+incremental and pure: it takes bytes as they arrive and returns complete payloads. It refuses a length over
+its limit before it keeps a byte of that payload.
 """
 
 from fabric.errors import ProtocolError
@@ -24,7 +24,7 @@ def frame(payload: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> bytes:
 
 
 class FrameParser:
-    """Turns pieces of a stream into payloads; holds at most one unfinished frame and what was fed."""
+    """Turns pieces of a stream into payloads; holds at most one unfinished frame and the newest piece."""
 
     def __init__(self, limit_bytes: int = MAX_FRAME_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -32,7 +32,7 @@ class FrameParser:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of a frame that has begun and not ended."""
+        """The number of bytes held of an unfinished frame."""
         return len(self._pending)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[bytes]:

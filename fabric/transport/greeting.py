@@ -1,10 +1,10 @@
 """The greeting of a dialler, and the proof that both sides hold the job's token: bytes only, no sockets.
 
 The acceptor opens with its wire version and a random challenge. The dialler answers with a nonce of its
-own, an HMAC-SHA256 keyed by the token, and its greeting in JSON. The acceptor replies with an HMAC over
-all of that, or with one sentence that says why not. The token itself never travels, neither side's proof
-can be replayed, and a dialler that reached the wrong process (a reused port) learns it here. With an
-empty token every process that reaches the port may pass. Nothing here is encrypted.
+own, an HMAC-SHA256 keyed by the token, and its greeting in JSON. The acceptor replies with an HMAC over these
+messages, or with one sentence that gives the reason of its refusal. The token itself never travels, and
+neither side's proof can be replayed. A dialler that has reached the wrong process (a reused port) notices it
+here. With an empty token every process that reaches the port passes. Nothing is encrypted.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from fabric.errors import ProtocolError, Refused, Unauthorized
 from fabric.model import PROTOCOL_VERSION, Int64
 from fabric.protocol.messages.wire import check_version, decode_as
 
-# Version of the handshake itself, before anything that a greeting says can be read.
+# Version of the handshake itself, which is read before any greeting.
 WIRE = b"fabric-link/1\n"
 CHALLENGE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 MAX_HANDSHAKE_BYTES = 4096
 MAX_REFUSAL_CHARACTERS = 400
 _ACCEPTED, _REFUSED, _BAD_TOKEN = b"+", b"-", b"!"
-# Longer names would push a greeting over the bound of the handshake.
+# Longer names could make a greeting exceed the size limit of the handshake.
 MAX_NAME_CHARACTERS = 256
 
 
@@ -35,9 +35,9 @@ class Greeting:
     """A dialler's description of itself; ``to``: the replica that it wants to reach, empty for any.
 
     ``kind`` is ``control`` for an ordered message link, ``data`` for a ring link of ``epoch``, ``rank`` for
-    the link of rank ``rank`` to rank 0 of its own replica, ``probe`` for one that ends with the greeting.
-    Data links join the same rank of two replicas, or the holders of ``lane``: then ``to_rank`` is the rank
-    that is wanted.
+    the link of rank ``rank`` to rank 0 of its own replica, ``probe`` for a connection that ends after the
+    greeting. Data links join equal ranks of two replicas, or two ranks of ``lane``, where ``to_rank`` is the
+    dialled rank.
     """
 
     job: str
@@ -50,7 +50,7 @@ class Greeting:
     to: str = ""
     rank: Int64 = 0
     lane: Int64 = 0
-    to_rank: Int64 = -1  # -1: the same as the dialler's own
+    to_rank: Int64 = -1  # -1: the dialler's own rank
 
 
 def challenge_frame(challenge: bytes) -> bytes:
@@ -109,7 +109,7 @@ def read_hello(hello: bytes, challenge: bytes, token: bytes) -> Greeting:
 
 
 def read_hello_of_any(hello: bytes, challenge: bytes, tokens: Sequence[bytes]) -> tuple[Greeting, bytes]:
-    """Return the greeting, and which of ``tokens`` its proof was made with. Raises as ``read_hello`` does."""
+    """Return the greeting, and the token of ``tokens`` that made its proof. Raises as ``read_hello`` does."""
     for token in tokens[:-1]:
         with suppress(Unauthorized):
             return read_hello(hello, challenge, token), token
@@ -117,20 +117,20 @@ def read_hello_of_any(hello: bytes, challenge: bytes, tokens: Sequence[bytes]) -
 
 
 def accept_frame(challenge: bytes, hello: bytes, token: bytes) -> bytes:
-    """Return the acceptor's yes, which proves that it holds the token too."""
+    """Return the acceptor's frame of consent, which proves that it holds the token too."""
     return _ACCEPTED + _proof(token, b"accept", challenge, hello)
 
 
 def refuse_frame(error: Exception) -> bytes:
-    """Return the acceptor's no, with the sentence that the dialler's user will read."""
+    """Return the acceptor's frame of refusal, with the sentence that the dialler shows to its user."""
     mark = _BAD_TOKEN if isinstance(error, Unauthorized) else _REFUSED
     return mark + str(error)[:MAX_REFUSAL_CHARACTERS].encode()
 
 
 def read_verdict(verdict: bytes, challenge: bytes, hello: bytes, token: bytes) -> None:
-    """Return if the acceptor said yes and proved itself.
+    """Return if the acceptor consented and proved that it holds the token.
 
-    Raises Unauthorized where either token is wrong, Refused with the acceptor's sentence otherwise.
+    Raises Unauthorized where either token is wrong, otherwise Refused with the acceptor's sentence.
     """
     if verdict[:1] == _ACCEPTED:
         if not hmac.compare_digest(verdict[1:], _proof(token, b"accept", challenge, hello)):

@@ -1,8 +1,9 @@
-"""The handshakes of a listener under way: it accepts every connection, and drops silent ones to make room.
+"""The unfinished handshakes of a listener, which accepts every connection and drops old handshakes for room.
 
-A stranger needs no token to connect, and may say nothing for as long as a handshake may take. If the listener
-waited for them, some hundred of them would keep a job's own links from forming. So the listener goes on
-accepting, and drops the oldest handshake where there are too many. An address with too many loses its own.
+A stranger needs no token to connect, and may stay silent for as long as a handshake may take. If the listener
+waited for silent connections, some hundred of them would keep a job's own links from forming. So the listener
+always accepts, and drops the oldest handshake when there are too many. If one address has too many, its own
+oldest handshake is dropped.
 """
 
 import asyncio
@@ -15,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 # Handshakes under way at a time; one address may have half of them.
 MAX_HANDSHAKES = 256
-# A member of a large job answers within this time, also when all others dial at once. No younger
-# handshake is dropped for another address.
+# A member of a large job answers within this time, even if all others dial at once. No handshake younger than
+# this is dropped for another address.
 _AT_LEAST_S = 0.25
 _TELL_EVERY_S = 60.0
 
@@ -73,11 +74,11 @@ class Handshakes:
                     await self._ended.wait()
             except TimeoutError:
                 continue
-        # Accepting never yields to the loop while connections wait, so yield here.
+        # ``accept`` does not yield to the event loop while connections wait, so yield here.
         await asyncio.sleep(0)
 
     def drop_oldest(self) -> None:
-        """Free a descriptor, if a handshake has one."""
+        """Drop the oldest handshake, if any, which frees a descriptor."""
         oldest = next(iter(self._open), None)
         if oldest is not None:
             self._drop(oldest)

@@ -1,11 +1,11 @@
 """One ordered message link on a connected socket, for the thread of an event loop; any thread may send.
 
-Writes go straight to the socket and queue only what it does not take, bounded: a peer that stops reading
-costs memory up to the limit, then the link. Reads are driven by readiness, so the end of the peer's
-process is reported as soon as the kernel knows. A clean close sends a goodbye and half-closes, then reads
-on until the peer has closed too: closing a socket with unread bytes would reset it, and the reset would
-destroy what the peer had not yet read. For the same reason a failed write only ends the writing; the
-reader then finds what the peer still said, and the end.
+A write goes straight to the socket, and only the bytes that the socket does not take are queued. If a peer
+stops reading and the queue exceeds its limit, the link closes. Reads are driven by readiness, so the link
+reports the end of the peer's process as soon as the kernel knows. A clean close sends a goodbye, half-closes,
+and reads on until the peer has closed too: closing a socket with unread bytes would reset it, and the reset
+would destroy bytes that the peer had not read yet. For the same reason a failed write only ends the writing;
+the reader then reads the peer's last messages and the end.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from fabric.errors import ProtocolError
 from fabric.transport.framing import GOODBYE, MAX_FRAME_BYTES, FrameParser, frame
 from fabric.transport.interface import OnClosed, OnMessage
 
-# Bytes that may wait for a slow peer: many times the messages of an epoch.
+# Limit of bytes that wait for a slow peer: many times the size of all messages of an epoch.
 QUEUE_LIMIT_BYTES = 16 * 1024 * 1024
 _READ_BYTES = 256 * 1024
-# The kernel's errors when a host acknowledges nothing for too long, or has no route any more.
+# The kernel's errors when the peer's host acknowledges nothing for too long, or cannot be routed to.
 _SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
@@ -44,13 +44,13 @@ class Link:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._guard = threading.Lock()  # of the outbox, and against a socket that is closed while one sends
+        self._guard = threading.Lock()  # guards the outbox, and keeps the socket open while a thread sends
         self._sock = sock
         self._peer = peer
         self._outbox = _Outbox(sock, queue_limit_bytes, frame_limit_bytes)
         self._inbox = _Inbox(frame_limit_bytes)
         self._reason = ""
-        self.silent = False  # whether it ended because nothing got through any more
+        self.silent = False  # the link ended because the peer's host no longer answered
         self._leaving = False
         self._on_message: OnMessage | None = None
         self._error: Exception | None = None
@@ -160,7 +160,7 @@ class Link:
             self.abort(f"{self._peer} is gone: {_words(error)}")
             return
         if not data:
-            # The error that ended it may have been met in writing.
+            # The error that ended the link may have occurred in a write.
             self.silent = self._outbox.silent
             self.abort(self._end_sentence())
             return
@@ -197,7 +197,7 @@ class Link:
 
 
 class _Inbox:
-    """Complete messages not yet delivered; a goodbye sets ``clean`` and must be the last frame."""
+    """Complete messages that are not delivered yet. A goodbye sets ``clean`` and must be the last frame."""
 
     def __init__(self, frame_limit_bytes: int) -> None:
         self._parser = FrameParser(frame_limit_bytes)
@@ -240,7 +240,7 @@ class _Outbox:
         self._ending = True
 
     def flush(self) -> bool:
-        """Write as much as the socket takes; return whether something is left."""
+        """Write as many bytes as the socket takes; return whether some are left."""
         try:
             return self._flush()
         except OSError as error:

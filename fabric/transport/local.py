@@ -1,9 +1,9 @@
-"""Links between processes on one host: a unix socket beside the TCP one, found by the port of that.
+"""Links between processes on one host: a unix socket beside the TCP socket, with the TCP port in its name.
 
-The name is abstract and holds the port, so it exists in the port's network namespace alone; two containers on
-one machine may have different ones. Both ends run the handshake of any link, so a process that took the name
-cannot pass for a member. Both ends ask the kernel for the other's user: these links share memory, and a job
-without a token must not share it with another user.
+The name is abstract, so it exists only in the port's network namespace, which two containers on one machine
+may not share. Both ends run the handshake of any link, so a process that took the name cannot pass for a
+member. Both ends ask the kernel for the other's user: these links share memory, and a job without a token
+must not share memory with another user.
 """
 
 import os
@@ -16,8 +16,7 @@ _BACKLOG = 64
 
 
 def listen_locally(port: int) -> socket.socket | None:
-    """Return a non-blocking listener for this host's members, None where the name is taken: they use TCP
-    then."""
+    """Return a non-blocking listener for this host's members. None where the name is taken: they use TCP."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         sock.bind(_name(port))
@@ -29,8 +28,7 @@ def listen_locally(port: int) -> socket.socket | None:
 
 
 def connect_locally(port: int) -> socket.socket | None:
-    """Return a non-blocking connection to the listener beside ``port`` on this host, None where there is
-    none."""
+    """Return a non-blocking connection to this host's listener beside ``port``, None if there is none."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         sock.connect(_name(port))

@@ -1,12 +1,13 @@
-"""Sockets between peers: a listener that survives any client, a dialler that is bounded in time.
+"""Sockets between peers: a listener that survives any client, and a dialler with a time limit.
 
-Both run the handshake of ``greeting`` with exact reads, so not one byte after it is swallowed, and hand
-on a raw non-blocking socket: a control one becomes a Link, a data one goes to a ring in another thread.
+Both run the handshake of ``greeting`` with exact reads, so they read no byte that follows the handshake. They
+return a raw non-blocking socket: a control socket becomes a Link, a data socket goes to a ring in another
+thread.
 
-``TCP_USER_TIMEOUT`` bounds how long sent bytes may stay unacknowledged, so that a cut network shows on
-control links within two seconds, and costs nothing in a step. The kernel also counts the time for which a
-peer's window stays closed, and a healthy member that computes for minutes does not read its ring: data
-sockets therefore do not get it (0), and the exchange has deadlines of its own.
+``TCP_USER_TIMEOUT`` bounds how long sent bytes may stay unacknowledged, so that control links notice a cut
+network within two seconds, at no cost to a step. The kernel also counts the time for which a peer's window
+stays closed, and a healthy member that computes for minutes does not read its ring. So data sockets have no
+such timeout (0), and the exchange has its own deadlines.
 """
 
 import asyncio
@@ -28,20 +29,20 @@ from fabric.transport.local import check_user, connect_locally, listen_locally
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which sent bytes may stay unacknowledged on a control link: several tries of the kernel where
-# round trips are short. The peer's kernel acknowledges, whatever its process does.
+# Seconds for which sent bytes may stay unacknowledged on a control link: several retries of the kernel where
+# round trips are short. The peer's kernel acknowledges even if its process hangs.
 SILENT_S = 1.6
-# Where the kernel waits longer than this before it sends again, the network is slow, and has more time.
+# If the kernel waits longer than this before it resends, the network is slow and the link gets more time.
 QUICK_RETRY_S = 0.4
 SLOW_SILENT_S = 10.0
-# A connection that does not come about in this time will not: one lost packet costs the kernel a second.
+# Time limit of a connection attempt. One lost packet costs the kernel a second.
 CONNECT_S = 2.0
 HANDSHAKE_S = 5.0
-# The members of a large job dial all at once; the kernel cuts this down to its own limit.
+# Large, because the members of a large job dial at the same time. The kernel lowers it to its own limit.
 _BACKLOG = 1024
 _ACCEPT_BACKOFF_S = 0.05
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
-# With a bound on unacknowledged bytes one probe without an answer ends an idle link once that bound is over.
+# Where TCP_USER_TIMEOUT is set, one unanswered probe ends an idle link when that timeout has passed.
 _QUICK_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 
@@ -55,7 +56,7 @@ OnConnection = Callable[[Greeting, socket.socket], None]
 
 @dataclass(slots=True)
 class ListenerIdentity:
-    """The identity of a listener. ``store_id`` may be set later; while it is empty, any is accepted."""
+    """The identity of a listener. ``store_id`` may be set later; while empty, any store id is accepted."""
 
     job: str
     replica: str
@@ -72,7 +73,7 @@ class Listener:
     """Accepts links for one identity and hands each authenticated socket to ``on_connection``.
 
     ``admit`` may refuse a greeting with a sentence, which the dialler gets as Refused. The socket is
-    non-blocking and belongs to the callback. ``close`` ends accepting and unfinished handshakes alone.
+    non-blocking and belongs to the callback. ``close`` ends the accepting, and unfinished handshakes.
     """
 
     def __init__(
@@ -95,17 +96,16 @@ class Listener:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port it is bound to; raises ConfigError before ``start``."""
+        """The host and port to which the listener is bound. Raises ConfigError before ``start``."""
         if self._server is None:
             raise ConfigError("the listener has no address before it is started")
         host, port = self._server.getsockname()[:2]
         return str(host), int(port)
 
     async def start(self, host: str, ports: Sequence[int] = (0,), local: bool = False) -> None:
-        """Bind and begin to accept on the first free of ``ports`` (0: any), with
-        ``local`` also on a unix socket for links from this host.
+        """Bind the first free port of ``ports`` (0: any) and accept; with ``local`` on a unix socket too.
 
-        Raises ConfigError where none can be bound.
+        The unix socket is for links from this host. Raises ConfigError where no port can be bound.
         """
         self._server = await _bind(host, ports)
         self._spawn(self._accept_loop(self._server))
@@ -134,7 +134,7 @@ class Listener:
             try:
                 sock, address = await loop.sock_accept(server)
             except OSError as error:
-                # Out of descriptors, or a client that left in the queue: the next one may do better.
+                # No descriptor is left, or the client left the queue: make room, and accept the next client.
                 self._handshakes.drop_oldest()
                 logger.warning("could not accept a connection: %s", error)
                 await asyncio.sleep(_ACCEPT_BACKOFF_S)
@@ -158,7 +158,7 @@ class Listener:
         except TimeoutError:
             logger.warning("a client did not greet within %g s and was dropped", self._handshake_s)
         except OSError as error:
-            # The dialler died or left: this is not a refusal.
+            # The dialler died or closed the connection: this is not a refusal.
             logger.info("a connection ended before its greeting did: %s", error)
         except FabricError as error:
             logger.warning("a connection was refused: %s", error)
@@ -256,7 +256,7 @@ async def _connected(whom: str, host: str, port: int, within_s: float) -> socket
 async def _dial_locally(
     port: int, greeting: Greeting, token: bytes, timeout_s: float
 ) -> socket.socket | None:
-    """Dial the unix socket; None where another process or none answers: the port may be of another host."""
+    """Dial the unix socket. None if no process or a wrong one answers: the port may be another host's."""
     sock = connect_locally(port)
     if sock is None:
         return None
@@ -272,7 +272,7 @@ async def _dial_locally(
 
 
 def tune(sock: socket.socket, kind: str) -> None:
-    """Set no delay for small messages, keepalive for idle links, a bound on unacknowledged bytes."""
+    """Set TCP_NODELAY for small messages, keepalive for idle links, a timeout for unacknowledged bytes."""
     if sock.family not in _INTERNET:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -364,7 +364,7 @@ async def _receive_frame(sock: socket.socket) -> bytes:
 
 
 async def _receive_exactly(sock: socket.socket, count: int) -> bytes:
-    # Read no byte more: the bytes after the handshake belong to the owner of the socket.
+    # Read exactly: the bytes after the handshake are for the owner of the socket.
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < count:

@@ -1,1 +1,1 @@
-"""Data planes over the collectives of a library: one communicator per epoch."""
+"""Data planes that use a library's collectives, such as NCCL's: one communicator per epoch."""

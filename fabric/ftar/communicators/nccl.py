@@ -1,9 +1,9 @@
 """NCCL communicators, one per epoch, for ``process_group_plane``.
 
-Written from torch's documentation; ``docs/benchmarks.md`` says what of it has run on a GPU. NCCL refuses two
-ranks on one GPU. A communicator cannot go on without one of its members, so every epoch has its own. torch
-would end the process when a collective times out. Here the watchdog of the epoch ends the communicator, so
-torch's own handling is off and its timeout lies beyond ours.
+Written from torch's documentation; ``docs/benchmarks.md`` says which parts have run on a GPU. NCCL refuses
+two ranks on one GPU. A communicator fails when a member dies, so every epoch has its own communicator. torch
+would end the process when a collective times out. Here the watchdog of the epoch ends the communicator
+instead, so torch's handling is off and its timeout exceeds fabric's.
 """
 
 import os
@@ -19,9 +19,9 @@ from fabric.ftar.communicators.process_group_plane import Communicator, Rendezvo
 from fabric.ftar.plane import Ring
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
-_dist: Any = torch.distributed  # nor are these types declared
+_dist: Any = torch.distributed  # its types are not declared
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-# Longer than any bound of ours, so that torch never gives up first.
+# Longer than any of fabric's bounds, so that torch's timeout never comes first.
 _NEVER = timedelta(days=30)
 # The watchdog of the epoch replaces torch's own.
 _TORCH_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -50,7 +50,7 @@ class NcclFactory:
         timeout_s: float,
         began: Callable[[Communicator], None],
     ) -> Communicator:
-        """Build the communicator, by a first collective: see ``CommunicatorFactory``."""
+        """Build the communicator by a first collective: see ``CommunicatorFactory``."""
         bound = timedelta(seconds=timeout_s)
         store = kept or _dist.TCPStore(
             rendezvous.host,
@@ -72,7 +72,7 @@ class NcclFactory:
 
 
 class NcclCommunicator:
-    """A ``Communicator`` of NCCL. It keeps ``store`` alive, which the group may read."""
+    """A ``Communicator`` of NCCL. It keeps ``store`` alive, because the process group may read it."""
 
     def __init__(self, group: Any, device: torch.device, store: Any) -> None:
         self._group = group

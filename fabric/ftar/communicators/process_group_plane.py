@@ -1,10 +1,10 @@
-"""A data plane over the collectives of a library: one communicator per epoch, built outside the step.
+"""A data plane that uses a library's collectives: one communicator per epoch, built outside the step.
 
-Our own authenticated sockets link the members of an epoch. Over these the first member sends the address of
-the rendezvous to the others. A thread of each member builds the communicator there before the first exchange.
-The same sockets then carry the notice of an abort, and their end shows a death. One watchdog thread per epoch
-reads them. It ends the communicator when the epoch is aborted, a neighbour is gone, or an exchange exceeds
-its bound. A communicator that has ended is never used again: the next epoch has its own.
+Fabric's authenticated sockets link the members of an epoch. Over these sockets the first member sends the
+address of the rendezvous to the others. A thread of each member builds the communicator there before the
+first exchange. Later the sockets carry the notice of an abort, and the end of a socket shows a death. One
+watchdog thread per epoch reads the sockets. It ends the communicator when the epoch is aborted, a neighbour
+is gone, or an exchange exceeds its bound. An ended communicator is never used again.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ class Communicator(Protocol):
     def start(self, tensor: torch.Tensor, operation: str) -> Callable[[], None]:
         """Begin to reduce in place by ``sum``, ``min`` or ``max``, in order with the calling thread's stream.
 
-        The returned function blocks, in any thread, until the result is there. It raises RuntimeError when
-        the collective failed, and may return when it was aborted.
+        The returned function blocks, in any thread, until the result is complete. It raises RuntimeError when
+        the collective failed, and may return normally when it was aborted.
         """
 
     def abort(self) -> None:
@@ -49,7 +49,7 @@ class Communicator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The address at which the members of an epoch build their communicator: the first member's."""
+    """The address, on the first member's host, at which an epoch's members build their communicator."""
 
     host: str
     port: int
@@ -59,7 +59,7 @@ class CommunicatorFactory(Protocol):
     """Builds the communicators of a plane."""
 
     def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
-        """Open the rendezvous at ``host``, the first member's own address; also return the store to keep
+        """Open the rendezvous at ``host``, the first member's address; also return its store, to be kept
         open."""
 
     def make(
@@ -72,7 +72,7 @@ class CommunicatorFactory(Protocol):
     ) -> Communicator:
         """Build the communicator together with all other members; blocks.
 
-        ``kept`` is the store of ``open_rendezvous`` at the first member, else None. ``began`` receives the
+        ``kept`` is the store of ``open_rendezvous`` at the first member, else None. ``began`` gets the
         communicator as soon as it can be aborted.
         """
 
@@ -91,7 +91,7 @@ class GroupLinks(EpochLinks):
         super().__init__(ring, next_socket, previous_socket)
         self.communicator: Communicator | None = None
         self.changed = threading.Condition()
-        # The end of the exchange under way, in seconds of the monotonic clock.
+        # The deadline of the exchange under way, in seconds of the monotonic clock.
         self.deadline_s = math.inf
         self._factory = factory
         self._make_s = make_s
@@ -99,7 +99,7 @@ class GroupLinks(EpochLinks):
         self._met = threading.Event()
         self._where: Rendezvous | None = None
         self._begun: Communicator | None = None
-        # The watchdog has ended, and has aborted the communicator if there was one.
+        # The watchdog has ended, and has aborted the communicator, if any.
         self._watched_out = False
         self._threads: list[threading.Thread] = []
 
@@ -113,7 +113,7 @@ class GroupLinks(EpochLinks):
             thread.start()
 
     def aborted(self, why: str, about: str) -> None:
-        """Tell the previous member and wake the threads that wait here; the watchdog does the rest."""
+        """Tell the previous member, and wake the waiting threads. The watchdog then ends the communicator."""
         if self.previous is not None:
             with contextlib.suppress(OSError):
                 self.previous.send(frames.notice(why, about))
@@ -122,7 +122,7 @@ class GroupLinks(EpochLinks):
         self._met.set()
 
     def release(self) -> None:
-        """Close the descriptors, unless the watchdog polls them: it then closes them at its end."""
+        """Close the descriptors. If the watchdog still polls them, it closes them when it ends."""
         if not self._threads:
             super().release()
 
@@ -195,7 +195,7 @@ class GroupLinks(EpochLinks):
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise RoundAborted(f"the exchange of epoch {self.ring.epoch} did not end within its bound")
-        # The deadline of an exchange that begins meanwhile is noticed at most one second late.
+        # Poll at most one second: an exchange may begin meanwhile and set a deadline.
         ready = dict(poll.poll(min(left_s, 1.0) * 1000 + 1))
         assert self.next is not None and self.previous is not None
         if self.previous.fileno() in ready:
@@ -229,10 +229,10 @@ class GroupLinks(EpochLinks):
 class GroupPlane(EpochPlane[GroupLinks]):
     """DataPlane over communicators that ``factory`` builds: see ``plane``.
 
-    ``owns`` says which tensors the plane takes, so that others raise a sentence instead of crashing.
+    ``owns`` says which tensors the plane can reduce; for others it raises an error instead of crashing.
     ``make_s`` bounds the building of a communicator. The library decides the order of a sum, and promises
-    equal bits on all members. Members compare digests before they commit (docs/protocol.md), which checks
-    that promise.
+    equal bits on all members. Members check that promise: they compare digests before they commit
+    (docs/protocol.md).
     """
 
     def __init__(
@@ -255,8 +255,8 @@ class GroupPlane(EpochPlane[GroupLinks]):
         return False
 
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
-        """Change the bounds of later exchanges. A late member cannot be told from a stuck one here, so
-        ``entry_s`` bounds the exchange, and ``exchange_s`` is only checked."""
+        """Change the bounds of later exchanges. ``entry_s`` bounds the whole exchange, because this plane
+        cannot tell a late member from a stuck member. ``exchange_s`` is only checked for its range."""
         super().set_bounds(exchange_s, entry_s)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -322,8 +322,7 @@ class GroupPlane(EpochPlane[GroupLinks]):
 
 def _until_done(links: GroupLinks, work: Callable[[], None]) -> None:
     """Run ``work``; return when it ends or the epoch is aborted, whichever is first.
-
-    A thread of its own runs a collective that cannot be interrupted, and ends with it.
+    ``work`` cannot be interrupted, so a new thread runs it and ends when the work ends.
     """
     outcome: list[BaseException | None] = []
 

@@ -1,6 +1,6 @@
 """The device interface on a GPU, by way of ``torch.cuda``.
 
-Written from torch's documentation and source; ``docs/benchmarks.md`` says what of it has run on a GPU.
+Written from torch's documentation and source; ``docs/benchmarks.md`` says which parts have run on a GPU.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from fabric.runtime.clock import boot_id
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
-# torch's name for the file with the reference counts of shared device memory. It becomes a path in /dev/shm,
-# so no other form is accepted.
+# torch's name for the file with the reference counts of shared device memory. The name becomes a path in
+# /dev/shm, so no other form is accepted.
 _COUNTER = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")
 
 
@@ -80,13 +80,13 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def on(self, stream: DeviceStream) -> Iterator[None]:
-        """See ``Device``. A thread begins on the default stream, which is mostly the trainer's."""
+        """See ``Device``. Without it a thread uses the default stream, which usually is the trainer's."""
         assert isinstance(stream, CudaStream)
         with _cuda.device(self.device), _cuda.stream(stream.stream):
             yield
 
     def when(self, event: DeviceEvent, callback: Callable[[], None]) -> None:
-        """See ``Device``. Events of one stream come in order, so each stream has one thread that waits."""
+        """See ``Device``. Events of one stream complete in order, so one thread per stream waits for them."""
         assert isinstance(event, CudaEvent)
         event.watcher.watch(event, callback)
 
@@ -101,7 +101,7 @@ class CudaDevice:
         wanted = {t.data_ptr(): t for t in memory if t.numel()}
         with self._lock, _cuda.device(self.device):
             for address, old in list(self._registered.items()):
-                # The address may belong to other memory by now, which the driver has not registered.
+                # The address may belong to new memory now, which the driver has not registered.
                 if wanted.get(address) is not old:
                     del self._registered[address]
                     _cuda.cudart().cudaHostUnregister(address)
@@ -202,6 +202,6 @@ class _Watcher:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             event, callback = item
-            with contextlib.suppress(RuntimeError):  # the callback asks the event, which raises again
+            with contextlib.suppress(RuntimeError):  # ``event.done`` raises it again for the callback
                 event.wait()
             callback()

@@ -1,7 +1,7 @@
-"""The interface to a device: its streams, events and memory, and no more than a data plane asks for.
+"""The interface to a device, as far as a data plane needs it: streams, events and memory.
 
-``CudaDevice`` is a GPU. The tests have a simulated device whose streams run as late as events allow, so that
-work without an event between fails there as on a busy GPU.
+``CudaDevice`` is a GPU. The tests have a simulated device whose streams run as late as events allow. So a
+missing event between two streams fails there as it does on a busy GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import torch
 class SharedMemoryHandle:
     """How another process on this host opens device memory: numbers, bytes and checked names only.
 
-    ``memory`` and the fields after it have a meaning for the device alone.
+    Only the device interprets ``memory`` and the fields after it.
     """
 
     host: str  # boot id of the machine
@@ -42,12 +42,12 @@ class DeviceEvent(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A queue of work that the device runs in order, at its own time."""
+    """A queue of work that the device runs in order, while the host goes on."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Enqueue the torch operations that ``work`` calls: copies and arithmetic into tensors that exist.
 
-        ``work`` must not allocate device memory that outlives it, nor look at values.
+        ``work`` must not allocate device memory that outlives it, nor read values of tensors.
         """
 
     def wait(self, event: DeviceEvent) -> None:
@@ -67,10 +67,10 @@ class Device(Protocol):
         """Return a new side stream."""
 
     def compute(self) -> DeviceStream:
-        """Return the stream that the calling thread's own torch operations are on."""
+        """Return the stream on which the calling thread's torch operations run."""
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[None]:
-        """Within it, the calling thread's own torch operations are on ``stream``."""
+        """Run the calling thread's torch operations on ``stream`` within this context."""
 
     def when(self, event: DeviceEvent, callback: Callable[[], None]) -> None:
         """Call ``callback`` from some thread once ``event`` is done, or failed."""
@@ -79,23 +79,23 @@ class Device(Protocol):
         """Return ``nbytes`` of device memory, uint8."""
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` of host memory, uint8, that copies to and from the device do not block on."""
+        """Return ``nbytes`` of host memory, uint8, with which device copies do not block the host."""
 
     def keep_registered(self, memory: Sequence[torch.Tensor]) -> None:
         """Register exactly these host tensors for copies that do not block; unregister all others.
 
-        A registered tensor stays alive and mapped. No copy with an unregistered one may be under way. Memory
-        that cannot be registered still works, more slowly.
+        A registered tensor stays alive and mapped. No copy may be under way with a tensor that this call
+        unregisters. Memory that cannot be registered still works, but copies are slower.
         """
 
     def share(self, nbytes: int) -> tuple[torch.Tensor, SharedMemoryHandle] | None:
-        """Device memory that other processes can open, None where that is not possible."""
+        """Return device memory that other processes can open, None where that is not possible."""
 
     def open(self, handle: SharedMemoryHandle) -> torch.Tensor | None:
-        """Memory that another process shares, None where it cannot be reached from here.
+        """Return memory that another process shares, None where this process cannot open it.
 
-        Read it and never write it. It is closed when the tensor is gone.
+        The caller must not write it. It is closed when the tensor is deleted.
         """
 
     def close(self) -> None:
-        """End the device's threads and registrations; its work must be over."""
+        """End the device's threads and registrations. Its enqueued work must have run."""

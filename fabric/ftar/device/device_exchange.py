@@ -2,12 +2,12 @@
 
     device memory --down--> slot --TCP, or shared memory--> slot --up--> accumulate on the device
 
-Events order the streams. The host reads an event only to know when a slot may be sent or used
-again. It sleeps in one ``poll`` on the sockets, the abort and a descriptor that events wake. The
-slots of each direction bound the chunks under way. Only the two side streams wait for the compute stream.
+Events order the streams. The host reads an event only to know when a slot may be sent or used again. It
+sleeps in one ``poll`` on the sockets, the abort and a descriptor that events wake. The number of slots per
+direction bounds the chunks under way. Only the two side streams wait for the compute stream.
 
-An abort ends the exchange at once. Work that is already on the streams still runs, into memory that no
-exchange reads. The next exchange waits for it before it uses a slot again.
+An abort ends the exchange at once. Work that is already enqueued still runs, and writes to memory that no
+exchange reads. The next exchange waits for that work before it uses a slot again.
 """
 
 import os
@@ -56,7 +56,7 @@ class DeviceExchange:
         self._links.check()
 
     def _move(self) -> tuple[bool, bool]:
-        """Move all that can move now: whether anything did, and whether it counted as progress."""
+        """Move all bytes that can move now; return whether any moved, and whether they count as progress."""
         space = self._space
         space.unfinished = [event for event in space.unfinished if not event.done()]
         if space.unfinished:
@@ -71,7 +71,7 @@ class DeviceExchange:
         try:
             return self._out.pump()
         except OSError as error:
-            # The next member may have sent its reason before it left.
+            # The next member may have sent the reason of an abort before its link ended.
             self._links.hear_back()
             raise lost(self._links.ring.next, error) from error
 
@@ -89,7 +89,7 @@ class DeviceExchange:
             raise lost(peer, error) from error
 
     def _awaited(self) -> str:
-        """Name the peer that we wait for; empty while we wait for our own device."""
+        """Name the peer for which this member waits; empty while it waits for its own device."""
         ring = self._links.ring
         if self._in.copying or self._out.copying or self._space.unfinished:
             return ""

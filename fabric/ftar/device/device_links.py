@@ -1,8 +1,8 @@
 """The two sockets of one epoch's device ring, the frames that come back on them, and shared device memory.
 
-Neighbours on one host have a unix socket as their link. There the sender shares device memory, and the
-receiver reads chunks in it where it can. The socket then carries their headers, and back a credit for every
-slot that was read. Everywhere else the bytes go over the socket.
+The link of neighbours on one host is a unix socket. There the sender shares device memory, and the receiver
+reads the chunks from it if it can open it. Then the socket carries the chunks' headers, and the receiver
+returns a credit for every slot that it has read. All other links carry the chunks' bytes.
 """
 
 import socket
@@ -30,7 +30,8 @@ class DeviceLinks(EpochLinks):
         super().__init__(ring, next_socket, previous_socket)
         self.offers = shares and is_shared(next_socket)
         self.expects_offer = shares and is_shared(previous_socket)
-        # Memory that the next member reads, None for TCP; whether it can read it, None before its answer.
+        # Memory for the next member to read, None for TCP; and whether that member can read it, None before
+        # its answer.
         self.outbox: torch.Tensor | None = None
         self.accepted: bool | None = None if self.offers else False
         self.inbox: torch.Tensor | None = None
@@ -67,13 +68,13 @@ class DeviceLinks(EpochLinks):
                 raise RoundAborted(f"the ring link to {self.ring.previous} does not take answers", "")
 
     def aborted(self, why: str, about: str) -> None:
-        """Tell the previous member, which tells its own: so the cause reaches all members."""
+        """Tell the previous member, which tells the member before it, until all members know the cause."""
         if self.previous is not None:
             with suppress(OSError):
                 self.previous.send(frames.notice(why, about))
 
     def hear_back(self) -> None:
-        """Read answers and credits from the next member; raises RoundAborted at a notice or its end."""
+        """Read answers and credits from the next member. Raises RoundAborted at a notice or the end."""
         with self.reading_back() as back:
             while (frame := frames.take_back(back)) is not None:
                 self._handle(frame)

@@ -26,7 +26,7 @@ from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES
 
 CHUNK_BYTES = 4 * 1024 * 1024
 SLOTS = 8
-# Partial sums have room for two groups, see ``piece_order``.
+# Pieces of a segment that travel together. Memory for partial sums holds two groups, see ``piece_order``.
 GROUP = 8
 _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 
@@ -34,11 +34,11 @@ _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 class DeviceRing(EpochPlane[DeviceLinks]):
     """DataPlane for one device: see ``plane``.
 
-    ``chunk_bytes``, ``slots`` and ``group`` must be equal on all members; chunk_bytes * slots bounds what is
-    under way on a link, chunk_bytes * (2 * slots + slots + 2 * group + 1) is what the plane allocates, two
-    thirds of the slots in host memory. ``shares``: whether neighbours on one host read each other's device
-    memory where they can; without, or where they cannot, chunks go over TCP. The bounds, ``checksum`` (of
-    what goes over TCP) and ``on_piece`` are those of the ring of host memory.
+    ``chunk_bytes``, ``slots`` and ``group`` must be equal on all members. A link has at most chunk_bytes *
+    slots under way. The plane allocates chunk_bytes * (3 * slots + 2 * group + 1); 2 * slots of these chunks
+    lie in host memory. ``shares``: let neighbours on one host read each other's device memory if they can;
+    otherwise chunks go over TCP. ``exchange_s``, ``checksum`` (for TCP) and ``on_piece`` are as in
+    ``CpuRing``.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
 
     @contextmanager
     def _abandoned(self) -> Iterator[None]:
-        """When an exchange fails, order the work of the side streams before the caller's next work."""
+        """When an exchange fails, make the caller's stream wait for the work of the side streams."""
         try:
             yield
         except BaseException:

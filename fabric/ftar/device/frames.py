@@ -1,9 +1,9 @@
 """The frames that members of a device ring send to each other: fixed, checked, pure.
 
-One ``ChunkFrame`` goes forward per piece, with its bytes behind it where they travel over TCP and without
-them where the next member reads them from shared device memory. Before the first chunk of an epoch,
-neighbours on one host exchange an offer of such memory and the answer to it. Three kinds go backward:
-answers, credits (so many slots of the shared memory were read) and the notice of an abort.
+One ``ChunkFrame`` goes forward per piece. Over TCP the piece's bytes follow it; with shared device memory the
+next member reads them there. Before the first chunk of an epoch, neighbours on one host exchange an offer of
+shared memory and the answer to it. Three kinds of frame go backward: answers, credits (the number of slots
+that were read) and the notice of an abort.
 """
 
 import base64

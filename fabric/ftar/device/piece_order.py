@@ -1,9 +1,9 @@
 """The pieces that go over a device ring, and their order: pure.
 
-Segments, and the order in which each is summed, are those of every ring (``fabric.ftar.ring_schedule``).
-Only the order of the pieces differs: a group of pieces goes through all hops before the next group begins. A
-partial sum waits on the device from its arrival until it is passed on. So two groups bound the memory for
-partial sums, whatever the length of the buffer.
+The segments, and the order of summation, are those of every ring (``fabric.ftar.ring_schedule``). Only the
+order of the pieces differs: a group of pieces goes through all hops before the next group begins. A partial
+sum stays in device memory until it is passed on. So this memory never holds more than two groups, whatever
+the length of the buffer.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class DevicePiece:
     """Elements [start, stop) on their way over one link."""
 
     sequence: int
-    hop: int  # links that these elements took before; at hop 0 they are one member's own
+    hop: int  # number of links that these elements have taken; at hop 0 they are one member's own
     start: int
     stop: int
     gather: bool  # the elements are the result
-    last: bool  # the sum is complete once the receiver has added its own
+    last: bool  # the receiver's elements complete the sum
     everybody: bool  # the arrival proves that all members have entered the exchange
     needs: int  # number of the received piece that this one forwards, -1 for none
 

@@ -1,10 +1,10 @@
 """The header in front of every chunk, and the other messages between members: fixed size, checked, pure.
 
-A header names the epoch, step and exchange of a chunk, its number and its content. So bytes of an old round
-are recognised and never added, and members that disagree about a buffer notice it before they sum. A header
-carries the digest of its payload, and has a digest of its own. The digest of a payload depends on nothing
-else. A result that travels on unchanged keeps its author's digest: no later member computes it again, and
-memory that goes bad on the way is noticed.
+A header names the epoch, step and exchange of a chunk, its number and its content. So a member recognises
+bytes of an old round and never adds them, and members that disagree about a buffer notice it before they sum.
+A header carries a digest of its payload and a digest of the header. The payload's digest covers the payload
+alone. So a result that travels on unchanged keeps the digest of the member that computed it: no later member
+computes the digest again, and corruption on the way is noticed.
 """
 
 import json
@@ -20,7 +20,8 @@ _DIGEST = struct.Struct("<Q")
 _MAGIC = b"FTR4"
 HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 
-# Forward: a partial result, a result, memory of later chunks. Backward: an abort, "all memory was read".
+# REDUCE: a partial result. GATHER: a result. SEGMENT: memory of later chunks. These go forward. Backward go
+# ABORT and READ, "all memory was read".
 REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
 _PAYLOAD_DIGESTED, _RESULT_IS_STABLE = 1, 2
 MAX_NOTICE_BYTES = 2048
@@ -118,7 +119,7 @@ def notice(epoch: int, source: int, why: str, about: str) -> bytes:
 def all_read(spec: ExchangeSpec, source: int, end: bool) -> bytes:
     """Return the bytes by which the member at ``source`` says that it has read all memory of this exchange.
 
-    They go to the members before it. ``end``: no member behind it can see that memory.
+    The bytes go to the members before it. ``end``: no member after it can read that memory.
     """
     return pack(ChunkHeader(spec, READ, source, int(end), 0))
 

@@ -1,7 +1,7 @@
 """The data plane for tensors in host memory: a ring of links that ends at once when it cannot go on.
 
-Members on one host read each other's memory; others exchange bytes over TCP. The kind of a link's socket
-decides it (see ``ring_links``).
+Neighbours on one host, whose link is a unix socket, read each other's memory. Other neighbours exchange bytes
+over TCP (see ``ring_links``).
 
 One thread calls ``all_reduce``; the control thread installs links, aborts and retires. They share a table of
 epochs under one lock, and the links of an epoch have locks of their own. An epoch that failed stays failed:
@@ -25,8 +25,8 @@ from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
 from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
 
-# A piece costs its members about 0.1 ms besides its bytes, so smaller ones are slower; larger ones gain
-# nothing (benchmarks/notes/all-reduce.md).
+# A piece costs about 0.1 ms besides its bytes, so smaller pieces are slower. Larger pieces gain nothing
+# (benchmarks/notes/all-reduce.md).
 CHUNK_BYTES = 8 * 1024 * 1024
 # The widest type has eight bytes, so every cut falls between elements.
 _CHUNK_UNIT_BYTES = ALIGNMENT * 8
@@ -35,11 +35,11 @@ _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 class CpuRing(EpochPlane[RingLinks]):
     """DataPlane over links of shared memory and TCP: see ``plane``.
 
-    ``exchange_s`` bounds the silence inside an exchange, ``entry_s`` the wait for members that are late for
-    it, which must exceed what user code may take. ``chunk_bytes`` must be equal on all members.
-    ``checksum`` covers every payload on TCP and not only the headers. ``shared_memory`` asks for links of
-    that kind where they are possible. ``on_piece(step)`` is called after every piece that
-    arrived, for tests that act in mid-exchange.
+    ``exchange_s`` bounds the time without progress once all members have entered the exchange. ``entry_s``
+    bounds the wait for late members, and must exceed the time limit of user code. ``chunk_bytes`` must be
+    equal on all members. ``checksum`` covers every payload on TCP and not only the headers. ``shared_memory``
+    asks for links of shared memory where possible. ``on_piece(step)`` is called after every arrived piece,
+    for tests that act in mid-exchange.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CpuRing(EpochPlane[RingLinks]):
         super().__init__(Bounds(entry_s, exchange_s))
         self._shared_memory = shared_memory and SUPPORTED
         self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
-        # Partial results of 16-bit elements are twice as large on their way.
+        # Partial results of 16-bit elements travel as float32, twice as large.
         self._resources = ExchangeResources(
             torch.zeros(2 * self._chunk_bytes, dtype=torch.uint8), checksum, on_piece
         )
@@ -75,7 +75,7 @@ class CpuRing(EpochPlane[RingLinks]):
         return self._shared_memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocate memory that neighbours read in place: see DataPlane. Raises ConfigError where none is
+        """Allocate memory that neighbours read in place: see DataPlane. Raises ConfigError if none is
         left."""
         return self._own.allocate(nbytes).memory[:nbytes]
 

@@ -1,9 +1,9 @@
 """The memory of one exchange: the gradient, the result, and the parts of both that a neighbour can read.
 
 Pieces come in (``take``, or straight into ``landing``) and go out (``outgoing``). A link that carries bytes
-sends them from any memory. A link that carries references sends places in shared memory, so the elements that
-others read must lie there. Shared memory of the caller is used as it is. Other memory gets a staging segment,
-and only the elements that others read are copied to it.
+sends from any memory. A link that carries references sends places in shared memory, so the elements that
+other members read must lie there. The caller's memory is used directly if it is shared. Otherwise the
+elements that other members read are copied to a staging segment.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ from fabric.ftar.ring_schedule import RingPiece
 class StagingMemory:
     """Staging memory by use, allocated when first needed and kept for later exchanges.
 
-    It is shared memory, because a neighbour reads it. Partial results in float32 on links of bytes alone lie
-    in plain memory.
+    It is shared memory, because a neighbour reads it. Only float32 partial results of a ring whose links all
+    carry bytes lie in plain memory.
     """
 
     def __init__(self, segments: OwnSegments) -> None:
@@ -47,26 +47,27 @@ class StagingMemory:
 
 @dataclass(slots=True)
 class Operands:
-    """``source`` and ``result`` are 1-D CPU tensors of one type and length, and may be one memory."""
+    """``source`` and ``result`` are 1-D CPU tensors of one type and length. They may be the same memory."""
 
     source: torch.Tensor
     result: torch.Tensor
     reduction: Reduction
-    work: torch.Tensor  # memory that results are sent on from: the result itself, or its staging
+    work: torch.Tensor  # memory from which results are sent on: the result itself, or its staging
     widens: bool = False  # partial results are float32 although the elements are smaller
     wide: torch.Tensor | None = None  # partial results in float32, where this member keeps any
     staged: torch.Tensor | None = None  # copy of own elements for others, None where they read the source
     staged_from: int = 0  # the first element of ``staged``
-    digests: dict[int, int] = field(default_factory=dict)  # of results that travel on, by first element
-    # Places of a piece in others' memory that goes on, by first element and whether it is a result.
+    digests: dict[int, int] = field(default_factory=dict)  # digests of results to send on, by first element
+    # References to a piece in other members' memory, to be passed on, by first element and whether it is a
+    # result.
     borrowed: dict[tuple[int, bool], list[SegmentRef]] = field(default_factory=dict)
 
     def item_bytes(self, piece: RingPiece) -> int:
-        """Return bytes of one element of ``piece`` on its way."""
+        """Return the bytes of one element of ``piece`` while it travels."""
         return 4 if self.is_wide(piece) else self.source.element_size()
 
     def nbytes(self, piece: RingPiece) -> int:
-        """Return bytes of ``piece`` on its way."""
+        """Return the bytes of ``piece`` while it travels."""
         return (piece.stop - piece.start) * self.item_bytes(piece)
 
     def outgoing(self, piece: RingPiece) -> torch.Tensor:
@@ -80,7 +81,7 @@ class Operands:
         return self.work[part]
 
     def own(self, piece: RingPiece) -> torch.Tensor:
-        """Return this member's own elements of ``piece``, in memory that others can read where they must."""
+        """Return this member's own elements of ``piece``, in shared memory if others must read them."""
         part = slice(piece.start, piece.stop)
         if self.staged is None:
             return self.source[part]
@@ -98,7 +99,7 @@ class Operands:
             self._keep(piece)
 
     def keep(self, piece: RingPiece, received: torch.Tensor, lent: bool) -> None:
-        """Keep a result that lies in another's memory; ``lent`` says that it goes on from there."""
+        """Keep a result that lies in another's memory; ``lent``: the next member reads it there too."""
         if lent:
             copy(self.result[piece.start : piece.stop], received)
         else:
@@ -108,8 +109,8 @@ class Operands:
     def take(self, piece: RingPiece, received: Sequence[torch.Tensor]) -> None:
         """Add own elements to the partial result ``piece``.
 
-        ``received`` has the elements of the members before, in ring order: one tensor each, or a sum of
-        several as the first (see ``typed``).
+        ``received`` has the elements of the members before, in ring order: one tensor per member, but the
+        first tensor may be the sum of several members (see ``typed``).
         """
         part = slice(piece.start, piece.stop)
         out = self.work if piece.last or self.wide is None else self.wide
@@ -143,9 +144,9 @@ def make_operands(
 ) -> Operands:
     """Make operands with the staging that they need.
 
-    ``readable`` is the range of elements of the source that others may read. ``visible`` says whether memory
-    can be seen by the next member, and is None where that gets bytes. ``partial`` says whether partial
-    results are kept here, or references alone.
+    ``readable`` is the range of elements of the source that other members may read. ``visible`` says whether
+    the next member can read a memory; it is None where that member gets bytes. ``partial``: this member keeps
+    partial results, and not references alone.
     """
     operands = Operands(source, result, reduction, work=result)
     operands.widens = world > 2 and reduction.is_wide(source.dtype)

@@ -1,7 +1,7 @@
-"""One ring per lane: the data plane of a rank whose replica is cut otherwise than others.
+"""One ring per lane: the data plane of a rank in a job whose replicas have unequal layouts.
 
 A rank is in several rings at once, but reduces one lane after the other, in the order of their numbers. All
-ranks keep this order, so no two of them wait for each other.
+ranks keep this order, so no two ranks wait for each other.
 """
 
 import socket
@@ -26,7 +26,7 @@ class LanePlane:
         self._lock = threading.Lock()
         self._rings: dict[int, CpuRing] = {}
         self._bounds: dict[str, float] = {}
-        self._aborted: dict[int, tuple[str, str]] = {}  # epoch -> why, for lanes that are linked later
+        self._aborted: dict[int, tuple[str, str]] = {}  # epoch -> reason, for lanes linked later
         self._retired_before = 0
         self._waiting_s: dict[str, float] = {}
         self._memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -65,11 +65,11 @@ class LanePlane:
             ring.set_bounds(exchange_s, entry_s)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Ordinary memory: pieces are copied to their lanes in any case."""
+        """Return ordinary memory, because pieces are copied to their lanes anyway."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:
-        """Flat gradients are not exchanged as they lie, so neighbours need not see them."""
+        """Do nothing: neighbours read the memory of lanes, not flat gradients."""
 
     def unregister(self, memory: torch.Tensor) -> None:
         """See ``register``."""
@@ -77,7 +77,7 @@ class LanePlane:
     def install(
         self, ring: Ring, next_socket: socket.socket | None, previous_socket: socket.socket | None
     ) -> None:
-        """Raises IllegalTransition: a link has a lane here."""
+        """Raise IllegalTransition: here every link belongs to a lane, see ``install_lane``."""
         raise IllegalTransition(f"epoch {ring.epoch} has lanes: a link without one has no use")
 
     def install_lane(
@@ -91,7 +91,7 @@ class LanePlane:
         self._ring(lane).install(ring, next_socket, previous_socket)
 
     def memory(self, lane: int, dtype: torch.dtype, elements: int) -> torch.Tensor:
-        """Memory for a lane's pieces that its neighbours on this host can read."""
+        """Return memory for a lane's pieces, which the lane's neighbours on this host can read."""
         memory = self._memory.get((lane, dtype))
         if memory is None or memory.numel() < elements:
             if memory is not None:
@@ -117,7 +117,7 @@ class LanePlane:
         retain_gradients: bool = True,
         result_is_stable: bool = False,
     ) -> None:
-        """Raises IllegalTransition: an exchange has a lane here."""
+        """Raise IllegalTransition: here every exchange belongs to a lane, see ``reduce_lane``."""
         raise IllegalTransition(f"epoch {epoch} has lanes: reduce one of them")
 
     def abort(self, epoch: int, why: str, about: str = "") -> None:

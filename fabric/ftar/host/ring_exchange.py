@@ -1,13 +1,13 @@
-"""One exchange over one ring: a single thread that sends to the next while it receives from the previous.
+"""One exchange over one ring: a thread sends to the next member while it receives from the previous member.
 
-Both sockets are non-blocking and every piece goes out as soon as what it depends on has arrived, so a ring
-cannot deadlock at any size and the hops of a long buffer overlap. While bytes flow nothing is polled; when
-neither direction can move, the thread sleeps until one can, a notice comes back, the epoch is aborted, or the
-deadline is over.
+Both sockets are non-blocking, and every piece goes out as soon as the piece that it depends on has arrived.
+So a ring cannot deadlock at any size, and the hops of a long buffer overlap. The thread polls only when
+neither direction can move. It sleeps until a socket is ready, a notice comes back, the epoch is aborted, or
+the deadline has passed.
 
-Two bounds hold. User code may delay a member, so the bound is ``entry_s`` until a chunk arrives that all
-members have sent on. From then on all members are in the exchange, and the bound is ``exchange_s`` since the
-last byte that counted.
+Two bounds hold. User code may delay a member, so ``entry_s`` holds until a chunk arrives that all members
+have sent on. Such a chunk proves that all members have entered the exchange. Then the exchange times out when
+no byte of progress arrives for ``exchange_s``.
 """
 
 import select
@@ -108,7 +108,7 @@ class HostExchange:
                 self._wait(poll, last_s + bound_s, waiting, may_sleep=not moved)
 
     def _await_readers(self, poll: "select.poll", bounds: Bounds, waiting: Waiting) -> None:
-        """Wait until no member reads this one's memory any more."""
+        """Wait until no other member reads this member's memory any more."""
         deadline_s = time.monotonic() + bounds.exchange_s
         while not self._links.all_have_read(self._spec):
             self._links.check()
@@ -118,7 +118,7 @@ class HostExchange:
         try:
             return self._sender.pump(self._free + self._receiver.passable)
         except OSError as error:
-            # The next member may have sent its reason before it left.
+            # The next member may have sent the reason of an abort before its link ended.
             self._links.hear_back()
             raise lost(self._links.ring.next, error) from error
 
@@ -164,7 +164,7 @@ class HostExchange:
         assert links.next is not None and links.previous is not None
         poll.register(links.next, select.POLLIN | (select.POLLOUT if self._sender.blocked else 0))
         if self._receiver.done and self._watches_previous:
-            # The previous member may have left by now: do not spin on its closed link.
+            # The previous member may have ended its link: do not poll it, or the poll returns in a loop.
             poll.unregister(links.previous)
             self._watches_previous = False
         elif not self._receiver.done and not self._watches_previous:

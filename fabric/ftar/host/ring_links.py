@@ -4,17 +4,17 @@ A unix socket links members on one host, which read pieces in each other's memor
 socket carries the bytes of the pieces (``tcp_transport``). A ring may have links of both kinds.
 
 Chunks travel from each member to the next. The other direction of the same sockets carries the notice of an
-abort and, on links of shared memory, the READ message. A member that aborts sends the reason and the peer
-that it is about to the previous member, which sends it on: the true cause is around the ring in
-milliseconds. A death reaches all members: the member before the dead one sees the loss and tells the rest. A
-member outside of the exchange passes a notice on when it enters. Until then the members behind it learn of
-the abort from the control plane.
+abort and, on links of shared memory, the READ message. A member that aborts sends a notice, with the reason
+and the peer at fault, to the previous member. That member passes the notice on, so all members know the cause
+within milliseconds. After a death, the member before the dead member sees the loss and sends the notice. A
+member that has not entered the exchange passes the notice on when it enters. Until that moment the members
+before it learn of the abort from the control plane.
 
 An abort does not shut sockets down, because the end of a stream cannot name its cause. They are closed when
 the epoch is retired.
 
-An eventfd wakes the thread that polls. Descriptors are closed only when that thread is out of the exchange:
-by the next poll a closed number could belong to another file.
+An eventfd wakes the thread that polls. Descriptors are closed only when that thread is out of the exchange,
+because the kernel may give a closed descriptor's number to another file.
 """
 
 import socket
@@ -60,7 +60,7 @@ class RingLinks(EpochLinks):
         self._readers: dict[int, ChunkHeader] = {}
 
     def aborted(self, why: str, about: str) -> None:
-        """Raise the guard and tell the previous member, before the exchange can return."""
+        """Raise the guard, and tell the previous member, before the exchange returns."""
         message = notice(self.ring.epoch, self.ring.position, why, about)
         if self.outbox is not None:
             self.outbox.raise_guard(message)
@@ -81,7 +81,7 @@ class RingLinks(EpochLinks):
         self._send_back(all_read(spec, self.ring.position, end=self.outbox is None))
 
     def all_have_read(self, spec: ExchangeSpec) -> bool:
-        """Whether all members that can see this one's memory have sent READ."""
+        """Whether all members that can read this member's memory have sent READ."""
         if self.outbox is None:
             return True
         for distance in range(1, self.ring.world):
@@ -94,14 +94,14 @@ class RingLinks(EpochLinks):
 
     def _send_back(self, message: bytes) -> None:
         if self.inbox is not None:
-            # A previous member that has left does not wait for it.
+            # A previous member whose link has ended does not need the message.
             with suppress(OSError):
                 self.inbox.sock.send(message)
 
     def hear_back(self) -> None:
-        """Read what came back from the next member: raises RoundAborted at a notice or its end.
+        """Read messages from the next member. Raises RoundAborted at a notice, or when the link has ended.
 
-        Returns where no complete message has come. Passes a READ message on to the members that it concerns.
+        Returns when no complete message is left. Passes a READ message on to the members that it concerns.
         """
         with self.reading_back() as back:
             while (message := take_back(back)) is not None:

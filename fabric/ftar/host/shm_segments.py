@@ -1,9 +1,9 @@
-"""Memory that neighbours on one host read from each other: own segments, and mapped segments of others.
+"""Memory that neighbours on one host share: this member's segments, and mapped segments of other members.
 
 A member creates its segments as memfds sealed against shrinking, so that a truncated file cannot kill a
 reader. Only their owner writes them. It passes a descriptor to the next member over their authenticated unix
 socket, and a reader maps it read-only. So a member that was stopped and wakes in a later epoch cannot write
-to others' memory. Memory outlives its owner for as long as a reader has it mapped.
+to other members' memory. A segment's memory exists until its owner and all readers have unmapped it.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ class SegmentRef(NamedTuple):
     owner: int  # position of the member that owns the segment
     wide: int  # 1 for a partial result in float32 of smaller elements
     number: int  # number of the segment
-    offset: int  # in bytes; in the announcement of a segment its size
+    offset: int  # offset in bytes; in a segment's announcement the segment's size
 
     def pack(self) -> bytes:
         """Return its bytes on the wire."""
@@ -51,7 +51,7 @@ def unpack_segment_refs(data: bytes) -> list[SegmentRef]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedSegment:
-    """One own segment; ``memory`` is all of it as bytes, and reserves its address."""
+    """A segment of this member. ``memory`` is the whole segment as bytes, and reserves its address."""
 
     number: int
     descriptor: int
@@ -76,7 +76,7 @@ class OwnSegments:
         Raises ConfigError where the host has not that much shared memory.
         """
         capacity = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-        # Check first: the kernel would hand out pages until the machine has none left.
+        # Check first: the kernel would allocate pages until the machine has no memory left.
         if capacity > available_bytes():
             raise _none_left(capacity)
         descriptor = os.memfd_create("fabric-bucket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -137,9 +137,9 @@ class OwnSegments:
 
 
 class PeerSegments:
-    """Mapped segments of other members, kept over epochs: to map a large one again costs page faults.
+    """Mapped segments of other members, kept over epochs, because mapping a large segment costs page faults.
 
-    When an epoch is retired, segments used neither in the epoch before nor since are unmapped.
+    ``retire`` unmaps segments that only epochs before the previous call's ``before_epoch`` used.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class PeerSegments:
         return memory
 
     def retire(self, before_epoch: int) -> None:
-        """Release the segments that only epochs older than ``before_epoch`` used."""
+        """Retire epochs older than ``before_epoch``, and release unused segments: see the class."""
         unused = [k for k, (_, epoch) in self._mapped.items() if epoch < self._kept_from]
         memories = [self._mapped.pop(key)[0] for key in unused]
         if memories:

@@ -1,12 +1,12 @@
 """Pieces over a link between members on one host: headers and references into shared memory, no payload.
 
-The unix socket carries the header of every piece and references to its memory; its reader reads it there. A
-partial result on its way is a list of the members' own elements, in ring order. Only the member that ends it
-reads and adds them all, each once. A result on its way stays in its author's memory, however many members
-pass it on. So order, wake-up, the death of a neighbour and the notice of an abort are those of a socket.
-Members share no lock or flag that a killed process could leave behind. The ring and its order of summation
-are the same for all kinds of links. Before a link of bytes, and where the list would get too long, a member
-adds up the list and passes on its own memory.
+The unix socket carries the header of every piece and references to its memory, from which the receiver reads
+the piece. A travelling partial result is a list of references to the members' own elements, in ring order.
+Only the last member of the sum reads the elements and adds them, each once. A result stays in the memory of
+the member that computed it, and other members pass on references. Order, wake-up, the death of a neighbour
+and the notice of an abort are those of a socket. Members share no lock or flag that a killed process could
+leave behind. All kinds of links have the same ring and the same order of summation. Before a link of bytes,
+and where the list would get too long, a member adds up the list and passes on its own memory.
 
 Two rules keep a reader from changed memory. First, a member returns from an exchange only after all members
 that can see its memory have sent ``READ``; the exception is an exchange over links of this kind alone whose
@@ -55,13 +55,13 @@ from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece
 
 SUPPORTED = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
-# A longer list would make each member of a large host map the memory of all others.
+# With longer lists each member on a host with many members would map the memory of all others.
 MAX_REFERENCES = 8
 # The number of references, in front of them.
 _COUNT = struct.Struct("<Q")
 # One piece announces at most two segments per reference.
 _MOST_DESCRIPTORS = 2 * MAX_REFERENCES
-# Segments that one link may name; a sender with more is defective, and would fill this process with maps.
+# Limit of segments that a link may announce. A defective sender would fill this process with mappings.
 _MOST_SEGMENTS = 4096
 _GUARD = 0
 # The guard's first word is the length of the notice behind it, 0 while the sender's memory is valid.
@@ -96,8 +96,9 @@ class Outbox:
 class Inbox:
     """This member's end of the link to the previous one: its messages, and the segments that it announced.
 
-    Those are its own and those of members before it. ``keep``: they may have to be passed on. The socket is
-    read as bytes come, also bytes of an exchange that begins here later.
+    The previous member announces its own segments and those of members before it. ``keep``: this member may
+    have to pass the segments on. The socket is read as bytes come, even for an exchange that begins here
+    later.
     """
 
     def __init__(self, sock: socket.socket, segments: PeerSegments, ring: Ring, keep: bool) -> None:
@@ -111,7 +112,7 @@ class Inbox:
         self._to_pass_on: dict[tuple[int, int], int] = {}
 
     def fill(self) -> bool:
-        """Read from the socket; whether bytes had come. Raises OSError, EOFError."""
+        """Read from the socket; return whether bytes came. Raises OSError, EOFError."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.sock, 64 * 1024, _MOST_DESCRIPTORS)
         except BlockingIOError:
@@ -165,7 +166,7 @@ class Inbox:
         return self._to_pass_on.pop((owner, number)), self._mapped[owner, number].numel()
 
     def find(self, ref: SegmentRef, nbytes: int, item_bytes: int) -> torch.Tensor:
-        """Return the bytes at ``ref``. Raises ProtocolError where it points outside of announced memory."""
+        """Return the bytes at ``ref``. Raises ProtocolError for a reference outside of announced memory."""
         memory = self._mapped.get((ref.owner, ref.number))
         end = ref.offset + nbytes
         if memory is None or ref.offset % item_bytes or end > memory.numel():
@@ -196,7 +197,7 @@ class Inbox:
 
 
 class ReferenceSender:
-    """Sends references to pieces to the next member, in order, each as soon as it may be read.
+    """Sends references to the next member, in order, each as soon as its piece may be read.
 
     ``inbox`` is the source of references to others' memory, None behind a link of bytes.
     """
@@ -289,7 +290,7 @@ class ReferenceSender:
 class ReferenceReceiver:
     """Takes references to pieces from the previous member, and reads the pieces that end here.
 
-    References go on to the next member before that, if its link shares memory too: ``outbox``.
+    If the next link shares memory too (``outbox``), references are passed on before the piece is read.
     """
 
     def __init__(
@@ -384,7 +385,7 @@ class ReferenceReceiver:
 
 @dataclass(slots=True)
 class _Arrival:
-    """A piece that came: its memory, the owners of that, and whether its references go on as they are."""
+    """A received piece: its memory, the memory's owners, whether the references are passed on unchanged."""
 
     views: list[torch.Tensor]
     owners: set[int]

@@ -63,7 +63,7 @@ class ByteSender:
         payload = raw(self._operands.outgoing(piece))
         payload_digest = None
         if self._checksum:
-            # A result that travels on keeps its author's digest.
+            # A result that is sent on keeps the digest of the member that computed it.
             payload_digest = self._operands.digests.pop(piece.start, None) if piece.gather else None
             if payload_digest is None:
                 payload_digest = digest(payload)
@@ -129,7 +129,7 @@ class ByteReceiver:
             return False, False
         if not count:
             raise EOFError
-        # Headers do not count: an endless row of old chunks must not look like progress.
+        # Only payload of this round counts as progress: an endless row of old chunks must not.
         counted = self._payload is not None and not self._stale
         self._filled += count
         if self._filled == len(target):

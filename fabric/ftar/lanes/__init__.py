@@ -1,1 +1,1 @@
-"""Lanes of an epoch: which parts of the parameters this rank exchanges with whom, and where they lie."""
+"""Lanes of an epoch: the parts of the parameters that this rank exchanges, with which ranks, and where."""

@@ -29,7 +29,7 @@ class LaneRing:
 
 @dataclass(frozen=True, slots=True)
 class EpochLanes:
-    """One epoch's lanes at this rank. ``name`` (16 hex) is that of the layouts which they come from."""
+    """One epoch's lanes at this rank. ``name`` (16 hex) identifies the layouts of the epoch's members."""
 
     rank_lanes: RankLanes
     rings: tuple[LaneRing, ...]
@@ -38,7 +38,7 @@ class EpochLanes:
 
 @lru_cache(maxsize=4)
 def _lanes_of_roster(cuts: tuple[str, ...]) -> tuple[Lane, ...]:
-    """The lanes of members with these layouts: for a large model they take a second."""
+    """Return the lanes of members with these layouts, cached: for a large model this takes a second."""
     return lanes_of({str(place): read_layout(text) for place, text in enumerate(cuts)})
 
 
@@ -55,7 +55,7 @@ class LaneDirectory:
 
     @property
     def layout_name(self) -> str:
-        """A short name of this replica's layout, the same wherever it is the same."""
+        """A short name of this replica's layout. Equal layouts have equal names."""
         return xxhash.xxh3_64_hexdigest(self.text.encode())
 
     @property
@@ -65,7 +65,7 @@ class LaneDirectory:
         return sum(math.prod(x.shape) * dtype_of(x).itemsize for x in held.values())
 
     def enter(self, record: Record) -> EpochLanes:
-        """The lanes of ``record``, which lists this replica."""
+        """Make and return the lanes of ``record``, which lists this replica."""
         with self._lock:
             if record.epoch not in self._epochs:
                 self._epochs[record.epoch] = self._make(record)
@@ -74,7 +74,7 @@ class LaneDirectory:
             return self._epochs[record.epoch]
 
     def get(self, epoch: int) -> EpochLanes:
-        """The lanes of an epoch that was entered."""
+        """Return the lanes of an epoch that ``enter`` has made."""
         with self._lock:
             return self._epochs[epoch]
 

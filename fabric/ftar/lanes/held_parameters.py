@@ -14,9 +14,9 @@ from fabric.protocol.rules.tensor_region import TensorRegion
 def held_parameters(
     parameters: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[HeldParameter, ...]:
-    """The parts of ``parameters`` in this process, in the same order.
+    """Return the parts of ``parameters`` in this process, in the same order.
 
-    Raises ConfigError for a placement that is not a part of the whole.
+    Raises ConfigError for a placement whose local tensor is not a part of the parameter.
     """
     return tuple(_held(name, parameter) for name, parameter in parameters)
 
@@ -37,9 +37,9 @@ def _held(name: str, parameter: torch.Tensor) -> HeldParameter:
 
 
 def flat_places(row: Sequence[HeldParameter]) -> tuple[dict[str, int], int]:
-    """The first byte of every parameter in the flat gradient of a rank that holds ``row``, and its size.
+    """Return the first byte of every parameter in a rank's flat gradient, and the gradient's size.
 
-    It is the order of ``FlatGradients``: by type, the last parameter first.
+    ``row``: what the rank holds. The order is that of ``FlatGradients``: by type, the last parameter first.
     """
     places: dict[str, int] = {}
     end = 0
@@ -75,7 +75,7 @@ class FlatPlaces:
         return (held for held in self._held.values() if held.region.elements)
 
     def view(self, flat: torch.Tensor, name: str, region: TensorRegion) -> torch.Tensor:
-        """``region`` of parameter ``name``, which this rank holds, in ``flat``."""
+        """Return, as a view of ``flat``, the ``region`` of parameter ``name``, which this rank holds."""
         held, begin = self._held[name], self._begins[name]
         dtype = dtype_of(held)
         part = flat[begin : begin + held.region.elements * dtype.itemsize].view(dtype)

@@ -12,7 +12,7 @@ from fabric.protocol.rules.tensor_region import TensorRegion
 
 @dataclass(frozen=True, slots=True)
 class LaneSection:
-    """The pieces of one type in a lane; they lie one behind the other in one exchange."""
+    """The pieces of one data type in a lane, which one exchange reduces as one buffer."""
 
     lane: int
     dtype: torch.dtype
@@ -26,8 +26,8 @@ class LaneSection:
 class RankLanes:
     """The sections of all lanes in which ``rank`` takes part, in the order in which all ranks reduce them.
 
-    ``place`` is that of its replica in the layouts, ``row`` what the rank holds. Of a piece that lies in
-    several of its lanes, because other replicas have more copies, it takes the result of the lowest copy.
+    ``place``: the index of its replica in the layouts. ``row``: what the rank holds. A piece lies in several
+    of its lanes where other replicas have more copies; the rank takes the result of the lowest copy.
     """
 
     def __init__(self, lanes: Sequence[Lane], place: int, rank: int, row: Sequence[HeldParameter]) -> None:

@@ -216,7 +216,7 @@ def _lanes(
 ) -> LaneDirectory | None:
     """Return the layout that this replica announces, None where all replicas have equal layouts.
 
-    All ranks of the replica must call it. Raises ConfigError for a layout that no other layout can join.
+    All ranks of the replica must call it. Raises ConfigError for a layout that cannot match others.
     """
     if not settings.unequal:
         return None

@@ -54,7 +54,7 @@ class LocalState:
     def may_yield(self) -> bool:
         """Whether heavy work may run at low priority.
 
-        Not on a device, which needs little of the processor. Not in ranks, which wait for each other.
+        Not on a device, which needs little of the processor. Not if this replica's ranks would wait for it.
         """
         return self._process.group is None and isinstance(self._parts.backend, HostBackend)
 

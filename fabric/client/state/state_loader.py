@@ -47,7 +47,7 @@ class FetchedState:
 class StateLoader:
     """Loads the states of one rank.
 
-    ``layout``: the parts of the live objects on this rank. ``make_fetcher`` takes a rank, by default this.
+    ``layout``: the parts of the live objects on this rank. ``make_fetcher`` takes a rank, by default ours.
     """
 
     def __init__(

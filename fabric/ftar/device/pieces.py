@@ -1,4 +1,4 @@
-"""Pieces on their way out of this member and into it: their slots, copies, events and bytes."""
+"""The pieces that this member sends and receives: their slots, copies, events and bytes."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Outgoing:
 
     @property
     def blocked(self) -> bool:
-        """Whether bytes wait only for the socket (after ``pump`` moved nothing)."""
+        """Whether only the socket holds the bytes up (after ``pump`` moved nothing)."""
         return bool(self._under_way)
 
     @property
@@ -86,7 +86,7 @@ class Outgoing:
         return space.outgoing[index]
 
     def pump(self) -> bool:
-        """Send once from the pieces that are ready; whether a byte went. Raises OSError."""
+        """Send once from the pieces that are ready; return whether a byte was sent. Raises OSError."""
         while self._copies and self._copies[0].done():
             self._copies.popleft()
             self._ready += 1
@@ -153,7 +153,7 @@ class Incoming:
 
     @property
     def receiving(self) -> bool:
-        """Whether bytes can be taken now."""
+        """Whether this member can receive bytes now."""
         return self.completed < len(self._pieces) and (
             self._chunk is None or self._filled > 0 or self._has_room()
         )
@@ -163,7 +163,7 @@ class Incoming:
         return bool(self._uses)
 
     def settle(self) -> bool:
-        """Give back the slots of finished copies; whether there were any. Raises RoundAborted."""
+        """Free the slots of finished copies; return whether there were any. Raises RoundAborted."""
         count = 0
         while self._uses and self._uses[0].done():
             self._uses.popleft()
@@ -173,7 +173,7 @@ class Incoming:
         return count > 0
 
     def pump(self) -> tuple[bool, bool]:
-        """Receive once: whether bytes came, and whether they counted.
+        """Receive once; return whether bytes came, and whether they count as progress.
 
         Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used.
         """
@@ -281,7 +281,7 @@ class Incoming:
 
         space.up.run(work)
         if piece.last:
-            # The next use of the slot is on this stream too, so it comes after this one.
+            # The next use of the slot is enqueued on this stream too, so the device runs it after this use.
             space.free.append((slot, None))
             return None, landed
         return slot, total

@@ -1,4 +1,4 @@
-"""The resources of an exchange on a device: side streams, slots of one chunk, the arithmetic of a piece."""
+"""The resources of an exchange on a device: side streams, chunk-sized slots, the arithmetic of a piece."""
 
 import os
 import threading
@@ -32,7 +32,8 @@ class DeviceWorkspace:
         self.incoming = _cut(device.staging(chunk_bytes * slots), chunk_bytes)
         self.scratch = device.memory(chunk_bytes)
         self.partial = _cut(device.memory(chunk_bytes * 2 * group), chunk_bytes)
-        # Slots of partial sums that may be overwritten, each after its event where a copy may still read it.
+        # Slots of partial sums that may be overwritten. If a slot has an event, a copy reads it until that
+        # event.
         self.free: deque[tuple[int, DeviceEvent | None]] = deque()
         self.unfinished: list[DeviceEvent] = []
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

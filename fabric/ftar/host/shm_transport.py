@@ -225,11 +225,12 @@ class ReferenceSender:
 
     @property
     def blocked(self) -> bool:
-        """Whether messages wait only for the socket (after ``pump`` moved nothing)."""
+        """Whether only the socket holds the messages up (after ``pump`` moved nothing)."""
         return bool(self._under_way)
 
     def pump(self, free: int) -> bool:
-        """Send once, from the pieces before number ``free``; whether a byte went. Raises OSError."""
+        """Send once, from the pieces before number ``free``; return whether a byte was sent. Raises
+        OSError."""
         if not self._under_way:
             if self._index >= min(free, len(self._pieces)):
                 return False
@@ -317,7 +318,7 @@ class ReferenceReceiver:
         return self.completed == len(self._pieces)
 
     def pump(self) -> tuple[bool, bool]:
-        """Take or use one piece: whether bytes came, and whether they counted (a piece of this round).
+        """Take or use one piece; return whether bytes came, and whether they count as progress (this round).
 
         Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used, RoundAborted
         if the owner of memory that was read has aborted.

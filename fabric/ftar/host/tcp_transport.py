@@ -36,11 +36,12 @@ class ByteSender:
 
     @property
     def blocked(self) -> bool:
-        """Whether bytes wait only for the socket (after ``pump`` moved nothing)."""
+        """Whether only the socket holds the bytes up (after ``pump`` moved nothing)."""
         return bool(self._under_way)
 
     def pump(self, free: int) -> bool:
-        """Send once, from the pieces before number ``free``; whether a byte went. Raises OSError."""
+        """Send once, from the pieces before number ``free``; return whether a byte was sent. Raises
+        OSError."""
         if not self._under_way:
             if self._index >= min(free, len(self._pieces)):
                 return False
@@ -104,13 +105,13 @@ class ByteReceiver:
 
     @property
     def passable(self) -> int:
-        """How many pieces may go on to the next member."""
+        """The number of pieces that may be sent on to the next member."""
         return self.completed
 
     def pump(self) -> tuple[bool, bool]:
         """Receive once, or a header and at once the bytes behind it.
 
-        Returns whether bytes came, and whether they counted (payload of this round).
+        Returns whether bytes came, and whether they count as progress (payload of this round).
 
         Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used.
         """

@@ -1,4 +1,4 @@
-"""Fetching state and gradients from checkpoint servers, over as many of them as there are.
+"""Fetches state and gradients from checkpoint servers, from several at the same time.
 
 A joining replica asks every source for the manifest at once. It takes the state from all sources whose
 manifest has the wanted digest; the manifest verifies each block as it arrives. The reader checks the manifest
@@ -59,9 +59,9 @@ class FetchResult:
 class StateFetcher:
     """Fetches from checkpoint servers until it is cancelled; one fetch at a time.
 
-    ``token`` empty means none. Ranges of at most ``range_bytes`` go to ``streams_per_source`` connections per
-    source, each of which waits up to ``timeout_s`` for bytes. ``progress(received, nbytes)`` is called in the
-    fetching thread. States larger than ``max_nbytes`` are refused. ``rank``: fetch this rank's part, from
+    ``token`` empty means none. Ranges of at most ``range_bytes`` come over ``streams_per_source`` connections
+    per source; a connection waits up to ``timeout_s`` for bytes. ``progress(received, nbytes)`` is called in
+    the fetching thread. States larger than ``max_nbytes`` are refused. ``rank``: fetch this rank's part, from
     servers of that rank; a wanted digest is always of the full state. ``same_host``: read the memory of a
     server on this host directly.
     """
@@ -154,8 +154,7 @@ class StateFetcher:
         """Fetch the reduced gradient of ``step`` into ``into``, and verify it.
 
         Ask one source after the other; wait up to ``wait_s`` until a source publishes the gradient. Raises
-        Gone when every source has dropped the gradient, else StateError. ``into`` is undefined after an
-        error.
+        Gone when every source has dropped the gradient, else StateError; then ``into`` is undefined.
         """
         return self._gradients.fetch(urls, generation, step, into, wait_s)
 

@@ -29,7 +29,7 @@ from fabric.errors import Gone, IntegrityError, StateError
 _MAX_META_CHARACTERS = 60_000
 _MAX_LAYOUT_CHARACTERS = 128
 _TURN_S = 1.0  # how long one source may wait for the gradient while there are other sources
-_LATE_S = 1.0  # the longest delay of its answer after that
+_LATE_S = 1.0  # how much later than its wait a source may answer
 _FAIR_BYTES_PER_S = 1e6  # the slowest transfer, while there are other sources
 _WAIT_S = 50.0  # how long the last source may wait: servers answer within 60 s
 _LAST_S = 30.0  # how long a source that was late is asked after all others
@@ -61,7 +61,7 @@ class GradientFetcher:
     def fetch(
         self, urls: Sequence[str], generation: int, step: int, into: memoryview, wait_s: float
     ) -> GradientMeta:
-        """Do what ``StateFetcher.fetch_gradient`` promises."""
+        """Implement ``StateFetcher.fetch_gradient``."""
         if into.readonly or not into.c_contiguous:
             raise StateError("A gradient needs writable, contiguous memory as its target.")
         sources = [Source(HttpAddress.parse(url)) for url in dict.fromkeys(urls)]

@@ -31,7 +31,7 @@ _MOST_IDLE = 32
 _MAX_ERROR_BYTES = 64 << 10
 _FEW_CONTAINERS, _BYTES_PER_CONTAINER = 64, 24
 _MAX_ERROR_CHARACTERS = 300
-# The HTTP client's errors for a source that died, stalled or sends nonsense.
+# The HTTP client's errors for a source that died, stalled or sends malformed HTTP.
 TRANSIENT = (OSError, http.client.HTTPException)
 
 
@@ -72,7 +72,7 @@ class OpenSockets:
 def abort(sock: socket.socket) -> None:
     """Wake the thread that waits on ``sock``."""
     with contextlib.suppress(OSError):  # not connected, or closed: no thread waits on it
-        # Not the TLS socket's own shutdown, which would change the object under its reader.
+        # Do not call the TLS socket's own shutdown, which changes the object while a thread reads from it.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -93,7 +93,7 @@ class HttpAccess:
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
-    """A source's base URL, taken apart."""
+    """The parts of a source's base URL."""
 
     url: str
     host: str
@@ -143,7 +143,7 @@ class HttpConnection:
 
         ``wait_s`` lengthens the timeout; ``coding``: the content coding that may be used.
 
-        Raises what is in TRANSIENT, or StateError after a cancel.
+        Raises the errors in TRANSIENT, or StateError after a cancel.
         """
         headers = {"Accept-Encoding": coding}
         if self._access.token:
@@ -162,8 +162,7 @@ class HttpConnection:
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Raise TimeoutError where the block does not end its reading in time, however slowly bytes
-        trickle."""
+        """Raise TimeoutError where the block has not ended in time, even if bytes still trickle in."""
         over = threading.Event()
 
         def end() -> None:

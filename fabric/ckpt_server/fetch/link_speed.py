@@ -1,8 +1,8 @@
 """Decides whether a fetch compresses its bytes, from the link speed measured during the fetch.
 
 A fetch begins plain. A link that is faster than compression stays plain. On a slower link one range is tried
-compressed. After that range the fetch uses the faster way, and tries the other way again from time to time.
-The module has no clock and no sockets; any thread may use it.
+compressed. After that range the fetch uses the faster way (plain or compressed), and tries the other from
+time to time. The module has no clock and no sockets; any thread may use it.
 """
 
 import threading

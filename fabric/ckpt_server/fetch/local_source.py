@@ -70,7 +70,7 @@ class HostMemory:
         return MemoryBody(self._descriptor, begin)
 
     def still_there(self) -> bool:
-        """Whether the bytes read so far are of the wanted state; tell the server that we read on."""
+        """Whether the bytes read so far are of the wanted state; tell the server that we still read."""
         try:
             self._connection.send(_SIGN, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:  # a busy server has not withdrawn the slot either

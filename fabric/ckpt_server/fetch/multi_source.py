@@ -54,10 +54,10 @@ class Source:
     """One source during a fetch."""
 
     address: HttpAddress
-    compresses: bool = True  # False once it has refused compression
+    compresses: bool = True  # False after it has refused compression
     memory: HostMemory | None = None  # its memory, where the source is on this host
     nbytes: int = 0  # received
-    shared: int = 0  # those bytes that were read from its memory
+    shared: int = 0  # bytes received from its memory
     failures: int = 0  # in a row
     wrong_answers: int = 0
     error: StateError | None = None  # why the fetch does not use this source any more
@@ -276,7 +276,7 @@ class MultiSourceFetch:
         sent = response.getheader("Content-Encoding") or IDENTITY
         if sent != coding:
             raise SourceRefused(f"it sends the coding {sent[:40]!r} where {coding} was asked for")
-        # The digest of the state, a dash, and a mark that tells this answer from the full file.
+        # The tag is the state's digest, a dash, and a mark that distinguishes this answer from the full file.
         tag = response.getheader("ETag")
         if tag is not None and tag.strip('W/"').partition("-")[0] != self._manifest["digest"]:
             raise SourceRefused("it holds another state by now")

@@ -50,7 +50,7 @@ class TrainerSilent(FabricError):
 class DebugProbe:
     """Asks the process that ``trainer`` watches, whose folder is ``run_dir``.
 
-    ``status_sender`` reports to the lighthouse, if any; ``epoch_log`` keeps the epochs it announces.
+    ``status_sender`` reports to the lighthouse, if any; ``epoch_log`` keeps the lighthouse's epoch notices.
     """
 
     def __init__(self, run_dir: Path, trainer: TrainerWatch) -> None:

@@ -180,7 +180,7 @@ class DurableJobs:
 
 
 def _manifest(served: bytes) -> dict[str, Any]:
-    """Return the snapshot's own manifest, without what the server adds for readers."""
+    """Return the snapshot's own manifest, without the entries that the server adds for readers."""
     manifest: Mapping[str, Any] = json.loads(served)
     return check_manifest({k: v for k, v in manifest.items() if k not in ("url", "tensors")})
 

@@ -38,7 +38,7 @@ class Lifetime:
             self._orphan_timer = loop.call_later(self._orphan_s, self.end, reason)
 
     def finish(self, linger_s: float) -> None:
-        """End after ``linger_s``, because the job is done; a later call replaces the time."""
+        """End the server ``linger_s`` from now, because the job is done; a later call replaces the time."""
         if self._finish_timer is not None:
             self._finish_timer.cancel()
         loop = asyncio.get_running_loop()
@@ -46,7 +46,7 @@ class Lifetime:
         self._finish_timer = loop.call_later(max(linger_s, 0.02), self.end, "the job is done")
 
     def end_at_once(self, reason: str) -> None:
-        """End now, whatever is under way."""
+        """End the server now, without waiting for work under way."""
         self.at_once = True
         self.end(reason)
 

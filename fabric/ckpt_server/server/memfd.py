@@ -22,7 +22,7 @@ _MADV_POPULATE_READ = 22
 
 
 class Memfd:
-    """A memfd of ``capacity`` bytes (whole pages) which only ever grows; ``view`` is read-only."""
+    """A memfd of ``capacity`` bytes (whole pages), which never shrinks; ``view`` is read-only."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: transfers as they are counted, memory and trainer at the time of the scrape.
+"""Metrics for Prometheus: counted transfers, and memory and trainer as they are at the scrape.
 
-The registry is our own, so that metrics of the process or of other libraries stay out.
+The registry is our own, so that it holds no metrics of the process or of other libraries.
 """
 
 import time
@@ -55,7 +55,7 @@ class CkptMetrics:
                 self._aborted.labels(kind).inc()
 
     def render(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

@@ -1,4 +1,5 @@
-"""The checkpoint server process: holds a worker's shared memory, serves it, and reports the trainer's status.
+"""The checkpoint server process: holds a trainer's shared memory, serves it, and reports the trainer's
+status.
 
 A separate process keeps the snapshots of a dead trainer, and serves snapshots without work for a living
 trainer. A lock allows one server per folder; the kernel releases it however the process ends.
@@ -93,7 +94,7 @@ def own_folder(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def listening_socket(run_dir: Path) -> Iterator[socket.socket]:
-    """The channel's socket (mode 0600) in ``run_dir``, removed again after the block."""
+    """Give the channel's listening socket (mode 0600) in ``run_dir``; remove it after the block."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)
     with listener:

@@ -256,7 +256,7 @@ class CkptRoutes:
         )
 
     async def stacks(self, request: web.Request) -> web.Response:
-        """Answer with the stacks of every thread of the trainer, stuck or not."""
+        """Answer with the stacks of every thread of the trainer, even if the trainer hangs."""
         return web.json_response(await self._parts.probe.stacks())
 
     async def flight(self, request: web.Request) -> web.Response:
@@ -342,7 +342,7 @@ def _tensor(request: web.Request, content: SlotContent) -> TensorSpan | web.Resp
 
 
 def _near(name: str, names: Iterable[str]) -> list[str]:
-    """Return up to three similar names among its neighbours in alphabetical order.
+    """Return up to three names similar to ``name``, from its neighbours in alphabetical order.
 
     A comparison with all of a hundred thousand names would block the server for seconds.
     """

@@ -31,7 +31,7 @@ from fabric.runtime.http.http_service import STALL_S
 from fabric.runtime.priority import lower_priority
 
 PIECE_BYTES = 4 * 1024 * 1024
-# aiohttp waits for the transport after more bytes, and joins the first piece to the response's head.
+# A larger piece makes aiohttp wait for the transport. The first piece is joined to the response's head.
 _COPY_BYTES = 64 * 1024
 _STREAMS = BoundedSemaphore(8)
 _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
@@ -217,5 +217,5 @@ _T = TypeVar("_T")
 
 
 async def work(make: Callable[[], _T]) -> _T:
-    """Run ``make()`` in one of the threads of low priority; returns or raises as it does."""
+    """Run ``make()`` in one of the threads of low priority; return its result or raise its error."""
     return await asyncio.get_running_loop().run_in_executor(_WORKERS, make)

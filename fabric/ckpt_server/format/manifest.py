@@ -44,7 +44,7 @@ def make_manifest(
 
 
 def of_rank(manifest: Mapping[str, Any], rank: int, digests: Sequence[str]) -> dict[str, Any]:
-    """Return ``manifest`` as that of rank ``rank``'s part of a state whose parts have these digests."""
+    """Return ``manifest`` with rank ``rank`` and the ``digests`` of all ranks' parts of the state."""
     return {**manifest, "rank": rank, "ranks": list(digests)}
 
 

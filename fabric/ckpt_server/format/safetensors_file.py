@@ -96,7 +96,7 @@ def canonical_json(value: object) -> str:
 
 
 def file_order(name: str, dtype: str) -> tuple[int, str]:
-    """Sort key that puts tensors in file order."""
+    """Return the key that sorts tensors into file order."""
     return -ELEMENT_BYTES[dtype], name
 
 
@@ -161,7 +161,7 @@ def read_preamble(begin: memoryview, nbytes: int) -> FileHeader:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return JSON from outside, without duplicate keys, NaN or endless depth. Raises StateError otherwise."""
+    """Parse JSON of another process. Raises StateError, also for duplicate keys, NaN and too much depth."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -281,7 +281,7 @@ def _span(name: str, entry: object, data_begin: int) -> TensorSpan:
 
 
 def _extent(name: str, dtype: object, shape: object) -> tuple[tuple[int, ...], int]:
-    """Return the shape of a tensor, and its bytes. Raises StateError."""
+    """Return the shape of a tensor, and its size in bytes. Raises StateError."""
     nbytes = ELEMENT_BYTES.get(dtype, 0) if isinstance(dtype, str) else 0
     if not nbytes:
         raise _bad(name, f"has the unknown dtype {str(dtype)[:40]!r}")

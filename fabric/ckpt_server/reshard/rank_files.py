@@ -1,6 +1,6 @@
 """One rank's file of a state, read block by block as needed: from checkpoint servers or a durable checkpoint.
 
-The unit is a block, because a block has a digest.
+It reads whole blocks, because a block has a digest.
 """
 
 import mmap

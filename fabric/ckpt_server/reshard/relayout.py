@@ -79,7 +79,7 @@ class Layout:
         self.live = {name: _placements(value) for name, value in objects.items()}
 
     def fits(self, header: FileHeader) -> bool:
-        """Whether the file with this header is as this rank would write it. Raises Misfit."""
+        """Whether this rank would write a file with this header. Raises Misfit."""
         return bool(ReshardPlan([header], self, 0, complete=False).tree == step_and_tree(header.metadata)[1])
 
 
@@ -97,7 +97,7 @@ def reshard(
     manifest.
 
     ``parts``: the files of all old ranks, in order. The memory must begin at a multiple of 64. ``job`` and
-    ``replica`` go into the manifest. Raises StateError (Misfit, Gone, IntegrityError), with the memory
+    ``replica`` go into the manifest. Raises StateError (Misfit, Gone, IntegrityError), and leaves the memory
     undefined.
     """
     try:

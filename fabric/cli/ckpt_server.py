@@ -1,4 +1,4 @@
-"""``fabric ckpt-server``: the same as ``python -m fabric.ckpt_server``, which reads its own arguments."""
+"""``fabric ckpt-server``: passes its arguments to ``python -m fabric.ckpt_server``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``fabric doctor``: the problems of this host that would stop a replica, each with a remedy."""
+"""``fabric doctor``: finds problems of this host that would stop a replica, and names a remedy for each."""
 
 import asyncio
 import email.utils
@@ -31,7 +31,7 @@ from fabric.store import EtcdAccess, open_store
 _ANSWER_S = 3.0
 _OPEN_FILES = 1024
 _CLOCK_S = 5.0
-# Two slots of snapshots, and six of gradients (after a catch-up), a third as large with AdamW.
+# Two slots for snapshots, and six for gradients (after a catch-up), each a third as large with AdamW.
 _STATE_COPIES = 4.0
 _UNIX_PATH_BYTES = 107
 _LONGEST_SOCKET_NAME = len("/server.sock") + 8
@@ -39,7 +39,7 @@ _LONGEST_SOCKET_NAME = len("/server.sock") + 8
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``level``: ok, warn (works, but look at it) or bad (does not work). ``do`` is empty for ok."""
+    """``level``: ok, warn (works, but should be checked) or bad (does not work). ``do``: the remedy."""
 
     level: str
     what: str
@@ -66,7 +66,7 @@ def doctor(store: str, state_gb: float, replica: str, **access: Any) -> None:
 def examine(
     store: str, state_gb: float, access: EtcdAccess | None = None, *, replica: bool = True
 ) -> Iterator[Finding]:
-    """Yield all findings; without ``replica`` none about a replica's settings."""
+    """Yield all findings; those about a replica's settings only with ``replica``."""
     yield from _versions()
     if replica:
         yield from _settings()
@@ -219,11 +219,11 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str, chosen: Settings) -
 
 
 async def _refuses(http: aiohttp.ClientSession, url: str, chosen: Settings) -> str:
-    """Return why this lighthouse refuses this job, or an empty string; it need not lead for that."""
+    """Return why this lighthouse refuses this job, or an empty string; a follower answers, too."""
     try:
         token = chosen.token.decode()
     except ConfigError:
-        return ""  # which is said already
+        return ""  # another finding says that already
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     path = f"{url}/v1/jobs/{quote(chosen.job, safe='')}"
     async with http.get(path, headers=headers, allow_redirects=False) as answer:
@@ -263,7 +263,7 @@ def _available() -> int:
 
 
 def _cgroup_left() -> int | None:
-    """Return bytes below this control group's limit, None where there is no limit."""
+    """Return the free bytes below this control group's limit, None where there is no limit."""
     root = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):
         return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())

@@ -1,4 +1,4 @@
-"""``fabric events``: the events of a job, and with ``--follow`` new ones as they come."""
+"""``fabric events``: shows the events of a job, and with ``--follow`` new events as they come."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def events(
 
 
 async def _follow(lighthouses: Lighthouses, last: int, as_json: bool) -> None:
-    """Print as they come; after a fail-over goes on at the next leader, where the last one stopped."""
+    """Print events as they come. After a fail-over go on at the next leader, after the last printed event."""
     is_waiting = False
     while True:
         try:
@@ -51,7 +51,7 @@ async def _follow(lighthouses: Lighthouses, last: int, as_json: bool) -> None:
                         _print(event, as_json)
                         last = max(last, int(event["id"]))
         except BrokenPipeError:
-            raise  # the reader of standard output has seen enough
+            raise  # the program that reads standard output has ended
         except (Unreachable, aiohttp.ClientError, OSError, TimeoutError) as error:
             if last == 0:
                 raise Unreachable(f"the events end here: {error}") from error
@@ -75,5 +75,5 @@ def _print(event: dict[str, Any], as_json: bool) -> None:
         str(event["about"]),
         str(event["why"]),
     ]
-    # Others wrote some of it: nothing of that may steer the terminal.
+    # Other processes wrote some of the words, which must not control the terminal.
     click.echo(printable("  ".join(word for word in words if word)))

@@ -105,6 +105,6 @@ def lighthouse(**given: Any) -> None:
     settings = LighthouseSettings(
         leader=leader, quotas=quotas, store_access=access, tls=current_tls(), **given
     )
-    raise_descriptor_limit()  # a session is an open file
+    raise_descriptor_limit()  # each session needs a file descriptor
     gc.set_threshold(*THRESHOLDS)
     uvloop.run(run(settings))

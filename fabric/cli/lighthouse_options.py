@@ -1,4 +1,4 @@
-"""The options of every command that asks a lighthouse: its address, the job and the token."""
+"""The options of every command that calls a lighthouse: its address, the job and the token."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""``fabric``: one command, its parts imported only when they are used.
+"""``fabric``: one command that imports a subcommand only when it is used.
 
-Importing torch takes seconds and hundreds of megabytes, which a lighthouse or a look at the status must
-not pay. An error that a person can mend is one line on standard error and exit code 1.
+Importing torch takes seconds and hundreds of megabytes, which ``fabric lighthouse`` and ``fabric status`` do
+not need. An error that a person can mend gives one line on standard error and exit code 1.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from fabric.cli.tls import tls_options
 from fabric.errors import FabricError
 from fabric.runtime.http.tls import Tls
 
-# Name of the command -> its module, and its line in the list.
+# Command -> its module, and its line in the help.
 _COMMANDS: dict[str, tuple[str, str]] = {
     "admit": ("fabric.cli.operate:admit", "Let in a replica or a host that failures keep out."),
     "ckpt-server": ("fabric.cli.ckpt_server:ckpt_server", "Hold and serve one replica's snapshots."),
@@ -65,7 +65,7 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        # The default would import every command for its first line of help.
+        # Click's default would import every command to show the first line of its help.
         with formatter.section("Commands"):
             formatter.write_dl([(name, _COMMANDS[name][1]) for name in sorted(_COMMANDS)])
 
@@ -83,7 +83,7 @@ def main() -> None:
     """Run the command line."""
     if sys.argv[1:2] == ["run"]:
         run = importlib.import_module("fabric.cli.run")
-        # A script's errors are for its own hooks, so it runs outside of the error handling below.
+        # The script runs outside of the error handling below, because its own hooks handle its errors.
         if run.names_a_program(sys.argv[2:]):
             run.run_program(sys.argv[2:])
             return

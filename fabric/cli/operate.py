@@ -1,4 +1,4 @@
-"""Operator commands: drain, evict, admit, pause, resume, scale, retry. Each records who and why."""
+"""Operator commands: drain, evict, admit, pause, resume, scale, retry. Each records its author and reason."""
 
 import getpass
 import os
@@ -13,7 +13,7 @@ from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import printable, understood
 from fabric.lighthouse.connections.validation import MOST_REPLICAS
 
-# The lighthouse's own --max-replicas bounds it further.
+# The lighthouse's own --max-replicas may be lower.
 _REPLICAS = click.IntRange(0, MOST_REPLICAS)
 
 
@@ -64,7 +64,7 @@ def _limits(answer: dict[str, Any]) -> dict[str, object]:
 def _me() -> str:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have a number and no name
+    except (KeyError, OSError):  # a container's user may have no name
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
 

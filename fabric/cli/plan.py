@@ -151,7 +151,7 @@ def _plan(options: dict[str, Any]) -> None:
 
 
 def _given(options: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the options that were given and whose names begin with ``prefix``, without it."""
+    """Return the given options whose names begin with ``prefix``, with the prefix removed."""
     return {
         name.removeprefix(prefix): value
         for name, value in options.items()
@@ -160,7 +160,7 @@ def _given(options: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _from_job(job: str, options: dict[str, Any]) -> tuple[dict[str, float], str]:
-    """Return MTBF, stall and restart time from a running job's records, and their source for people."""
+    """Return MTBF, stall and restart time from a running job's records, and a text that names the source."""
     lighthouses = lighthouses_of(options["lighthouse"], job, options["token_file"], needs_job=True)
     phases = phases_of(lighthouses.ask_lines(lighthouses.path("recoveries")))
     measured = {"mtbf_s": phases.mtbf_s}
@@ -207,7 +207,7 @@ def _print(cluster: Cluster, outcomes: list[PolicyResult], as_json: bool) -> Non
 
 @contextmanager
 def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, where a person sees it; it disappears when done."""
+    """A progress bar on standard error if it is a terminal; the bar disappears when done."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return

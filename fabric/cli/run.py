@@ -13,7 +13,7 @@ from fabric.runtime.config import settings
 from fabric.runtime.exit_codes import DEVICE_FAILED
 from fabric.runtime.priority import run_low_priority
 
-# So long a start waits for a lighthouse's word on the job.
+# A start waits at most so long for a lighthouse's status of the job.
 _LOOK_S = 2.0
 
 
@@ -30,24 +30,24 @@ def run(script: str, arguments: tuple[str, ...]) -> None:
 
 
 def names_a_program(words: list[str]) -> bool:
-    """Whether ``words`` begin with a script that is there, or with ``-m`` and a module's name."""
+    """Whether ``words`` begin with an existing script, or with ``-m`` and a module's name."""
     return Path(*words[:1]).is_file() or (words[:1] == ["-m"] and len(words) > 1)
 
 
 def run_program(words: list[str]) -> None:
-    """Run the script ``words[0]``, or the module after ``-m``, with the other words as its arguments; raises
-    whatever it raises."""
+    """Run the script ``words[0]``, or the module after ``-m``, with the other words as its arguments. Its
+    exceptions pass through."""
     failed = why_refused()
     if failed:
         sys.stderr.write(f"fabric: {failed}\n")
         raise SystemExit(1)
-    # Numpy's threads are made when it is imported, and keep the priority that their maker had.
+    # Numpy starts its threads when it is imported, and they keep the priority of that time.
     importlib.import_module("numpy")
     run_low_priority(_import)
     try:
         _run(words)
     except Exception as error:
-        # After ``attach`` the session's own hook does the same.
+        # After ``attach`` the session's own hook does the same as this code.
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(error, torch.AcceleratorError):
             raise
@@ -69,8 +69,8 @@ def _run(words: list[str]) -> None:
 def why_refused() -> str:
     """Return the sentence of a failed job, which refuses new processes, or an empty string.
 
-    Launchers restart a trainer that ends with exit code 1, and an import of torch would cost seconds every
-    time. Where no lighthouse answers in time, ``attach`` finds out.
+    Launchers restart a trainer that ends with exit code 1, and each import of torch would take seconds. If no
+    lighthouse answers in time, ``attach`` reports the failed job.
     """
     answers: list[str] = []
     looking = threading.Thread(target=lambda: answers.append(_ask()), name="fabric-look", daemon=True)
@@ -89,7 +89,7 @@ def _ask() -> str:
         job = lighthouses.Lighthouses(chosen.lighthouse, chosen.job, chosen.token.decode(), chosen.tls)
         why = job.ask(job.path()).get("failed", "")
     except (FabricError, AttributeError):
-        return ""  # impossible settings, or an unknown job: attach says it
+        return ""  # impossible settings, or an unknown job: ``attach`` reports them
     if not why:
         return ""
     return (

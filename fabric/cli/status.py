@@ -1,4 +1,4 @@
-"""``fabric status`` and ``fabric top``: the lighthouse's view of jobs, once or live, as text or JSON."""
+"""``fabric status`` and ``fabric top``: show the lighthouse's view of jobs, once or live, as text or JSON."""
 
 import json
 import time
@@ -19,11 +19,11 @@ from fabric.model import counted
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
 _SPENT = ("training", "degraded", "recovering", "stalled")
-# Below this width the table has the columns that say who is in trouble, and the addresses stand below it.
+# In a narrower terminal the table has only the columns that show trouble, and addresses stand below it.
 _WIDE = 120
-# A table of more rows than this is not seen as a whole.
+# A table of more rows does not fit on a screen.
 _LONG = 20
-# So many hosts that failed are named.
+# The most failed hosts that are named.
 _HOSTS = 5
 
 
@@ -60,7 +60,7 @@ def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> N
                     shown = _look(lighthouses, console.width)
                     live.update(shown, refresh=True)
                 except Unreachable as error:
-                    # A fail-over passes: the last picture stays, and says that it is old.
+                    # During a fail-over the last output stays, with a note that it is old.
                     live.update(Group(shown, Text(f"not up to date: {error}", style="bold")), refresh=True)
         except KeyboardInterrupt:
             pass
@@ -70,7 +70,7 @@ def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> N
 
 
 def _print_again_and_again(lighthouses: Lighthouses, console: Console, every_s: float) -> None:
-    """Print one picture after the other, into a file or a pipe."""
+    """Print the status again and again, into a file or a pipe."""
     try:
         while True:
             try:
@@ -114,7 +114,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     columns = ["replica", "role", "phase", "step", "session", "trainer", "verdict"]
     table = Table()
     for name in (*columns, *(["status", "checkpoint server"] if wide else [])):
-        table.add_column(name, overflow="fold")  # a name that is cut off could be that of several replicas
+        table.add_column(name, overflow="fold")  # a shortened name could fit several replicas
     for entry, role in rows:
         table.add_row(*_row(entry, role, wide))
     lighthouse, store = job["lighthouse"], job["store"]
@@ -136,7 +136,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     lines += _trouble(job, rows)
     lines += _slow(job.get("health"))
     lines += _goodput(ledger)
-    # Whole addresses, to be copied: they are not wrapped.
+    # Addresses are not wrapped, so that people can copy them.
     below = [] if wide else [_address(entry) for entry, _ in rows if entry["ckpt"]]
     addresses = (Text(line, no_wrap=True, overflow="ignore") for line in below)
     return Group(*map(Text, lines), table, *addresses, Text(led, style="dim"))
@@ -178,7 +178,7 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
-    """Describe the operator overrides, and the replicas and hosts that are kept out for failing."""
+    """Describe the operator overrides, and the replicas and hosts that may not join because they failed."""
     overrides, lines = record.get("overrides", {}), []
     if overrides.get("paused"):
         lines.append(f"joins are paused {overrides['paused']}")
@@ -231,7 +231,7 @@ def _slow(health: dict[str, Any] | None) -> list[str]:
 
 
 def _goodput(ledger: dict[str, Any]) -> list[str]:
-    """Describe where the job's time went, once there is any."""
+    """Describe where the job's time went; empty while no time is counted."""
     if ledger.get("goodput") is None:
         return []
     spent = ", ".join(f"{name} {ledger[name]:.0f} s" for name in _SPENT)
@@ -263,5 +263,5 @@ def _age(seconds: float | None) -> str:
 
 
 def _cells(*values: object) -> list[Text]:
-    # Text, so that brackets in words of other processes are not taken for markup.
+    # Text objects, because rich would take brackets in texts of other processes for markup.
     return [Text(str(value)) for value in values]

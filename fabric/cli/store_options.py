@@ -1,4 +1,4 @@
-"""How a command is let in by the store: the same options wherever a store is named."""
+"""The credentials for the store: the same options for every command that names a store."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +21,14 @@ _OPTIONS = (
 
 
 def store_access_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--store-ca`` and the like, for ``store_access``."""
+    """Add ``--store-ca`` and the other options that ``store_access`` reads."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def store_access(given: dict[str, Any]) -> EtcdAccess:
-    """Return the access that these options name; removes them from ``given``."""
+    """Return the credentials that these options name; remove the options from ``given``."""
     return EtcdAccess(
         ca_file=given.pop("store_ca"),
         cert_file=given.pop("store_cert"),

@@ -1,6 +1,6 @@
 """Prints text of other processes on a terminal without its control characters.
 
-Names of tensors, reasons and addresses come from other processes, some of them from strangers. A control
+Names of tensors, reasons and addresses come from other processes, some of them not trusted. A control
 character in them could hide a line, or forge one.
 """
 
@@ -29,7 +29,7 @@ def all_printable(value: Any) -> Any:
 
 @contextmanager
 def understood(whom: str) -> Iterator[None]:
-    """While an answer of ``whom`` is read. Raises ProtocolError where it is JSON of another shape."""
+    """A context for reading an answer of ``whom``. Raises ProtocolError where its JSON has another shape."""
     try:
         yield
     except FabricError:

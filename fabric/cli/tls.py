@@ -1,5 +1,4 @@
-"""The certificates of a command, which are options of ``fabric`` itself: every command that dials or listens
-takes them from here."""
+"""The TLS options of ``fabric`` itself: every command that connects or listens reads them here."""
 
 from collections.abc import Callable
 from pathlib import Path

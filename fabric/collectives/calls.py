@@ -86,8 +86,7 @@ class AllCalls:
 
 
 def side_by_side(recordings: Iterable[Recording], unread: Mapping[Process, str] | None = None) -> AllCalls:
-    """All calls by group and number. A process may have two recordings: torch's and that of fabric's own
-    exchange."""
+    """All calls by group and number. A process may have two recordings: torch's and fabric's."""
     everything = AllCalls(tuple(recordings), dict(unread or {}))
     for recording in everything.recordings:
         everything.has_recorded.add((recording.process, recording.is_own))

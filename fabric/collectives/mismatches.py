@@ -1,5 +1,4 @@
-"""Finds calls that do not fit together: processes call different operations, sizes or data types at the same
-place of a sequence."""
+"""Finds mismatches: different operations, sizes or data types at the same place of a sequence of calls."""
 
 import math
 from collections import Counter

@@ -41,8 +41,7 @@ class Process:
 @dataclass(frozen=True, slots=True)
 class Group:
     """The processes that call the same collectives in the same order, as one process names them. ``ranks``:
-    the members by rank; ``replicas``: the members by replica. Both are empty where the recording names no
-    members."""
+    the members by rank; ``replicas``: the members by replica. Both are empty where unknown."""
 
     name: str
     description: str = ""

@@ -20,8 +20,7 @@ class Damping:
         self._step = 0
 
     def admit(self, slow: Collection[str], step: int) -> set[str]:
-        """Return those names of ``slow`` to report at this step. ``step`` may fall when the job begins
-        again."""
+        """Return the names of ``slow`` to report at this step. ``step`` may fall if the job begins again."""
         if step < self._step:
             self._since, self._told, self._calm_since = {}, {}, step
         self._step = step

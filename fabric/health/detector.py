@@ -263,16 +263,15 @@ class JobDetector:
 
     @staticmethod
     def _same_step(replicas: Sequence[_Replica]) -> int:
-        """The newest step that all replicas have reported. Later steps would accuse the first reporter of a
-        slow job."""
+        """The newest step that all have reported; later steps would accuse the first reporter of a slow
+        job."""
         steps = [watched.step for watched in replicas if watched.ratios]
         newest = max(steps, default=0)
         return min((step for step in steps if step > newest - MOST_BEHIND), default=0)
 
     @staticmethod
     def _is_alarmed(slowdown: Slowdown, speeds: Mapping[str, ReplicaSpeed]) -> bool:
-        """Whether the slow unit has an alarm; for the whole job, whether more than half of the replicas
-        have."""
+        """Whether the slow unit has an alarm; for the whole job, whether most of the replicas have."""
         if slowdown.scope is Scope.JOB:
             return 2 * sum(x.is_slow for x in speeds.values()) > len(speeds)
         return speeds[slowdown.replica].is_slow
@@ -284,8 +283,7 @@ class JobDetector:
 
     @staticmethod
     def _since_they_came(replicas: Sequence[_Replica], until: int) -> list[Slowdown]:
-        """Compare replicas with each other: the model of one that was slow from its first step learnt slow
-        times."""
+        """Compare replicas: the model of one that was slow from its first step has learnt slow times."""
         samples = {x.replica: _newest(x.relative, SPEED_SAMPLES, SPEED_SAMPLES, until) for x in replicas}
         relative = {replica: value for replica, value in samples.items() if value is not None}
         slowdowns = []

@@ -168,8 +168,7 @@ def _slow_links(links: LinkRatios, failed: Collection[str]) -> list[Slowdown]:
 
 
 def confirmation(slowdowns: Iterable[Slowdown], units: int) -> ConfirmationRequest | None:
-    """Ask the slow units for a micro-benchmark; None if no unit is slow, or at least half of all
-    ``units``."""
+    """Ask the slow units for a micro-benchmark; None if none, or at least half of all ``units``, are slow."""
     computing: list[Unit] = []
     transfers: list[tuple[Unit, Unit]] = []
     for slowdown in slowdowns:

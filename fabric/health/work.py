@@ -16,8 +16,7 @@ class WorkAmount:
 
     @classmethod
     def of_documents(cls, lengths: Sequence[float], samples: float = 1.0) -> "WorkAmount":
-        """One micro-batch of packed documents with a block-diagonal mask; a negative length makes it
-        invalid."""
+        """One micro-batch of packed documents with a block-diagonal mask; invalid with a negative length."""
         tokens = float(sum(lengths)) if min(lengths, default=0) >= 0 else -1.0
         return cls(tokens, float(sum(x * x for x in lengths)), samples)
 

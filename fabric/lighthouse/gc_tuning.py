@@ -2,8 +2,8 @@
 
 By default the collector scans every object of every session again and again: with 10,000 sessions this takes
 3 s of each 10 s. It also runs for a quarter of a second while an epoch is sent to all members, because
-sending makes objects. So this module makes the young generations larger, and a task of the service collects
-the oldest generation.
+sending makes objects. So this module makes the young generations larger, and a task collects the oldest
+generation.
 """
 
 import asyncio

@@ -227,8 +227,7 @@ def _writer(settings: LighthouseSettings, stack: AsyncExitStack) -> Commit | Non
 
 
 async def _connect(store: Store, wait_s: float) -> None:
-    """Connect to the store; try for ``wait_s`` while it does not answer, and raise any other error at
-    once."""
+    """Connect to the store; try for ``wait_s`` while it does not answer; raise other errors at once."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
     jitter = random.Random()  # noqa: S311 - spreads attempts, protects nothing

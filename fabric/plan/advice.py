@@ -1,4 +1,4 @@
-"""Policies compared for one cluster, over several seeds, and a recommendation with its reason."""
+"""Compares policies for one cluster over several seeds, and recommends one with a reason."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ from fabric.plan.parallel import process_pool
 from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, SPARePolicy
 from fabric.protocol.rules.spare import best_offsets, has_distinct_differences
 
-# Student's t for a 95 % interval, by degrees of freedom 1 to 10; more are near the normal's 1.96.
+# Student's t for a 95 % interval, for 1 to 10 degrees of freedom; for more it is near the normal's 1.96.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
@@ -44,7 +44,7 @@ class Estimate:
 class PolicyOption:
     """A policy with its settings for one cluster.
 
-    ``make``: a new policy object per run. ``settings``: for people, such as "checkpoint every 15 steps".
+    ``make`` returns a new policy object for each run. ``settings``: such as "checkpoint every 15 steps".
     """
 
     name: str
@@ -57,9 +57,9 @@ class PolicyOption:
 class PolicyResult:
     """One option over all seeds.
 
-    ``effective``: effective training time, 0 to 1. ``time_to_train``: over the ideal job's. ``available``:
-    outside global restarts, 0 to 1. ``shares``: where the time went, by the names of the ledger, 0 to 1.
-    ``finished``: False where a run was given up; the figures are then of the time until then.
+    ``effective``: effective training time, 0 to 1. ``time_to_train``: a multiple of the ideal job's.
+    ``available``: the share of time outside global restarts. ``shares``: the share of each entry of the time
+    ledger. ``finished``: False if a run was given up; the figures then cover the time until that.
     """
 
     name: str
@@ -75,8 +75,8 @@ class PolicyResult:
 def options_for(cluster: Cluster, spares: int | None = None) -> list[PolicyOption]:
     """Return the options that are compared: each policy with the best settings that its published formulas
     give."""
-    # Both that go on after a failure save in the background: nobody waits, and only the loss of all replicas
-    # needs the checkpoint.
+    # The two policies that go on after a failure save in the background. No replica waits for the save, and
+    # only the loss of all replicas needs the checkpoint.
     interval_s = optimal_interval(cluster.save_s, cluster.mtbf_s, cluster.restart_s)
     job = replace(cluster.job(), save_s=0.0, save_every=max(1, round(interval_s / cluster.step_s)))
     ours = partial(ConstantBatch, cluster.micro_batches, cluster.stall_s)
@@ -96,7 +96,7 @@ def options_for(cluster: Cluster, spares: int | None = None) -> list[PolicyOptio
 def _checkpointed(
     name: str, cluster: Cluster, up_s: float, make: Callable[[], FailurePolicy], factor: float = 1.0
 ) -> PolicyOption:
-    """``factor``: how many times longer a step takes under the policy."""
+    """An option with checkpoints. ``factor``: how many times longer a step takes under the policy."""
     interval_s = optimal_interval(cluster.save_s, up_s, cluster.restart_s)
     every = max(1, round((interval_s - cluster.save_s) / (cluster.step_s * factor)))
     job = replace(cluster.job(), save_every=every)
@@ -140,7 +140,7 @@ def _replication_cost(cluster: Cluster, redundancy: int) -> float:
 
 
 def worthwhile_spares(cluster: Cluster) -> int:
-    """Return the spares in use on average: the failures that arrive within one repair, rounded up (Little's
+    """Return the average number of spares in use: the failures within one repair time, rounded up (Little's
     law)."""
     repair_s = cluster.restart_s + cluster.repair_median_s * math.exp(cluster.repair_sigma**2 / 2)
     away = repair_s / cluster.mtbf_s
@@ -150,7 +150,7 @@ def worthwhile_spares(cluster: Cluster) -> int:
 def run_seed(
     option: PolicyOption, failures: FailureModel, seed: int, slow: FailSlow | None = None
 ) -> TimeLedger:
-    """One run of one option; a function at the top of a module, so that a process pool can call it."""
+    """One run of one option; at the top of the module, so that a process pool can call it."""
     return simulate(option.job, option.make(), failures, seed, slow)
 
 
@@ -163,10 +163,10 @@ def compare(
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[PolicyResult]:
-    """Play every option with ``seeds`` seeds, in ``workers`` processes; best first.
+    """Simulate every option with ``seeds`` seeds in ``workers`` processes; return the best option first.
 
-    ``progress`` is called with how many runs are done, and of how many. Raises ValueError for fewer than
-    one seed.
+    ``progress`` is called with the numbers of finished and of all runs. Raises ValueError for fewer than one
+    seed.
     """
     if seeds < 1:
         raise ValueError(f"--seeds must be 1 or more, not {seeds}")
@@ -211,7 +211,7 @@ def _outcome(option: PolicyOption, ledgers: Sequence[TimeLedger]) -> PolicyResul
 
 
 def recommendation(cluster: Cluster, outcomes: Sequence[PolicyResult]) -> str:
-    """One sentence: what to run, and why."""
+    """One sentence that says which policy to run, and why."""
     best = outcomes[0]
     baseline = next((o for o in outcomes if o.name == "checkpoint and restart"), None)
     against = ""

@@ -11,7 +11,8 @@ EULER_GAMMA = 0.5772156649015329
 
 
 def stack_depth_bound(groups: int, failures: int) -> int:
-    """c(k) = ceil(N / (N - k)): the least depth at which N - k survivors compute N types (section 3)."""
+    """c(k) = ceil(N / (N - k)): the least stack depth at which N - k survivors compute N types (section
+    3)."""
     if not 0 <= failures < groups:
         raise ValueError(
             f"failures must be 0 to {groups - 1}, fewer than the {groups} groups, not {failures}"
@@ -34,7 +35,7 @@ def masked_failures_asymptotic(groups: int, redundancy: int) -> float:
 
 
 def masked_failures_replication(groups: int, redundancy: int) -> float:
-    """The same for traditional replication in blocks of r groups: Gamma(1 + 1/r) * N * (r / N) ** (1/r)."""
+    """mu for traditional replication in blocks of r groups: Gamma(1 + 1/r) * N * (r / N) ** (1/r)."""
     _check(groups, redundancy)
     return math.gamma(1 + 1 / redundancy) * groups * math.pow(redundancy / groups, 1 / redundancy)
 
@@ -50,7 +51,7 @@ def optimal_interval(save_s: float, up_s: float, restart_s: float) -> float:
     """T_c* = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r)): seconds from one checkpoint to the next, the save
     included.
 
-    ``up_s`` (T_f) is the mean time between global restarts, ``restart_s`` (T_r) what one takes.
+    ``up_s`` (T_f) is the mean time between global restarts, ``restart_s`` (T_r) the length of a restart.
     """
     _positive(up_s=up_s)
     _not_negative(save_s=save_s, restart_s=restart_s)
@@ -66,11 +67,11 @@ def availability(interval_s: float, save_s: float, up_s: float, restart_s: float
 
 @dataclass(frozen=True, slots=True)
 class JointOptimum:
-    """A redundancy with the best checkpoint interval for it.
+    """A redundancy and its best checkpoint interval.
 
     ``interval_s``: seconds between checkpoints. ``availability``: 0 to 1. ``overhead``: S_bar, stacks per
-    step. ``objective``: J(r) = S_bar / A*, the time to train over the time of one stack per step without
-    failures.
+    step. ``objective``: J(r) = S_bar / A*, the time to train over that of a run with one stack per step and
+    no failures.
     """
 
     redundancy: int

@@ -1,4 +1,4 @@
-"""A cluster and a job as people describe them, and the published clusters as presets."""
+"""A cluster and its job as users describe them, and the published clusters as presets."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -12,19 +12,19 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class RackFailures:
-    """Failures that take a whole rack, for ``arrivals`` "racks"."""
+    """Failures that stop a whole rack, for ``arrivals`` "racks"."""
 
     replicas: int = 0  # in one rack
-    share: float = 0.1  # part of the failures of replicas that take a whole rack
+    share: float = 0.1  # the share of replicas' failures in which a whole rack fails
 
 
 @dataclass(frozen=True, slots=True)
 class SlowReplicas:
     """Episodes in which a replica computes slower."""
 
-    every_s: float = 0.0  # mean time between episodes of the whole system; 0: none come
+    every_s: float = 0.0  # mean time between episodes in the whole system; 0: no episodes
     length_s: float = 600.0  # mean
-    factor: float = 1.5  # how many times longer the replica computes meanwhile
+    factor: float = 1.5  # how many times longer the replica computes during an episode
 
     def __post_init__(self) -> None:
         if not (self.every_s >= 0 and math.isfinite(self.every_s)):
@@ -40,22 +40,22 @@ class Cluster:
     """A cluster and its job. Times in seconds, sizes in bytes."""
 
     gpus: int
-    replica_gpus: int  # so many make one replica
+    replica_gpus: int  # GPUs of one replica
     mtbf_s: float  # mean time between failures of the whole system
     step_s: float = 10.0  # an optimizer step without failures
     exchange_s: float = 0.5  # the all-reduce, a part of step_s
-    restart_s: float = 600.0  # a global restart; also the return of one replica
-    # The time that a failed machine is away beyond a restart: median and sigma of a log-normal. 0: another
-    # machine takes its place at once.
+    restart_s: float = 600.0  # length of a global restart, and of the return of one replica
+    # The time for which a failed machine is away in addition to a restart: median and sigma of a log-normal.
+    # 0: another machine takes its place at once.
     repair_median_s: float = 0.0
     repair_sigma: float = 1.0
-    save_s: float = 60.0  # a durable checkpoint blocks all replicas for so long
-    # These two bound how fast a spare can join.
+    save_s: float = 60.0  # a durable checkpoint blocks all replicas for this time
+    # The size of the state and the link bound how fast a spare can join.
     state_bytes: float = 0.0
     link_bytes_s: float = 10e9
     micro_batches: int = 8  # per replica and step
     steps: int = 5000
-    stall_s: float = 0.5  # the loss of survivors at a failure under fabric's policy, measured
+    stall_s: float = 0.5  # the survivors' lost time at a failure under fabric's policy, as measured
     arrivals: str = "poisson"
     shape: float = 0.78  # of Weibull arrivals
     racks: RackFailures = RackFailures()
@@ -112,11 +112,11 @@ class Cluster:
 
     @property
     def join_s(self) -> float:
-        """The time of a spare's state transfer: its bytes over the link, and at least one step."""
+        """The time of a spare's state transfer: the state's bytes over the link's rate, at least one step."""
         return max(self.step_s, self.state_bytes / self.link_bytes_s)
 
     def job(self) -> SimulatedJob:
-        """Return the simulator's job, without checkpoints: a policy sets them."""
+        """Return the simulator's job without checkpoints, because each policy sets its own."""
         return SimulatedJob(
             groups=self.replicas,
             steps=self.steps,
@@ -143,14 +143,14 @@ class Cluster:
         return Poisson(unit_mtbf_s)
 
     def slow_episodes(self) -> FailSlow | None:
-        """Return the episodes in which a replica computes slower, None where none come."""
+        """Return the episodes in which a replica computes slower; None where there are none."""
         slow = self.slow
         return FailSlow(slow.every_s * self.replicas, slow.length_s, slow.factor) if slow.every_s else None
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A published cluster. ``source``: where its figures come from, and what is assumed."""
+    """A published cluster. ``source``: the source of its figures, and the assumptions."""
 
     cluster: Cluster
     source: str = field(default="")
@@ -227,7 +227,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Raises ValueError with the names that exist."""
+    """Return a preset. Raises ValueError with the existing names."""
     if name not in PRESETS:
         raise ValueError(f"there is no preset {name!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

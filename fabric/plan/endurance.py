@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
-# Subsets that an exact enumeration may visit: 2 ** 20 take about a second.
+# The most groups for exact enumeration, which visits all subsets: 2 ** 20 take about a second.
 MOST_GROUPS_EXACT = 20
 
 
@@ -26,9 +26,9 @@ class Endurance:
 def endurance_exact(stacks: Sequence[Sequence[int]]) -> Endurance:
     """Return the exact mean over all orders of failure, by enumerating the sets of failed groups.
 
-    ``stacks``: per group the types that it hosts. Raises ValueError for more than 20 groups.
+    ``stacks``: the types that each group hosts. Raises ValueError for more than 20 groups.
 
-    The mean is the sum over k >= 1 of the chance that k failures leave every type a host.
+    The mean is the sum over k >= 1 of the probability that every type has a host after k failures.
     """
     groups = len(stacks)
     if groups > MOST_GROUPS_EXACT:
@@ -52,8 +52,8 @@ def endurance_exact(stacks: Sequence[Sequence[int]]) -> Endurance:
 def endurance_sampled(stacks: Sequence[Sequence[int]], samples: int = 2000, seed: int = 0) -> Endurance:
     """Return the mean by Monte Carlo: ``samples`` random orders of failure.
 
-    A type is wiped out when its last host fails, so a sample is the least over types of the latest position
-    among its hosts, in one random permutation of the groups.
+    A type is wiped out when its last host fails. So a sample takes one random permutation of the groups,
+    finds the latest position among each type's hosts, and returns the least of these.
     """
     if samples < 2:
         raise ValueError(f"a confidence interval needs at least 2 samples, not {samples}")
@@ -65,7 +65,7 @@ def endurance_sampled(stacks: Sequence[Sequence[int]], samples: int = 2000, seed
     widest = max(len(h) for h in hosts)
     table = np.array(
         [h + h[:1] * (widest - len(h)) for h in hosts]
-    )  # (types, most hosts), padded by a repetition
+    )  # shape (types, most hosts), padded by repeating a host
     masked = np.array([rng.permutation(len(stacks))[table].max(axis=1).min() for _ in range(samples)], float)
     return Endurance(float(masked.mean()), 1.96 * float(masked.std(ddof=1)) / math.sqrt(samples))
 

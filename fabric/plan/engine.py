@@ -1,16 +1,16 @@
 """One simulator for every policy: a job's steps in virtual time, with the failures of one random seed.
 
-The engine knows time; a `FailurePolicy` knows the cost of a step and the effect of a failure. Per step every
-living group computes its slots, the slowest group decides, and one exchange follows. A failure shows at the
-exchange, or at once for policies that interrupt the step.
+The engine keeps the clock; a `FailurePolicy` gives the cost of a step and the effect of a failure. In a step
+every living group computes its slots; when the slowest has ended, one exchange follows. A failure is noticed
+at the exchange, or at once under policies that interrupt the step.
 
 Assumptions that all policies share:
 
-- Failures during a save or a restart show afterwards, at the next exchange, or they restart the restart.
-- A global restart takes ``restart_s`` for every group and ends with the slowest. Where ``restart_fails`` is
-  set, a group that fails during its restart begins it again. The failure clock of a survivor goes on
-  through a restart. The clock of a failed group starts when its own restart has ended.
-- A rollback repeats the steps since the last checkpoint; what they cost then counts as rework.
+- A failure during a save or a restart is noticed at the next exchange, or it begins the restart again.
+- A global restart takes ``restart_s`` for every group and ends when the slowest group is ready. Where
+  ``restart_fails`` is set, a group that fails during its restart begins it again. The failure clock of a
+  survivor goes on through a restart. The clock of a failed group starts when its own restart has ended.
+- A rollback repeats the steps since the last checkpoint; the cost of the discarded steps counts as rework.
 """
 
 import heapq
@@ -32,14 +32,14 @@ class SimulatedJob:
     compute_s: float  # one group's work on 1/N of the global batch
     exchange_s: float = 0.0  # the all-reduce of a step
     jitter: float = 0.05  # relative standard deviation of a slot's compute time, per group
-    save_s: float = 0.0  # a checkpoint blocks all groups for so long
+    save_s: float = 0.0  # a checkpoint blocks all groups for this time
     save_every: int = 0  # steps from one checkpoint to the next; 0: never
-    restart_s: float = 600.0  # a global restart
+    restart_s: float = 600.0  # length of a global restart
     restart_fails: bool = True
     repair: Repair = field(default_factory=lambda: Repair(600.0))  # how long a single group is away
-    spares: int = 0  # groups that stand by
+    spares: int = 0  # groups that wait to replace a failed one
     spare_join_s: float = 60.0  # the time in which a spare takes a place
-    give_up_after: float = 100.0  # the simulation fails after so many times the ideal time
+    give_up_after: float = 100.0  # the simulation gives up after this multiple of the ideal time
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.steps < 1:
@@ -52,7 +52,7 @@ class SimulatedJob:
 
     @property
     def step_s(self) -> float:
-        """The ideal step: one slot and one exchange, nobody slow."""
+        """The ideal step: one slot and one exchange, with no slow group."""
         return self.compute_s + self.exchange_s
 
     @property
@@ -62,11 +62,11 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True)
 class MaskingCost:
-    """The cost of a failure that the policy masks; the exchange is then tried again."""
+    """The cost of a failure that the policy masks; the groups then repeat the exchange."""
 
-    slots: float  # further slots of the busiest survivor
-    workers: int  # survivors that compute any of them
-    stall_s: float  # all groups wait for so long besides
+    slots: float  # additional slots of the busiest survivor
+    workers: int  # survivors that compute additional slots
+    stall_s: float  # all groups also wait for this time
 
 
 class FailurePolicy(Protocol):
@@ -78,7 +78,7 @@ class FailurePolicy(Protocol):
 
     @property
     def interrupts(self) -> bool:
-        """Whether a failure ends the step under way at once; ``MaskingCost.stall_s`` then counts from its
+        """Whether a failure ends the step at once; ``MaskingCost.stall_s`` then counts from the step's
         start."""
 
     @property
@@ -94,21 +94,21 @@ class FailurePolicy(Protocol):
         """Return the share of the global batch that a step commits, 0 to 1."""
 
     def fail(self, groups: list[int]) -> MaskingCost | None:
-        """Mask the loss of ``groups``, or None for a global restart."""
+        """Mask the loss of ``groups`` and return the cost; None asks for a global restart."""
 
     def rejoin(self, groups: list[int]) -> float:
-        """Take ``groups`` in at a step boundary: seconds that everybody waits."""
+        """Readmit ``groups`` at a step boundary; return the seconds for which all groups wait."""
 
     def restart_due(self) -> bool:
-        """Whether to restart at this step boundary, after a save, without losing a step."""
+        """Whether to save and restart at this step boundary, without losing a step."""
 
 
 @dataclass(slots=True)
 class TimeLedger:
-    """Where the time went, in seconds; the fields add up to ``total_s``."""
+    """How the time was spent, in seconds; the fields add up to ``total_s``."""
 
-    training_s: float = 0.0  # at most one slot and one exchange per step, by its progress
-    redundant_s: float = 0.0  # further slots, and waiting for the slowest group
+    training_s: float = 0.0  # one slot and one exchange per step at most, times the step's progress
+    redundant_s: float = 0.0  # additional slots, and waiting for the slowest group
     stall_s: float = 0.0  # failed exchanges, patches, waits after failures and for joins
     recovery_s: float = 0.0  # global restarts
     rework_s: float = 0.0  # steps that were rolled back
@@ -130,7 +130,7 @@ class TimeLedger:
 
     @property
     def effective(self) -> float:
-        """Effective training time: the share of the time that an ideal job would have needed too."""
+        """Effective training time: the share of the time that an ideal job would also have needed."""
         return self.training_s / self.total_s
 
     @property
@@ -146,12 +146,12 @@ def simulate(
     seed: int = 0,
     slow: FailSlow | None = None,
 ) -> TimeLedger:
-    """Play ``job`` under ``policy`` to its last step: the ledger of its time."""
+    """Simulate ``job`` under ``policy`` to its last step; return the ledger of its time."""
     return _Run(job, policy, failures, np.random.default_rng(seed), slow).play()
 
 
 class _Run:
-    """One run: the clock, who is alive, and the costs since the last checkpoint."""
+    """One run: the clock, the living groups, and the costs since the last checkpoint."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Run:
         self._slow = slow.episodes(job.groups, rng) if slow is not None else None
         self._alive = np.ones(job.groups, bool)
         self._back_s = np.full(job.groups, math.inf)  # when a group that is away may rejoin
-        self._spares = [0.0] * job.spares  # from when on each spare is free, a heap
+        self._spares = [0.0] * job.spares  # a heap of the times at which the spares become free
         self._now = 0.0
         self._ledger = TimeLedger()
         self._since_save = TimeLedger()
@@ -199,7 +199,7 @@ class _Run:
     # --- one step ------------------------------------------------------------------------------------
 
     def _step(self) -> float | None:
-        """One step with its failures: its progress (0 where it was interrupted), or None for a global
+        """Simulate one step with its failures; return its progress (0 if interrupted), or None for a global
         restart."""
         job, policy, start = self._job, self._policy, self._now
         progress, slots = policy.progress(), policy.slots()
@@ -229,7 +229,7 @@ class _Run:
         return progress
 
     def _interrupt(self, lost: Units, start: float) -> float | None:
-        """A failure ends the step: everybody stalls, counted from the start of the step, and computes it
+        """A failure ends the step: all groups stall, counted from the step's start, and compute the step
         again."""
         struck = max(start, float(self._clocks.next_s[lost].min()))
         recovery = self._fail(lost)
@@ -242,7 +242,7 @@ class _Run:
         return 0.0
 
     def _compute(self, slots: float, workers: int | None = None) -> float:
-        """Seconds until the slowest of ``workers`` (all that live) has computed ``slots``."""
+        """Seconds until the slowest of ``workers`` (None: all living groups) has computed ``slots``."""
         if slots <= 0:
             return 0.0
         factors: Times | float = 1.0
@@ -270,7 +270,7 @@ class _Run:
         return self._policy.fail(lost.tolist())
 
     def _replaced(self, struck_s: float, repaired_s: float) -> float:
-        """When a failed group's place is filled: by a spare, or by the group after its repair."""
+        """The time at which a failed group's place is filled, by a spare or by the repaired group."""
         if self._spares:
             stands_in_s = max(struck_s, self._spares[0]) + self._job.spare_join_s
             if stands_in_s < repaired_s:
@@ -297,7 +297,7 @@ class _Run:
         self._keep()
 
     def _keep(self) -> None:
-        """Enter the time since the last checkpoint for good: no restart rolls it back."""
+        """Add the time since the last checkpoint to the ledger for good: no restart can roll it back now."""
         spent, ledger = self._since_save, self._ledger
         ledger.training_s += spent.training_s
         ledger.redundant_s += spent.redundant_s
@@ -310,7 +310,7 @@ class _Run:
         self._since_save = TimeLedger()
 
     def _restart(self) -> None:
-        """A global restart: everybody is alive again when the slowest group is ready."""
+        """A global restart: all groups are alive again when the slowest is ready."""
         job, clocks, begun = self._job, self._clocks, self._now
         failed = np.flatnonzero(~self._alive)
         ready = np.full(job.groups, begun + job.restart_s)

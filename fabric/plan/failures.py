@@ -1,8 +1,7 @@
 """When units fail: the failure processes of the simulator, and how long a repair takes.
 
-A *unit* is what fails as a whole: a group, a replica, a node. A `FailureModel` makes `FailureClocks` for a
-number of units; the engine reads the next failure of each unit and renews the clock of a unit that came
-back.
+A *unit* fails as a whole: a group, a replica, a node. A `FailureModel` makes `FailureClocks` for a number of
+units. The engine reads each unit's next failure, and renews the clock of a unit that has come back.
 """
 
 import math
@@ -33,14 +32,14 @@ class FailureModel(Protocol):
 
     @property
     def label(self) -> str:
-        """One phrase for people."""
+        """A phrase that describes the model to people."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeibullRenewal:
-    """Independent units with Weibull times between failures; a unit that comes back starts a new one.
+    """Independent units with Weibull times between failures; a unit that comes back starts a new time.
 
-    ``scale_s``: of one unit. ``shape``: below 1 means that a unit fails most often soon after it came back.
+    ``scale_s``: Weibull scale of one unit. ``shape``: below 1 most failures come soon after a return.
     """
 
     scale_s: float
@@ -86,7 +85,7 @@ class Poisson:
 class Lemons:
     """Poisson failures in which a share of the units fails ``factor`` times as often as the others.
 
-    ``unit_mtbf_s`` is the mean over all units of the rate, inverted; ``share`` is 0 to 1.
+    ``unit_mtbf_s`` is the inverse of the mean failure rate of all units; ``share`` is 0 to 1.
     """
 
     unit_mtbf_s: float
@@ -112,7 +111,7 @@ class Lemons:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A failure of the system every ``interval_s`` exactly; the units take turns."""
+    """A failure exactly every ``interval_s``; the units fail in turn."""
 
     interval_s: float
 
@@ -130,9 +129,10 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Racks:
-    """Poisson failures of single units, and others that take all units of a rack at one instant.
+    """Poisson failures of single units, and Poisson failures of all units of a rack at one instant.
 
-    ``per_rack``: units in a rack. ``correlated``: share of the unit failures that come by racks, 0 to 1.
+    ``per_rack``: units in a rack. ``correlated``: share of the unit failures that rack failures cause, 0 to
+    1.
     """
 
     unit_mtbf_s: float
@@ -159,7 +159,7 @@ class Trace:
     """Recorded failures. ``events``: (seconds from the start, unit), ascending; the trace repeats after
     ``span_s``.
 
-    Units of the trace are mapped to units of the job by their number modulo the job's units.
+    A unit of the trace stands for the job's unit with its number modulo the number of the job's units.
     """
 
     events: tuple[tuple[float, int], ...]
@@ -185,7 +185,7 @@ class Trace:
 class Repair:
     """How long a failed unit is away, in seconds: a fixed least time plus a log-normal part.
 
-    ``least_s``: what a restart takes at least. ``median_s`` and ``sigma`` describe the log-normal part; a
+    ``least_s``: the least time of a restart. ``median_s`` and ``sigma`` describe the log-normal part; a
     median of 0 leaves it out.
     """
 
@@ -227,7 +227,7 @@ class FailSlow:
 
 
 class SlowEpisodes:
-    """Which units are slow at a time. Times must be asked in ascending order."""
+    """Says which units are slow at a time. Calls must have ascending times."""
 
     def __init__(self, model: FailSlow, units: int, rng: np.random.Generator) -> None:
         self._model, self._rng = model, rng
@@ -298,7 +298,7 @@ class _RackClocks:
         self._alone[units] = at_s + self._rng.exponential(self._alone_s, len(units))
         for unit, at in zip(units.tolist(), at_s.tolist(), strict=True):
             rack = self._rack_of[unit]
-            while self._rack_next[rack] <= at:  # it struck while the unit was away
+            while self._rack_next[rack] <= at:  # the rack failed while the unit was away
                 self._rack_next[rack] = self._draw(self._rack_next[rack : rack + 1])[0]
         self.next_s[units] = np.minimum(self._alone[units], self._rack_next[self._rack_of[units]])
 

@@ -1,4 +1,4 @@
-"""A published figure beside ours, and the sources of the figures."""
+"""Pairs a published figure with ours, and lists the sources of the figures."""
 
 from dataclasses import asdict, dataclass
 
@@ -16,8 +16,8 @@ class Figure:
     """One figure. ``published`` and ``tolerance`` are None where nothing was published: ``ok`` is then
     True.
 
-    ``tolerance`` is absolute, in the unit of the figure. ``bound``: "within" it of ``published``, or "at
-    most" or "more than" the published value. A figure of "shape" has no tolerance: others judge its table.
+    ``tolerance`` is absolute, in the unit of the figure. ``bound``: ours must be "within" the tolerance of
+    ``published``, or "at most" or "more than" it. A "shape" figure has none: other figures judge its table.
     """
 
     id: str
@@ -30,7 +30,7 @@ class Figure:
 
     @property
     def deviation(self) -> float | None:
-        """Ours less the published value, as a share of the published value."""
+        """Our value minus the published value, as a share of the published value."""
         return self.ours / self.published - 1 if self.published else None
 
     def as_dict(self) -> dict[str, object]:

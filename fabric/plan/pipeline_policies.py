@@ -1,8 +1,7 @@
 """Policies for replicas of pipelines: what a step costs under each while some devices are dead or slow.
 
-A policy sees the devices' speeds and says how long a step takes; `pipeline_runs` plays failures over time.
-ReCycle and Oobleck are as their papers describe them in a sentence; the rules that they leave open are said
-here.
+A policy gets the devices' speeds and returns the length of a step; `pipeline_runs` plays failures over time.
+ReCycle and Oobleck follow the short descriptions in their papers; docstrings state the rules that we added.
 """
 
 import math
@@ -51,7 +50,7 @@ class PipelineJob:
         return cut_layers(self.cut.layers, [1.0] * stages)
 
     def work(self, layers: tuple[int, ...], speeds: Grid, counts: tuple[int, ...]) -> StepWork:
-        """A step of replicas with one split of the layers; ``speeds``: of groups, 0 for a dead one."""
+        """A step of replicas with one split of the layers; ``speeds``: of groups, 0 for a dead group."""
         with np.errstate(divide="ignore"):
             times = np.array(layers) * self.layer_s / (speeds / self.group)
         return StepWork(times, counts, self.transfer_s)
@@ -72,18 +71,18 @@ class PipelinePolicy(Hashable, Protocol):
 
     @property
     def stall_s(self) -> float:
-        """How long everybody waits after each failure."""
+        """How long all replicas wait after each failure."""
 
     @property
     def away_s(self) -> float:
-        """How long the replica that failed is away after that, while the others step."""
+        """How long the failed replica is away after that wait, while the others step."""
 
     def step_s(self, job: PipelineJob, devices: Devices) -> float:
         """The seconds of a step; inf where the job cannot go on."""
 
 
 def group_speeds(devices: Devices) -> Grid:
-    """The speed of each group as it is: its slowest rank decides, and a dead rank ends it."""
+    """The speed of each unchanged group: its slowest rank's, or 0 with a dead rank."""
     speeds: Grid = devices.shape[2] * devices.min(axis=2)
     return speeds
 
@@ -103,8 +102,8 @@ class ReCycle:
     """ReCycle (arXiv 2405.14009): data-parallel peers of a dead stage compute its micro-batches, partly in
     bubbles.
 
-    One dead rank ends its group. Slow devices are not seen. Ours: where a stage is dead in all replicas the
-    living groups form whole pipelines by a restart.
+    One dead rank ends its group. The policy ignores slow devices. Our assumption: if a stage is dead in all
+    replicas, a restart forms whole pipelines from the living groups.
     """
 
     label: str = "ReCycle"
@@ -136,9 +135,9 @@ def _whole_pipelines(job: PipelineJob, speeds: Grid) -> float:
 class Oobleck:
     """Oobleck (arXiv 2309.08125): a pipeline goes on with fewer nodes, by a template made before the job.
 
-    Ours: a node is the group of a stage, a dead rank ends it, templates split the layers evenly,
-    micro-batches follow the nodes of a pipeline, and slow devices are not seen. A pipeline that is too small
-    for the model pauses.
+    Our assumptions: a node is the group of a stage, and a dead rank ends it. Templates split the layers
+    evenly, and a pipeline's micro-batches are proportional to its nodes. The policy ignores slow devices. A
+    pipeline that is too small for the model pauses.
     """
 
     label: str = "Oobleck"
@@ -160,8 +159,8 @@ class Oobleck:
 
 @dataclass(frozen=True, slots=True)
 class ResiHp:
-    """ResiHP (arXiv 2605.06374): exclusion, one split of the layers for all replicas, and migration in the
-    step."""
+    """ResiHP (arXiv 2605.06374): exclusion of ranks, one split of the layers for all, and migration of
+    micro-batches."""
 
     excludes: bool = True
     repartitions: bool = True
@@ -179,21 +178,21 @@ class ResiHp:
         speeds = chosen_speeds(job, devices) if self.excludes else group_speeds(devices)
         layers = job.even_layers(job.stages)
         if self.repartitions:
-            # Ours: a stage counts with what all replicas can compute of it, as migration makes them one.
+            # Our assumption: with migration, a stage has the sum of the replicas' speeds.
             together = speeds.sum(axis=0) if self.migrates else speeds[(speeds > 0).all(axis=1)].min(axis=0)
             if together.size and (together > 0).all():
                 layers = cut_layers(job.cut.layers, together.tolist(), job.cut.most_layers)
         if not self.migrates:
             return _whole_replicas(job, layers, speeds)
         work = job.work(layers, speeds, (job.micro_batches,) * job.replicas)
-        # Ours: the memory takes twice what 1F1B needs. With less, replicas wait for each other's stages.
+        # Our assumption: the memory holds twice what 1F1B needs. With less, replicas wait for each other.
         work = replace(work, extra_in_flight=job.stages)
         owners: Owners | None = migrated(work, self.delta, room=2.0)
         return math.inf if owners is None else step_time(work, owners)
 
 
 def _whole_replicas(job: PipelineJob, layers: tuple[int, ...], speeds: Grid) -> float:
-    """Replicas with a dead stage are away; the others share the batch evenly, as without a scheduler."""
+    """Replicas with a dead stage are away; the others divide the batch evenly, as without a scheduler."""
     able = [tuple(row.tolist()) for row in speeds if (row > 0).all()]
     if not able:
         return math.inf
@@ -241,7 +240,7 @@ def _own_layout(
 
 @dataclass(frozen=True, slots=True)
 class Unmitigated:
-    """Hybrid parallelism as it is: the slowest device decides, and a dead one stops its replica."""
+    """Plain hybrid parallelism: the slowest device sets the pace, and a dead device stops its replica."""
 
     stall_s: float = 0.0
     away_s: float = 0.0

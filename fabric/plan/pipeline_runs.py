@@ -12,7 +12,7 @@ from fabric.plan.pipeline_policies import Devices, PipelineJob, PipelinePolicy
 
 @dataclass(frozen=True, slots=True)
 class DeviceChange:
-    """A device dies, gets slow or is healthy again."""
+    """A device dies, becomes slow or recovers."""
 
     at_s: float
     device: tuple[int, int, int]  # replica, stage, rank
@@ -25,9 +25,9 @@ class DeviceFaults:
 
     interval_s: float
     count: int
-    slow_share: float = 0.0  # of the faults; the others kill the device
+    slow_share: float = 0.0  # share of the faults that slow a device; the others kill it
     slow_speeds: tuple[float, float] = (0.3, 0.8)  # uniform between the two
-    repair_s: float = math.inf  # inf: a device stays as it is
+    repair_s: float = math.inf  # inf: no device recovers
 
     def __post_init__(self) -> None:
         if not (self.interval_s > 0 and self.count >= 0 and self.repair_s > 0):
@@ -36,7 +36,7 @@ class DeviceFaults:
             raise ValueError("the share of slow devices must be 0 to 1, and their speeds positive")
 
     def draw(self, job: PipelineJob, seed: int) -> list[DeviceChange]:
-        """The changes of one random world, by time."""
+        """The changes for one seed, ordered by time."""
         rng = np.random.default_rng(seed)
         shape = (job.replicas, job.stages, job.group)
         back = np.full(math.prod(shape), -math.inf)
@@ -63,7 +63,7 @@ class PipelineRun:
 
     window_s: float
     micro_batches: float
-    stopped_s: float  # in which no step ended
+    stopped_s: float  # time without a finished step
 
     @property
     def throughput(self) -> float:
@@ -78,8 +78,7 @@ def run_pipelines(
     until_s: float,
     since_s: float = 0.0,
 ) -> PipelineRun:
-    """Play the changes; count from ``since_s`` to ``until_s``. Steps are so short that parts of them
-    count."""
+    """Play the changes; count from ``since_s`` to ``until_s``. A part of a step counts as a part."""
     if not 0 <= since_s < until_s:
         raise ValueError(f"the window from {since_s:g} to {until_s:g} s is empty: end it later")
     micro_batches = stopped_s = 0.0
@@ -99,13 +98,13 @@ def run_pipelines(
 class _Phase:
     start_s: float
     end_s: float
-    devices: Devices | None  # None: everybody waits
+    devices: Devices | None  # None: all replicas wait
 
 
 def _phases(
     job: PipelineJob, policy: PipelinePolicy, changes: Sequence[DeviceChange], until_s: float
 ) -> Iterator[_Phase]:
-    """The time without gaps: after a change a stall, then the replica's absence, then the rest."""
+    """The phases of a run without gaps: after a change a stall, then the replica's absence, then the rest."""
     devices = job.healthy()
     ends = [min(at_s, until_s) for at_s in (*(change.at_s for change in changes), until_s)]
     yield _Phase(0.0, ends[0], devices)
@@ -135,6 +134,6 @@ def _step_of(job: PipelineJob, policy: PipelinePolicy, state: bytes) -> float:
 
 
 def mean_throughput(runs: Iterable[PipelineRun]) -> float:
-    """Micro-batches per second over several worlds."""
+    """The mean of micro-batches per second over several runs."""
     values = [run.throughput for run in runs]
     return sum(values) / len(values)

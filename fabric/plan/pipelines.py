@@ -1,7 +1,7 @@
-"""A step of several pipelines: when each operation runs, and the migration of micro-batches between replicas.
+"""Times a step of several pipelines, and moves micro-batches between replicas.
 
-All replicas of a step have the same stages here, so any living replica's stage can compute a micro-batch of
-another replica's. A worker is one stage of one replica. The backward pass is split: the gradient of the
+All replicas of a step have the same stages here. So a stage of any living replica can compute another
+replica's micro-batch. A worker is one stage of one replica. The backward pass is split: the gradient of the
 input (B) leaves at once, the gradient of the weights (W) follows.
 """
 
@@ -23,7 +23,7 @@ class StepWork:
     times: Grid  # seconds of one operation (F, B or W) of a micro-batch; inf: the stage is dead
     counts: tuple[int, ...]  # replica -> micro-batches that it reads
     transfer_s: float = 0.0  # between neighbouring stages
-    extra_in_flight: int = 0  # forward passes that the memory of a stage takes beyond those of 1F1B
+    extra_in_flight: int = 0  # forward passes that fit into the memory of a stage beyond those of 1F1B
     defers_weights: bool = False  # whether W waits for idle time, as in ReCycle; else W follows B at once
 
     def __post_init__(self) -> None:
@@ -41,19 +41,19 @@ class StepWork:
         return int(self.times.shape[1])
 
 
-# Stage -> replica that reads -> who computes each of its micro-batches, in order.
+# Stage -> replica that reads -> the replicas that compute its micro-batches, in order.
 Owners = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def at_home(work: StepWork) -> Owners:
-    """Every replica computes what it reads."""
+    """Every replica computes the micro-batches that it reads."""
     return tuple(
         tuple((replica,) * count for replica, count in enumerate(work.counts)) for _ in range(work.stages)
     )
 
 
 def rerouted(work: StepWork) -> Owners | None:
-    """ReCycle: the living peers of a dead stage take its micro-batches in turns. None where no peer lives."""
+    """ReCycle: the living peers of a dead stage take its micro-batches in turn. None where no peer lives."""
     stages: list[tuple[tuple[int, ...], ...]] = []
     for stage in range(work.stages):
         living = [replica for replica in range(work.replicas) if math.isfinite(work.times[replica, stage])]
@@ -71,13 +71,12 @@ def rerouted(work: StepWork) -> Owners | None:
 
 
 def migrated(work: StepWork, delta: float = 0.5, room: float = 2.0) -> Owners | None:
-    """ResiHP's Algorithm 1: stage by stage, micro-batches go from the replica behind to the one ahead.
+    """ResiHP's Algorithm 1: stage by stage, micro-batches move from the slowest replica to the fastest.
 
-    A micro-batch moves while the replica behind still ends later than the one ahead would with it, by more
-    than
-    ``delta`` micro-batches. ``room``: how many times the usual number of micro-batches the memory of a stage
-    takes. A dead stage gives everything away. None where no replica may take what is left. The paper leaves
-    open which micro-batch is the next: here they are spread evenly over the step.
+    A micro-batch moves while the slowest replica ends more than ``delta`` micro-batches later than the
+    fastest would with that micro-batch. ``room``: how many times the usual number of micro-batches fits into
+    a stage's memory. A dead stage gives all its micro-batches away. None where no replica may take the rest.
+    The paper leaves open which micro-batch moves next: here the moved ones are spread evenly over the step.
     """
     stages: list[tuple[tuple[int, ...], ...]] = []
     most = math.ceil(room * max(work.counts))
@@ -96,7 +95,7 @@ def migrated(work: StepWork, delta: float = 0.5, room: float = 2.0) -> Owners | 
 def _moves(
     times: NDArray[np.float64], counts: Sequence[int], delta: float, most: int
 ) -> list[list[int]] | None:
-    """Replica -> those that take one of its micro-batches, one entry each."""
+    """Replica -> the takers of its micro-batches, one entry for each micro-batch that moves."""
     left, total = list(counts), list(counts)
     moves: list[list[int]] = [[] for _ in counts]
     able = [replica for replica, time in enumerate(times) if math.isfinite(time)]
@@ -121,7 +120,7 @@ def _moves(
 
 
 def _spread(replica: int, count: int, takers: Sequence[int]) -> tuple[int, ...]:
-    """The owners of one replica's micro-batches, with those that moved at even distances."""
+    """The owners of one replica's micro-batches; those that moved are at even distances."""
     owners = [replica] * count
     for i, taker in enumerate(takers):
         owners[(2 * i + 1) * count // (2 * len(takers))] = taker
@@ -136,20 +135,20 @@ _F, _B, _W = range(3)
 @dataclass(slots=True)
 class _StageWorker:
     time_s: float
-    depth: int  # forward passes whose backward pass is still to come, at most
+    depth: int  # the most forward passes whose backward pass has not begun
     free_at: float = 0.0
     in_flight: int = 0
     turn: int = _F
-    forwards: list[tuple[int, int]] = field(default_factory=list)  # heaps of (number, replica) that are ready
+    forwards: list[tuple[int, int]] = field(default_factory=list)  # heaps of ready (number, replica)
     backwards: list[tuple[int, int]] = field(default_factory=list)
     weights: list[tuple[int, int]] = field(default_factory=list)
 
     def next(self, defers_weights: bool) -> tuple[int, tuple[int, int]] | None:
-        """The kind and the micro-batch of the operation to begin now."""
+        """The kind and micro-batch of the next operation."""
         if self.weights and not defers_weights:
             return _W, heapq.heappop(self.weights)
         forward = bool(self.forwards) and self.in_flight < self.depth
-        # One forward, one backward; what is not ready yields its turn.
+        # One forward, one backward; a kind that is not ready yields its turn.
         if forward and (self.turn == _F or not self.backwards):
             self.in_flight += 1
             self.turn = _B if self.in_flight == self.depth else _F
@@ -162,8 +161,8 @@ class _StageWorker:
 
 
 class _StepClock:
-    """Runs one step. A worker that is free begins the first operation that is ready; none waits for
-    another's turn, so the step cannot block: the last stage always ends what it began."""
+    """Runs one step. A free worker begins the first operation that is ready and waits for no other turn. So
+    the step cannot block: the last stage always ends what it began."""
 
     def __init__(self, work: StepWork, owners: Owners) -> None:
         self._work, self._owners = work, owners
@@ -174,7 +173,7 @@ class _StepClock:
             ]
             for d in range(work.replicas)
         ]
-        # (time, kind, number of the micro-batch, replica that reads it, stage); -1 wakes a worker.
+        # (time, kind, micro-batch number, replica that reads it, stage); the kind W only wakes a worker.
         self._arrivals: list[tuple[float, int, int, int, int]] = []
         self.end_s = 0.0
 
@@ -212,7 +211,7 @@ class _StepClock:
         self.end_s = max(self.end_s, end)
         if kind == _B:
             heapq.heappush(worker.weights, (number, replica))
-        # The worker wakes at the end of each operation; a kind of its own adds nothing to its queues.
+        # The worker wakes at the end of each operation; the kind W adds nothing to its queues.
         heapq.heappush(self._arrivals, (end, _W, number, replica, stage))
         sent = end + self._work.transfer_s
         last = stage == self._work.stages - 1

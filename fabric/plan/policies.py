@@ -8,15 +8,15 @@ from fabric.plan.engine import MaskingCost
 from fabric.protocol.rules.assignment import apportion, spread
 from fabric.protocol.rules.spare import Patch, StackedShards, block_layout, ring_layout
 
-# SPARe's published runs: what it takes to leave failed groups out of the communicator.
+# The seconds in SPARe's published runs to remove failed groups from the communicator.
 SHRINK_S = 0.1
 
 
 @dataclass(slots=True)
 class CheckpointRestart:
-    """Synchronous training: every failure restarts everybody from the last checkpoint.
+    """Synchronous training: every failure restarts all groups from the last checkpoint.
 
-    ``interrupts``: whether a failure ends the step at once; otherwise it shows at the exchange.
+    ``interrupts``: whether a failure ends the step at once; otherwise it is noticed at the exchange.
     """
 
     interrupts: bool = True
@@ -57,7 +57,7 @@ class Replication:
         return f"replication, r = {self.redundancy}"
 
     def begin(self, groups: int) -> None:
-        block_layout(groups, self.redundancy)  # refuses what is impossible
+        block_layout(groups, self.redundancy)  # raises ValueError for an impossible layout
         blocks = -(-groups // self.redundancy)
         self._left = [min(self.redundancy, groups - block * self.redundancy) for block in range(blocks)]
 
@@ -81,10 +81,10 @@ class Replication:
 
 @dataclass(slots=True)
 class SPARePolicy:
-    """SPARe: stacked shards with adaptive reordering, by the functions that trainers use
+    """SPARe: stacked shards with adaptive reordering, by the trainers' functions
     (`fabric.protocol.rules.spare`).
 
-    ``offsets``: of the hosts of a type around the ring of groups.
+    ``offsets``: the offsets of a type's hosts on the ring of groups.
     """
 
     offsets: tuple[int, ...]
@@ -129,8 +129,8 @@ class FtHsdp:
     """FT-HSDP (arXiv 2602.00277): survivors stall, go on with a smaller global batch, and readmit the dead
     replica.
 
-    ``stall_s``: from the start of the interrupted step; it contains the retraining of that step.
-    ``rejoin_stall_s``: what everybody waits when a replica comes back.
+    ``stall_s``: counted from the start of the interrupted step; it contains the retraining of that step.
+    ``rejoin_stall_s``: how long all groups wait when a replica comes back.
     """
 
     stall_s: float = 180.0
@@ -164,16 +164,16 @@ class FtHsdp:
 
 @dataclass(slots=True)
 class ConstantBatch:
-    """This project's policy: the global batch stays, survivors compute the micro-batches of the dead.
+    """This project's policy: the global batch stays equal; survivors compute the dead groups' micro-batches.
 
-    Every group can read every shard. A failed round is retried: survivors keep what they have computed, and
-    compute what only the dead had. A repaired group catches up while the others step, and joins at a step
+    Every group can read every shard. After a failed round the survivors keep their gradients and compute the
+    micro-batches of the dead. A repaired group catches up while the others step, and joins at a step
     boundary.
 
-    ``micro_batches``: per group and step (G). ``readmits``: False models groups that return by a global
-    restart alone, as SPARe does; that restart is planned (``restart_below`` living groups, after a save),
-    so no step is lost. ``stall_s``: from a death to the retried round. ``join_stall_s``: what everybody
-    waits for a join.
+    ``micro_batches``: per group and step (G). ``readmits``: False models groups that return only by a global
+    restart, as in SPARe. That restart is planned (below ``restart_below`` living groups, after a save), so no
+    step is lost. ``stall_s``: from a death to the retried round. ``join_stall_s``: the wait of all groups for
+    a join.
     """
 
     micro_batches: int = 8
@@ -227,8 +227,8 @@ class ConstantBatch:
 def busiest_of_spread(orphans: int, alive: int) -> int:
     """Return how many of ``orphans`` micro-batches the busiest of ``alive`` equal members gets.
 
-    By `rules.assignment.spread` where few members are left; of many equal ones it is the quotient,
-    rounded up (a test compares the two).
+    For few members `rules.assignment.spread` computes it; for many equal members it is the quotient, rounded
+    up (a test compares the two).
     """
     if alive > _FEW:
         return -(-orphans // alive)

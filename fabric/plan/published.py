@@ -1,7 +1,7 @@
-"""Every published figure that the models claim to reproduce, beside ours.
+"""Every published figure that the models claim to reproduce, next to our figure.
 
-Where a source leaves something open, the assumption that we made stands in `ASSUMPTIONS`, and
-`docs/plan.md` repeats it. Figures with a source "aim" are targets of this project, not published results.
+Where a source leaves a detail open, `ASSUMPTIONS` states our assumption, and `docs/plan.md` repeats it.
+Figures with a source "aim" are targets of this project, not published results.
 """
 
 import statistics
@@ -52,7 +52,7 @@ def _told(id_: str, source: str, ours: float) -> Figure:
 
 
 def closed_form_figures() -> Iterator[Figure]:
-    """Yield the formulas at their check values, to the last digit that is published."""
+    """Yield the formulas' values, compared to the last published digit."""
     masked = closed_forms.masked_failures_asymptotic(200, 9)
     yield _within("mu(200, 9), asymptotic", SPARE, 105.12, masked, 0.005)
     yield _told("mu(200, 9), series", SPARE, closed_forms.masked_failures(200, 9))
@@ -75,7 +75,7 @@ def closed_form_figures() -> Iterator[Figure]:
 
 
 def deeper_than_bound(groups: int, offsets: tuple[int, ...]) -> int:
-    """In how many sets of failures that can be masked the stack depth exceeds c(k)."""
+    """The number of maskable sets of failures in which the stack depth exceeds c(k)."""
     count = 0
     for lost in range(1, groups):
         for failed in combinations(range(groups), lost):
@@ -90,7 +90,7 @@ def deeper_than_bound(groups: int, offsets: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _SpareRun:
-    """One published size: what both policies reached there, as (redundancy, steps per checkpoint, time,
+    """The published results of both policies at one size, as (redundancy, steps per checkpoint, time,
     available)."""
 
     groups: int
@@ -138,14 +138,14 @@ def _play(case: _Case, seed: int) -> TimeLedger:
 
 
 class _Pool:
-    """Plays cases with several seeds in processes side by side."""
+    """Simulates cases with several seeds in parallel processes."""
 
     def __init__(self, pool: ProcessPoolExecutor, seeds: int) -> None:
         self._pool, self._seeds = pool, seeds
 
     def start(self, case: _Case) -> Callable[[], tuple[float, float, float]]:
-        """Begin: a function that waits, and returns the means of (time over the ideal, available %,
-        effective %)."""
+        """Start the case. Return a function that waits and returns the means of (time over the ideal,
+        available %, effective %)."""
         pending = [self._pool.submit(_play, case, seed) for seed in range(self._seeds)]
 
         def means() -> tuple[float, float, float]:
@@ -160,7 +160,7 @@ class _Pool:
 
 
 def spare_figures(pool: _Pool, groups: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """SPARe and replication at the three published sizes, with what the source says of them."""
+    """SPARe and replication at the three published sizes, with the source's statements on them."""
     started = []
     for run in (run for run in SPARE_RUNS if run.groups in groups):
         spare = _Case(
@@ -184,8 +184,8 @@ def spare_figures(pool: _Pool, groups: Sequence[int] = SIZES) -> Iterator[Figure
 
 
 def low_redundancy_figure(pool: _Pool) -> Iterator[Figure]:
-    """The source says that SPARe loses to replication (r = 3) at r = 2 and N = 200; both with 2,000 steps
-    here."""
+    """The source says that SPARe with r = 2 loses to replication with r = 3 at N = 200; here with 2,000
+    steps."""
     run = SPARE_RUNS[0]
     up_s = closed_forms.masked_failures(200, 2) * 300.0
     every = max(1, round((closed_forms.optimal_interval(60.0, up_s, 3600.0) - 60) / 130))
@@ -201,8 +201,8 @@ def low_redundancy_figure(pool: _Pool) -> Iterator[Figure]:
 
 # --- FT-HSDP, and our own policy ---------------------------------------------------------------------
 
-# 12 replicas, a failure every 1,080 s, steps of 20 s, a replica is back after 600 s. No failure
-# comes before the first interval, so figures compare the intervals after it.
+# 12 replicas, a failure every 1,080 s, steps of 20 s, and a replica is back after 600 s. The first interval
+# begins without a failure, so figures compare the later intervals.
 _FIRST_STEPS, _PERIODS = 54, 40
 
 
@@ -228,8 +228,8 @@ def _after_the_first_interval(ledger: TimeLedger) -> float:
 
 
 def ft_hsdp_figures(pool: _Pool) -> Iterator[Figure]:
-    """Yield the published table with fixed arrivals, and what Poisson arrivals and the published join stall
-    make of it."""
+    """Yield the published table with fixed arrivals, and with Poisson arrivals and the published join
+    stall."""
     fixed, poisson = Fixed(1080.0), Poisson(1080.0 * 12)
     synchronous = simulate(_large_job(_FIRST_STEPS + 24 * _PERIODS), CheckpointRestart(), fixed)
     yield _within(
@@ -254,7 +254,7 @@ MEASURED_STALL_S = 0.5
 
 
 def our_figures(pool: _Pool, groups: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """Yield this project's policy on the same failures: every assumption is an argument here."""
+    """Yield this project's policy on the same failures; every assumption is an argument in this function."""
     ours = partial(ConstantBatch, 32, MEASURED_STALL_S)
     fixed = simulate(_large_job(5000), ours(), Fixed(1080.0))
     share = _after_the_first_interval(fixed)
@@ -288,8 +288,8 @@ def our_figures(pool: _Pool, groups: Sequence[int] = SIZES) -> Iterator[Figure]:
 
 def torchpass_figures() -> Iterator[Figure]:
     """Three public results in minutes, with fitted assumptions (see `ASSUMPTIONS`): 3,000 steps of 7.9 s, a
-    failure every 3,600 s. Migration waits 60 s; checkpoint and restart saves every 250 steps and restarts
-    in 16 min; torchft's steps take 2.15 times as long, and each failure costs 3 min besides."""
+    failure every 3,600 s. Migration waits 60 s per failure. Checkpoint and restart saves every 250 steps and
+    restarts in 16 min. torchft's steps take 2.15 times as long, and each failure costs 3 min more."""
     fixed = Fixed(3600.0)
 
     def job(step_s: float, every: int = 0) -> SimulatedJob:
@@ -318,10 +318,10 @@ def reproduce(
     progress: Callable[[Figure], None] = lambda figure: None,
     groups: Sequence[int] = SIZES,
 ) -> list[Figure]:
-    """Return every figure, in order; ``progress`` is called with each when it is known.
+    """Return every figure in order; ``progress`` is called with each figure as soon as it is known.
 
-    ``seeds``: random worlds per simulated figure. ``groups``: which of SPARe's published sizes.
-    Raises ValueError for fewer than one seed.
+    ``seeds``: seeds per simulated figure. ``groups``: the published sizes of SPARe to simulate. Raises
+    ValueError for fewer than one seed.
     """
     if seeds < 1:
         raise ValueError(f"the number of seeds must be 1 or more, not {seeds}")

@@ -1,9 +1,8 @@
-"""ResiHP's published figures beside our simulator of pipelines: the shape of its Table 6 and of its ablation.
+"""Compares our simulator of pipelines with ResiHP's published figures: its Table 6 and its ablation.
 
-The table gives samples per second; here they are shares of the run without a failure. The layouts, the
-length of the runs and the kinds of failures of that table are not known to us. `ASSUMPTIONS` says what we
-chose, so these rows test the order of the policies and the mean deviation, and not each figure. Four of its
-six models are not known to us.
+The table gives samples per second; we compare shares of the run without a failure. The paper does not state
+the table's layouts, lengths of runs and kinds of failures, nor four of its six models. `ASSUMPTIONS` states
+our choices. So these rows test the order of the policies and the mean deviation, not each figure.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +35,7 @@ ASSUMPTIONS = (
 _HOUR_S = 3600.0
 _FAILING_S, _WINDOW_S = 4 * _HOUR_S, 2 * _HOUR_S
 WORLDS_PER_SEED = 3
-MOST_DEVIATION = 10.0  # points, of the mean over the table
+MOST_DEVIATION = 10.0  # percentage points, for the mean over the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ POLICIES: dict[str, PipelinePolicy] = {
 def share_of_healthy(
     job: PipelineJob, policy: PipelinePolicy, faults: DeviceFaults, worlds: int, window_s: float = _WINDOW_S
 ) -> float:
-    """Throughput after the last fault, as a share of the job's without faults."""
+    """Throughput after the last fault, as a share of the throughput without faults."""
     last_s = faults.count * faults.interval_s
     runs = (
         run_pipelines(job, policy, faults.draw(job, seed), last_s + window_s, last_s)
@@ -127,7 +126,7 @@ def _table_share(job: PipelineJob, policy: PipelinePolicy, interval: str, worlds
 
 
 def _order(ours: Mapping[tuple[str, str, str], float]) -> Iterator[Figure]:
-    """The order of the table's columns, by the smallest ratio over its models and intervals."""
+    """The order of the table's columns: the smallest ratio over its models and intervals."""
     for better, worse, source, least in (
         ("ResiHP", "Oobleck", RESIHP, 1.0),
         ("Oobleck", "ReCycle", RESIHP, 1.0),
@@ -140,8 +139,7 @@ def _order(ours: Mapping[tuple[str, str, str], float]) -> Iterator[Figure]:
 
 
 def _ablation(worlds: int) -> Iterator[Figure]:
-    """The gain of each part of ResiHP: the throughput that is lost without it. Eight of 64 devices are
-    dead."""
+    """The gain of each part of ResiHP: the throughput lost without the part. Eight of 64 devices are dead."""
     job = PipelineJob(ModelCut(32, heads=32, hidden=4096), replicas=4)
     faults = DeviceFaults(_HOUR_S / 2, 8)
     full = share_of_healthy(job, ResiHp(), faults, worlds)

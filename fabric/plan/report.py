@@ -19,7 +19,7 @@ _SWEEP_STEPS = 600
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Lines over one quantity: ``lines[name]`` are (x, y) points; x is drawn on a logarithmic scale."""
+    """A plot over one quantity: ``lines[name]`` are (x, y) points; x has a logarithmic scale."""
 
     title: str
     x_label: str
@@ -30,7 +30,7 @@ class Sweep:
 def sweeps(cluster: Cluster, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Sweep]:
     """Time to train over redundancy, over the MTBF and over the scale.
 
-    The last two are simulated with one seed and few steps: they show the shape, the table has the figures.
+    The sweeps over MTBF and scale are simulated with one seed and few steps. They show only the shape.
     """
     runs = 2 * len(_FACTORS)
     over_mtbf: dict[str, list[tuple[float, float]]] = {}
@@ -204,6 +204,6 @@ def report(
     outcomes: Sequence[PolicyResult],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
-    """Return the page with its plots; simulates what the plots need."""
-    options_for(cluster)  # refuses what cannot be compared before anything is simulated
+    """Return the page with its plots; run the simulations for the plots."""
+    options_for(cluster)  # raises for a cluster that cannot be compared, before any simulation
     return page(cluster, outcomes, sweeps(cluster, progress))

@@ -1,4 +1,4 @@
-"""Recorded failures as input: a CSV or JSON trace of a cluster, or the recovery records of a running job."""
+"""Reads recorded failures: a CSV or JSON trace of a cluster, or the recovery records of a running job."""
 
 import csv
 import json
@@ -20,9 +20,9 @@ _MOST_BYTES = 256 << 20
 class ClusterTrace:
     """A cluster's failures and repairs.
 
-    ``failures``: (seconds from the start, unit number), ascending; one per failure of a unit that was up.
-    ``repairs_s``: how long the failures that ended within the trace lasted. ``units``: how many the trace
-    names. ``span_s``: its length.
+    ``failures``: (seconds from the start, unit number), ascending; one for each failure of a running unit.
+    ``repairs_s``: the lengths of the failures that ended within the trace. ``units``: the number of units in
+    the trace. ``span_s``: the trace's length.
     """
 
     failures: tuple[tuple[float, int], ...]
@@ -41,7 +41,7 @@ class ClusterTrace:
 
     @property
     def median_repair_s(self) -> float:
-        """0 where no failure ended within the trace."""
+        """The median time of a repair; 0 where no failure ended within the trace."""
         return statistics.median(self.repairs_s) if self.repairs_s else 0.0
 
     def process(self) -> Trace:
@@ -144,7 +144,7 @@ class RecoveryPhases:
     """A job's recovery records in five numbers; times are medians in seconds."""
 
     failures: int  # deaths
-    mtbf_s: float  # from the first death to the last, per interval
+    mtbf_s: float  # the mean interval between deaths
     stall_s: float  # from a death's detection to the first step committed without the dead replica
     away_s: float  # from the detection to the replica's return; 0 where none returned
     steps_lost: float  # per failure, mean
@@ -153,7 +153,7 @@ class RecoveryPhases:
 def phases_of(records: Iterable[Mapping[str, Any]]) -> RecoveryPhases:
     """Return the phases of a job's recovery records (`GET /v1/jobs/{job}/recoveries`).
 
-    Raises ValueError where fewer than two deaths were recorded: one has no time between.
+    Raises ValueError with fewer than two recorded deaths, because there is no time between them.
     """
     deaths = [r for r in records if r.get("kind") in ("death", "stall") and _number(r.get("detected")) > 0]
     if len(deaths) < 2:

@@ -1,16 +1,16 @@
-"""Whether a run kept the promises of the protocol, judged from the journals of all its replicas.
+"""Judges from the journals of all replicas whether a run kept the promises of the protocol.
 
-Four questions, each over independent records:
+Four checks, each on records that the replicas wrote independently:
 
 - Agreement: all replicas that committed a step of a generation wrote the same gradient, contributions and
   metrics, and all states of a step have one digest.
-- Plus one: every process commits step after step (``walk``).
+- Plus one: the steps that a process commits rise by one (``walk``).
 - Exactly once: each micro-batch of a step is in its gradient once, and its samples, as the contributors
 listed
   them, are those of the data order.
-- Nothing lost: every member of a round committed it, every step is there, and all end with the same state.
+- Nothing lost: every member of a round committed it, no step is missing, and all end with the same state.
 
-Where the supervisor kept a log, the journals must also be as long as it saw them grow, and a process that it
+Where the supervisor kept a log, no journal may be shorter than the supervisor saw it, and a process that it
 killed must have stopped.
 """
 
@@ -28,10 +28,10 @@ from fabric.cli.audit.skips import SkippedSamples
 StepKey = tuple[int, int]
 RoundKey = tuple[str, int, int, int]
 
-# A journal says the same thing in many lines; beyond this many sentences none adds anything.
+# One fault may show in many lines of a journal, so more sentences than this add nothing.
 MAX_SENTENCES = 200
 _WEIGHT_TOLERANCE = 1e-9
-# The log may show lines of a killed process for so many seconds after its kill.
+# A killed process may still write lines for so many seconds after the time of its kill.
 _KILL_SLACK_S = 1.0
 
 
@@ -45,7 +45,7 @@ class SampleCount:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The journals of a run, indexed for the questions above."""
+    """The journals of a run, indexed for the checks above."""
 
     run: RecordedRun
     commits: Mapping[StepKey, Sequence[JournalLine]]
@@ -53,7 +53,7 @@ class Evidence:
     contributions: Mapping[RoundKey, Sequence[JournalLine]]
 
     def lineage(self) -> dict[int, JournalLine]:
-        """For every step one commit of it, of its newest generation."""
+        """For every step, one commit of its newest generation."""
         newest: dict[int, JournalLine] = {}
         for (_, step), lines in sorted(self.commits.items()):
             newest[step] = lines[0]
@@ -86,7 +86,7 @@ def gather(run: RecordedRun) -> Evidence:
 
 
 def audit(evidence: Evidence) -> list[str]:
-    """Return every broken promise as a sentence; empty when the run kept them all."""
+    """Return a sentence for every broken promise; empty when the run kept all promises."""
     broken: list[str] = []
     for journal in evidence.run.journals.values():
         broken.extend(journal.broken)
@@ -103,7 +103,7 @@ def audit(evidence: Evidence) -> list[str]:
 
 
 def finished(lines: Sequence[JournalLine]) -> bool:
-    """Whether this incarnation ended normally, with nothing left to do."""
+    """Whether this incarnation ended normally, after the last step."""
     return any(
         line.event == "finish" or (line.event == "stop" and line.integer("code") == 0) for line in lines
     )
@@ -143,7 +143,7 @@ def digests_equal(evidence: Evidence) -> bool:
 
 
 def _by_layout(lines: Sequence[JournalLine]) -> list[list[JournalLine]]:
-    """The states of replicas with one layout of ranks: only these have equal digests at rank 0."""
+    """The state lines by layout of ranks: only replicas of equal layouts have equal digests at rank 0."""
     alike: dict[object, list[JournalLine]] = {}
     for line in lines:
         alike.setdefault(line.fields.get("layout"), []).append(line)
@@ -200,7 +200,7 @@ def _agreement(evidence: Evidence) -> list[str]:
 
 
 def _rosters(evidence: Evidence) -> list[str]:
-    """Check that all have the same record of an epoch, and that only its members took part in its rounds."""
+    """Check that all journals have the same record of an epoch, and only its members took part in rounds."""
     broken: list[str] = []
     records: dict[tuple[int, int], list[JournalLine]] = {}
     decisions: dict[int, list[JournalLine]] = {}
@@ -231,7 +231,7 @@ def _rosters(evidence: Evidence) -> list[str]:
 def _samples_of(evidence: Evidence, replica: str, commit: JournalLine) -> dict[int, list[int]]:
     """Return the samples that ``replica`` listed for the step of ``commit``, by micro-batch.
 
-    All attempts of the step count: a gradient kept from an aborted round was listed there.
+    All rounds of the step count, because a gradient kept from an aborted round was listed in that round.
     """
     generation, step = commit.integer("generation"), commit.integer("step")
     samples: dict[int, list[int]] = {}
@@ -281,7 +281,7 @@ def _prescribed(order: DataOrder, line: JournalLine) -> list[str]:
 
 
 def _contributed(evidence: Evidence) -> list[str]:
-    """Check that a commit counts for a replica exactly the contribution that it listed before."""
+    """Check that a commit counts for each replica exactly the contribution that the replica listed before."""
     broken: list[str] = []
     for (generation, step), lines in evidence.commits.items():
         commit = lines[0]
@@ -323,12 +323,12 @@ def _nothing_lost(evidence: Evidence) -> list[str]:
 
 
 def _committed_or_died(journal: ReplicaJournal, generation: int, step: int) -> bool:
-    """Whether ``journal`` has the commit, or shows a process that ended just when it was due."""
+    """Whether ``journal`` has the commit, or its process ended just before the commit."""
     for lines in journal.incarnations():
         position = 0
         for line in lines:
             if line.event == "join":
-                # It gave up its place and fetched a later state instead.
+                # The process left the roster and fetched a later state instead.
                 if position == step and line.integer("step") > step:
                     return True
                 position = line.integer("step")
@@ -349,7 +349,7 @@ def _ends(evidence: Evidence) -> list[str]:
         if not groups or not finished(groups[-1]):
             broken.append(f"{replica} did not finish.")
             continue
-        # A process that comes after the end is told so, and must leave it at that.
+        # A process that starts after the end of the job must end without further steps.
         ends = [i for i, group in enumerate(groups) if finished(group)]
         broken.extend(
             f"{replica} has a second process that trained after it finished."
@@ -360,7 +360,7 @@ def _ends(evidence: Evidence) -> list[str]:
             last[replica] = line
     lineage = evidence.lineage()
     end = max(lineage, default=-1) + 1
-    # A replica that was catching up when the others finished may end behind them.
+    # A replica that was catching up when the others finished may end at an earlier step.
     members = lineage[end - 1].fields["members"] if end else ()
     broken.extend(
         f"{replica} finished at step {line.integer('step')}, the run at step {end}."
@@ -371,7 +371,7 @@ def _ends(evidence: Evidence) -> list[str]:
 
 
 def absent(evidence: Evidence) -> list[str]:
-    """Return the replicas without a process that held the final state."""
+    """Return the replicas of which no process held the final state."""
     end = max(evidence.lineage(), default=-1) + 1
     return sorted(
         replica
@@ -402,7 +402,7 @@ def _supervised(run: RecordedRun) -> list[str]:
 
 def _killed(replica: str, pid: object, t: float, groups: Sequence[Sequence[JournalLine]]) -> list[str]:
     for group in groups:
-        # A pid may come again: the process that was killed had started before.
+        # The kernel may reuse a pid; the killed process had started before the kill.
         if group[0].fields.get("pid") != pid or group[0].t > t:
             continue
         if finished(group) or group[-1].t > t + _KILL_SLACK_S:

@@ -1,9 +1,9 @@
-"""Reads the journals of a run, which the replicas wrote while they trained.
+"""Reads the journals that the replicas wrote during a run.
 
 A journal is one file of JSON lines per replica, appended by every incarnation of its trainer. It is evidence,
 so nothing in it is trusted. Sizes are bounded before memory is taken. Every line must have the fields of its
-event with the right types; a wrong line is reported with a sentence. A process that is killed in mid-write
-leaves a torn line, which may be the last line of an incarnation only.
+event with the right types; a wrong line is reported with a sentence. A process that is killed while it writes
+leaves a torn line; only the last line of an incarnation may be torn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ Digits = Annotated[str, msgspec.Meta(pattern="^[0-9]+$")]
 
 
 class RecordedData(msgspec.Struct):
-    """The settings of the data order, as a ``start`` has them."""
+    """The settings of the data order, as a ``start`` line has them."""
 
     dataset_size: Count
     global_batch_size: Annotated[int, msgspec.Meta(gt=0, le=MAX_GLOBAL_BATCH)]
@@ -52,7 +52,7 @@ class RecordedData(msgspec.Struct):
             raise ValueError("these sizes fit no data order")
 
 
-# Event -> its fields and their types.
+# Event -> the fields of its line, and their types.
 FIELDS: Mapping[str, Mapping[str, Any]] = {
     "start": {"pid": Count, "data": RecordedData},
     "contribute": {
@@ -82,7 +82,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "generation": Count,
         "forced": bool,
         "roster": list[str],
-        "data_slots": dict[str, int] | None,  # a journal of before there were data slots has none
+        "data_slots": dict[str, int] | None,  # missing in journals of versions without data slots
     },
     "poison": {"epoch": Count, "step": Count, "micro_batches": list[Count]},
     "resume": {"epoch": Count, "step": Count},
@@ -121,7 +121,7 @@ class JournalLine:
     fields: Mapping[str, Any]
 
     def integer(self, name: str) -> int:
-        """Return the integer field ``name``; -1 where an optional one is missing."""
+        """Return the integer field ``name``; -1 where an optional field is missing."""
         return int(self.fields.get(name, -1))
 
     def number_of(self, name: str) -> float:
@@ -129,7 +129,7 @@ class JournalLine:
         return float(self.fields[name])
 
     def text(self, name: str) -> str:
-        """Return the text field ``name``; empty where an optional one is missing."""
+        """Return the text field ``name``; empty where an optional field is missing."""
         return str(self.fields.get(name, ""))
 
     def flag(self, name: str) -> bool:
@@ -138,7 +138,7 @@ class JournalLine:
 
     @property
     def place(self) -> str:
-        """How a sentence names this line."""
+        """The name of this line in a sentence."""
         return f"{self.replica} incarnation {self.incarnation} (line {self.number})"
 
 
@@ -151,7 +151,7 @@ class ReplicaJournal:
     broken: tuple[str, ...] = ()
 
     def incarnations(self) -> tuple[tuple[JournalLine, ...], ...]:
-        """Return the lines cut at every ``start``; lines before the first one form a group of their own."""
+        """Return the lines cut at every ``start`` line; lines before the first of them form one group."""
         groups: list[list[JournalLine]] = []
         for line in self.lines:
             if line.event == "start" or not groups:
@@ -218,8 +218,7 @@ def parse_journal(replica: str, content: bytes) -> ReplicaJournal:
 
 
 def read_supervisor(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """Return the supervisor's own events, oldest first. Raises ConfigError where a line is not one of
-    ours."""
+    """Return the supervisor's events, oldest first. Raises ConfigError for a line of another form."""
     events: list[Mapping[str, Any]] = []
     for number, raw in enumerate(_read_bounded(path).splitlines(), start=1):
         entry = _decode(raw)
@@ -246,7 +245,7 @@ def _decode(raw: bytes) -> dict[str, Any] | None:
 
 
 def _salvage(raw: bytes) -> tuple[bool, dict[str, Any] | None]:
-    """Decode a line; where a torn write is glued to a following ``start`` line, decode that one."""
+    """Decode a line; if a ``start`` line follows a torn write on the same line, decode the ``start`` line."""
     entry = _decode(raw)
     if entry is not None:
         return True, entry

@@ -1,9 +1,8 @@
 """Checks the life of one trainer process, line by line, against the rules of the protocol.
 
-A committed step rises by exactly one, from zero or from the step that was fetched in a ``join``; the
-digest of the state follows every commit; a contribution is written once per round and before its
-commit; nothing follows the end. A process that was killed may stop anywhere, one that finished may
-not. ``audit`` checks that several replicas saw the same.
+The committed step rises by exactly one, from zero or from the step that a ``join`` fetched. The digest of the
+state follows every commit. A contribution is written once per round and before its commit. No line follows
+the end. A killed process may stop anywhere, a finished process may not. ``audit`` checks that replicas agree.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,18 +10,17 @@ from dataclasses import dataclass, field
 
 from fabric.cli.audit.journal import JournalLine
 
-# Two threads of a trainer write lines: one may be overtaken between its look at the clock and its write.
+# Two threads of a trainer write lines. A thread that reads the clock first may write its line second.
 CLOCK_SLACK_S = 0.1
 
 
 @dataclass(slots=True)
 class ReplicaWalk:
-    """Where one incarnation stands while its lines are read.
+    """The state of one incarnation after the lines read so far.
 
-    ``next_step`` is the step of its state; ``due`` the step whose state digest must come next, or
-    None. ``generation`` is that of its state. ``epoch`` is the newest forced epoch, ``called`` the
-    generation of that, ``heard`` the newest epoch of any kind. ``rounds`` holds the (generation, epoch,
-    step) that it contributed to.
+    ``next_step`` and ``generation`` are those of its state. ``due`` is the step whose state digest must come
+    next, or None. ``epoch`` is the newest forced epoch, ``called`` the generation of that epoch, ``heard``
+    the newest epoch of any kind. ``rounds`` holds the (generation, epoch, step) of its contributions.
     """
 
     next_step: int = 0
@@ -39,8 +37,8 @@ class ReplicaWalk:
     rounds: set[tuple[int, int, int]] = field(default_factory=set)
 
 
-# Lines that may follow the end: a stop, and links of an epoch that were made at that moment. The network's
-# thread writes them, and the state does not depend on them.
+# Lines that may follow the end: a stop, and links of an epoch that connected just then. The network thread
+# writes them, and the state does not depend on them.
 _AFTER_END = frozenset(("stop", "plane"))
 
 
@@ -66,7 +64,7 @@ def walk(lines: Sequence[JournalLine]) -> list[str]:
 
 
 def _settled(state: ReplicaWalk) -> list[str]:
-    """Report the digest or commit that was due and did not come."""
+    """Report the digest or commit that was due but is missing."""
     broken: list[str] = []
     if state.due is not None:
         broken.append(f"has no digest of its state at step {state.due}")
@@ -77,8 +75,7 @@ def _settled(state: ReplicaWalk) -> list[str]:
 
 
 def _ahead(state: ReplicaWalk, step: int) -> bool:
-    """Whether ``step`` is one ahead: the deciding thread has committed it, and its commit line must come
-    next."""
+    """Whether ``step`` is one ahead: another thread has committed it, and its commit line must come next."""
     if step == state.next_step + 1:
         state.promised = state.next_step
         return True
@@ -102,7 +99,7 @@ def _contribute(state: ReplicaWalk, line: JournalLine) -> list[str]:
 
 def _commit(state: ReplicaWalk, line: JournalLine) -> list[str]:
     step, generation = line.integer("step"), line.integer("generation")
-    decided = (state.decided, state.promised)  # committed before a later epoch was heard of, written after
+    decided = (state.decided, state.promised)  # committed before a later epoch arrived, written after
     if state.promised == step:
         state.promised = None
     broken = _settled(state)
@@ -129,7 +126,7 @@ def _state(state: ReplicaWalk, line: JournalLine) -> list[str]:
     if state.due == step:
         state.due = None
         return []
-    # The state that a process starts with, has fetched or ends with may be recorded besides.
+    # A process may also record the state with which it starts or ends, or that it has fetched.
     if state.due is None and step == state.next_step:
         return []
     wanted = state.next_step if state.due is None else state.due
@@ -160,11 +157,11 @@ def _joined(state: ReplicaWalk, line: JournalLine) -> list[str]:
 
 def _epoch(state: ReplicaWalk, line: JournalLine) -> list[str]:
     epoch = line.integer("epoch")
-    # Links of an epoch may be made more than once, each time with a line of its own.
+    # Links of an epoch may connect more than once, each time with a line.
     if epoch < state.heard:
         return [f"hears of epoch {epoch} after epoch {state.heard}"]
     state.heard = epoch
-    # A planned epoch is heard of while rounds of the one before still commit: only forced ones bar.
+    # After a planned epoch is announced, rounds of the earlier epoch still commit; a forced epoch ends them.
     if line.flag("forced"):
         state.epoch, state.called = epoch, line.fields.get("generation", 0)
     return []
@@ -179,19 +176,19 @@ def _abort(state: ReplicaWalk, line: JournalLine) -> list[str]:
 
 def _resume(state: ReplicaWalk, line: JournalLine) -> list[str]:
     step = line.integer("step")
-    # One step ahead: it holds the round that leads there, and commits it now. More: it catches up.
+    # One step ahead: the process has prepared that step's round and commits it now. Further: it catches up.
     if step > state.next_step:
         state.decided = state.next_step
         state.joining = True
     if step < state.next_step and state.called > state.generation:
-        state.joining = True  # a cold start: its state is not the base of the new generation
+        state.joining = True  # a cold start whose base is another state than this process has
     elif step < state.next_step:
         return [f"is told to go on at step {step} with the state of step {state.next_step}"]
     return []
 
 
 def _outside(state: ReplicaWalk, line: JournalLine) -> list[str]:
-    """Take an eviction of a live process: its state is good, so it replays missed steps and joins again."""
+    """Take the eviction of a live process: its state is valid, so it replays missed steps and joins again."""
     state.joining = True
     return []
 

@@ -2,12 +2,12 @@
 
 The data of a job is the concatenation of permutations of its dataset: pass k over it is
 ``numpy.random.Generator(numpy.random.PCG64([seed, k])).permutation(dataset_size)``. Step s takes the
-positions [s*G, (s+1)*G), and micro-batch i of it the positions [i*m, (i+1)*m) of those. The trainers
-have their own code for this rule; that the two agree is part of what is verified.
+positions [s*G, (s+1)*G), and its micro-batch i takes the positions [i*m, (i+1)*m) of the step. The trainers
+have their own code for this rule; the audit verifies that both agree.
 
-Three kinds of data differ. A ``stream``: a sample is its position. ``shards``: the index range is cut evenly
-and so are the micro-batches of a step, which draw from their own shard alone, in its own order
-(``PCG64([seed, k, shard + 1])``). A ``sampler``: a pass has only as many steps as fit into it whole.
+Three kinds of data have other rules. ``stream``: a sample is its position. ``shards``: the dataset and the
+micro-batches of a step are divided evenly among the shards. A micro-batch draws only from its shard, in the
+shard's own order (``PCG64([seed, k, shard + 1])``). ``sampler``: a pass has only whole steps.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-# Runs cross the end of the dataset rarely and in order: two neighbouring passes are enough.
+# A run reads its passes in order, so two neighbouring passes are enough.
 _CACHED_PASSES = 2
 
 

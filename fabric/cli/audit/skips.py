@@ -1,9 +1,9 @@
 """Checks that the journals explain every micro-batch that a commit leaves out.
 
 There are two reasons. Poison: two processes died at a micro-batch, and the record excludes it. Data slots:
-under policy ``shrink`` a part of the batch belongs to one data slot, and a part that only some replicas can
-read belongs to these; it is left out when none of them contributed. The commit itself must list every skipped
-micro-batch.
+under policy ``shrink`` a part of the batch belongs to one data slot, and data that only some replicas can
+read belongs to their slots. It is left out if no replica with such a slot contributed. The commit itself must
+list every skipped micro-batch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,8 +31,7 @@ class SkippedSamples:
                 self._poison |= {(step, i) for i in line.fields["micro_batches"]}
 
     def unexplained(self, commit: JournalLine, missing: Iterable[int]) -> list[str]:
-        """Return a sentence for every micro-batch of ``missing`` that ``commit`` had no reason to leave
-        out."""
+        """Return a sentence for every micro-batch of ``missing`` that ``commit`` omits without a reason."""
         step, recorded = commit.integer("step"), set(commit.fields.get("skipped", ()))
         broken = []
         for micro_batch in sorted(missing):
@@ -48,7 +47,7 @@ class SkippedSamples:
         return broken
 
     def _nobody_there(self, commit: JournalLine, micro_batch: int) -> bool:
-        """Whether none of those who may compute it contributed to this commit."""
+        """Whether no replica that may compute the micro-batch contributed to this commit."""
         if self._policy != "shrink" and (not self._readers or self._waits):
             return False
         data_slots = self._seats.get(commit.integer("epoch"), {})
@@ -60,7 +59,7 @@ class SkippedSamples:
 
 
 def _part_of(micro_batch: int, total: int, parts: int) -> int:
-    """Return the number of a micro-batch's part among ``parts`` even ones, the larger ones first."""
+    """Return the number of a micro-batch's part, of ``parts`` even parts with the larger parts first."""
     size, larger = divmod(total, parts)
     if micro_batch < larger * (size + 1):
         return micro_batch // (size + 1)

@@ -1,9 +1,9 @@
 """A run in numbers, all computed from the journals.
 
-A *failure* is a process of a replica that did not finish. A *join* is a process that entered the
-running job with a fetched state. The *stall* of a survivor is the time between two of its live
-commits, by the monotonic clock of its own process. Times of failures are counted from the kill where
-the supervisor recorded it, else from the last sign of life in the dead process's journal.
+A *failure* is a process of a replica that did not finish. A *join* is a process that entered the running job
+with a fetched state. The *stall* of a survivor is the time between two of its live commits, by the monotonic
+clock of its own process. The time of a failure is the kill where the supervisor recorded it, else the last
+line of the dead process in its journal.
 """
 
 import statistics
@@ -50,7 +50,7 @@ class ReplicaJoin:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The contents of ``summary.json``; ``failure_list`` and ``join_list`` hold the single ones."""
+    """The contents of ``summary.json``; ``failure_list`` and ``join_list`` have one entry for each."""
 
     steps: int
     steps_lost: int
@@ -132,7 +132,7 @@ def failures(evidence: Evidence) -> list[ReplicaDeath]:
 def joins(evidence: Evidence) -> list[ReplicaJoin]:
     """Return the processes that entered the running job, in order of time.
 
-    One has joined with the first step that it commits in a round of its own, not by replay.
+    A process has joined with the first step that it commits as a member of the round, not by replay.
     """
     commits = [line.t for lines in evidence.commits.values() for line in lines]
     begun = min(commits, default=float("inf"))
@@ -146,7 +146,7 @@ def joins(evidence: Evidence) -> list[ReplicaJoin]:
             elif line.flag("replay"):
                 replayed += 1
             elif fetched is not None:
-                # Before the first commit of all, fetching is how replicas start from one state.
+                # Before the first commit of the run, replicas fetch only to start from one state.
                 if fetched.t > begun:
                     entries.append(_join(fetched, line, replayed))
                 fetched = None
@@ -202,7 +202,7 @@ def _describe(evidence: Evidence, replica: str, t: float, step: int) -> ReplicaD
 
 
 def _steps_lost(evidence: Evidence) -> int:
-    """Return steps that were committed and then undone by a younger generation, or that are missing."""
+    """Return the committed steps that a younger generation has undone, and the missing steps."""
     lost = 0
     generations = sorted({generation for generation, _ in evidence.commits})
     for older, younger in pairwise(generations):

@@ -21,7 +21,7 @@ MAX_SUMMARY_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a judgement: the numbers, and every broken promise as a sentence."""
+    """The result: the numbers, and a sentence for every broken promise."""
 
     evidence: Evidence
     summary: RunSummary
@@ -29,7 +29,7 @@ class Verdict:
 
 
 def judge(run: RecordedRun) -> Verdict:
-    """Judge a run that has been read."""
+    """Judge the run that ``read_run`` has read."""
     evidence = gather(run)
     return Verdict(evidence, summarise(evidence), tuple(audit(evidence)))
 

@@ -1,1 +1,1 @@
-"""``fabric diagnose``: recorded collectives from files, servers or a living job, explained."""
+"""``fabric diagnose``: explains recorded collectives from files, servers or a living job."""

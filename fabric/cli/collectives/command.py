@@ -1,4 +1,4 @@
-"""``fabric diagnose``: what holds a job up, from the recorded collectives of all its processes."""
+"""``fabric diagnose``: finds from the recorded collectives of all processes what holds a job up."""
 
 import json
 import time

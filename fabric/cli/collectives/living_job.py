@@ -1,5 +1,5 @@
-"""Recordings of living processes, asked of their checkpoint servers: twice, because a job that runs is always
-in some collective, and one that hangs is in the same."""
+"""Gets the recordings of living processes from their checkpoint servers, twice: a healthy job is in another
+collective the second time, and a hanging job is in the same."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ class ServerTarget:
 
 @dataclass(frozen=True, slots=True)
 class JobReader:
-    """Asks checkpoint servers; ``token`` is shown to them."""
+    """Asks checkpoint servers, with ``token``."""
 
     token: str
     tls: Tls
@@ -42,7 +42,7 @@ class JobReader:
         return asyncio.run(self._look(targets))
 
     def name(self, urls: Sequence[str]) -> list[ServerTarget]:
-        """The processes behind these addresses. Raises Unreachable."""
+        """The processes whose checkpoint servers have these URLs. Raises Unreachable."""
         return asyncio.run(self._name(urls))
 
     async def _name(self, urls: Sequence[str]) -> list[ServerTarget]:
@@ -84,7 +84,7 @@ class JobReader:
         return aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout, cookie_jar=jar)
 
     async def _get(self, client: aiohttp.ClientSession, url: str, what: str) -> tuple[bytes, str]:
-        """The answer, or why there is none."""
+        """The answer, or why it is missing."""
         base = url.partition("#")[0].rstrip("/")
         try:
             async with client.get(f"{base}/debug/{what}", allow_redirects=False) as answer:
@@ -102,7 +102,7 @@ class JobReader:
 
 @dataclass(slots=True)
 class Look:
-    """The recordings of all processes at one moment. ``dumps``: the answers, by process and recorder."""
+    """The recordings of all processes from one look. ``dumps``: the answers, by process and recorder."""
 
     read: ReadRecordings = field(default_factory=ReadRecordings)
     dumps: dict[tuple[Process, str], bytes] = field(default_factory=dict)
@@ -122,12 +122,12 @@ class Look:
                 reasons.append(str(error))
                 continue
             self.dumps[process, "torch" if what == _TORCH else what] = body
-            # The address says whose server it is, whatever the recording names itself.
+            # The server's address says which process it is; the name in the recording is not trusted.
             self.read.recordings.append(replace(recording, process=process, main=main, process_state=state))
         if len(reasons) == 2:
             self.read.unread[process] = reasons[-1]
             if main:
-                # Without a recording the stack still tells where the process is.
+                # Without a recording, the stack still shows where the process is.
                 empty = parse_recording({"entries": []}, process, target.url)
                 self.read.recordings.append(replace(empty, main=main, process_state=state))
 
@@ -155,7 +155,7 @@ def _main_thread(stacks: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
     stacks_of_text = [x for x in frames if isinstance(x, list) and all(isinstance(line, str) for line in x)]
     if not stacks_of_text:
         return (), state
-    # By word of the interpreter the main thread comes first, in what a signal wrote it comes last.
+    # The interpreter lists the main thread first; a dump by signal lists it last.
     main = stacks_of_text[0] if stacks.get("how") == "interpreter" else stacks_of_text[-1]
     return tuple(line[:300] for line in main[:_MAX_FRAMES]), state
 

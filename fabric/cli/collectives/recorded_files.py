@@ -1,4 +1,4 @@
-"""Recordings in files and folders: which process each file is of, and what cannot be read."""
+"""Reads recordings from files and folders: finds each file's process, and notes what cannot be read."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ class _DumpFile:
 
 
 def read_files(names: Iterable[str]) -> ReadRecordings:
-    """Read files and folders. Raises ConfigError where a name cannot be meant."""
+    """Read files and folders. Raises ConfigError for a name that is neither."""
     result = ReadRecordings()
     for dump in [file for name in names for file in _files(name)]:
         try:
@@ -74,7 +74,7 @@ def _files(name: str) -> Iterator[_DumpFile]:
 
 
 def _in_folder(path: Path) -> Iterator[_DumpFile]:
-    """The dumps in a folder; each folder in it is of one replica."""
+    """The dumps in a folder; each folder in it belongs to one replica."""
     for entry in sorted(path.iterdir()):
         inside = sorted(entry.iterdir()) if entry.is_dir() else [entry]
         for file in inside:
@@ -90,7 +90,7 @@ def rank_of(path: Path) -> int | None:
 
 
 def _bytes(path: Path) -> bytes:
-    """The file's content, or as much of it as shows that it is too long. Raises BadRecording."""
+    """The file's content, read up to one byte over the limit. Raises BadRecording."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)

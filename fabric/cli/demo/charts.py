@@ -1,7 +1,7 @@
 """The three pictures of the report as SVG text: loss, rosters and step times over wall time.
 
-Everything is drawn here, once, from plain numbers; the page adds only tooltips and a legend. Colours
-are CSS variables of the page, so the pictures follow its light or dark scheme.
+This module draws from plain numbers; the page adds only tooltips and a legend. Colours are CSS variables of
+the page, so the pictures follow its light or dark scheme.
 """
 
 import math

@@ -79,7 +79,7 @@ def verify_command(directory: Path) -> None:
 
 
 def _run(options: DemoOptions, console: Console) -> NoReturn:
-    # Handle SIGTERM as Ctrl-C: end everything started first.
+    # Handle SIGTERM as Ctrl-C: end all started processes first.
     signal.signal(signal.SIGTERM, _interrupt)
     with claimed(options.out) as directory:
         code = supervise(replace(options, out=directory), console)
@@ -87,7 +87,7 @@ def _run(options: DemoOptions, console: Console) -> NoReturn:
 
 
 def _kill_step(replicas: int, steps: int, kill_at: int | None, *, no_failure: bool) -> int | None:
-    """Return the step at which to kill, None for no kill. Raises ConfigError for arguments that cannot be."""
+    """Return the step at which to kill, None for no kill. Raises ConfigError for impossible arguments."""
     if not 1 <= replicas <= MAX_REPLICAS:
         raise ConfigError(f"--replicas must be between 1 and {MAX_REPLICAS}, not {replicas}.")
     if not 1 <= steps <= MAX_STEPS:

@@ -34,7 +34,7 @@ def read_corpus(limit: int = CORPUS_BYTES) -> bytes:
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i: bytes [i*context, (i+1)*context) as int64, and the same shifted by one byte."""
+    """Sample i: bytes [i*context, (i+1)*context) as int64, and the same range shifted by one byte."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)

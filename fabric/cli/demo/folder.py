@@ -1,4 +1,4 @@
-"""The folder of a demo run: its file names, and the rule that only our own folders are replaced."""
+"""The folder of a demo run: its file names, and the check that it is a demo's before it is replaced."""
 
 import contextlib
 import fcntl
@@ -29,7 +29,7 @@ _OURS = (
 
 @contextlib.contextmanager
 def claimed(directory: Path) -> Iterator[Path]:
-    """Make ``directory`` ready for a new run and hold it; yields its absolute path.
+    """Make ``directory`` ready for a new run and lock it; yields its absolute path.
 
     The files of an earlier run in it are removed, anything else stays. Raises ConfigError where it
     holds files and is not the folder of a demo, cannot be written, or belongs to a running demo.

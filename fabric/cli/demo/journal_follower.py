@@ -61,7 +61,7 @@ class ReplicaView:
     _mono: float | None = field(default=None, repr=False)
 
     def apply(self, entry: dict[str, Any]) -> str | None:
-        """Take in one journal entry; returns a sentence where a person should hear of it."""
+        """Take in one journal entry; return a sentence if people should see it."""
         event = entry["event"]
         if event == "start":
             again = self.pid is not None

@@ -1,10 +1,11 @@
-"""The processes of a demo run: started with a mark in their environment, ended by that mark.
+"""The processes of a demo run, which a mark in their environment identifies.
 
 A launcher starts trainers in sessions of their own, and a trainer starts a checkpoint server that outlives
-it. So process groups do not find all of them, but every descendant inherits the mark.
+it. So process groups do not cover all of them, but every descendant inherits the mark.
 
 A supervisor that is killed with SIGKILL cannot end its processes. So a guard, a process without the mark,
-waits for the end of a pipe that the supervisor alone holds open. Then it ends all that carry the mark.
+waits for the end of a pipe that the supervisor alone holds open. Then the guard ends all processes that carry
+the mark.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ MARK = "FABRIC_DEMO_MARK"
 
 
 class Processes:
-    """Starts processes and ends all of them with their descendants; see the module."""
+    """Starts processes, and ends all of them with their descendants."""
 
     def __init__(self, environment: Mapping[str, str], mark: str = "") -> None:
         self.mark = mark or uuid.uuid4().hex
@@ -42,7 +43,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C in the terminal is for the supervisor, which ends the others in order.
+                # Ctrl-C in the terminal must reach only the supervisor, which ends the others in order.
                 start_new_session=True,
             )
 
@@ -51,13 +52,13 @@ class Processes:
         return self._children[name].poll()
 
     def kill(self, pid: int) -> bool:
-        """SIGKILL process ``pid`` if it is one of ours; return whether it was."""
+        """Send SIGKILL to process ``pid`` if it carries the mark; return whether it did."""
         return self._marked.signal(pid, signal.SIGKILL)
 
     def end(self, grace_s: float = 5.0) -> None:
         """End every process that carries the mark: with SIGTERM, then after ``grace_s`` with SIGKILL.
 
-        In the main thread a second Ctrl-C is ignored until the end: it would leave some processes behind.
+        In the main thread, ignore a second Ctrl-C until all have ended: it would leave some processes behind.
         """
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -84,15 +85,15 @@ class Processes:
 
 
 def guard(mark: str) -> "subprocess.Popen[bytes]":
-    """Start a process that ends all that carry ``mark`` once its standard input ends.
+    """Start a process that ends all processes with ``mark`` once its standard input ends.
 
-    That is when the input is closed, or when this process has ended for any reason."""
+    Its input ends when it is closed, or when this process has ended for any reason."""
     return subprocess.Popen(
         [sys.executable, "-m", "fabric.cli.demo.processes", mark],
         stdin=subprocess.PIPE,
-        # Where this very package is imported from, installed or not.
+        # The folder from which this package is imported, installed or not.
         cwd=Path(fabric.__file__).resolve().parent.parent,
-        # A signal for its maker's group must not hit it.
+        # A signal to the supervisor's process group must not reach the guard.
         start_new_session=True,
     )
 

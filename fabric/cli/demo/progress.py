@@ -36,7 +36,7 @@ class DemoProgress:
             self._live.stop()
 
     def say(self, *lines: str) -> None:
-        """Print one line per sentence, the first one with the seconds since the start."""
+        """Print one line per sentence; the first line shows the seconds since the start."""
         for index, line in enumerate(lines):
             stamp = f"{time.monotonic() - self._began:6.1f} s  " if index == 0 else " " * 10
             self._console.print(Text(stamp + line), soft_wrap=True)
@@ -47,7 +47,7 @@ class DemoProgress:
             self._live.update(self._picture(), refresh=True)
             return
         done = max((view.step for view in self._views.values()), default=0)
-        # A line every tenth of the run is enough for a log.
+        # A log gets one line for every tenth of the run.
         if done * 10 // self._steps > self._told:
             self._told = done * 10 // self._steps
             self.say(f"step {done} of {self._steps}: {_plain(list(self._views.values()))}")

@@ -1,7 +1,7 @@
 """``report.html`` and ``events.jsonl``: a run for people to look at.
 
-The page stands alone (no network, no other file) and is written from the same evidence as the
-verdict; it shows a broken run as readily as a good one.
+The page needs no network and no other file. It is written from the same evidence as the verdict, also for a
+run that broke a promise.
 """
 
 import json

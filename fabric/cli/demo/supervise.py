@@ -1,8 +1,7 @@
-"""Runs the demo: starts the processes, kills one trainer, waits, and has the journals judged.
+"""Runs the demo: starts the processes, kills one trainer, waits for the end, and judges the journals.
 
-The supervisor decides nothing about the training. It reads the journals like any observer, and writes its
-actions and observations to ``supervisor.jsonl``. torchrun restarts the killed trainer, in one world per
-replica.
+The supervisor has no part in the training. It reads the journals, and writes its actions and observations to
+``supervisor.jsonl``. Each replica has its own torchrun, which restarts a killed trainer.
 """
 
 import json
@@ -30,7 +29,7 @@ from fabric.errors import FabricError
 JOB = "demo"
 TIME_LIMIT_S = 600.0
 LIGHTHOUSE_READY_S = 30.0
-# Short enough that the kill hits the step after the one that was asked for.
+# Short enough that the kill comes in the step after the requested one.
 POLL_S = 0.02
 LOG_TAIL_LINES = 8
 MAX_LOG_BYTES = 1 << 16
@@ -39,8 +38,8 @@ MAX_ANSWER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The arguments of ``fabric demo``. ``kill_at`` None: no replica is killed. ``drop`` is the control
-    run: a survivor leaves a micro-batch that it inherits out of its gradient."""
+    """The arguments of ``fabric demo``. ``kill_at`` None: no replica is killed. ``drop`` makes it the control
+    run: a survivor leaves a micro-batch of the dead replica out of its gradient."""
 
     out: Path
     replicas: int
@@ -126,7 +125,7 @@ class _Supervisor:
         self._follow(show)
 
     def seal(self) -> None:
-        """Write down how many lines each process of each replica was seen to write."""
+        """Log how many lines of each process of each replica the supervisor has seen."""
         for name, follower in self._followers.items():
             while follower.poll():
                 pass
@@ -149,7 +148,7 @@ class _Supervisor:
 
     def _start_replica(self, name: str) -> None:
         options, out = self._options, self._options.out
-        # Without `fabric run`: the demo is as short as a low-priority start may take on a crowded host.
+        # Without `fabric run`: on a crowded host a low-priority start may take as long as the whole demo.
         command = ["torch.distributed.run", "--standalone", "--nnodes=1", "--nproc-per-node=1"]
         command += ["--max-restarts=100", "--monitor-interval=0.1"]
         command += ["-m", "fabric.cli.demo.trainer", "--steps", str(options.steps)]
@@ -168,7 +167,7 @@ class _Supervisor:
             FABRIC_TOKEN_FILE=str(out / "token"),
             FABRIC_JOURNAL=str(out / "journal" / f"{name}.jsonl"),
             FABRIC_RUN_DIR=str(run),
-            # The proof needs the digest of the state after every step, not only now and then.
+            # The audit needs the digest of the state after every step.
             FABRIC_DIGEST_EVERY="1",
             OMP_NUM_THREADS="1",
         )
@@ -231,7 +230,7 @@ class _Supervisor:
             yield f"{curl} -o latest.safetensors {checkpoint}/v1/snapshots/latest/data"
 
     def _checkpoint_url(self, job: str) -> str:
-        """Return the URL of a checkpoint server, as the lighthouse tells it; empty where it does not."""
+        """Return the URL of a checkpoint server from the lighthouse's status; empty where it has none."""
         token = (self._options.out / "token").read_text().strip()
         request = urllib.request.Request(  # noqa: S310  (the URL is our own lighthouse's)
             job, headers={"Authorization": f"Bearer {token}"}
@@ -244,11 +243,11 @@ class _Supervisor:
 
 
 def last_words(log: Path) -> str:
-    """Return the error of a failed process: its own sentence, or the end of its log without one."""
+    """Return the error of a failed process: its own sentence, or else the end of its log."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - MAX_LOG_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    # torchrun prints a page of its own after the trainer's output.
+    # torchrun prints its own page of text after the trainer's output.
     sentences = [line[line.index("fabric: ") :] for line in lines if "fabric: " in line]
     if sentences:
         return f"it said: {sentences[-1]} (log: {log})"

@@ -1,4 +1,4 @@
-"""The summary as tables: the cells once, shown in the terminal here and in the page by ``report``."""
+"""The summary as tables: this module prints them in the terminal, ``report`` puts them into the page."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class TextTable:
 
 
 def overview_rows(summary: RunSummary) -> TextTable:
-    """Return the run as a whole, one fact per row."""
+    """Return the facts on the whole run, one fact per row."""
     rows: list[tuple[str, ...]] = [
         ("steps", str(summary.steps)),
         ("failures", str(len(summary.failure_list))),

@@ -1,8 +1,8 @@
-"""The trainer of every replica of the demo: a byte-level GPT, trained by the documented loop.
+"""The trainer of every replica of the demo: a byte-level GPT in the documented training loop.
 
-Nothing in the loop knows of failures. The same file runs alone with ``FABRIC_DISABLE=1``. The option
-``--drop-inherited`` is for the control run of the demo's own test: it leaves one micro-batch, inherited
-from a dead replica, out of the gradient, which the loss curve must show.
+No code in the loop handles failures. With ``FABRIC_DISABLE=1`` the same file runs alone. The option
+``--drop-inherited`` is for the control run of the demo's own test: it leaves one micro-batch of a dead
+replica out of the gradient, and the loss curve must show that.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from fabric.cli.demo.gpt import BYTES, ByteGPT
 
 CONTEXT = 64
 MICRO_BATCH = 2
-# Divisible by two and by three: equal shares with three replicas and with the two that are left.
+# Divisible by two and by three: three replicas have equal shares, and so have the two after a death.
 MICRO_BATCHES = 12
 LEARNING_RATE = 1e-3
 
@@ -42,9 +42,9 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class ControlRun:
-    """Takes the gradient of the first micro-batch after a failure away, once; nothing unless armed.
+    """Drops the gradient of the first micro-batch after a failure, once, if armed.
 
-    After a failure is when the epoch is not the first one that was seen.
+    A failure has happened when the epoch is not the first that this process saw.
     """
 
     def __init__(self, *, armed: bool) -> None:

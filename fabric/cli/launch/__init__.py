@@ -1,1 +1,1 @@
-"""``fabric launch``: one replica's ranks on this host, started again where that helps."""
+"""``fabric launch``: starts one replica's ranks on this host, and starts them again where that helps."""

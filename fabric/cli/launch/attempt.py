@@ -1,4 +1,4 @@
-"""One attempt of a replica: its rank processes, from their start to the end of the last one."""
+"""One attempt of a replica: its rank processes, from their start until all have ended."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ class AttemptSpec:
     """The command, environment and layout of one attempt's ranks."""
 
     command: Sequence[str]
-    environment: Mapping[str, str]  # of every rank; each gets its own variables besides
+    environment: Mapping[str, str]  # of every rank; each rank also gets its own variables
     layout: RankLayout
     port: int  # of the rendezvous
     number: int  # attempts before this one
@@ -52,12 +52,12 @@ class AttemptSpec:
             "FABRIC_LAYOUT": str(self.layout),
         }
         if self.is_piped:
-            # Python buffers a pipe in blocks, and lines would come late.
+            # Python buffers output to a pipe in blocks, so lines would come late.
             own["PYTHONUNBUFFERED"] = "1"
         environment = {**self.environment, **own}
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # rank 0 holds the store
         if self.layout.ranks > 1:
-            # As torchrun has it: equal on all hosts, so that equal sums are summed in equal order.
+            # As torchrun sets it: equal on all hosts, so that they add numbers in the same order.
             environment.setdefault("OMP_NUM_THREADS", "1")
         return environment
 
@@ -69,7 +69,7 @@ class AttemptSpec:
 
 @dataclass(slots=True)
 class RankProcess:
-    """One rank."""
+    """The process of one rank."""
 
     rank: int
     process: "subprocess.Popen[bytes]"
@@ -87,7 +87,7 @@ class LaunchAttempt:
         self.ranks: list[RankProcess] = []
 
     def start(self) -> None:
-        """Start every rank. Raises OSError where the program cannot be started; then none is left."""
+        """Start every rank. Raises OSError if the program cannot be started; then no rank is left."""
         try:
             for rank in range(self._spec.layout.ranks):
                 self._start(rank)
@@ -98,7 +98,7 @@ class LaunchAttempt:
 
     @property
     def pids(self) -> list[int]:
-        """The process of each rank, which is its session too."""
+        """The process id of each rank, which is also its session id."""
         return [rank.process.pid for rank in self.ranks]
 
     @property
@@ -111,7 +111,7 @@ class LaunchAttempt:
         return {rank.rank: rank.code for rank in self.ranks if rank.code is not None}
 
     def note_end(self, rank: RankProcess) -> None:
-        """Note the exit code of a rank that has ended, and leave its process number taken until ``close``."""
+        """Note the exit code of a rank that has ended, but keep its process id reserved until ``close``."""
         status = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOWAIT)
         assert status is not None
         exited = status.si_code == os.CLD_EXITED
@@ -131,7 +131,7 @@ class LaunchAttempt:
                     signal.pidfd_send_signal(rank.pidfd, number)
 
     def close(self) -> None:
-        """Reap the ranks, which have ended, and copy the rest of what they wrote."""
+        """Reap the ended ranks, and copy the rest of their output."""
         for rank in self.ranks:
             rank.process.wait()
             for output in rank.outputs:
@@ -155,7 +155,7 @@ class LaunchAttempt:
             stdin=subprocess.DEVNULL if spec.layout.ranks > 1 else None,
             stdout=stream,
             stderr=stream,
-            # Ctrl-C in the terminal is for the launcher, which ends the ranks in order.
+            # Ctrl-C in the terminal must reach only the launcher, which ends the ranks in order.
             start_new_session=True,
             preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  (this process has one thread)
         )
@@ -180,11 +180,11 @@ class LaunchAttempt:
 
 
 def _die_with(launcher: int) -> Callable[[], None]:
-    """Return what a rank does before its program begins: ask the kernel to kill it when its launcher dies."""
+    """Return a function for a rank to run first: it asks the kernel to kill the rank if its launcher dies."""
 
     def ask() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != launcher:
-            os._exit(1)  # the launcher died before the kernel heard of it
+            os._exit(1)  # the launcher had died before the request
 
     return ask

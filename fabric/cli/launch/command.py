@@ -1,4 +1,4 @@
-"""``fabric launch``: its options, and the mistakes that it refuses before a rank starts."""
+"""``fabric launch``: its options, and the checks of them before a rank starts."""
 
 import shutil
 import sys
@@ -15,7 +15,7 @@ from fabric.runtime.config import Settings, settings
 from fabric.runtime.process_environment import process_environment
 from fabric.runtime.rank_layout import RankLayout, candidates, parse_layout
 
-# Options that stand for a variable of the trainer.
+# Options that set a variable of the trainer's environment.
 _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
 
 
@@ -74,17 +74,17 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
 
 
 def _environment(options: dict[str, Any]) -> dict[str, str]:
-    """Return the environment of the ranks, with the options that stand for a variable."""
+    """Return the environment of the ranks, with the variables that options set."""
     given = {f"FABRIC_{name.upper()}": options[name] for name in _VARIABLES if options[name]}
     return {**process_environment(), **given}
 
 
 def _checked_settings(environment: dict[str, str], *, check: bool) -> Settings:
-    """Return the settings that every rank will have. Raises ConfigError, seconds before ``attach`` would."""
-    # Several layouts may be named here, of which a rank gets one.
+    """Return the settings of every rank. Raises ConfigError, which ``attach`` would do seconds later."""
+    # The launcher's option may name several layouts; a rank gets one of them.
     seen = {name: value for name, value in environment.items() if name != "FABRIC_LAYOUT"}
     if not check:
-        seen["FABRIC_DISABLE"] = "1"  # without services there is little that must be set
+        seen["FABRIC_DISABLE"] = "1"  # without services few settings are required
     chosen = settings(seen)
     if not chosen.disable:
         _ = chosen.token
@@ -96,14 +96,14 @@ def _layouts(texts: Sequence[str]) -> tuple[RankLayout, ...]:
 
 
 def _command(script: str, arguments: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:
-    """Return the command line of every rank. Raises ConfigError where there is no such script."""
+    """Return the command line of every rank. Raises ConfigError where the script does not exist."""
     if no_python:
         if module:
             raise ConfigError("--no-python and --module contradict each other: leave one of them away")
         if shutil.which(script) is None:
             raise ConfigError(f"there is no program {script}: correct the command after --no-python")
         return (script, *arguments)
-    # As `fabric run` does: torch is imported at low priority, and a job that has failed is not begun again.
+    # `fabric run` imports torch at low priority, and does not start again in a job that has failed.
     fabric_run = (sys.executable, "-m", "fabric.cli.main", "run")
     if module:
         return (*fabric_run, "-m", script, *arguments)

@@ -1,6 +1,6 @@
-"""Which GPUs of this host the ranks may use, without torch.
+"""Finds the GPUs of this host that the ranks may use, without torch.
 
-``python -m fabric.cli.launch.devices`` prints the indices of those that the driver can open. The launcher
+``python -m fabric.cli.launch.devices`` prints the indices of the GPUs that the driver can open. The launcher
 runs it in a process of its own, because a call into the driver may hang where a device has failed.
 """
 
@@ -36,7 +36,7 @@ def select_devices(listed: str | None, present: Sequence[str]) -> tuple[str, ...
         elif word.startswith(("GPU-", "MIG-")):
             devices.append(word)
         else:
-            break  # as CUDA reads it: the list ends at a word that names nothing
+            break  # as in CUDA, the list ends at a word that names no device
     return tuple(devices)
 
 

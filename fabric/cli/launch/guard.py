@@ -1,8 +1,8 @@
-"""Ends what a launcher leaves behind that was itself killed.
+"""Ends the processes that a killed launcher leaves behind.
 
-The kernel kills the ranks of a dead launcher, and not the processes that the ranks have started. So a guard,
-forked before the first rank, waits for the end of a pipe that the launcher alone holds open. Then it kills
-every process of the ranks' sessions, and every process with the launcher's mark.
+The kernel kills the ranks of a dead launcher, but not the processes that the ranks have started. So the
+launcher forks a guard before the first rank. The guard waits for the end of a pipe that the launcher alone
+holds open. Then it kills every process of the ranks' sessions, and every process with the launcher's mark.
 """
 
 import contextlib
@@ -29,25 +29,25 @@ class Guard:
         os.close(reader)
 
     def tell(self, sessions: Iterable[int]) -> None:
-        """Tell it the sessions of the attempt that begins, in place of those before."""
+        """Send it the sessions of the new attempt, which replace the earlier ones."""
         self._write(" ".join(map(str, sessions)).encode() + b"\n")
 
     def close(self) -> None:
-        """Tell it that nothing is left, and wait for its end."""
+        """Tell the guard that no process is left, and wait for the guard's end."""
         self._write(_CALM)
         os.close(self._writer)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 
     def _write(self, line: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it was killed; the ranks still end with the launcher
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed; the kernel still ends the ranks
             os.write(self._writer, line)
 
 
 def _watch(reader: int, writer: int, marked: MarkedProcesses) -> NoReturn:
-    """Be the guard."""
+    """Run as the guard."""
     try:
-        # A signal from the terminal that ends the launcher must not end its guard before.
+        # A signal from the terminal that ends the launcher must not end its guard first.
         os.setsid()
         for number in (*ENDING, *PASSED_ON):
             signal.signal(number, signal.SIG_IGN)

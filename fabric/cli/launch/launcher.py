@@ -1,4 +1,4 @@
-"""The loop of ``fabric launch``: one attempt of a replica after another, until it has finished or cannot."""
+"""The loop of ``fabric launch``: starts attempts of a replica until one has finished or no restart helps."""
 
 import contextlib
 import errno
@@ -32,9 +32,9 @@ from fabric.runtime.rank_layout import RankLayout
 
 log = logging.getLogger(__name__)
 
-# So long the other ranks have after the first failure: they say why they end, and mostly end without help.
+# After the first failure the other ranks have this time to end on their own and to log why.
 GRACE_S = 10.0
-# From SIGTERM to SIGKILL where a rank has failed.
+# Time from SIGTERM to SIGKILL after a rank has failed.
 _TERM_S = 5.0
 _KILL_S = 10.0
 
@@ -49,13 +49,13 @@ class LaunchPlan:
     replica: str
     restarts: int | None = None  # None: any number
     log_dir: Path | None = None
-    leave_file: Path | None = None  # where it exists, a replica that finishes has left this host
-    stop_s: float = 30.0  # from the signal that ends the launcher to SIGKILL
+    leave_file: Path | None = None  # if it exists when the replica finishes, the replica has left this host
+    stop_s: float = 30.0  # time from the signal that ends the launcher to SIGKILL
 
 
 @dataclass
 class Deadlines:
-    """The signals that the ranks of an attempt still get, each at its time."""
+    """The signals that the launcher will send to the ranks of an attempt, each at its time."""
 
     steps: list[tuple[float, int]] = field(default_factory=list)  # (monotonic time, signal), in order
 
@@ -87,7 +87,7 @@ class Launcher:
         self._attempts = 0
 
     def run(self) -> int:
-        """Run attempts until the end; return the exit code. Raises FabricError where none can begin."""
+        """Run attempts until the end; return the exit code. Raises FabricError where no attempt can begin."""
         while True:
             layout, devices = self._next_layout()
             end = self._attempt(layout, devices)
@@ -145,7 +145,7 @@ class Launcher:
         environment = dict(self._plan.environment)
         if self._devices:
             if environment.get("CUDA_VISIBLE_DEVICES") is None:
-                # The driver lists GPUs in this order, so number k is the same one for CUDA.
+                # The driver lists GPUs in this order, so number k is the same GPU for CUDA.
                 environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             if tuple(devices) != self._devices or "CUDA_VISIBLE_DEVICES" in environment:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -163,7 +163,7 @@ class Launcher:
     # --- an attempt ---------------------------------------------------------------------------------------
 
     def _attempt(self, layout: RankLayout, devices: Sequence[str]) -> AttemptEnd:
-        """Run all ranks to their end, and end whatever they leave behind."""
+        """Run all ranks to their end, and end the processes that they leave behind."""
         attempt = LaunchAttempt(self._spec(layout, devices), self._selector)
         self._attempts += 1
         began = time.monotonic()
@@ -210,7 +210,7 @@ class Launcher:
         if number not in ENDING:
             attempt.signal(number)
         elif self._ended_by:
-            attempt.signal(signal.SIGKILL)  # a second one: at once
+            attempt.signal(signal.SIGKILL)  # at the second signal, at once
         else:
             self._ended_by = number
             log.info("%s: the ranks are told, and have %g s", signal.Signals(number).name, self._plan.stop_s)
@@ -257,6 +257,6 @@ def launch(plan: LaunchPlan) -> int:
     mark = uuid.uuid4().hex
     plan = replace(plan, environment={**plan.environment, LAUNCH_MARK: mark})
     marked = MarkedProcesses(LAUNCH_MARK, mark)
-    guard = Guard(marked)  # before the signals are caught, which it must not do
+    guard = Guard(marked)  # before this process catches signals, which the guard must not do
     with contextlib.closing(guard), SignalInbox() as inbox:
         return Launcher(plan, guard, marked, inbox).run()

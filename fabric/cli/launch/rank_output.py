@@ -1,4 +1,4 @@
-"""The output of a rank, on its way to the launcher's own output and to a log."""
+"""Copies the output of a rank to the launcher's own output and to a log."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import select
 from typing import IO
 
 _READ_BYTES = 1 << 16
-# A line that is longer is cut, so that a rank that never ends one takes no memory here.
+# A longer line is cut, so that a rank that never ends a line does not fill the launcher's memory.
 _MAX_LINE_BYTES = 1 << 16
 
 
@@ -20,7 +20,7 @@ class RankOutput:
         os.set_blocking(source, False)
 
     def pump(self) -> bool:
-        """Copy what has come; return whether more may come."""
+        """Copy the output that has arrived; return whether more may come."""
         try:
             data = os.read(self.source, _READ_BYTES)
         except BlockingIOError:
@@ -35,7 +35,7 @@ class RankOutput:
         return bool(data)
 
     def close(self) -> None:
-        """Copy what is there, and end."""
+        """Copy the remaining output, and close the stream."""
         while select.select([self.source], [], [], 0)[0] and self.pump():
             pass
         self._show(self._prefix + self._pending if self._pending else b"", ends=True)
@@ -44,13 +44,13 @@ class RankOutput:
     def _show(self, text: bytes, ends: bool) -> None:
         if ends and text and not text.endswith((b"\n", b"\r")):
             text += b"\n"
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # no program reads the output any more
             while text:
                 text = text[os.write(self._terminal, text) :]
 
 
 def _lines(data: bytes) -> list[bytes]:
-    """Split after each newline or carriage return, which a progress bar ends its lines with."""
+    """Split after each newline and each carriage return; progress bars end lines with the latter."""
     parts = data.replace(b"\r\n", b"\n").splitlines(keepends=True)
     complete = bool(parts) and parts[-1].endswith((b"\n", b"\r"))
     return [*parts, b""] if complete or not parts else parts

@@ -1,7 +1,7 @@
 """A fresh rendezvous for each attempt: a TCP port of this host that no other attempt uses.
 
-The launcher keeps the port bound, and does not listen on it, while the attempt lasts. So the kernel gives it
-to no other process that asks for any port. Rank 0 may still listen there, because both sockets allow reuse.
+During the attempt the launcher keeps the port bound without listening on it. So the kernel does not give the
+port to a process that asks for any free port. Rank 0 may still listen there: both sockets allow reuse.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class RendezvousPort:
         self._used: deque[int] = deque(maxlen=4096)
 
     def renew(self) -> int:
-        """Reserve a port that no attempt of this launcher has had, and release the last one."""
+        """Reserve a port that no attempt of this launcher has had, and release the last attempt's port."""
         rejected: list[socket.socket] = []
         try:
             for _ in range(_TRIES):
@@ -29,14 +29,14 @@ class RendezvousPort:
                 reserved.bind(("127.0.0.1", 0))
                 port = int(reserved.getsockname()[1])
                 if port in self._used:
-                    rejected.append(reserved)  # stays bound, so that the kernel offers another one
+                    rejected.append(reserved)  # stays bound, so that the kernel offers another port
                     continue
-                # Only now: with it the kernel might have offered a port that another launcher holds.
+                # Set after the bind: with reuse, the kernel might offer a port that another launcher holds.
                 reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self.close()
                 self._held = reserved if _can_be_listened_on(port) else None
                 if self._held is None:
-                    reserved.close()  # a kernel without such reuse: the port is only likely to stay free
+                    reserved.close()  # on a kernel without such reuse the port may be taken, but rarely is
                 self._used.append(port)
                 return port
         except OSError as error:

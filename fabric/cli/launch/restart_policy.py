@@ -1,6 +1,6 @@
-"""Whether a replica starts again, when, and in which layout: decided from the exit codes of its ranks.
+"""Decides from the exit codes of its ranks whether a replica starts again, when, and in which layout.
 
-Everything here is a function of plain values; ``fabric.cli.launch.launcher`` has the clock and the processes.
+All functions here take plain values; ``fabric.cli.launch.launcher`` has the clock and the processes.
 """
 
 import signal
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from fabric.runtime.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, LAYOUT_REFUSED, RESTART
 from fabric.runtime.rank_layout import RankLayout
 
-# A restart does not help: a mistake, a wrong command line, a program that cannot be run or is not there.
+# Codes after which no restart helps: a mistake, a wrong command line, a program that cannot run or is
+# missing.
 FINAL_CODES = (FAILED, 2, 126, 127)
-# An attempt of this length was healthy: the next one begins at once, and quick deaths count from one again.
+# An attempt of this length was healthy: the next begins at once, and the count of quick deaths starts again.
 HEALTHY_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# One device error may be the program's; a device whose ranks had so many within this time is used no more.
+# The program may have caused one device error. A device with so many errors within this time is excluded.
 DEVICE_ERRORS, DEVICE_ERRORS_WITHIN_S = 2, 1800.0
 
 
@@ -29,7 +30,7 @@ class AttemptEnd:
 
     @property
     def lost_device(self) -> tuple[int, ...]:
-        """The ranks whose device failed."""
+        """The ranks whose devices failed."""
         return tuple(rank for rank, code in sorted(self.codes.items()) if code == DEVICE_FAILED)
 
 
@@ -45,14 +46,14 @@ class NextMove:
 
 @dataclass
 class RestartPolicy:
-    """Judges each attempt; ``most`` restarts, None for any number."""
+    """Decides after each attempt; allows ``most`` restarts, None for any number."""
 
     most: int | None = None
     restarts: int = 0
     _quick: int = field(default=0, init=False)  # quick deaths in a row
 
     def judge(self, end: AttemptEnd) -> NextMove:
-        """Return what to do after this attempt."""
+        """Return the launcher's next move after this attempt."""
         if set(end.codes.values()) == {FINISHED}:
             return NextMove(code=FINISHED)
         refusing = [rank for rank, code in sorted(end.codes.items()) if code == LAYOUT_REFUSED]
@@ -74,7 +75,7 @@ class RestartPolicy:
         return NextMove(pause_s=pause_s, why=why)
 
     def _has_cause(self, end: AttemptEnd) -> bool:
-        """Whether a rank's death came first: ranks that lose a peer before they attach end with 1."""
+        """Whether a rank's death made others end with 1: ranks that lose a peer before ``attach`` do so."""
         return any(end.codes[rank] < 0 or end.codes[rank] == DEVICE_FAILED for rank in end.first)
 
     def _why(self, end: AttemptEnd) -> str:
@@ -84,7 +85,7 @@ class RestartPolicy:
 
 @dataclass
 class DeviceHistory:
-    """The devices of this host that a replica may use: those without repeated errors."""
+    """Excludes devices of this host that had repeated errors."""
 
     excluded: set[str] = field(default_factory=set)
     _errors: dict[str, list[float]] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class DeviceHistory:
 def choose_layout(
     candidates: Sequence[RankLayout], devices: int, refused: Sequence[RankLayout]
 ) -> RankLayout | None:
-    """Return the first candidate that so many ``devices`` can have and the script has not refused."""
+    """Return the first candidate that fits the number of ``devices`` and that the script has not refused."""
     for layout in candidates:
         if layout not in refused and layout.ranks <= devices:
             return layout
@@ -113,7 +114,7 @@ def choose_layout(
 
 
 def describe(code: int) -> str:
-    """Return an exit code in words, after "rank 3"."""
+    """Return an exit code in words that follow "rank 3"."""
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
     if code == DEVICE_FAILED:

@@ -1,17 +1,17 @@
-"""The signals that a launcher gets, as numbers that its loop reads."""
+"""Collects the signals that a launcher gets, for its loop to read."""
 
 import contextlib
 import os
 import signal
 from types import TracebackType
 
-# These end the launcher and its ranks; the others are for the ranks alone.
+# These end the launcher and its ranks; all other signals are for the ranks alone.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SignalInbox:
-    """Collects ENDING and PASSED_ON while it is open; ``descriptor`` is readable when there is one.
+    """Collects ENDING and PASSED_ON while it is open; ``descriptor`` is readable when a signal has come.
 
     A signal that this process was started to ignore, as nohup does, stays ignored.
     """

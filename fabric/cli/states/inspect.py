@@ -1,4 +1,4 @@
-"""``fabric inspect`` and ``fabric diff``: show a state, and the difference of two."""
+"""``fabric inspect`` and ``fabric diff``: show a state, and the differences of two states."""
 
 import json
 from pathlib import Path
@@ -28,12 +28,12 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.
 
 
 def token_of(token_file: Path | None) -> str:
-    """Return the token in the file, empty without one."""
+    """Return the token in the file, empty without a file."""
     return "" if token_file is None else read_token(token_file)
 
 
 def tell_part(state: ReadableState) -> None:
-    """Say it where the state is one rank's part: its tensors may be parts of larger ones."""
+    """Print a note if the state is one rank's part, because its tensors may be parts of larger tensors."""
     if state.ranks > 1:
         click.echo(
             f"{state.name} is the part of rank {state.rank} of {state.ranks}: for the whole state name the"
@@ -95,7 +95,7 @@ def diff(first: str, second: str, token_file: Path | None, as_json: bool) -> Non
 
 
 def differences(a: ReadableState, b: ReadableState) -> list[dict[str, Any]]:
-    """Return an entry per tensor that is not bitwise equal in both: in the order of ``a``, then of ``b``."""
+    """Return an entry for each tensor that is not bitwise equal in both, ordered as in ``a``, then ``b``."""
     entries = []
     for name, span in a.tensors.items():
         other = b.tensors.get(name)

@@ -1,8 +1,8 @@
 """A state of several ranks as the file that a single process would have written.
 
-Sharded tensors are put together from the ranks' parts, piece by piece as they are read. An entry that several
-ranks hold must be equal in all of them: each read compares all copies. Ranks that hold different things under
-one name (the stages of a pipeline) do not make one file, and are refused.
+Sharded tensors are merged from the ranks' parts, piece by piece as they are read. An entry that several ranks
+hold must be equal in all of them: each read compares all copies. Ranks that hold different tensors under one
+name (the stages of a pipeline) do not make one file, and are refused.
 """
 
 import math
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _RankPart:
-    """``span`` of the file of ``state`` holds ``box`` of a tensor. ``again``: a rank before it has it too."""
+    """``span`` of the file of ``state`` holds ``box`` of a tensor. ``again``: an earlier rank has it, too."""
 
     state: "BlockState"
     span: TensorSpan
@@ -43,7 +43,7 @@ class _RankPart:
     again: bool
 
     def rows(self, begin: int, count: int) -> "np.ndarray[Any, Any]":
-        """Return ``count`` of its rows from its own ``begin`` on, as bytes by element."""
+        """Return ``count`` of the part's rows from the part's row ``begin`` on, as bytes by element."""
         sizes = (count, *self.box.sizes[1:], ELEMENT_BYTES[self.span.dtype])
         row = math.prod(sizes[1:])
         data = self.state.read(self.span.begin + begin * row, self.span.begin + (begin + count) * row)
@@ -82,7 +82,7 @@ class MergedState:
         return self._named([part.digest for part in self._states])
 
     def _named(self, digests: list[str]) -> str:
-        """The name of the state whose parts have these ``digests``."""
+        """The digest of the state whose parts have these ``digests``."""
         manifests = [part.manifest for part in self._states]
         if any("content" not in x or x["digest"] != d for x, d in zip(manifests, digests, strict=True)):
             return replica_digest(digests)
@@ -123,7 +123,7 @@ class MergedState:
                 )
 
     def _description(self) -> Any:
-        """Return the description of the state, which is equal at all ranks but for the shards."""
+        """Return the description of the state, which is equal at all ranks except for the shards."""
         try:
             descriptions = [_without_shards(parse_json(part.header.metadata)) for part in self._states]
         except (RecursionError, LookupError, TypeError) as error:
@@ -142,7 +142,7 @@ class MergedState:
             if span is None:
                 raise self._unlike(f"rank {state.rank} has no tensor {tensor}")
             shard = state.shards.get(tensor) or Shard(span.shape, (0,) * len(span.shape))
-            # Elements that the format has no name for lie there as bytes, in a dimension of their own.
+            # Elements of a type that the format cannot name are stored as bytes, in one more dimension.
             more = span.shape[len(shard.shape) :]
             wholes.add((span.dtype, (*shard.shape, *more)))
             box = TensorRegion((*shard.offset, *(0 for _ in more)) or (0,), span.shape or (1,))

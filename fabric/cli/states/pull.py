@@ -1,5 +1,5 @@
-"""``fabric pull``: a snapshot or durable checkpoint into a safetensors file, verified, resumed where cut
-off."""
+"""``fabric pull``: copies a snapshot or durable checkpoint into a safetensors file, verified and
+resumable."""
 
 import mmap
 import os
@@ -65,9 +65,9 @@ def pull(url: str, output: Path, token_file: Path | None) -> None:
 
 
 def fetch_into(part: Path, state: BlockState, progress: Callable[[int], None] = lambda _: None) -> int:
-    """Fill ``part`` with the state, keeping the blocks in it that are right; returns the bytes fetched.
+    """Fill ``part`` with the state, but keep its correct blocks; return the bytes fetched.
 
-    ``progress`` is called with a number of bytes as they are there. Raises FabricError or OSError.
+    ``progress`` is called with each number of bytes that has arrived. Raises FabricError or OSError.
     """
     size, blocks = state.manifest["block_bytes"], state.manifest["blocks"]
     fetched = 0
@@ -114,7 +114,7 @@ def _open(part: Path) -> BinaryIO:
 
 
 def _make_room(descriptor: int, here: int, nbytes: int) -> None:
-    """Allocate the file, so that a full disk shows now and stays as it was."""
+    """Allocate the file. A full disk makes this fail, and the file keeps its content."""
     os.truncate(descriptor, nbytes)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -124,7 +124,7 @@ def _make_room(descriptor: int, here: int, nbytes: int) -> None:
 
 
 def _fetch(state: BlockState, first: int, count: int) -> Iterator[memoryview]:
-    """Yield some blocks, verified; after a failure try again from there on."""
+    """Yield verified blocks; after a failure try again from the first missing block."""
     left, tries = count, 0
     while left:
         try:
@@ -138,7 +138,7 @@ def _fetch(state: BlockState, first: int, count: int) -> Iterator[memoryview]:
 
 
 def _runs(missing: list[int]) -> list[tuple[int, int]]:
-    """Return (first, count) of neighbouring blocks."""
+    """Return (first, count) of each run of neighbouring blocks."""
     runs: list[tuple[int, int]] = []
     for index in missing:
         first, count = runs[-1] if runs else (0, 0)

@@ -1,5 +1,4 @@
-"""A state to look at: a file, a durable checkpoint, or a snapshot on a checkpoint server, read piece by
-piece."""
+"""Reads a state piece by piece: a file, a durable checkpoint, or a snapshot on a checkpoint server."""
 
 import mmap
 from collections.abc import Iterator
@@ -52,7 +51,7 @@ _SNAPSHOTS = "/v1/snapshots/"
 class ReadableState(Protocol):
     """A state that can be read. ``name``: the user's name of it; ``tensors``: in file order.
 
-    ``rank`` of ``ranks`` has this part of it (0 of 1: all of it).
+    It is the part of rank ``rank`` of ``ranks`` (0 of 1: the whole state).
     """
 
     name: str
@@ -64,7 +63,7 @@ class ReadableState(Protocol):
 
     @property
     def digest(self) -> str:
-        """32 hex digits of the whole state."""
+        """The digest of the whole state, 32 hex digits."""
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return bytes of the file. Raises StateError or Unreachable."""
@@ -102,7 +101,7 @@ def _is_file(name: str) -> bool:
 
 
 class FileState:
-    """A snapshot in a file; it is verified when its digest is asked for."""
+    """A snapshot in a file; ``digest`` verifies it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -138,7 +137,7 @@ class BlockState:
     """One rank's file of a state, whose manifest has every block's digest: each read is verified.
 
     ``name``: the user's name of it; ``tensors``: in file order; ``rank`` of ``ranks`` has this file;
-    ``shards``: its tensors that are parts of larger ones.
+    ``shards``: its tensors that are parts of larger tensors.
     """
 
     def __init__(self, name: str, manifest: dict[str, Any]) -> None:
@@ -153,7 +152,7 @@ class BlockState:
 
     @property
     def digest(self) -> str:
-        """Of this file."""
+        """The digest of this file."""
         return str(self.manifest["digest"])
 
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:
@@ -161,11 +160,10 @@ class BlockState:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the connection or files."""
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes of the file. Keep their blocks for the next call, which often wants a small
-        neighbour."""
+        """Return bytes of the file. Keep their blocks for the next call, which often reads near them."""
         if begin >= end:
             return memoryview(b"")
         size = self.manifest["block_bytes"]
@@ -204,7 +202,7 @@ class DurableState(BlockState):
 
     @property
     def digest(self) -> str:
-        """Of all of it, which is read and verified for that, and so is every file that it lies in."""
+        """The digest of the whole state; reads and verifies all of it, and every file that it lies in."""
         for _ in self.blocks(0, len(self.manifest["blocks"])):
             pass
         self._rank_shard.verify_files()
@@ -234,7 +232,7 @@ def _durable(url: str) -> DurableCheckpoint:
 
 
 def _step(metadata: str) -> int:
-    """Return the step in the file's own metadata, -1 where it names none."""
+    """Return the step in the file's own metadata, -1 where the metadata has no step."""
     described = parse_json(metadata)
     step = described.get("step") if isinstance(described, dict) else None
     return step if isinstance(step, int) else -1
@@ -279,7 +277,7 @@ class RemoteState(BlockState):
             raise
 
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:
-        """See BlockState. In one request: between two of them the server could need the slot."""
+        """Return some blocks, in one request: between two requests the server could reuse the slot."""
         is_complete = False
         try:
             response = self._connection.get(

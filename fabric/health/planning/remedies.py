@@ -177,8 +177,7 @@ class _Planner:
     # --- shares ---------------------------------------------------------------------------------------
 
     def _current(self) -> dict[str, int]:
-        """Replica -> micro-batches at present. Those of an absent replica are divided in the same
-        proportions."""
+        """Replica -> micro-batches now. Those of an absent replica are divided in the same proportions."""
         counts = {name: self._health[name].micro_batches for name in self._fleet.layouts}
         if sum(counts.values()) == self._job.micro_batches:
             return counts

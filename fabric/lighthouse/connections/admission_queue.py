@@ -28,8 +28,7 @@ _LONGER_S = 0.5
 
 class AdmissionQueue:
     """One queue for all jobs of a lighthouse. When the overload lasts longer than reported, ``on_overload``
-    gets the number of seconds for which connections may still wait. ``per_s``: roughly the rate of
-    admission."""
+    gets the number of seconds for which connections may still wait. ``per_s``: rough rate of admission."""
 
     def __init__(
         self,
@@ -46,8 +45,8 @@ class AdmissionQueue:
         self._turn_at = 0.0  # when the queue last admitted
 
     async def admit(self) -> int:
-        """Wait for admission and return 0. If the queue is full, return at once the seconds until the next
-        attempt."""
+        """Wait for admission and return 0; if the queue is full, return at once the seconds to wait
+        outside."""
         if len(self._waiting) >= self._most_waiting:
             self._refused += 1
             seconds = math.ceil((self._most_waiting + self._refused) / self._per_s)

@@ -42,8 +42,7 @@ MAX_SNAPSHOTS = 64
 MAX_MICRO_BATCHES = 1_000_000
 # The default of ``--max-replicas``.
 MAX_REPLICAS = 1024
-# The most that ``--max-replicas`` accepts: a record of some 35,000 replicas is as long as a store's value may
-# be.
+# The most that ``--max-replicas`` accepts: a record of some 35,000 replicas fills a store's longest value.
 MOST_REPLICAS = 30_000
 MAX_DEATHS = 64
 
@@ -68,8 +67,8 @@ def check_name(what: str, name: str) -> str:
 def parse_policy(text: str, start_wait_s: float) -> Policy:
     """Return the policy that ``?replicas=`` asks for. Raises ConfigError.
 
-    "3": the job starts with 3 replicas and goes on with 1 or more. "2:8": it needs 2 and takes at most 8. An
-    empty text means "1".
+    "3": the job starts with 3 replicas and goes on with 1 or more. "2:8": it needs 2 and takes at most 8.
+    Empty: as "1".
     """
     least, start = parse_replicas(text or "1")
     most = start if ":" in text else max(MOST_REPLICAS, start)

@@ -43,8 +43,8 @@ class AllowedHosts:
         if any(asked in network for network in self.networks):
             return True
         came = [_address(source) for source in sources]
-        # A process that connects over loopback runs on this host, so it may listen on each address of this
-        # host.
+        # A process that connects over loopback runs on this host; it may listen on each of the host's
+        # addresses.
         return asked in came or (any(x is not None and x.is_loopback for x in came) and _is_this_host(asked))
 
 

@@ -1,8 +1,7 @@
 """Finds slow replicas of a job from the times in their heartbeats, and the shares of work that would help.
 
 Times count only while the job runs undisturbed: not from a joining member or a spare, not while another
-member joins, and not from the first step of an epoch. A member that may have failed is left out of the
-comparison.
+member joins, and not from the first step of an epoch. A member that may have failed is not compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -128,8 +127,7 @@ class SlownessWatch:
         return [SlownessEvent("work ignored", x.replica, x.note) for x in fresh]
 
     def _advise(self, view: LeaderView, record: Record, failed: set[str]) -> list[SlownessEvent]:
-        """Plan shares for the slow replicas; plan again when the slow replicas or their factors have
-        changed."""
+        """Plan shares for the slow replicas; plan again when these or their factors have changed."""
         factors = {x.replica: x.factor for x in self._slow.values() if x.scope is not Scope.JOB}
         is_planned = factors.keys() == self._planned.keys() and all(
             1 / REPLAN <= factor / self._planned[name] <= REPLAN for name, factor in factors.items()

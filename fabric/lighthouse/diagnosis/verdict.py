@@ -39,8 +39,7 @@ class Symptoms:
     processes: Mapping[str, str]  # replica -> running, stopped, gone, silent or unknown
 
     def concerned(self) -> tuple[str, ...]:
-        """Replicas to probe: those with a pending eviction, else those that other members waited for or
-        blamed."""
+        """Replicas to probe: those with a pending eviction, else those that others waited for or blamed."""
         if self.condemned:
             return tuple(sorted(self.condemned))
         names = [*self.stuck(), *(a.about for a in self.aborted.values())]

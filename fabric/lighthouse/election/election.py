@@ -191,8 +191,7 @@ class Election:
                     await self._store.revoke(lease.id)
 
     async def _enter(self, lease: Lease, store_id: str) -> Term | None:
-        """Create this candidate's key, last in the queue; return None if the key does not exist
-        afterwards."""
+        """Create this candidate's key, last in the queue; return None if the key is not there then."""
         key = f"{self.prefix}{lease.id:x}"
         value = json.dumps({"id": self.me.id, "url": self.me.url}).encode()
         try:
@@ -240,8 +239,8 @@ class Election:
         return asyncio.wrap_future(self._side.start(self._renew_aside(term, lease, sent, self._lease_store)))
 
     async def _await_turn(self, term: Term) -> None:
-        """Return when no key in the queue is older than this candidate's. Raises LeaseGone when its key is
-        gone."""
+        """Return when no key in the queue is older than this candidate's. Raises LeaseGone without its
+        key."""
         while True:
             entries, revision = await self._store.list(self.prefix)
             line = {kv.key: kv for kv in entries}
@@ -261,8 +260,7 @@ class Election:
     async def _await_loss(self, term: Term, turn: "asyncio.Task[None]", pause_s: float) -> str:
         """Return a sentence once the key of this term is gone.
 
-        It asks again a store that does not answer. The lease bounds how long a leader can lead without the
-        store.
+        It asks again a store that does not answer; the lease bounds how long a leader can lead without it.
         """
         await asyncio.wait({turn})
         gone = (

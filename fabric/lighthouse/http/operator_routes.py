@@ -2,8 +2,7 @@
 
 An impossible command is refused and changes nothing; the core's ``objection`` says why. Drain and evict are
 answered with 202 when the leader has accepted them. Pause, resume, scale and admit stay in force until
-another command ends them, and are answered when the store has them. Retry stays in force while this
-lighthouse leads.
+another command ends them, and are answered when the store has them. Retry lasts while this lighthouse leads.
 """
 
 import json

@@ -92,8 +92,7 @@ class LighthouseParts:
 
     @property
     def serves(self) -> bool:
-        """Whether this instance leads and has read the records of its jobs, so that it can answer for
-        them."""
+        """Whether this instance leads and has read its jobs' records, so that it can answer for them."""
         return self.leads and self.jobs.loaded.is_set()
 
 

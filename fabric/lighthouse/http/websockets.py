@@ -43,8 +43,7 @@ _KEEP_ALIVE = (
 
 
 async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
-    """``GET /v1/jobs/{job}/session``: the first message opens the session; it lasts until either side
-    closes."""
+    """``GET /v1/jobs/{job}/session``: the first message opens it; it lasts until either side closes."""
     name = request.match_info["job"]
     jobs.find(name)
     policy = parse_policy(request.query.get("replicas", ""), jobs.start_wait_s)

@@ -177,8 +177,7 @@ class Job:
     # --- members -----------------------------------------------------------------------------------------
 
     def open(self, connection: MemberConnection, session: m.OpenSession, policy: Policy) -> bool:
-        """Open a session, or open it again; return False when the core refused it, so that it is being
-        closed."""
+        """Open a session, or open it again; return False when the core refused it and it is being closed."""
         if reason := self._refusal(session, policy):
             self.note("session refused", session.replica, reason)
             self.connections.refuse(connection, reason)
@@ -328,8 +327,7 @@ class Job:
         else:
             self.note(effect.kind, effect.about, effect.why, effect.epoch, effect.incident_id)
             if effect.kind in ("evicting", "aborted"):
-                # The effect may come from the driver's own tick, during which the core takes no further
-                # event.
+                # The effect may come from the driver's tick, during which the core takes no other event.
                 asyncio.get_running_loop().call_soon(self._observe)
 
     def _observe(self) -> None:

@@ -49,8 +49,7 @@ class JobConnections:
             self._opening = None
 
     def opened(self, connection: MemberConnection) -> None:
-        """Note that the core has accepted this session, which replaces an older session of the same
-        replica."""
+        """Note that the core has accepted this session, which replaces an older one of the replica."""
         older = self.sessions.get(connection.replica)
         self.sessions[connection.replica] = connection
         if older is not None and older is not connection:
@@ -113,8 +112,7 @@ class JobConnections:
     # --- the end ---------------------------------------------------------------------------------------
 
     def close(self, code: int, reason: str) -> None:
-        """Close every connection, a few per turn of the loop, so that the lease can be given back
-        meanwhile."""
+        """Close every connection, a few per turn of the loop: the lease must be given back meanwhile."""
         connections = [*self.sessions.values(), *self.servers]
         self.sessions.clear()
         self.servers.clear()

@@ -37,8 +37,7 @@ def job_of(namespace: str, key: str) -> str:
 def recoveries_of(namespace: str, job: str) -> str:
     """Return the prefix of the keys of the recovery records of ``job``; a key ends with the record's id.
 
-    They are not under the prefix of the jobs' records, so that a new leader need not read them before it can
-    lead.
+    They are not under the prefix of the jobs' records, which a new leader must read before it can lead.
     """
     return f"/fabric/{namespace}/recoveries/{job}/"
 
@@ -113,8 +112,7 @@ class StoredRecord:
         return await self._commit(guards, [Delete(self._key), Delete(self._ledger)]) is not None
 
     async def keep_ledger(self, saved: Mapping[str, object]) -> None:
-        """Write the ledger; raises as ``Store.commit`` does. A deposed leader's write is refused and
-        dropped."""
+        """Write the ledger; raises as ``Store.commit`` does. A deposed leader's write is dropped."""
         await self._commit([self._term.guard], [Put(self._ledger, json.dumps(saved).encode())])
 
     async def read(self) -> Record | None:

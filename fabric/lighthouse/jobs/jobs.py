@@ -1,5 +1,4 @@
-"""All jobs of this lighthouse: it makes them from their records when elected, and drops them when it leads no
-longer.
+"""All jobs of this lighthouse, made from their records when it is elected, and dropped when its term ends.
 
 A job exists here from its first session or status on, and in the store from its first epoch on. The logs of
 events outlive a term, so that they survive a short fault of the store.
@@ -140,8 +139,7 @@ class Jobs:
             self._recoveries.pop(job.name)
 
     def overloaded(self, seconds: float) -> None:
-        """Tell every job that some connections must wait for ``seconds`` more; their jobs are not known
-        yet."""
+        """Tell every job that some connections must wait for ``seconds`` more; of which job is unknown."""
         for job in self.by_name.values():
             job.overloaded(seconds)
 
@@ -213,8 +211,7 @@ class Jobs:
         return True
 
     async def _load_recoveries(self, name: str, recoveries: Recoveries) -> None:
-        """Load the records of earlier leaders. They are for people, so a store that does not answer is not
-        asked again."""
+        """Load the records of earlier leaders, which are for people. Ask the store only once."""
         try:
             entries, _ = await self._store.list(recoveries_of(self._namespace, name))
             recoveries.restore([from_json(entry.value) for entry in entries])

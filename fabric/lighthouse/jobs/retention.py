@@ -9,8 +9,8 @@ WITNESSED_S = 86400.0
 
 
 class Retention:
-    """The retention of one job in one term. The term began at ``unix_s`` (time of day) and ``now`` (seconds
-    of a monotonic clock)."""
+    """The retention of one job in one term. The term began at ``unix_s`` (time of day) and ``now``
+    (monotonic)."""
 
     def __init__(self, unix_s: float, now: float) -> None:
         self._ahead_s = unix_s - now

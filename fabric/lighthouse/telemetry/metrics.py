@@ -1,5 +1,4 @@
-"""Metrics for Prometheus: decisions and store writes are counted as they happen, other values read at every
-scrape.
+"""Metrics for Prometheus: counts of decisions and store writes, and values that every scrape reads.
 
 A registry of its own keeps metrics of the process and of other libraries out.
 """

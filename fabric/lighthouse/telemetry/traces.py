@@ -66,8 +66,8 @@ class Traces:
 
 
 class _Ids:
-    """Makes ids for OpenTelemetry. ``trace`` is the id of the next trace; a span's id is derived from it and
-    a count."""
+    """Makes ids for OpenTelemetry. ``trace`` is the id of the next trace; span ids follow from it and a
+    count."""
 
     def __init__(self) -> None:
         self.trace = 1

@@ -45,8 +45,8 @@ class AdmissionQueue:
         self._turn_at = 0.0  # when the queue last admitted
 
     async def admit(self) -> int:
-        """Wait for admission and return 0; if the queue is full, return at once the seconds to wait
-        outside."""
+        """Wait for admission and return 0; if the queue is full, return at once the seconds until the next
+        attempt."""
         if len(self._waiting) >= self._most_waiting:
             self._refused += 1
             seconds = math.ceil((self._most_waiting + self._refused) / self._per_s)

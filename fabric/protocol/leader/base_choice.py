@@ -34,7 +34,7 @@ class BaseChoice:
         skipped = "; ".join(f"step {x.step} of generation {x.generation} {passed[x]}" for x in newest_first)
         usable = {ref: urls for ref, urls in states.items() if ref not in passed}
         if any(ref.generation for ref in self.unusable):
-            # The job has been further, so the initial state of new processes cannot replace it.
+            # The job has committed steps, so the initial state of new processes cannot replace its state.
             usable = {ref: urls for ref, urls in usable.items() if ref.generation}
         if states and not usable:
             return None, skipped

@@ -88,7 +88,7 @@ class LeaderCore:
         """Take one event at time ``now`` (monotonic seconds); return the effects to perform in order."""
         state = self.state
         if now - state.now > DEAF_S:
-            # The leader itself was stopped, so the members may have spoken.
+            # The leader itself was stopped, so messages of the members may lie unread.
             state.liveness.elected = now
         if isinstance(event, io.LeaderTick):
             state.liveness.tick_was_late(max(0.0, now - self.timer.due), now)
@@ -378,7 +378,7 @@ class LeaderCore:
         self.bases.note_loaded(beat.generation)
         writing, record = self.writer.writing, self.state.record
         if writing is None or record is None or writing.generation == record.generation:
-            # Rule 1: otherwise a member might go on in a generation that the write in flight ends.
+            # Rule 1: no answer during a write of a new generation, or a member might go on in the old one.
             self.outbox.send(peer.session.replica, m.HeartbeatAck(beat.number))
         self.evictions.evict_stragglers(peer, beat)
 

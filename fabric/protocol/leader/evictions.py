@@ -17,7 +17,7 @@ from fabric.protocol.rules.wait_graph import StragglerTracker
 
 @dataclass(slots=True, eq=False)
 class Evictions:
-    """Rule 2: schedules evictions, and writes the epoch that answers them."""
+    """Rule 2: schedules evictions, and writes the forced epoch without the evicted members."""
 
     state: JobState
     outbox: LeaderOutbox
@@ -120,7 +120,7 @@ class Evictions:
                 self.schedule(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
 
     def evict_slow_joiners(self, record: Record) -> None:
-        """Evict blocking joins whose state does not arrive within the time of one exchange."""
+        """Evict members in a blocking join whose state does not arrive within the time of one exchange."""
         for name in self.state.blocking_joiners(record):
             limit_s = self.state.join_stall_s(name)
             if self.state.now - self.state.epoch.decided_at >= limit_s:

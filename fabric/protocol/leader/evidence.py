@@ -40,7 +40,7 @@ class Penalty:
 
 @dataclass(slots=True, eq=False)
 class FailureEvidence:
-    """Rule 7: counts failures by replica and host, and keeps out those that failed too often."""
+    """Rule 7: counts failures by replica and host, and keeps out a replica or host that failed too often."""
 
     state: JobState
     failures: tuple[HostFailure, ...] = ()
@@ -116,7 +116,7 @@ class FailureEvidence:
         return max((x for x in penalties if (x.kind, x.about) in names), key=lambda x: x.until, default=None)
 
     def knows_of(self, about: str) -> bool:
-        """Whether a replica or a host of this name was ever heard of here."""
+        """Whether this leader has ever heard of a replica or a host of this name."""
         members = [as_member(x.session) for x in self.state.liveness.peers.values()]
         members += self.state.record.roster if self.state.record is not None else ()
         accused = {y for x in self.failures for y in (x.replica, x.host)} | {x.host for x in self.hosts}

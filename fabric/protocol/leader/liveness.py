@@ -31,7 +31,7 @@ class LivenessConfig:
     stopped_s: float = 0.15  # how long the job waits for a stopped trainer
     reconnect_s: float = 3.0  # how long a session may be away while the status says that the trainer runs
     silence_s: float = 2.0  # how long both sources may be silent
-    lost_s: float = 0.05  # how long a session may be away without such a status
+    lost_s: float = 0.05  # how long a session may be away otherwise
     # For this long after an election, a member's return, or a wait in an overload, silence proves no death.
     grace_s: float = 3.0
     overload_s: float = 300.0  # the time after the election in which waits in an overload count
@@ -85,7 +85,7 @@ class LastStatus:
     taken: tuple[float, ...] = ()  # for each of ``snapshots``, when the trainer had that state
     durable: tuple[SnapshotRef, ...] = ()
     durable_error: str = ""
-    parts: tuple[int, ...] = ()  # for each of ``snapshots``, of how many ranks it is
+    parts: tuple[int, ...] = ()  # for each of ``snapshots``, how many ranks hold a part
     closed: float = 0.0  # when the connection ended
 
     def says(self, status: TrainerStatus) -> bool:
@@ -103,8 +103,8 @@ class Liveness:
 
     config: LivenessConfig
     elected: float
-    peers: dict[str, Peer] = field(default_factory=dict)  # the process that counts, by replica
-    statuses: dict[str, LastStatus] = field(default_factory=dict)  # of the server that counts, by replica
+    peers: dict[str, Peer] = field(default_factory=dict)  # replica -> the session of its newest process
+    statuses: dict[str, LastStatus] = field(default_factory=dict)  # replica -> the status that counts
     late_s: float = 0.0  # how much longer silence is tolerated now, see ``tick_was_late``
     returned: float = -math.inf  # when a member last opened its first session after the election
     overloaded_until: float = -math.inf  # the time until which returning members may have to wait

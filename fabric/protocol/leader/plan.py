@@ -20,7 +20,7 @@ class PlanRule:
 
 
 def first_move(rules: tuple[PlanRule, ...], leader: "LeaderCore", record: Record) -> bool:
-    """Apply the rules in order until one of them makes its move."""
+    """Apply the rules in order until a rule makes its move; return whether a rule did."""
     return any(rule.apply(leader, record) for rule in rules)
 
 

@@ -1,4 +1,4 @@
-"""The answer to an abort: the members rebuild their ring, perhaps without those that they cannot reach."""
+"""The answer to an abort: the members rebuild their ring, perhaps without members that they cannot reach."""
 
 from dataclasses import dataclass, field
 

@@ -144,7 +144,7 @@ class Starts:
         return len(self.candidates())
 
     def candidates(self) -> list[Peer]:
-        """The replicas that could begin a generation, those with penalties only if the others are too few.
+        """The replicas that could begin a generation: with penalties only if the other replicas are too few.
 
         A silent session counts for the first generation, because some of thousands are always silent for a
         while. It does not count for a later one, because silence may be the only sign of a death.

@@ -145,7 +145,7 @@ class Ending:
         return me is not None and (not me.joining or self._rounds.committed_in >= 0)
 
     def _stop_when_others_have_finished(self) -> None:
-        """Rule 12: stop if my loop asks for a round at a step where others have finished."""
+        """Rule 12: stop if my loop asks for a round at the step at which others have finished."""
         record = self._epochs.newest if self._epochs.mode is Mode.JOINED else self._epochs.current
         round_, step = self._rounds.round, self._memory.state.step
         asks = self._memory.waiting or (round_ is not None and round_.step == step)

@@ -96,7 +96,7 @@ class LinkWatch:
         )
 
     def probe_when_due(self) -> None:
-        """Probe the members from outside: a replica that cannot reach one would be left out again."""
+        """Probe the members from outside: a replica that cannot reach a member would be left out again."""
         links, newest = self._epochs.links, self._epochs.newest
         if newest is None or self._context.now < links.next_probe or not self.may_probe():
             return

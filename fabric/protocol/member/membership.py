@@ -63,7 +63,7 @@ class Membership:
         self._context.emit(io.WriteJournal("outside", self._epochs.epoch(), self._memory.state.step, why))
 
     def first_data(self) -> None:
-        """Rule 9: take the step under way from the first contribution of the epoch that a newcomer joined."""
+        """Rule 9: as a newcomer, learn the step under way from the first contribution of the epoch."""
         record = self._epochs.newest
         if self._epochs.mode is not Mode.JOINED or record is None or record.is_forced:
             return

@@ -314,7 +314,7 @@ class Rounds:
         self._to_roster(message)
 
     def exchange_when_linked(self) -> None:
-        """Start the exchange, perhaps before my contribution. A prepared round needs both (rule 1)."""
+        """Start the exchange, perhaps before I contribute. A prepared round needs the contribution too."""
         round_, kept = self.round, self._memory.kept_gradient
         if round_ is None or round_.exchanging or round_.record.epoch not in self._epochs.links.up:
             return

@@ -65,14 +65,14 @@ class MemberConfig:
 
     min_replicas: int = 1
     autonomy_s: float = 1800.0
-    adapt: str = ""  # what this job wants done about slow replicas
+    adapt: str = ""  # the job's mode against slow replicas
     beat_s: float = 1.0
     digest_every: int = 1  # steps between digests of the shared state; 0: never
     retain: bool = True  # the kept gradient survives the exchange, so a retry need not compute it again
     replay: bool = True  # catch up by published gradients; False: by a blocking join
     exchange_s: float = 60.0  # the time budget for an exchange
     user_code_s: float = 1800.0  # the time budget for user code
-    on_nan: str = "propagate"  # for a step whose averaged gradient is not finite
+    on_nan: str = "propagate"  # the action at a step whose averaged gradient is not finite
 
 
 @dataclass(slots=True)
@@ -82,10 +82,10 @@ class MemberState:
     generation: int = 0  # 0: a state that no other member confirms
     step: int = 0
     digest: str = ""
-    committed_digest: str = ""  # of the gradient that led to ``step``
+    committed_digest: str = ""  # the digest of the gradient that led to ``step``
     later: bool = False  # the digest of this state is still being taken
-    asked: bool = False  # TellDigest has asked for it
-    outvoted: bool = False  # most members of a round have called it wrong
+    asked: bool = False  # TellDigest has asked for the digest
+    outvoted: bool = False  # most members of a round have called this state wrong
     entries: tuple[tuple[str, str], ...] = ()  # small entries of this state, known with the digest
     parted: str = ""  # where this state differs from the other members' states
 
@@ -99,7 +99,7 @@ class KeptGradient:
     streaming: float = 0.0  # the final weight, while the last backward is under way; 0 before
     weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    stale: bool = False  # drop it when the main thread has finished adding
+    stale: bool = False  # drop the gradient when the main thread has finished adding
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class InstallFailed:
 
 @dataclass(frozen=True, slots=True)
 class LoopRaised:
-    """The user's loop has raised, and the main thread waits to be told to stop."""
+    """The user's loop has raised, and the main thread waits for the effect ``Stop``."""
 
     why: str
 

@@ -154,7 +154,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
-    """The answer to the heartbeat with the same number. ``autonomy_s`` counts from when that one was sent."""
+    """The answer to the heartbeat with the same number. ``autonomy_s`` counts from its sending."""
 
     number: Int64
     waiting_for: str = ""  # what the job waits for, in a sentence for people; empty while it steps
@@ -209,7 +209,7 @@ class OpenSession:
     predecessors: tuple[Int64, ...] = ()
     secret: str = ""  # known to this process and the lighthouse alone: no other process can send for it
     autonomy_s: float = 0.0  # how long I may commit without a lighthouse's answer; 0: an older version
-    # The job's end, which an earlier process here saw while no lighthouse could be told.
+    # The job's end, which an earlier process on this host reached without a lighthouse.
     ended: JobEnd | None = None
     rack: str = ""  # as in ``Member.rack``
     adapt: str = ""  # the job's mode against slow replicas: "off" or "advise"; empty: an older version

@@ -231,7 +231,7 @@ def urls_of_rank(urls: Sequence[str], rank: int) -> tuple[str, ...]:
 
 
 def seen_by_rank(record: Record, rank: int) -> Record:
-    """Put the addresses that ``rank`` dials into ``record``: those of the same rank of every replica."""
+    """Put the addresses that ``rank`` dials into ``record``: the same rank's address in every replica."""
     return replace(record, roster=tuple(_seen(x, rank) for x in record.roster))
 
 

@@ -53,7 +53,7 @@ def test_the_gpu_version_works_on_the_host():
     assert found["state_usable_gb_s"] < min(found["state_fetch_gb_s"], found["state_load_gb_s"])
 
 
-def test_the_worse_number_of_sources_counts():
+def test_the_worse_ratio_of_one_and_three_sources_counts():
     measures = transfer.Measures(seconds={"one": [1.0] * 3, "three": [2.0] * 3, "raw": [1.8] * 3})
     assert measures.ratio("raw", "one") == 1.8
     assert measures.worse("raw") == 0.9

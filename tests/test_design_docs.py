@@ -71,11 +71,11 @@ def test_a_link_to_code_ends_with_what_it_shows(place):
         assert f"/{target}".endswith(f"/{shown}"), f"{place} shows {shown} for {target}"
 
 
-def test_words_are_counted():
+def test_the_word_counter_counts_words_of_markdown():
     assert words("One [link](../a/long path.md), and `two words` - here.") == 6
 
 
-def test_headings_are_few():
+def test_the_number_of_headings_is_bounded():
     assert 22 <= len(SECTIONS) <= 36
 
 

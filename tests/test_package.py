@@ -77,7 +77,7 @@ def test_the_command_of_lightning_is_named(tmp_path):
     assert fabric.command_of_another(tmp_path) == why
 
 
-def test_it_is_said_at_import_and_by_the_doctor(tmp_path):
+def test_an_overwritten_fabric_command_is_named_at_import_and_by_the_doctor(tmp_path):
     """Once per process, as a warning: nothing but the command is another's."""
     (tmp_path / "fabric").write_text(LIGHTNINGS)
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.executable = {str(tmp_path / 'python')!r}; "

@@ -45,7 +45,7 @@ PATH_PARTS += ["&", "generation", "wait_s", "%", "%2F", ";", "//", "etc", "metri
 DATA = f"/v1/snapshots/{STEP}/data"
 
 
-def test_the_whole_file(url):
+def test_a_request_without_a_range_gets_the_whole_file_with_its_headers(url):
     answer = fetch(url, DATA)
     assert answer.status == 200
     assert answer.body == FILE
@@ -131,7 +131,7 @@ def test_an_unknown_unit_is_ignored(url):
     assert fetch(url, DATA, Range="lines=1-2").status == 200
 
 
-def test_if_range_and_if_match_go_by_the_digest(url):
+def test_if_range_and_if_match_compare_the_digest(url):
     tag = fetch(url, DATA, "HEAD").headers["ETag"]
     assert fetch(url, DATA, Range="bytes=0-9", If_Range=tag).status == 206
     assert fetch(url, DATA, Range="bytes=0-9", If_Range='"other"').body == FILE
@@ -157,7 +157,7 @@ def test_latest_step_and_generation(url):
     assert fetch(url, "/v1/snapshots/latest/data?generation=0").body == snapshot_file(1000, 2)
 
 
-def test_a_step_that_is_not_held_is_answered_with_those_that_are(url):
+def test_a_request_for_a_step_that_is_not_held_is_answered_with_the_held_steps(url):
     for path in (
         "/v1/snapshots/7/data",
         "/v1/snapshots/7/manifest",
@@ -170,7 +170,7 @@ def test_a_step_that_is_not_held_is_answered_with_those_that_are(url):
         assert f"held are steps {STEP}, {STEP - 10}, {STEP}" in answer.error
 
 
-def test_the_listing(url):
+def test_the_listing_names_every_snapshot_with_its_size_digest_and_age(url):
     listed = fetch(url, "/v1/snapshots").json
     assert [(s["generation"], s["step"]) for s in listed] == [(0, STEP), (1, STEP - 10), (1, STEP)]
     assert listed[2]["nbytes"] == len(FILE)
@@ -206,7 +206,7 @@ def test_gradients_carry_all_that_is_needed_to_apply_them(url):
     assert [g["step"] for g in fetch(url, "/v1/gradients").json] == [STEP - 1, STEP]
 
 
-def test_gradients_that_are_gone_or_yet_to_come(url):
+def test_a_gradient_that_is_gone_and_one_that_is_not_yet_published_are_refused(url):
     gone = fetch(url, f"/v1/gradients/{STEP - 5}?wait_s=60")
     assert (gone.status, gone.json["gone"], gone.json["available"]) == (409, True, [STEP - 1, STEP])
     old = fetch(url, f"/v1/gradients/{STEP + 1}?generation=0&wait_s=60")
@@ -255,7 +255,7 @@ def test_unknown_paths_and_methods(url):
         max_size=9,
     )
 )
-def test_no_path_makes_it_stumble(url, parts):
+def test_no_path_makes_the_server_fail(url, parts):
     path = "/" + "/".join(parts)
     with connect_raw(url) as raw:
         raw.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
@@ -263,7 +263,7 @@ def test_no_path_makes_it_stumble(url, parts):
     assert status < 500
 
 
-def test_nothing_that_is_no_http_makes_it_stumble(url):
+def test_bytes_that_are_not_http_do_not_make_the_server_fail(url):
     chance = random.Random(5)
     for size in (1, 10, 1000, 100_000):
         with connect_raw(url) as raw:
@@ -283,7 +283,7 @@ def connect_raw(url: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def test_metrics_count_and_describe(url):
+def test_metrics_count_the_served_bytes_and_describe_the_slots(url):
     def value(name: str) -> float:
         lines = fetch(url, "/metrics").body.decode().splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith(name)))
@@ -343,7 +343,7 @@ def test_the_curl_lines_of_the_documentation(attach, tmp_path):
     assert target.read_bytes() == FILE
 
 
-def test_without_the_token_nothing_but_health_and_metrics_is_told(attach, tmp_path):
+def test_without_the_token_only_health_and_metrics_are_served(attach, tmp_path):
     token = tmp_path / "token"
     token.write_text(TOKEN)
     handle = attach(token_file=token)

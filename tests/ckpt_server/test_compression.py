@@ -102,7 +102,7 @@ def test_a_range_is_of_the_plain_bytes(url):
     assert head.headers["Content-Length"] == str(len(FILE))
 
 
-def test_no_such_blocks(url):
+def test_blocks_that_do_not_exist_are_refused(url):
     told = fetch(url, f"/v1/snapshots/{STEP}/blocks/3-6")
     assert told.status == 404 and "lists blocks 0 to 5" in told.error
     for blocks in ("5-3", "a-b", "-1-2", "1", "1-", "9" * 20 + "-" + "9" * 20):
@@ -185,7 +185,7 @@ LIES += ["nothing", "too little", "too much", "more behind", "no zstd", "cut"]
     ],
     ids=LIES,
 )
-def test_a_frame_that_lies_takes_no_memory_and_is_refused(body):
+def test_a_frame_with_a_false_length_is_refused_before_memory_is_taken(body):
     tracemalloc.start()
     with pytest.raises((ProtocolError, ConnectionError)):
         decompressed(body, 1 << 21)
@@ -196,7 +196,7 @@ def test_a_frame_that_lies_takes_no_memory_and_is_refused(body):
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
-def test_no_frame_from_outside_makes_it_stumble(data):
+def test_a_damaged_frame_is_decompressed_or_refused(data):
     good = frame(4, 400, zstandard.ZstdCompressor().compress(bytes(400))) + frame(1, 5, b"hello")
     body = bytearray(good)
     for _ in range(data.draw(st.integers(0, 4))):
@@ -237,7 +237,7 @@ def test_a_slow_link_is_compressed_after_one_trial_and_looked_at_again():
     assert not any(measure(speed, 300e6, 14e6, 100)[40:]), "the link has become fast"
 
 
-def test_small_ranges_measure_nothing():
+def test_small_ranges_do_not_count_as_measurements_of_the_link():
     speed = LinkSpeed(1)
     measure(speed, 10e6, 14e6, 5)
     for compressed in (False, True):
@@ -251,7 +251,7 @@ def test_compression_without_gain_is_tried_on_one_range_and_dropped():
     assert speed.why == "plain: the link gives 300 MB/s plain and 315 MB/s compressed"
 
 
-def test_a_trial_that_fails_is_made_again_and_there_is_one_at_a_time():
+def test_a_failed_trial_of_compression_is_repeated_and_only_one_runs_at_a_time():
     speed = LinkSpeed(1)
     measure(speed, 10e6, 10e6, 2)
     assert speed.compress_next() and not speed.compress_next()
@@ -262,7 +262,7 @@ def test_a_trial_that_fails_is_made_again_and_there_is_one_at_a_time():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1e12), st.floats(0, 1e6), st.booleans()), max_size=80))
-def test_whatever_is_measured_there_is_an_answer(measured):
+def test_any_measurements_lead_to_plain_or_compressed(measured):
     speed = LinkSpeed(2)
     for compressed, nbytes, seconds, fails in measured:
         speed.compress_next()
@@ -339,7 +339,7 @@ def test_a_slow_link_brings_a_state_compressed_and_says_so(served):
 
 
 @pytest.mark.parametrize("offers", [True, False], ids=["compresses", "has no blocks by number"])
-def test_bytes_that_come_compressed_are_verified(served, url, monkeypatch, offers):
+def test_compressed_bytes_are_verified_after_decompression(served, url, monkeypatch, offers):
     """Real weights, compressed from the first range on, of a server that compresses and one of the version
     before."""
     monkeypatch.setattr(link_speed, "_FIRST_PLAIN", 0)

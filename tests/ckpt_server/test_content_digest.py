@@ -52,7 +52,7 @@ def whole_digest(tensor: torch.Tensor) -> str:
     st.integers(0, 2),
     st.lists(st.integers(0, 9), max_size=3),
 )
-def test_parts_sum_up_to_the_whole_however_it_is_cut(shape, dtype, dimension, cuts):
+def test_digests_of_parts_sum_to_the_digest_of_the_tensor_for_any_cut(shape, dtype, dimension, cuts):
     dimension %= len(shape)
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).mul(37).remainder(251).to(dtype)
     bounds = sorted({0, shape[dimension], *(cut % shape[dimension] for cut in cuts)})
@@ -65,20 +65,20 @@ def test_parts_sum_up_to_the_whole_however_it_is_cut(shape, dtype, dimension, cu
 
 
 @given(st.integers(0, 23), st.integers(0, 31))
-def test_one_bit_changes_it(place, bit):
+def test_one_bit_changes_the_digest(place, bit):
     tensor = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     before = whole_digest(tensor)
     tensor.view(-1).view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1 << bit
     assert whole_digest(tensor) != before
 
 
-def test_elements_that_change_places_change_it():
+def test_elements_that_change_places_change_the_digest():
     tensor = torch.arange(12.0).reshape(3, 4)
     others = [tensor.flip(0), tensor.flip(1), tensor.t().contiguous(), tensor.reshape(4, 3)]
     assert len({whole_digest(x) for x in [tensor, *others]}) == 5
 
 
-def test_a_copy_counts_once():
+def test_a_tensor_copied_on_two_ranks_counts_once_in_the_digest():
     tensor = torch.randn(4)
     view = part_of({"w": (tensor, [0], [4])})
     first, second = (ContentDigests(rank, {}).of_view(view) for rank in range(2))
@@ -86,7 +86,7 @@ def test_a_copy_counts_once():
     assert summed_digest([first, second]) == first
 
 
-def test_live_state_and_its_file_have_one_digest():
+def test_live_state_and_its_file_have_the_same_digest():
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 3)).sum().backward()
@@ -102,7 +102,7 @@ def test_live_state_and_its_file_have_one_digest():
     assert digests.of_view(later)[16:] == digests.of_view(view)[16:]
 
 
-def test_a_shard_like_no_parameter_is_refused():
+def test_a_tensor_sharded_unlike_every_parameter_is_refused():
     with pytest.raises(StateError, match="w is sharded as no parameter is"):
         ContentDigests(0, {}).of_view(part_of({"w": (torch.zeros(2), [0], [4])}))
 

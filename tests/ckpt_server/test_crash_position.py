@@ -33,7 +33,7 @@ async def test_a_death_at_a_micro_batch_is_in_every_status(watched):
     assert deaths.seen("gone") == deaths.seen("gone") == (Death(7, 12, 0),)
 
 
-def test_a_note_whose_memory_is_still_being_allocated_is_none():
+def test_a_note_whose_memory_is_still_being_allocated_counts_as_absent():
     """Allocating takes a thread's while, and a beat to the lighthouse may fall into it."""
     memory = SlotTable()
     deaths = CrashLog(memory, TrainerWatch())

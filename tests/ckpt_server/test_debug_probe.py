@@ -103,7 +103,7 @@ def frames(thread: dict) -> str:
     return " ".join(thread["stack"])
 
 
-def test_a_trainer_that_is_well_sticks_in_c_is_stopped_and_dies(tmp_path):
+def test_the_stacks_of_a_trainer_that_runs_hangs_in_c_code_is_stopped_or_died_are_shown(tmp_path):
     folder = tmp_path / "run"
     with _trainer(folder) as trainer:
         url = trainer.url
@@ -162,7 +162,7 @@ def test_a_trainer_that_is_well_sticks_in_c_is_stopped_and_dies(tmp_path):
             assert told.status == 409 and f"process {trainer.pid}, has ended" in told.error
 
 
-def test_a_trainer_that_answers_no_more_is_never_sent_a_signal_that_would_kill_it(tmp_path, attach, run_dir):
+def test_an_unresponsive_trainer_is_never_sent_a_signal_that_would_kill_it(tmp_path, attach, run_dir):
     """This process attaches as a trainer and is not made ready to be looked into."""
     handle: ServerHandle = attach()
     assert not catches(os.getpid(), STACKS_SIGNAL), "it would end this test"
@@ -173,7 +173,7 @@ def test_a_trainer_that_answers_no_more_is_never_sent_a_signal_that_would_kill_i
     assert fetch(handle.url, "/debug/stacks").json["how"] == "kernel", "a file alone is no handler"
 
 
-def test_without_a_trainer_there_is_nothing_to_look_at(tmp_path):
+def test_without_a_trainer_the_debug_probe_says_that_there_is_none(tmp_path):
     run_dir = tmp_path / "run"
     command = [
         sys.executable,
@@ -208,7 +208,7 @@ NONSENSE = [
 ]
 
 
-def test_the_kernels_view_is_included_whatever_answers_on_the_socket(attach, run_dir):
+def test_the_kernels_view_of_the_process_is_included_for_any_answer_on_the_socket(attach, run_dir):
     handle = attach()
 
     def answer(listener: socket.socket) -> None:
@@ -231,7 +231,7 @@ def test_the_kernels_view_is_included_whatever_answers_on_the_socket(attach, run
         thread.join()
 
 
-def test_a_process_that_ends_while_it_is_looked_at():
+def test_a_process_that_has_ended_shows_no_threads():
     child = subprocess.Popen(["true"])
     child.wait()
     assert kernel_threads(child.pid) == []
@@ -239,11 +239,11 @@ def test_a_process_that_ends_while_it_is_looked_at():
 
 @settings(max_examples=50, deadline=None)
 @given(st.text())
-def test_no_dump_breaks_the_parser(text):
+def test_any_text_is_parsed_as_a_dump_without_an_error(text):
     assert all(isinstance(t["stack"], list) for t in parse_dump(text))
 
 
-def test_a_dump_of_faulthandler():
+def test_a_dump_of_faulthandler_is_parsed_into_threads_and_frames():
     text = (
         "Thread 0x00007f01 (most recent call first):\n"
         '  File "/a b/c.py", line 3 in wait\n  File "<string>", line ??? in run\n\n'

@@ -220,7 +220,7 @@ class TestRanks:
         assert torch.equal(wanted["part"]["sharded"], whole)
         assert wanted["part"]["count"] == 7 and wanted["part"]["step"] == 3
 
-    def test_different_things_under_one_name_are_kept_apart(self, url):
+    def test_different_values_under_one_name_on_two_ranks_are_kept_apart(self, url):
         """The stages of a pipeline number their parameters alike."""
         parts = [Part(average=torch.full((n,), float(n)), name=f"stage {n}") for n in (2, 3)]
         two_ranks(url, [bytes(to_bytes(capture({"part": p}, 3))) for p in parts])
@@ -230,7 +230,7 @@ class TestRanks:
         assert [wanted[f"rank{i}"]["part"]["average"].sum() for i in (0, 1)] == [4, 9]
         assert wanted["rank1"]["part"]["name"] == "stage 3"
 
-    def test_it_is_not_complete_before_every_rank_has_written(self, url):
+    def test_a_checkpoint_is_complete_only_when_every_rank_has_written(self, url):
         files = [bytes(to_bytes(capture({"part": Part(x=torch.full((3,), float(n)))}, 3))) for n in (0, 1)]
         with pytest.raises(StateError, match="rank 1 has not written its part"):
             two_ranks(url, files, order=(0,))
@@ -312,7 +312,7 @@ class TestDamage:
         with pytest.raises(StateError, match=f"{name} is no plain file"):
             bring_back(url, state)
 
-    def test_without_its_marker_it_counts_for_nothing(self, written):
+    def test_a_checkpoint_without_its_marker_is_unfinished(self, written):
         url, folder, state = written
         (folder / MARKER).unlink()
         with pytest.raises(StateError, match="no complete checkpoint of step 3"):
@@ -337,7 +337,7 @@ class TestDamage:
             ({"format": 2}, "not the manifest"),
         ],
     )
-    def test_a_manifest_that_cannot_be_is_refused(self, written, change, sentence):
+    def test_an_impossible_manifest_is_refused(self, written, change, sentence):
         body = json.loads((written[1] / MANIFEST).read_text())
         with pytest.raises(StateError, match=sentence):
             parse_manifest(json.dumps({**body, **change}).encode(), "it")
@@ -390,7 +390,7 @@ class TestDamage:
 
 
 class TestRetention:
-    def test_the_newest_are_kept(self, url):
+    def test_the_newest_checkpoints_are_kept(self, url):
         one = objects(1)
         for step in (1, 2, 3, 4):
             write_one(url, one, step, keep=2)
@@ -402,13 +402,13 @@ class TestRetention:
         assert attempts_to_delete([old], [], new, keep=1) == [old]
         assert attempts_to_delete([new], [], old, keep=1) == [old]
 
-    def test_unfinished_attempts_go_and_those_under_way_elsewhere_stay(self):
+    def test_unfinished_attempts_are_deleted_except_those_that_another_replica_is_writing(self):
         mine = Attempt(2, 10, "r0", 5)
         own = Attempt(2, 12, "r0", 4)
         older, same, later = (Attempt(2, step, "r1", 1) for step in (9, 10, 11))
         assert attempts_to_delete([], [own, older, same, later], mine, keep=3) == [own, older]
 
-    def test_a_half_written_folder_is_deleted_by_the_next_one(self, tmp_path):
+    def test_a_half_written_folder_is_deleted_by_the_next_checkpoint(self, tmp_path):
         url = str(tmp_path)
         write_one(url, objects(1), 3)
         folder = tmp_path / "job" / Attempt(1, 3, "r0", 7).folder

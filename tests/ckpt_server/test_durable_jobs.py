@@ -76,7 +76,7 @@ def waiting(tmp_path, monkeypatch):
     return tmp_path / "go"
 
 
-def test_one_after_the_other_the_newest_next(attach, waiting, tmp_path):
+def test_checkpoints_are_written_one_at_a_time_and_the_newest_request_is_next(attach, waiting, tmp_path):
     url, handle = str(tmp_path / "durable"), attach()
     hold(handle, 0, 5)
     persist(handle, url, 5)
@@ -105,7 +105,7 @@ def test_a_trainer_that_needs_the_memory_gets_it_and_the_checkpoint_is_given_up(
     hold(handle, 0, 6)
 
 
-def test_a_trainer_that_requires_checkpoints_hears_where_there_are_none(attach, tmp_path):
+def test_a_required_checkpoint_whose_folder_is_missing_is_counted_as_a_failure(attach, tmp_path):
     url, handle = str(tmp_path / "durable"), attach()
     hold(handle, 0, 5)
     persist(handle, url, 5, required=True)
@@ -116,7 +116,7 @@ def test_a_trainer_that_requires_checkpoints_hears_where_there_are_none(attach, 
     assert not (tmp_path / "durable").exists()
 
 
-def test_a_server_that_is_done_lets_its_writer_finish_and_one_that_is_killed_takes_it_along(
+def test_a_server_that_ends_lets_its_writer_finish_and_a_killed_server_ends_its_writer(
     attach, waiting, tmp_path
 ):
     url, handle = str(tmp_path / "durable"), attach()

@@ -73,7 +73,9 @@ def steps(url: str) -> list[int]:
     return [c.state.step for c in list_checkpoints(Storage(url).at("job"), "job").complete]
 
 
-def test_killed_at_any_point_the_one_before_is_whole_and_the_rest_is_cleaned_up(state, tmp_path):
+def test_a_writer_killed_at_any_point_leaves_the_earlier_checkpoint_whole_and_the_next_writer_cleans_up(
+    state, tmp_path
+):
     file, manifest = state
     one = objects(2)
     for point in POINTS:
@@ -227,7 +229,7 @@ def test_the_writer_ends_with_its_server(state, tmp_path):
     assert steps(str(tmp_path)) == []
 
 
-def test_an_order_that_is_none_is_refused(state, tmp_path):
+def test_a_file_smaller_than_its_manifest_is_not_written(state, tmp_path):
     file, manifest = state
     code, outcome = outcome_of(start(str(tmp_path), file[:5000], manifest))
     assert code == 1 and "smaller than its manifest says" in outcome["error"]
@@ -255,7 +257,7 @@ class TestCommands:
         assert json.loads(self.call(inspect_state, "--json", root / "job").output)["step"] == 5
         assert json.loads(self.call(inspect_state, "--json", f"file://{root}/job#0").output)["step"] == 5
 
-    def test_diff_compares_durable_ones(self, written):
+    def test_diff_compares_durable_checkpoints(self, written):
         _, folders, _ = written
         assert self.call(diff, folders[0], folders[0]).exit_code == 0
         result = self.call(diff, "--json", *folders)
@@ -267,7 +269,7 @@ class TestCommands:
         assert result.exit_code == 0, result.output
         assert (load_file(root / "x.safetensors")["model/0.weight"] == one["model"][0].weight).all()
 
-    def test_a_damaged_one_is_refused_by_its_file_and_nothing_is_exported(self, written):
+    def test_a_damaged_checkpoint_is_refused_with_the_name_of_its_file_and_not_exported(self, written):
         root, folders, _ = written
         data = bytearray((folders[0] / "__0_0.distcp").read_bytes())
         at = json.loads((folders[0] / "fabric-0.json").read_text())["segments"][1][1]

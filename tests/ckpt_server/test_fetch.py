@@ -238,7 +238,7 @@ def test_connections_are_kept_for_the_next_fetch_and_dialled_again_where_closed(
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, BLOCK - 200, 3 * BLOCK])
-def test_sizes_around_a_block(origins, nbytes: int) -> None:
+def test_states_of_sizes_around_a_block_boundary_arrive_whole(origins, nbytes: int) -> None:
     (origin,) = origins(1, nbytes)
     memory = Memory()
     fetcher().fetch_state([origin.url], ref(origin), memory)
@@ -270,7 +270,7 @@ def test_a_byte_flipped_in_flight_is_fetched_elsewhere_and_named(origins, positi
     honest.close()
 
 
-def test_a_source_that_lies_twice_is_dropped(origins) -> None:
+def test_a_source_that_sends_wrong_bytes_twice_is_dropped(origins) -> None:
     liar, honest = origins(2)
     liar.mangle = lambda begin, data: bytes(len(data))
     honest.on_data = lambda number: time_gate.wait(5)
@@ -282,7 +282,7 @@ def test_a_source_that_lies_twice_is_dropped(origins) -> None:
     assert done.warnings[-1].endswith("the source is not used any more.")
 
 
-def test_a_single_source_that_lies_is_an_integrity_error(origins) -> None:
+def test_wrong_bytes_of_the_only_source_are_an_integrity_error(origins) -> None:
     (liar,) = origins(1)
     liar.mangle = flip(3 * BLOCK)
     with pytest.raises(IntegrityError, match="it sent wrong bytes 2 times"):
@@ -298,7 +298,7 @@ def test_truncated_bodies_are_fetched_elsewhere(origins) -> None:
     assert done.sources[honest.url] > 0
 
 
-def test_a_source_killed_in_mid_transfer(origins) -> None:
+def test_the_fetch_goes_on_when_a_source_is_killed_in_mid_transfer(origins) -> None:
     victim, survivor = origins(2, 200 * BLOCK)
 
     def die(number: int) -> None:
@@ -313,7 +313,7 @@ def test_a_source_killed_in_mid_transfer(origins) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 30.0])
-def test_a_source_that_stops_sending(origins, timeout_s: float) -> None:
+def test_the_fetch_goes_on_when_a_source_stops_sending(origins, timeout_s: float) -> None:
     stalled, survivor = origins(2)
     stalled.hang.set()
     memory = Memory()
@@ -322,7 +322,7 @@ def test_a_source_that_stops_sending(origins, timeout_s: float) -> None:
     assert memory.buffer == survivor.file
 
 
-def test_all_dead_names_every_reason(origins) -> None:
+def test_a_fetch_from_dead_sources_names_every_reason(origins) -> None:
     one, two = origins(2)
     for origin in (one, two):
         origin.on_data = lambda number, origin=origin: threading.Thread(target=origin.kill).start()
@@ -334,7 +334,7 @@ def test_all_dead_names_every_reason(origins) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_resumes_and_does_not_restart(origins) -> None:
+def test_a_second_fetch_resumes_and_does_not_restart(origins) -> None:
     dying, healthy = origins(2)
 
     def refuse(number: int) -> None:
@@ -350,7 +350,7 @@ def test_resumes_and_does_not_restart(origins) -> None:
     assert done.sources[healthy.url] < done.nbytes - 8 * BLOCK
 
 
-def test_resuming_does_not_believe_the_memory(origins) -> None:
+def test_a_resumed_fetch_verifies_the_bytes_already_in_memory(origins) -> None:
     dying, healthy = origins(2)
     dying.on_data = lambda number: setattr(dying, "status", 503 if number > 6 else 0)
     memory, fetch = Memory(), fetcher(streams_per_source=1)
@@ -369,7 +369,9 @@ def test_wrong_digest_is_refused_before_memory_is_taken(origins) -> None:
     assert memory.asked == []
 
 
-def test_blocks_that_lie_consistently_are_noticed_before_a_byte_is_fetched(origins) -> None:
+def test_digests_of_blocks_that_do_not_make_the_digest_of_the_state_are_noticed_before_a_byte_is_fetched(
+    origins,
+) -> None:
     liars = origins(2)
     truth = liars[0].file
     fake = bytearray(truth)
@@ -410,7 +412,9 @@ def test_blocks_that_lie_consistently_are_noticed_before_a_byte_is_fetched(origi
         ({"format": 9}, "format '9'"),
     ],
 )
-def test_manifests_are_distrusted(origins, change: dict[str, Any], match: str) -> None:
+def test_an_impossible_manifest_is_refused_before_memory_is_taken(
+    origins, change: dict[str, Any], match: str
+) -> None:
     (origin,) = origins(1)
     origin.manifest |= change
     memory = Memory()
@@ -427,7 +431,7 @@ def test_a_state_larger_than_allowed_is_refused(origins) -> None:
         fetcher(max_nbytes=1000).fetch_state([origin.url], ref(origin), Memory())
 
 
-def test_a_manifest_that_promises_more_than_there_is(origins) -> None:
+def test_a_manifest_that_promises_more_bytes_than_the_server_has(origins) -> None:
     (origin,) = origins(1)
     longer = origin.file + bytes(5 * BLOCK)
     blocks = [xxhash.xxh3_64_hexdigest(longer[i : i + BLOCK]) for i in range(0, len(longer), BLOCK)]
@@ -446,14 +450,14 @@ def test_a_manifest_that_promises_more_than_there_is(origins) -> None:
         ({"ETag": '"0123"'}, "another state by now"),
     ],
 )
-def test_headers_that_lie(origins, headers: dict[str, str], match: str) -> None:
+def test_false_response_headers_are_refused(origins, headers: dict[str, str], match: str) -> None:
     (origin,) = origins(1)
     origin.headers = headers
     with pytest.raises(StateError, match=match):
         fetcher().fetch_state([origin.url], ref(origin), Memory())
 
 
-def test_not_http_at_all(origins) -> None:
+def test_a_source_that_does_not_speak_http_is_refused(origins) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def babble() -> None:
@@ -472,7 +476,7 @@ def test_not_http_at_all(origins) -> None:
         thread.join()
 
 
-def test_refusals_say_why(origins) -> None:
+def test_the_error_quotes_the_refusal_of_the_source(origins) -> None:
     (origin,) = origins(1, token="secret")
     with pytest.raises(StateError, match="it answered 401: The token does not match"):
         fetcher(token="wrong").fetch_state([origin.url], ref(origin), Memory())
@@ -610,7 +614,7 @@ def test_gradient_from_the_next_source_when_one_fails(origins) -> None:
     fetch.close()
 
 
-def test_gradient_that_is_gone_late_or_wrong(origins) -> None:
+def test_a_gradient_that_is_gone_or_late_or_wrong_is_reported_as_such(origins) -> None:
     one, two = origins(2)
     fetch, into = fetcher(), memoryview(bytearray(100))
     for origin in (one, two):

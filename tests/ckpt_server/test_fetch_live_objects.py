@@ -130,7 +130,7 @@ def test_a_missing_state_is_gone_and_a_wrong_token_is_reported(servers) -> None:
         StateFetcher("wrong").fetch_state([one.url], state, lambda n: memoryview(b""))
 
 
-def test_gradients(servers) -> None:
+def test_gradients_are_fetched_from_the_servers_that_hold_them(servers) -> None:
     one, two = servers(2)
     body = torch.randn(70_000, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
 

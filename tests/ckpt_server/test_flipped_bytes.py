@@ -182,7 +182,7 @@ def target(served: ServerHandle) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("kind", FLIPS)
-def test_no_flipped_byte_is_believed(target, kind, monkeypatch):
+def test_no_flipped_byte_in_transit_is_accepted(target, kind, monkeypatch):
     if kind == "compressed state":  # from the first range on
         for name in ("_FIRST_PLAIN", "_MIN_BYTES", "GAIN"):
             monkeypatch.setattr(link_speed, name, 0)

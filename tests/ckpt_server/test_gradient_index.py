@@ -121,7 +121,7 @@ def test_an_unusable_entry_publishes_nothing(attach):
     assert not handle.publish_via_shm(gradient_index.COUNT, description(2, NBYTES), META)
 
 
-def test_a_half_written_entry_counts_for_nothing():
+def test_a_half_written_entry_is_ignored():
     memory = bytearray(gradient_index.TOTAL_BYTES)
     side = gradient_index.GradientIndex(memoryview(memory))
     assert gradient_index.read_entry(memory, 3) == (0, b"")

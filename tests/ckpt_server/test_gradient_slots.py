@@ -27,7 +27,7 @@ def run(slots: GradientSlots, first: int, last: int) -> None:
         slots.prepare()
 
 
-def test_the_first_rounds_find_their_memory(attach, plane):
+def test_the_first_rounds_get_their_slots(attach, plane):
     slots = GradientSlots(attach(), NBYTES, "layout", plane)
     slots.reserve()
     reserved = [slots.handle.descriptor("gradient", index) for index in range(3)]
@@ -37,7 +37,7 @@ def test_the_first_rounds_find_their_memory(attach, plane):
     assert served(slots, range(10)) == [8, 9]
 
 
-def test_rounds_go_on_while_the_server_is_asked_for_much_memory(attach, plane):
+def test_rounds_go_on_while_the_server_allocates_a_large_slot(attach, plane):
     slots = GradientSlots(attach(), NBYTES, "layout", plane)
     slots.reserve()
 

@@ -66,7 +66,7 @@ def holder(attach):
     return handle
 
 
-def test_nothing_goes_over_the_network_unless_that_is_wanted(holder):
+def test_a_state_on_this_host_is_read_without_the_network_unless_that_is_switched_off(holder):
     target, fetcher = bytearray(len(FILE)), StateFetcher()
     found = fetched(fetcher, [holder.url], target)
     assert bytes(target) == FILE
@@ -83,7 +83,7 @@ def test_nothing_goes_over_the_network_unless_that_is_wanted(holder):
 
 
 @pytest.mark.parametrize("over_the_network", [False, True])
-def test_a_fetched_state_is_kept_once(holder, over_the_network):
+def test_a_state_fetched_from_this_host_is_held_in_memory_once(holder, over_the_network):
     target, told = memoryview(bytearray(len(FILE))), []
     fetcher = StateFetcher(progress=lambda received, nbytes: told.append((received, nbytes)))
     fetcher.same_host = not over_the_network
@@ -96,7 +96,9 @@ def test_a_fetched_state_is_kept_once(holder, over_the_network):
     fetcher.close()
 
 
-def test_a_source_on_this_host_is_asked_alone_and_the_others_when_it_fails(holder, tmp_path, monkeypatch):
+def test_a_source_on_this_host_is_asked_first_and_the_other_sources_when_it_fails(
+    holder, tmp_path, monkeypatch
+):
     other = start_server(tmp_path / "other", replica="r1")
     publish(other, 0, FILE, 40)
     monkeypatch.setattr(
@@ -119,7 +121,7 @@ def test_a_source_on_this_host_is_asked_alone_and_the_others_when_it_fails(holde
     end(other.pid)
 
 
-def test_wrong_bytes_are_no_state(holder):
+def test_wrong_bytes_in_shared_memory_are_refused(holder):
     holder.allocate("snapshot", 0, len(FILE))[-1] ^= 1
     with pytest.raises(IntegrityError, match="wrong bytes"):
         fetched(StateFetcher(), [holder.url], bytearray(len(FILE)))
@@ -161,7 +163,7 @@ def test_a_reader_cannot_write(holder):
     memory.close()
 
 
-def test_a_server_that_is_killed_meanwhile_does_not_take_its_memory_along(holder, monkeypatch):
+def test_a_reader_keeps_the_memory_of_a_server_that_is_killed_during_the_read(holder, monkeypatch):
     def read(body, into, read=local_source.MemoryBody.read):
         if holder.pid:
             end(holder.pid)
@@ -179,12 +181,12 @@ def test_a_server_that_is_killed_meanwhile_does_not_take_its_memory_along(holder
 
 
 @pytest.mark.parametrize("state", [SnapshotRef(1, 41, STATE.digest), SnapshotRef(1, 40, "0" * 32)])
-def test_another_state_is_not_shown(holder, state):
+def test_a_request_for_another_state_gets_no_memory(holder, state):
     assert HostMemory.find(place(holder), state, "", len(FILE)) is None
     assert HostMemory.find(place(holder), STATE, "", len(FILE) * 2) is None
 
 
-def test_the_token_is_wanted(attach, tmp_path):
+def test_a_local_read_needs_the_token(attach, tmp_path):
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
@@ -236,7 +238,7 @@ def test_the_token_is_not_shown_to_another_users_process():
         assert process.stdout.readline() == "b''\n"
 
 
-def test_a_socket_name_taken_by_another_process_costs_local_reads_alone(attach, run_dir):
+def test_a_socket_name_taken_by_another_process_disables_local_reads_alone(attach, run_dir):
     ports = range(28700, 28740)
     with contextlib.ExitStack() as stack:
         for port in ports:
@@ -254,7 +256,7 @@ def test_a_socket_name_taken_by_another_process_costs_local_reads_alone(attach, 
 @pytest.mark.parametrize(
     "asked", [b"no JSON\n", b"{}\n", b'{"generation":1,"step":-1,"digest":1,"token":""}\n', b"x" * 100_000]
 )
-def test_nonsense_is_refused_and_the_next_is_served(holder, asked):
+def test_a_malformed_local_request_is_refused_and_the_next_request_is_served(holder, asked):
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(20)
         line.connect(local_socket_name(place(holder)))
@@ -269,7 +271,7 @@ def test_nonsense_is_refused_and_the_next_is_served(holder, asked):
     memory.close()
 
 
-def test_a_reader_that_stops_is_overruled_when_the_slot_is_needed(holder):
+def test_a_stopped_reader_does_not_keep_a_slot_that_is_needed(holder):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from fabric.ckpt_server.fetch.local_source import HostMemory\n"
@@ -291,7 +293,7 @@ def test_a_reader_that_stops_is_overruled_when_the_slot_is_needed(holder):
         assert process.stdout.readline() == "False\n"
 
 
-def test_a_server_that_knows_nothing_of_this_is_asked_over_http(holder, monkeypatch):
+def test_a_server_without_local_reads_is_asked_over_http(holder, monkeypatch):
     monkeypatch.setattr(local_source, "local_socket_name", lambda where: f"\0fabric-no-such-name-{where}")
     target = bytearray(len(FILE))
     fetched(StateFetcher(), [holder.url], target)
@@ -328,7 +330,7 @@ def memory_files():
     return found
 
 
-def test_no_memory_is_kept_open(holder):
+def test_fetches_and_refusals_leave_no_memory_file_open(holder):
     before = memory_files()
     fetcher = StateFetcher()
     for _ in range(3):

@@ -7,7 +7,7 @@ from fabric.ckpt_server.server import log_file
 from fabric.ckpt_server.wire.channel_protocol import LOG_NAME
 
 
-def test_a_log_that_has_grown_is_kept_once_and_restarted_under_its_writer(tmp_path):
+def test_a_log_over_its_limit_is_renamed_once_and_restarted_while_its_writer_has_it_open(tmp_path):
     path = tmp_path / LOG_NAME
     with path.open("ab", buffering=0) as writer:
         writer.write(b"first\n" * 10)

@@ -110,7 +110,7 @@ class TestAServerThatDied:
         mine.snapshots.serve(arrived.slot, arrived.fetched.manifest)
         assert [s["step"] for s in fetch(mine.handle.url, "/v1/snapshots").json] == [7]
 
-    def test_a_durable_checkpoint_is_loaded_all_the_same(self, fetching, tmp_path):
+    def test_a_durable_checkpoint_is_loaded_without_a_server(self, fetching, tmp_path):
         file, state = write_one(str(tmp_path), objects(1), 3)
         mine = fetching(storage=str(tmp_path))
         kill_server(mine.handle)
@@ -177,7 +177,9 @@ def asked(monkeypatch):
 
 
 class TestAServerThatIsStopped:
-    def test_it_is_asked_once_and_nothing_waits_for_it_again_until_it_has_answered(self, attach, stop, asked):
+    def test_a_stopped_server_is_asked_once_and_no_call_waits_for_it_until_it_answers(
+        self, attach, stop, asked
+    ):
         handle = attach()
         publish(handle, 0, snapshot_file(1 << 20), 3)
         before = handle.pid
@@ -198,7 +200,7 @@ class TestAServerThatIsStopped:
         publish(handle, 1, snapshot_file(1 << 20), 4)
         assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [3, 4]
 
-    def test_memory_that_was_asked_for_meanwhile_is_given_up_with_its_descriptors(
+    def test_memory_that_a_stopped_server_allocates_too_late_is_given_up_with_its_descriptors(
         self, attach, stop, monkeypatch
     ):
         handle = attach()
@@ -256,7 +258,9 @@ class TestAServerThatIsStopped:
         assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [6]
         keeper.close(within_s=20)
 
-    def test_a_copy_that_was_given_up_does_not_begin_when_its_slot_is_free_at_last(self, attach, monkeypatch):
+    def test_a_snapshot_that_was_given_up_does_not_begin_when_its_slot_becomes_free(
+        self, attach, monkeypatch
+    ):
         handle, model, said = attach(), torch.nn.Linear(100, 100), []
         keeper, go, take = Worker("keeper", raise_), threading.Event(), SnapshotSlots.take
         monkeypatch.setattr("fabric.client.state.state_digest.SLOT_S", 0.01)
@@ -280,7 +284,9 @@ class TestAServerThatIsStopped:
             assert fetch(handle.url, "/v1/snapshots").json == []
         keeper.close(within_s=20)
 
-    def test_rounds_go_on_without_its_slots_and_do_not_write_to_those_it_serves(self, attach, stop):
+    def test_rounds_go_on_without_slots_of_a_stopped_server_and_do_not_write_to_published_slots(
+        self, attach, stop
+    ):
         handle, plane = attach(), CpuRing()
         slots = GradientSlots(handle, 1024, "layout", plane)
         slots.listening = True

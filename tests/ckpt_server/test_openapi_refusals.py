@@ -113,7 +113,7 @@ def test_a_correct_request_is_answered_as_the_document_says(url, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_without_the_token(url, path):
+def test_a_request_without_the_right_token_is_refused_as_the_document_says(url, path):
     is_open = path in ("/healthz", "/metrics")
     assert is_open == (PATHS[path]["get"].get("security") == []) == ("401" not in declared(path))
     wrong = ["", "Bearer", "Bearer ", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}"]
@@ -129,7 +129,7 @@ def test_without_the_token(url, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_another_method(url, path):
+def test_other_http_methods_are_refused(url, path):
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
         assert ask(url, path, method).status == 405, method
     assert ask(url, path, "POST", headers={"X": "y"}).status in (401, 405), "refused without a token as well"
@@ -145,7 +145,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "status", "name"), CASES)
-def test_a_refusal_that_the_document_announces(url, path, status, name):
+def test_a_refusal_has_the_status_that_the_document_announces(url, path, status, name):
     must_be_a_refusal(ask(url, path, **{name: PROVOKED[status][name]}), status, path)
     good = {k: GOOD[k] for k in parameters(path) if k in ("If-None-Match", "generation")}
     must_be_a_refusal(ask(url, path, **{**good, name: PROVOKED[status][name]}), status, path)
@@ -173,7 +173,7 @@ NEVER_MALFORMED = {"If-Match", "If-None-Match", "Accept-Encoding", "tensor"}  # 
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS if parameters(path)])
-def test_malformed_parameters(url, path):
+def test_malformed_parameters_are_refused(url, path):
     for name, parameter in parameters(path).items():
         if name in NEVER_MALFORMED:
             continue
@@ -234,7 +234,7 @@ def test_any_manifest_is_well_formed_or_refused(changed, dropped):
 
 @settings(deadline=None, max_examples=100)
 @given(JSON)
-def test_anything_else_is_no_manifest(body):
+def test_arbitrary_json_is_refused_as_a_manifest(body):
     with pytest.raises(StateError):
         check_manifest(body)
 
@@ -314,7 +314,7 @@ def test_a_name_that_occurs_twice_is_refused_by_columns_too():
 
 @settings(deadline=None, max_examples=100)
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=3))
-def test_any_json_is_a_header_or_refused(entries):
+def test_any_json_is_read_as_a_file_header_or_refused(entries):
     text = json.dumps({"__metadata__": {"fabric": "{}"}, **entries}).encode()
     file = len(text).to_bytes(8, "little") + text
     try:
@@ -326,7 +326,7 @@ def test_any_json_is_a_header_or_refused(entries):
 
 @settings(deadline=None, max_examples=100)
 @given(st.text(max_size=100), st.booleans())
-def test_any_condition_is_met_or_not(text, around):
+def test_any_if_match_header_is_met_or_not_met(text, around):
     tag = '"0123456789abcdef"'
     listed = f"{text}, {tag} " if around else text
     held = is_unchanged(listed, tag)
@@ -355,7 +355,7 @@ def test_a_header_of_bytes_that_are_no_text_is_refused():
         check_bearer("Bearer " + "\udcff" * 10, TOKEN)
 
 
-def test_without_loopback_a_token_is_wanted(tmp_path):
+def test_a_server_that_does_not_listen_on_loopback_alone_needs_a_token(tmp_path):
     command = [sys.executable, "-m", "fabric.ckpt_server", "--job=j", "--replica=r"]
     command += [f"--run-dir={tmp_path}", "--bind=0.0.0.0"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, check=False)

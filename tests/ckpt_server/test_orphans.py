@@ -45,7 +45,7 @@ def reach(trainer, point: str) -> None:
 @pytest.mark.parametrize(
     "point", ["nothing is published", "a snapshot is served", "a slot is being written", "somebody reads"]
 )
-def test_nothing_is_left(run_dir, victims, point):
+def test_a_dead_trainers_server_ends_and_leaves_no_memory(run_dir, victims, point):
     before = shared_files()
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(trainer_process(run_dir, orphan_s=0.2))

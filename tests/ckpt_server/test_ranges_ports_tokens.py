@@ -69,7 +69,7 @@ def test_range_headers_of_any_kind_are_a_range_nothing_or_refused(text):
         assert found is None or 0 <= found[0] < found[1] <= 100
 
 
-def test_if_match():
+def test_if_match_accepts_listed_tags_and_refuses_others():
     check_if_match(None, '"t"')
     check_if_match('"a","t"', '"t"')
     for header in ("", "t", 'W/"t"', '"T"'):
@@ -96,7 +96,7 @@ def stat(state: str, flags: int, threads: int) -> str:
         ("Z", 0x4, 40, "running"),  # the first thread ended alone
     ],
 )
-def test_process_states_of_the_kernel(state, flags, threads, verdict):
+def test_letters_of_the_kernel_are_read_as_process_states(state, flags, threads, verdict):
     assert parse_stat(stat(state, flags, threads)).verdict == verdict
 
 
@@ -152,7 +152,7 @@ async def test_a_process_that_cannot_be_watched_is_refused_and_the_former_is_wat
 
 
 @pytest.mark.parametrize(("text", "ports"), [("0", [0]), ("8000", [8000]), (" 80-82 ", [80, 81, 82])])
-def test_ports(text, ports):
+def test_a_setting_of_ports_is_read_as_its_list(text, ports):
     assert list(parse_ports(text)) == ports
 
 
@@ -173,7 +173,7 @@ def test_the_first_free_port_of_a_range_wins():
             assert free.getsockname()[1] > port
 
 
-def test_addresses_that_are_not_ours():
+def test_an_address_of_another_host_is_refused_for_listening():
     with pytest.raises(ConfigError, match="bind to an address of this machine"):
         bind_first_free("192.0.2.1", range(1))
     with pytest.raises(ConfigError, match="is unknown"):
@@ -189,7 +189,7 @@ def test_listening_for_others_needs_a_token():
             check_exposure(host, None)
 
 
-def test_tokens_in_files(tmp_path, caplog):
+def test_a_token_is_read_from_a_private_file(tmp_path, caplog):
     path = tmp_path / "token"
     path.write_text("  secret-1\n")
     path.chmod(0o600)
@@ -212,7 +212,7 @@ def test_tokens_in_files(tmp_path, caplog):
         read_token(tmp_path)
 
 
-def test_bearer_headers():
+def test_only_a_well_formed_bearer_header_passes():
     check_bearer("Bearer t", "t")
     check_bearer("bearer  t ", "t")
     for header in ("", "Bearer", "Bearer ", "Bearer T", "Basic t", "t", "Bearer \udcff"):
@@ -233,7 +233,7 @@ def test_bearer_headers():
         (FabricError("x"), 500),
     ],
 )
-def test_statuses(error, status):
+def test_every_error_has_its_http_status(error, status):
     assert status_of(error) == status
 
 

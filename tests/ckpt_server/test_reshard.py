@@ -162,7 +162,7 @@ def pieces(draw: Any) -> RegionRead:
 
 
 @given(pieces(), st.sampled_from([0, 16, 64, 10**6]))
-def test_runs_hold_every_element_of_the_piece_and_without_gaps_no_other(piece, gap):
+def test_byte_runs_hold_every_element_of_the_piece_and_no_other_where_gaps_are_not_allowed(piece, gap):
     shape = piece.span.shape
     count = (piece.span.end - piece.span.begin) // 8
     wanted = set(torch.arange(count).reshape(shape)[piece.box.within(piece.held)].reshape(-1).tolist())

@@ -161,7 +161,7 @@ def test_a_server_that_can_never_watch_anybody_ends(run_dir, attach):
         server.wait()
 
 
-def test_the_same_process_may_attach_again(attach):
+def test_a_process_may_attach_twice(attach):
     first = attach()
     publish(first, 0, snapshot_file(NBYTES), 3)
     second = attach(incarnation=2)
@@ -236,7 +236,7 @@ def test_finish_ends_the_server_and_an_attach_before_that_keeps_it(attach):
     wait_for(lambda: not alive(handle.pid), "the server's end")
 
 
-def test_without_a_trainer_the_server_ends_by_itself(run_dir):
+def test_a_server_without_a_trainer_ends(run_dir):
     with trainer_process(run_dir, orphan_s=0.2) as trainer:
         trainer.do("publish", slot=0, nbytes=1000, step=1)
         pid = trainer.hello["pid"]
@@ -329,7 +329,7 @@ def test_a_taken_port_is_reported_and_a_range_goes_past_it(run_dir, attach):
         assert int(url.rpartition(":")[2]) > port
 
 
-def test_bad_settings_are_one_sentence(run_dir, tmp_path):
+def test_a_bad_setting_is_refused_in_one_sentence(run_dir, tmp_path):
     empty = tmp_path / "token"
     empty.write_text(" \n")
     assert "is empty" in refused(run_dir, f"--token-file={empty}")
@@ -343,7 +343,7 @@ def test_bad_settings_are_one_sentence(run_dir, tmp_path):
     assert "cannot be used" in refused(blocked / "deeper")
 
 
-def test_the_trainer_gets_the_same_sentences(run_dir, tmp_path, attach):
+def test_a_trainer_gets_the_refusal_of_the_server_that_it_starts(run_dir, tmp_path, attach):
     with pytest.raises(Refused, match="cannot be read"):
         attach(token_file=tmp_path / "none")
     blocked = tmp_path / "file"

@@ -158,7 +158,7 @@ def test_an_answer_that_counts_as_sent_refers_to_the_memory_no_more(attach):
         assert len(got) == size or not sent
 
 
-def test_unless_read_leaves_a_slot_that_has_readers(attach):
+def test_begin_unless_read_leaves_a_slot_that_has_readers(attach):
     handle = attach()
     file = snapshot_file(NBYTES)
     publish(handle, 0, file, 1)
@@ -180,7 +180,7 @@ def resident_anonymous(pid: int) -> int:
     return int(found[1])
 
 
-def test_a_server_has_all_of_its_memory_at_hand_before_it_sends_any(attach):
+def test_a_server_sends_a_slots_descriptor_only_after_allocating_its_memory(attach):
     handle = attach()
 
     def resident_shared():
@@ -339,7 +339,7 @@ def test_memory_that_is_not_there_is_refused_with_the_sizes(attach):
     ("kind", "slot", "nbytes"),
     [("snapshot", 8, 1), ("snapshot", -1, 1), ("gradient", 256, 1), ("other", 0, 1), ("snapshot", 0, 0)],
 )
-def test_slots_and_sizes_that_cannot_be(served, kind, slot, nbytes):
+def test_impossible_slots_and_sizes_are_refused(served, kind, slot, nbytes):
     handle = served
     with pytest.raises(FabricError, match=r"slot|allocated"):
         handle.allocate(kind, slot, nbytes)

@@ -117,7 +117,7 @@ async def test_a_reader_that_stalls_is_cut_off_and_the_slot_released(served, wha
     reader.line.close()
 
 
-def test_names_that_are_near_are_found_among_very_many():
+def test_similar_names_of_tensors_are_suggested_out_of_a_hundred_thousand():
     known = [f"model/layers.{n}.attention.weight" for n in range(100_000)]
     assert "model/layers.77.attention.weight" in _near("model/layers.77.attention.weigth", known)
     assert _near("nothing like it", known) == []

@@ -69,7 +69,7 @@ def test_a_longer_partial_file_is_cut(url, tmp_path):
     state.close()
 
 
-def test_a_block_that_lies_is_refused(url, tmp_path):
+def test_a_block_with_wrong_bytes_is_refused(url, tmp_path):
     state = RemoteState(f"{url}/v1/snapshots/9000", "")
     state.manifest["blocks"][1] = "0" * 16
     with pytest.raises(IntegrityError, match="block 1 "):

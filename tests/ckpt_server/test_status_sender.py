@@ -92,7 +92,7 @@ async def trainer(run_dir: Path, **others: object) -> AsyncIterator[TrainerProce
         await asyncio.to_thread(process.end)
 
 
-async def test_running_stopped_running_gone_and_the_next_trainer(run_dir):
+async def test_the_status_follows_a_trainer_that_stops_goes_on_dies_and_is_replaced(run_dir):
     async with lighthouse() as one:
         async with trainer(run_dir, incarnation=11, lighthouse=[one.url]) as first:
             beat = await one.until(lambda p: p.trainer == "running")
@@ -117,7 +117,7 @@ async def test_running_stopped_running_gone_and_the_next_trainer(run_dir):
         assert numbers == sorted(set(numbers))
 
 
-async def test_before_any_trainer_attached_it_is_absent(run_dir):
+async def test_before_any_trainer_has_attached_the_status_says_absent(run_dir):
     async with lighthouse() as one:
         arguments = ["-m", "fabric.ckpt_server", "--job=a/b", "--replica=r 0", f"--run-dir={run_dir}"]
         server = await asyncio.create_subprocess_exec(
@@ -132,7 +132,7 @@ async def test_before_any_trainer_attached_it_is_absent(run_dir):
             assert await server.wait() == 0
 
 
-async def test_it_follows_the_redirect_to_the_leader_and_takes_the_token_along(run_dir, tmp_path):
+async def test_the_sender_follows_the_redirect_to_the_leader_and_shows_the_token_there(run_dir, tmp_path):
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
@@ -174,7 +174,7 @@ async def test_a_wrong_token_is_logged_once_and_the_server_serves_on(run_dir, tm
 
 
 @pytest.mark.parametrize("reply", ["x" * 100_000, "\x00nonsense"])
-async def test_replies_of_any_kind_do_no_harm(run_dir, reply):
+async def test_unexpected_replies_do_not_stop_the_status_sender(run_dir, reply):
     beats = asyncio.Queue()
 
     async def status(request: web.Request) -> web.StreamResponse:

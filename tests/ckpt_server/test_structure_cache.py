@@ -63,7 +63,7 @@ def encoded(monkeypatch):
     return paths
 
 
-def test_steps_of_training_describe_only_their_settings_again(encoded):
+def test_after_the_first_step_only_settings_of_the_optimizer_are_described_again(encoded):
     objects = training()
     step(objects)
     describer = StateDescriber(objects)
@@ -80,7 +80,7 @@ def test_steps_of_training_describe_only_their_settings_again(encoded):
     assert told == {"optimizer/param_groups"}
 
 
-def test_an_optimizer_that_gets_its_state_late(encoded):
+def test_an_optimizer_that_gets_its_state_after_the_first_step_is_described(encoded):
     objects = training()
     describer = StateDescriber(objects)
     before = same(describer, 0)
@@ -157,7 +157,7 @@ VALUES = [
 ]
 
 
-def test_any_value_after_any_other():
+def test_the_description_is_right_after_any_change_of_value():
     holder = Holder(None)
     describer = StateDescriber({"a": Holder({"same": torch.ones(3)}), "x": holder})
     for one in VALUES:
@@ -167,7 +167,7 @@ def test_any_value_after_any_other():
                 same(describer, 1)
 
 
-def test_objects_in_containers_are_looked_at_every_time():
+def test_objects_in_containers_are_described_at_every_capture():
     inner = {"list": [1, {"deep": 2}]}
     describer = StateDescriber({"x": Holder({"a": inner})})
     same(describer, 1)
@@ -177,7 +177,7 @@ def test_objects_in_containers_are_looked_at_every_time():
     same(describer, 3)
 
 
-def test_an_indescribable_value_is_refused_whenever_it_comes_and_described_after_it():
+def test_an_indescribable_value_is_refused_at_every_capture_and_its_successor_is_described():
     holder = Holder({"a": 1})
     describer = StateDescriber({"x": holder})
     same(describer, 1)
@@ -209,7 +209,7 @@ def test_a_view_keeps_the_memory_that_it_describes():
     assert view.tensors[0][1].tolist() == [1, 1, 1]
 
 
-def test_values_without_a_structure():
+def test_arrays_sets_and_deep_lists_are_not_cached():
     for value in (np.ones(2), {1, 2}, {"a": object()}, {(1,): 2}, math.nan, torch.zeros(2, 3).t()):
         assert not record_structure(value, [], [])
     deep = []

@@ -220,7 +220,7 @@ def test_a_change_that_torch_does_not_count_is_found_where_the_digest_is_known(t
     assert fetch(handle.url, "/v1/snapshots").json == []
 
 
-def test_the_digest_that_is_known_is_that_of_the_copy(taken, keeper, model):
+def test_a_snapshot_is_published_under_the_digest_that_was_taken_before(taken, keeper, model):
     snapshots, handle = taken
     done = threading.Event()
     digest = capture({"model": model}, 7).digest()

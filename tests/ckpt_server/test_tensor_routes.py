@@ -39,14 +39,14 @@ def url(served: ServerHandle) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_by_name(url, name):
+def test_a_tensor_is_served_by_its_name(url, name):
     answer = fetch(url, f"/v1/snapshots/500/tensors/{name.replace(' ', '%20')}")
     assert answer.status == 200 and answer.body == TENSORS[name].numpy().tobytes()
     assert answer.headers["X-Fabric-Dtype"] == NAMES[TENSORS[name].dtype]
     assert answer.headers["X-Fabric-Shape"] == ",".join(map(str, TENSORS[name].shape))
 
 
-def test_the_manifest_without_the_tensors_says_the_same_otherwise(url):
+def test_the_manifest_without_tensors_equals_the_full_one_in_all_else(url):
     whole = fetch(url, "/v1/snapshots/latest/manifest").json
     short = fetch(url, "/v1/snapshots/latest/manifest?tensors=0").json
     assert set(whole.pop("tensors")) == set(SHAPES)
@@ -100,7 +100,7 @@ def test_values_that_are_not_finite_are_counted_and_left_out():
     json.dumps(found, allow_nan=False)
 
 
-def test_it_ends_when_the_slot_is_wanted():
+def test_statistics_of_a_tensor_end_when_the_slot_is_withdrawn():
     assert summarise(memoryview(bytes(8)), "F64", (1,), lambda: True) is None
 
 

@@ -143,7 +143,7 @@ def test_any_text_is_a_box_within_the_tensor_or_refused(text, shape):
     assert all(0 <= begin <= end <= size for (begin, end), size in zip(box, shape, strict=True))
 
 
-def test_a_shard_that_has_nothing_of_the_box():
+def test_a_slice_outside_this_ranks_shard_is_empty():
     shard = Shard((10, 5), (4, 0))
     assert local_part(((0, 4), (0, 5)), shard, (4, 5)) is None
     assert local_part(((3, 5), (0, 1)), shard, (4, 5)) == ((0, 1), (0, 1))
@@ -160,7 +160,7 @@ WHAT_JSON_HAS = st.recursive(
 
 @settings(deadline=None)
 @given(WHAT_JSON_HAS)
-def test_no_description_of_shards_makes_it_stumble(described):
+def test_any_description_of_shards_is_used_or_refused(described):
     for shard in find_shards(json.dumps({"$shard": described})).values():
         assert len(shard.shape) == len(shard.offset)
     assert find_shards('{"$shard"') == {}

@@ -103,7 +103,7 @@ def test_a_malformed_attach_is_refused_and_cut_off(served, body):
     "line",
     [b"\n", b"[]\n", b"nonsense\n", b"\xff\xfe\n", b"[" * 5000 + b"\n", b'{"op": NaN}\n', b"1\n", b"null\n"],
 )
-def test_lines_that_are_no_request(raw, line):
+def test_lines_that_are_not_requests_are_refused(raw, line):
     for _ in range(2):
         raw.send(line)
         answer = raw.answer()
@@ -193,13 +193,13 @@ def test_requests_in_pieces_and_many_at_once(raw):
         assert raw.answer() == {"ok": True, "readers": 0}
 
 
-def test_finish_wants_a_sane_time(raw):
+def test_finish_refuses_an_impossible_linger_time(raw):
     for linger_s in (-1, 1e9, "5", None):
         assert raw.ask(op="finish", linger_s=linger_s)["ok"] is False
 
 
 @given(st.lists(st.binary(max_size=20).map(lambda b: b.replace(b"\n", b"")), max_size=10), st.randoms())
-def test_lines_come_out_as_they_went_in(lines, chance):
+def test_the_line_buffer_returns_lines_as_they_were_sent(lines, chance):
     data = b"".join(line + b"\n" for line in lines)
     buffer, got = LineBuffer(100), []
     while data:

@@ -213,7 +213,7 @@ def test_float32_averages_beside_bfloat16_parameters_keep_their_bits() -> None:
         lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
     ],
 )
-def test_schedulers(build) -> None:
+def test_schedulers_are_restored(build) -> None:
     def setup() -> dict:
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1)
         return {"optimizer": optimizer, "scheduler": build(optimizer)}
@@ -346,7 +346,7 @@ def test_read_only_memory_is_fine() -> None:
     verify(joiner, 1, view.digest())
 
 
-def test_verify_notices_an_object_that_forgets() -> None:
+def test_verify_notices_an_object_that_does_not_restore_its_state() -> None:
     class Forgetful(Stubborn):
         def load_state_dict(self, state: dict) -> None:
             self.values["a"] = state["a"]
@@ -458,7 +458,7 @@ def rewrite(file: bytes | bytearray, change) -> bytes:
         (lambda h, d: h.update(y=dict(h["x/t"])), "overlap or leave a gap"),
     ],
 )
-def test_a_header_that_lies_is_named(change, match: str) -> None:
+def test_a_false_header_is_refused_with_its_fault_named(change, match: str) -> None:
     holder = Stubborn()
     holder.values = {"a": 1, "b": 2, "t": torch.arange(3, dtype=torch.float32)}
     file = to_bytes(capture({"x": holder}, 1))

@@ -62,7 +62,7 @@ class Caller:
         self._socket.close()
 
 
-async def test_only_so_many_are_served_at_once_and_all_end_with_it(tmp_path):
+async def test_connections_over_the_limit_are_closed_and_all_end_with_the_listener(tmp_path):
     async with served(tmp_path, most=2) as path:
         first, second, third, fourth = [await Caller().connect(path) for _ in range(4)]
         assert await first.ask(b"a") == b'{"said":"a"}\n'

@@ -65,7 +65,7 @@ def test_the_page_draws_every_commit_and_every_epoch(verdict: Verdict) -> None:
     assert "verdict good" in page
 
 
-def test_a_broken_run_is_shown_as_one_and_escaped(directory: Path) -> None:
+def test_the_page_of_a_run_with_a_broken_invariant_says_so_and_escapes_names(directory: Path) -> None:
     path = directory / "journal" / "r0.jsonl"
     lines = path.read_text().splitlines()
     name = "<script>alert(1)</script>"
@@ -102,7 +102,7 @@ def test_the_tables_show_failures_and_joins(verdict: Verdict) -> None:
     assert "4.0 MB" in text and "0.20 GB/s" in text and VICTIM in text
 
 
-def test_ticks_are_round_and_inside() -> None:
+def test_axis_ticks_are_round_numbers_inside_the_range() -> None:
     assert nice_ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
     for low, high in [(0.13, 5.7), (0, 0.003), (-3, 3), (5, 5)]:
         ticks = nice_ticks(low, high)

@@ -71,7 +71,7 @@ def test_the_schedule_warms_up_and_comes_down() -> None:
     assert schedule(0, 1) > 0 and schedule(5, 1) > 0
 
 
-def test_the_control_run_takes_one_gradient_away_after_a_failure() -> None:
+def test_the_control_run_leaves_out_one_gradient_after_a_failure() -> None:
     from fabric.cli.demo.trainer import ControlRun
 
     loss, control = torch.tensor(2.0), ControlRun(armed=True)

@@ -189,7 +189,7 @@ def test_every_line_says_which_rank_wrote_it(play):
     ]
 
 
-def test_one_rank_writes_as_it_would_alone(play):
+def test_the_output_of_a_single_rank_is_passed_on_unchanged(play):
     done = play.run()
     assert (done.returncode, done.stdout, done.stderr) == (0, "out 0\n", "err 0\n")
 
@@ -279,7 +279,7 @@ def test_a_device_that_fails_twice_is_left_out(play):
     assert "device 1 has failed repeatedly" in done.stderr
 
 
-def test_a_count_that_is_no_range_needs_all_devices(play):
+def test_a_fixed_number_of_ranks_needs_all_devices(play):
     done = play.run("--ranks", "2", PLAY_0="0", PLAY_1="76")
     assert done.returncode == 1 and layouts(play) == ["ranks=2", "ranks=2"]
     assert "1 of its devices work, and 2 ranks are needed" in done.stderr

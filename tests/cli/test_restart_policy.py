@@ -47,7 +47,7 @@ def end(*codes: int, first: tuple[int, ...] | None = None, ran_s: float = 1.0) -
         ((3,), None, None),
     ],
 )
-def test_which_ends_are_final(codes, first, code):
+def test_only_final_exit_codes_end_the_launcher(codes, first, code):
     move = RestartPolicy().judge(end(*codes, first=first))
     assert move.code == code and not move.refused
 
@@ -116,5 +116,5 @@ def test_fewer_devices_lead_to_the_next_layout_that_the_script_builds():
         ("none", ()),
     ],
 )
-def test_cuda_visible_devices_says_which(listed, devices):
+def test_cuda_visible_devices_names_the_devices(listed, devices):
     assert select_devices(listed, ("0", "1", "2")) == devices

@@ -80,7 +80,7 @@ def test_torch_is_imported_at_low_priority_and_the_script_runs_at_its_usual_one(
         ("raise KeyboardInterrupt", -2, "KeyboardInterrupt"),
     ],
 )
-def test_a_script_ends_as_it_wants(folder, source, code, says, monkeypatch):
+def test_a_scripts_exit_code_and_output_are_its_own(folder, source, code, says, monkeypatch):
     script = folder / "train.py"
     script.write_text(source)
     # Nothing to import: that takes seconds, and is another test's.
@@ -107,7 +107,7 @@ def test_a_module_runs_as_python_would_run_it(folder):
 
 
 @pytest.mark.parametrize("words", [[], ["nowhere.py"], ["-m"]])
-def test_no_script_is_a_mistake_that_is_named(folder, words):
+def test_a_missing_script_is_named_in_the_error(folder, words):
     ended = fabric_run(folder, *words)
     assert ended.returncode == 2
     assert "SCRIPT" in ended.stderr

@@ -222,7 +222,9 @@ def test_time_that_goes_back_is_noticed(honest: SyntheticRun) -> None:
 
 
 @pytest.mark.parametrize(("event", "is_broken"), [("plane", False), ("abort", True), ("epoch", True)])
-def test_after_its_end_only_links_get_events(honest: SyntheticRun, event: str, is_broken: bool) -> None:
+def test_after_its_end_a_process_may_log_link_events_only(
+    honest: SyntheticRun, event: str, is_broken: bool
+) -> None:
     """The network's thread may tell of links in the moment of the end; nothing else may follow it."""
 
     def change(lines: list[Entry]) -> None:
@@ -274,7 +276,7 @@ def test_a_torn_line_elsewhere_is_noticed(directory: Path) -> None:
     assert any("cannot be read" in line for line in verify(directory).broken)
 
 
-def test_the_command_says_what_is_wrong_and_exits_1(directory: Path) -> None:
+def test_the_verify_command_names_the_fault_and_exits_1(directory: Path) -> None:
     assert run_verify(directory)[0] == 0
     path = directory / "journal" / "r0.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -286,7 +288,9 @@ def test_the_command_says_what_is_wrong_and_exits_1(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("steps", 11), ("digests_equal", 1), ("final_loss", 0.1), ("joins", 0)]
 )
-def test_a_summary_that_says_something_else_is_noticed(directory: Path, name: str, value: object) -> None:
+def test_a_summary_that_contradicts_the_journals_is_noticed(
+    directory: Path, name: str, value: object
+) -> None:
     path = directory / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     code, output = run_verify(directory)

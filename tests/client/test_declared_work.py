@@ -27,13 +27,13 @@ def test_the_lengths_of_packed_documents(lengths):
 
 
 @pytest.mark.parametrize("number", [512, 512.0, torch.tensor(512)])
-def test_one_number(number):
+def test_one_declared_number_is_the_work_of_the_step(number):
     begun = step()
     begun.add_weight(work=number)
     assert begun.take_work(4) == WorkAmount(512.0, 0.0, 4.0)
 
 
-def test_without_a_word_the_number_of_samples_counts():
+def test_undeclared_work_is_the_number_of_samples():
     begun = step()
     begun.add_weight()
     assert begun.take_work(4) == WorkAmount(4.0, 0.0, 4.0)

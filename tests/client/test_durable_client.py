@@ -40,13 +40,13 @@ class TestWhoAndWhen:
         assert self.writers(20, durable_every=10) == ["a"]
         assert self.writers(25, durable_every=10) == self.writers(0, durable_every=10) == []
 
-    def test_the_next_member_writes_when_it_is_gone_and_never_a_joining_one(self):
+    def test_when_the_writer_is_gone_the_next_member_writes_but_no_joining_member(self):
         without = replace(RECORD, roster=RECORD.roster[1:])
         assert self.writers(20, without, durable_every=10) == ["b"]
         fresh = replace(RECORD, roster=(replace(RECORD.roster[0], joining=True), *RECORD.roster[1:]))
         assert self.writers(20, fresh, durable_every=10) == ["b"]
 
-    def test_time_counts_from_the_start(self):
+    def test_the_interval_between_checkpoints_counts_from_the_start(self):
         assert self.writers(3, durable_every_s=0.0) == ["a"]
         assert self.writers(3, durable_every_s=1e6) == []
 
@@ -55,7 +55,7 @@ class TestWhoAndWhen:
         assert mine.is_due(20, RECORD) and not mine.is_due(20, RECORD)
         assert not mine.is_due(20, RECORD, last=True) and mine.is_due(23, RECORD, last=True)
 
-    def test_nothing_without_storage_or_before_the_first_epoch(self):
+    def test_no_member_writes_without_storage_or_before_the_first_epoch(self):
         assert not durable("", durable_every=1).is_due(5, RECORD)
         assert not durable("x", durable_every=1).is_due(5, None)
         assert durable("").find() == ()
@@ -133,7 +133,9 @@ class TestStorageThatDoesNotAnswer:
         said = capfd.readouterr().err
         assert "stuck://x/job has not answered for 0 s: it is left for later, for others hold" in said
 
-    def test_else_the_trainer_waits_for_it_and_says_so_once(self, monkeypatch, capfd):
+    def test_without_peers_that_hold_the_state_the_trainer_waits_for_storage_and_says_so_once(
+        self, monkeypatch, capfd
+    ):
         def held(_):
             times.append(1)
             if len(times) == 5:
@@ -183,12 +185,12 @@ class TestLadder:
         transfer.close()
         return heard, bytes(slots.memory)
 
-    def test_storage_is_asked_when_memory_fails(self, tmp_path):
+    def test_storage_is_read_when_the_state_sources_fail(self, tmp_path):
         file, state = write_one(str(tmp_path), objects(1), 3)
         heard, found = self.fetch(str(tmp_path), state, (DURABLE, NOBODY))
         assert heard == [io.StateFetched(3, state.digest)] and found == file
 
-    def test_memory_that_is_away_may_come_back_and_storage_that_fails_does_not(self, tmp_path):
+    def test_a_missing_server_leaves_a_state_usable_and_failed_storage_makes_it_unusable(self, tmp_path):
         state = SnapshotRef(1, 3, "0" * 32)
         (away,), _ = self.fetch(str(tmp_path), state, (NOBODY,))
         assert isinstance(away, io.FetchFailed) and not away.unusable

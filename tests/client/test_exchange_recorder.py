@@ -8,7 +8,7 @@ def read(recorder: ExchangeRecorder, epoch: int = 3) -> Recording:
     return parse_recording(recorder.to_json("r1", 2, epoch, ["r0", "r1"]), Process("", 0), "x")
 
 
-def test_rounds_that_ended_were_aborted_and_are_under_way():
+def test_the_recording_tells_completed_aborted_and_running_rounds_apart():
     recorder = ExchangeRecorder()
     done = recorder.begin(3, 7, 1024, ("float32",))
     done.reduce_s = 0.25

@@ -74,7 +74,7 @@ def test_every_rank_gets_its_part_from_any_layout(theirs, own):
         assert (meta.digest, meta.weight, meta.epoch) == ("round", 8.0, 3)
 
 
-def test_ranks_that_hold_nothing_of_mine_are_not_asked():
+def test_ranks_that_hold_no_part_of_this_rank_are_not_asked():
     servers = Servers(r0=ROWS)
     alone = ReplicaLayout((tuple(held for held in SINGLE.ranks[0] if held.name == "half"),))
     pieces = PieceFetcher(LaneDirectory("me", 0, alone, layout_text(alone)))
@@ -82,14 +82,14 @@ def test_ranks_that_hold_nothing_of_mine_are_not_asked():
     assert servers.asked == ["http://r0:0"]
 
 
-def test_the_next_member_gives_what_the_first_does_not_have():
+def test_the_next_member_is_asked_for_parts_that_the_first_does_not_have():
     servers = Servers(r0=ROWS, r1=SINGLE)
     servers.published["http://r0:1"][2] = StateError("not yet")
     flat, _ = fetch(servers, SINGLE, 0)
     assert torch.equal(flat, flat_of(SINGLE, 0, gradient_of(5)))
 
 
-def test_it_is_gone_only_where_all_say_so():
+def test_a_gradient_is_gone_only_when_all_members_say_so():
     servers = Servers(r0=ROWS, r1=SINGLE)
     servers.published["http://r0:0"][2] = Gone("overwritten")
     servers.published["http://r1:0"][2] = StateError("not yet")
@@ -125,7 +125,7 @@ def test_a_gradient_of_another_size_than_announced_is_refused():
         fetch(servers, SINGLE, 0)
 
 
-def test_without_members_it_is_not_there_yet():
+def test_without_members_a_gradient_is_not_published_yet():
     pieces = PieceFetcher(LaneDirectory("me", 0, SINGLE, layout_text(SINGLE)))
     pieces.newest = lambda: SimpleNamespace(roster=(member("me", SINGLE), member("away", SINGLE)))
     order = io.FetchGradient(1, 9, ("http://me:0#0",))

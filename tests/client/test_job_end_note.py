@@ -8,7 +8,7 @@ from fabric.model import Fence, JobEnd
 WORD = JobEnd(Fence("s", 1, 3), 40, 1795)
 
 
-def test_the_next_process_finds_the_last_ones_note(tmp_path):
+def test_the_next_process_reads_the_note_of_its_predecessor(tmp_path):
     assert job_end_note.find(tmp_path) is None
     job_end_note.leave(tmp_path, WORD)
     assert job_end_note.find(tmp_path) == WORD
@@ -16,7 +16,7 @@ def test_the_next_process_finds_the_last_ones_note(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"fence": 3}', '{"step": 1, "incarnation": 2}', "\0"])
-def test_an_unreadable_marker_says_nothing(tmp_path, text):
+def test_an_unreadable_note_is_ignored(tmp_path, text):
     (tmp_path / "ended.json").write_text(text)
     assert job_end_note.find(tmp_path) is None
 

@@ -72,7 +72,7 @@ def as_file(replica: Replica, step: int) -> memoryview:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_that_is_loaded_and_replayed_at_low_priority_is_bitwise_the_others(name):
+def test_a_state_loaded_and_replayed_at_low_priority_equals_the_other_members_bitwise(name):
     veteran, newcomer = Replica(OPTIMIZERS[name]), Replica(OPTIMIZERS[name], seed=2)
     for number in range(3):
         veteran.step(number)
@@ -92,7 +92,7 @@ def test_a_state_that_is_loaded_and_replayed_at_low_priority_is_bitwise_the_othe
     assert "step" not in newcomer.optimizer.__dict__
 
 
-def test_as_many_threads_share_an_operation_as_in_the_main_thread():
+def test_a_low_priority_operation_uses_as_many_threads_as_in_the_main_thread():
     # A sum over many elements is cut by their number, and its bits are those of the cut.
     assert run_low_priority(torch.get_num_threads) == torch.get_num_threads()
 

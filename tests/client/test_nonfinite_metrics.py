@@ -22,7 +22,7 @@ def travelled(*contributions):
 @pytest.mark.parametrize(
     "values", [(1.0, 2.0), (1.0, NAN), (INF, 2.0), (-INF, 1.0), (INF, -INF), (NAN, INF), (INF, INF)]
 )
-def test_sums_are_those_of_floating_point(values):
+def test_infinities_in_a_metric_sum_as_floating_point_numbers_do(values):
     found = travelled(*({"loss": v, "n": 1.0} for v in values))
     assert found == pytest.approx({"loss": sum(values), "n": 2.0}, nan_ok=True)
 

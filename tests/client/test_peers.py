@@ -62,7 +62,7 @@ async def test_a_link_that_is_not_made_names_the_next_member_of_the_ring():
     assert (failed.about, failed.why, failed.unreachable) == ("a", "no link to a within 1 s", ())
 
 
-async def test_an_address_without_a_connection_is_told_apart(nobody, monkeypatch):
+async def test_a_peer_that_cannot_be_reached_is_named_as_unreachable(nobody, monkeypatch):
     monkeypatch.setattr(shell, "CONNECT_S", 0.2)
     async with Party("a") as a:
         a.peers.link_up(of(a.member, Member("b", 1, nobody, "")))
@@ -78,7 +78,7 @@ async def test_a_probe_finds_the_reachable_peers_and_leaves_no_link(nobody):
         assert a.peers.linked == b.peers.linked == [] and b.events.empty()
 
 
-async def test_two_that_reach_each_other_are_linked():
+async def test_two_members_that_reach_each_other_are_linked():
     async with Party("a") as a, Party("b") as b:
         record = of(a.member, b.member)
         for party in (a, b):

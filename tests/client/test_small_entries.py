@@ -6,7 +6,7 @@ from fabric.client.state.small_entries import small_entries
 from fabric.protocol.rules.divergence import MAX_ENTRIES
 
 
-def test_learning_rates_and_counters_are_there_and_tensors_are_not():
+def test_learning_rates_and_counters_are_entries_and_tensors_are_not():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
@@ -23,7 +23,7 @@ def test_a_learning_rate_in_a_tensor_is_its_number():
     assert dict(small_entries({"optimizer": optimizer}))["optimizer/param_groups/0/lr"] == "0.5"
 
 
-def test_a_large_state_says_little():
+def test_the_entries_of_a_large_state_are_bounded():
     class Large:
         def state_dict(self):
             return {"values": [list(range(1000))] * 1000, "text": "x" * 100_000, "itself": {"of": [self]}}

@@ -26,7 +26,7 @@ def intervals(found):
 
 
 @pytest.mark.parametrize(("step_s", "cost_s"), [(0.1, 0.1), (1.0, 0.3), (7.0, 0.01), (0.01, 2.0)])
-def test_the_budget_is_kept_and_used(step_s, cost_s):
+def test_snapshots_take_as_much_time_as_the_budget_allows_and_no_more(step_s, cost_s):
     found = play(OverheadBudget(0.02), step_s, cost_s, 20_000)
     assert found[0] == (1000.0 + step_s, 1), "the state before the first step is worth nothing"
     for interval in intervals(found):
@@ -37,7 +37,7 @@ def test_the_budget_is_kept_and_used(step_s, cost_s):
 
 @pytest.mark.parametrize(("step_s", "cost_s"), [(1.0, 100.0), (45.0, 30.0), (90.0, 0.5)])
 @pytest.mark.parametrize("share", [0.0, 0.02])
-def test_nothing_recoverable_is_ever_older_than_the_limit(step_s, cost_s, share):
+def test_the_newest_snapshot_is_never_older_than_the_limit(step_s, cost_s, share):
     """Until the next copy is complete, the state before is what could be recovered."""
     found = play(OverheadBudget(share, 600.0), step_s, cost_s, 2000)
     assert len(found) > 3
@@ -73,7 +73,7 @@ def test_every_n_steps_are_the_same_steps_on_all_replicas():
     assert not late.is_due(28, 0.0), "a boundary that is met again has its snapshot"
 
 
-def test_settings_choose():
+def test_settings_choose_the_snapshot_policy():
     assert policy_of(Settings()) == OverheadBudget(0.02, 600.0)
     assert policy_of(Settings(snapshot_share=0.5, snapshot_max_age_s=9.0)) == OverheadBudget(0.5, 9.0)
     assert policy_of(Settings(snapshot_every=5)) == EverySteps(5)
@@ -89,6 +89,6 @@ def test_settings_choose():
         lambda: policy_of(Settings(snapshot_max_age_s=0.0)),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make):
+def test_impossible_snapshot_settings_are_refused(make):
     with pytest.raises(ConfigError):
         make()

@@ -44,7 +44,7 @@ def test_the_lock_file_of_an_older_version_names_its_newest_process(tmp_path):
     assert before == (7000,) and incarnation > 7000
 
 
-def test_the_lock_file_remembers_so_many_processes_and_no_more(tmp_path):
+def test_the_lock_file_remembers_a_bounded_number_of_processes(tmp_path):
     (tmp_path / "trainer.lock").write_bytes(b"".join(f"{n}\n".encode().ljust(32) for n in range(90, 60, -1)))
     _, before = claim(tmp_path)
     assert before == tuple(range(90, 74, -1))

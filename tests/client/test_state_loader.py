@@ -149,7 +149,7 @@ def test_the_loaded_and_the_unusable_states_whatever_the_sources_do(monkeypatch)
     assert seen == {"StateFetched", "FetchFailed"}
 
 
-def test_a_second_fetch_begins_again_with_nothing_of_the_first(monkeypatch):
+def test_a_second_fetch_uses_no_result_of_the_first(monkeypatch):
     host = Host("none", {"http://a": "good"}, True)
     told, transfer = fetch(host, Storage(), monkeypatch, durable=False)
     assert told == io.StateFetched(7, DIGEST) and transfer.state is not None
@@ -215,7 +215,7 @@ def content(half: int) -> str:
     ("size", "chosen"),
     [(1, {0: ("http://single",)}), (2, {0: ("http://two0",), 1: ("http://two1", "http://again1")})],
 )
-def test_a_state_is_read_in_one_layout_its_own_at_best(size, chosen):
+def test_a_state_is_read_from_one_layout_preferably_its_own(size, chosen):
     servers = Layouts(
         single=[content(7)],
         two0=[content(3), content(4)],

@@ -123,7 +123,7 @@ def test_with_a_rack_the_record_says_which_shards_are_read():
         ({"shares": 1}, "session.loader knows no shares: its options are policy"),
     ],
 )
-def test_options_that_cannot_be(options, words):
+def test_impossible_data_options_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         parse_options(options)
 
@@ -235,7 +235,7 @@ def test_forgotten_accumulation_is_noticed_although_workers_draw_ahead():
     assert sampler._exchanged == 4
 
 
-def test_nothing_drawn_is_refused():
+def test_a_step_in_which_the_sampler_drew_no_sample_is_refused():
     with pytest.raises(ConfigError, match="drew 0 samples"):
         sampler_of().take(0)
 

@@ -115,6 +115,6 @@ def test_objects_made_after_attach_are_noticed_before_the_first_contribution():
         ({"step": -1}, "step is -1: give the number"),
     ],
 )
-def test_choices_that_cannot_be(choice, why):
+def test_impossible_values_of_attach_arguments_are_refused(choice, why):
     with pytest.raises(ConfigError, match=why):
         Choices(**choice)

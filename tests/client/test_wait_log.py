@@ -40,7 +40,7 @@ def lines():
     wait_log.log.removeHandler(handler)
 
 
-def test_a_waiting_trainer_says_for_what_and_goes_on_with_the_order(lines):
+def test_a_waiting_trainer_logs_its_reason_and_continues_when_the_awaited_effect_comes(lines):
     orders = queue.SimpleQueue()
     waiting = WaitLogger("r0", lambda: "r2 in step 7", first_s=0.01)
     giver = threading.Thread(target=lambda: lines.said.acquire() and orders.put("go on"))
@@ -52,7 +52,7 @@ def test_a_waiting_trainer_says_for_what_and_goes_on_with_the_order(lines):
     assert re.fullmatch(r"fabric: r0 has waited \d+ s: for r2 in step 7", line)
 
 
-def test_it_is_said_again_at_growing_intervals(lines):
+def test_a_long_wait_is_logged_at_growing_intervals(lines):
     waiting = WaitLogger("r0", lambda: "r2")
     told = [(5, 60), (65, 120), (185, 240), (425, 480), (905, 600), (1505, 600), (5000, 60)]
     for now, again_s in told:

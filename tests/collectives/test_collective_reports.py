@@ -30,7 +30,7 @@ def explained(
     return report
 
 
-def test_all_done_is_nothing():
+def test_completed_collectives_lead_to_the_verdict_nothing_found():
     done = [entry(n) for n in range(1, 9)]
     [conclusion] = explained({0: done, 1: done, 2: done}).conclusions
     assert conclusion.verdict == "nothing found"
@@ -41,14 +41,14 @@ def test_no_entry_at_all_says_which_setting_records():
     assert conclusion.verdict == "nothing found" and "TORCH_FR_BUFFER_SIZE" in conclusion.why
 
 
-def test_an_absent_rank_with_an_empty_recording():
+def test_a_rank_with_an_empty_recording_is_absent():
     hung = [entry(1, state="started")]
     [conclusion] = explained({0: hung, 1: hung, 2: []}).conclusions
     assert (conclusion.verdict, conclusion.about) == ("absent rank", ("rank 2",))
     assert "rank 2: its recording is empty" in conclusion.evidence[0]
 
 
-def test_an_absent_rank_without_a_dump():
+def test_a_rank_without_a_dump_is_absent():
     hung = [entry(1), entry(2, state="started")]
     [conclusion] = explained({0: hung, 1: hung}).conclusions
     assert conclusion.about == ("rank 2",) and conclusion.why.endswith("no recording of it was given")
@@ -90,7 +90,7 @@ def test_two_circles_and_who_waits_for_them():
     ]
 
 
-def test_a_call_to_which_all_have_come():
+def test_a_call_that_all_ranks_have_entered_is_explained():
     hung = [entry(1), entry(2, state="started")]
     [conclusion] = explained({0: hung, 1: hung, 2: hung}).conclusions
     assert (conclusion.verdict, conclusion.about) == ("stuck transfer", ("rank 0", "rank 1", "rank 2"))
@@ -107,7 +107,7 @@ def test_the_minority_is_blamed_for_another_operation():
     )
 
 
-def test_what_follows_a_mismatch_is_not_told_again():
+def test_calls_that_wait_behind_a_mismatch_are_not_reported_separately():
     usual = [entry(n, state="started") for n in (1, 2, 3)]
     odd = [entry(n, "broadcast", state="started") for n in (1, 2, 3)]
     assert len(explained({0: usual, 1: usual, 2: odd}).conclusions) == 1
@@ -214,7 +214,7 @@ def test_replicas_have_worlds_of_their_own():
     assert (conclusion.verdict, conclusion.about) == ("absent rank", ("r1 rank 1",))
 
 
-def test_a_living_job_is_accused_of_what_lasts_only():
+def test_in_a_living_job_only_lasting_waits_are_reported():
     before, after = [entry(1, state="started")], [entry(1), entry(2, state="started")]
     first = waits(side_by_side(recordings({0: before, 1: [], 2: before})))
     assert first, "a look at a living job sees calls that are under way"

@@ -28,14 +28,14 @@ def explained(folder: Path, ranks: int, trouble: str, *, one_by_one: bool = Fals
     return by_pickle  # it has the lines of the program, which the JSON has not
 
 
-def test_ranks_in_order(tmp_path):
+def test_ranks_that_call_in_the_same_order_lead_to_no_mismatch(tmp_path):
     report = explained(tmp_path, 3, "in_order")
     # On a loaded machine one of them may come last time after time.
     assert {c.verdict for c in report.conclusions} <= {"nothing found", "straggler"}
     assert [len(x.collectives) for x in report.calls.recordings] == [8, 8, 8]
 
 
-def test_a_rank_that_never_comes(tmp_path):
+def test_a_rank_that_never_enters_a_collective_is_named(tmp_path):
     report = explained(tmp_path, 3, "absent")
     [conclusion] = report.conclusions
     assert (conclusion.verdict, conclusion.about) == ("absent rank", ("rank 2",))
@@ -47,7 +47,7 @@ def test_a_rank_that_never_comes(tmp_path):
     assert any("gloo_rank.py" in line and line.endswith(" absent") for line in conclusion.evidence[1:])
 
 
-def test_a_rank_whose_dump_is_missing(tmp_path):
+def test_a_rank_whose_dump_is_missing_is_named(tmp_path):
     with GlooWorld(tmp_path, 3, "absent") as world:
         world.get_into_trouble()
         left = recordings(world.files("pickle")[:2])
@@ -56,19 +56,19 @@ def test_a_rank_whose_dump_is_missing(tmp_path):
     assert conclusion.why.endswith("has come; rank 2 was not read: no answer within 3 s")
 
 
-def test_another_operation(tmp_path):
+def test_a_rank_in_another_operation_is_named(tmp_path):
     conclusion = explained(tmp_path, 3, "operation").conclusions[0]
     assert (conclusion.verdict, conclusion.about) == ("mismatched operation", ("rank 0",))
     assert "rank 0 is in broadcast where rank 1 and rank 2 are in all_reduce" in conclusion.why
 
 
-def test_another_size(tmp_path):
+def test_different_sizes_at_two_ranks_are_named(tmp_path):
     conclusion = explained(tmp_path, 2, "sizes", one_by_one=True).conclusions[0]
     assert (conclusion.verdict, conclusion.about) == ("mismatched sizes", ("rank 0", "rank 1"))
     assert "all_reduce of 5 Float" in conclusion.why and "all_reduce of 3 Float" in conclusion.why
 
 
-def test_another_dtype(tmp_path):
+def test_different_dtypes_at_two_ranks_are_named(tmp_path):
     conclusion = explained(tmp_path, 2, "dtype", one_by_one=True).conclusions[0]
     assert (conclusion.verdict, conclusion.about) == ("mismatched dtype", ("rank 0", "rank 1"))
     assert "5 Float" in conclusion.why and "5 Long" in conclusion.why

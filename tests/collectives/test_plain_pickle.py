@@ -86,7 +86,7 @@ def test_every_way_to_call_code_is_refused(data):
         (b"\x80\x02X\x01\x00\x00\x00\xff.", "damaged"),
     ],
 )
-def test_damage_is_said_in_one_sentence(data, why):
+def test_a_damaged_pickle_is_refused_in_one_sentence(data, why):
     with pytest.raises(BadRecording, match=why):
         load_plain(data)
 

@@ -99,7 +99,7 @@ def test_a_damaged_entry_is_refused_with_its_place(change, why):
         (b"\x80\x02cos\nsystem\n.", "makes objects or is unknown"),
     ],
 )
-def test_what_is_no_recording_is_refused_with_one_sentence(data, why):
+def test_a_file_that_is_not_a_recording_is_refused_with_one_sentence(data, why):
     with pytest.raises(BadRecording, match=f"^rank0: .*{why}") as error:
         read_recording(data, RANK, "rank0")
     assert "\n" not in str(error.value) and len(str(error.value)) < 400

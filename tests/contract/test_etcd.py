@@ -255,7 +255,7 @@ async def test_a_watch_moves_on_to_the_next_endpoint(
             assert [event.key_value.value for event in await take(watch, 1)] == [b"2"]
 
 
-async def test_a_watch_that_comes_too_late_says_so(tmp_path: Path, prefix: str) -> None:
+async def test_an_etcd_watch_from_a_compacted_revision_is_an_error(tmp_path: Path, prefix: str) -> None:
     with running_etcd(tmp_path) as etcd:
         async with connected(etcd.url) as store:
             for index in range(4):

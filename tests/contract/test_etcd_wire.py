@@ -135,7 +135,7 @@ async def test_an_answer_without_bound_is_cut_off(monkeypatch: pytest.MonkeyPatc
         (200, ""),
     ],
 )
-async def test_a_strange_read_is_an_error(answer: object) -> None:
+async def test_a_malformed_answer_to_a_read_is_an_error(answer: object) -> None:
     answers: dict[str, object] = {}
     async with posing(answers) as store:
         answers["/v3/kv/range"] = answer
@@ -242,7 +242,9 @@ async def test_a_watch_goes_on_after_passing_errors() -> None:
         (3, "does not say"),
     ],
 )
-def test_releases(version: object, sentence: str | None) -> None:
+def test_releases_of_etcd_below_the_supported_version_are_warned_about(
+    version: object, sentence: str | None
+) -> None:
     warning = etcd_wire.version_warning(version)
     assert warning is None if sentence is None else sentence in (warning or "")
 
@@ -285,7 +287,7 @@ Nested = st.recursive(
 
 
 @given(Nested)
-def test_nothing_that_arrives_gets_past_the_checks(anything: object) -> None:
+def test_no_malformed_answer_of_etcd_is_accepted(anything: object) -> None:
     """Whatever the JSON, the answer is a value or a StoreError, never another exception."""
     try:
         answer = etcd_wire.parse(json.dumps(anything).encode())

@@ -157,7 +157,9 @@ async def test_a_watch_sees_what_another_process_commits(path: Path) -> None:
     assert [int(event.key_value.value) for event in events] == list(range(1, 26))
 
 
-async def test_a_watch_that_comes_too_late_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_sqlite_watch_from_a_forgotten_revision_is_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sqlite_file, "HISTORY_REVISIONS", 5)
     async with connected(path) as store:
         revisions = [await store.commit([], [Put("/a", b"")]) for _ in range(8)]

@@ -91,7 +91,7 @@ async def test_a_large_transaction_is_listed_and_watched_whole(store: Store, pre
         assert sorted(event.key_value.key for event in await take(watch, len(keys))) == keys
 
 
-async def test_guards_on_creation(store: Store, prefix: str) -> None:
+async def test_a_guard_on_the_creation_revision_is_checked(store: Store, prefix: str) -> None:
     key = prefix + "a"
     created = await store.commit([Compare(key, create_revision=0)], [Put(key, b"1")])
     assert created is not None
@@ -102,7 +102,7 @@ async def test_guards_on_creation(store: Store, prefix: str) -> None:
     assert await store.commit([Compare(key, create_revision=changed)], [Put(key, b"4")]) is None
 
 
-async def test_guards_on_change(store: Store, prefix: str) -> None:
+async def test_a_guard_on_the_change_revision_is_checked(store: Store, prefix: str) -> None:
     key = prefix + "a"
     first = await store.commit([Compare(key, mod_revision=0)], [Put(key, b"1")])
     assert first is not None
@@ -437,7 +437,7 @@ async def test_the_memory_store_expires_leases_by_its_own_clock(prefix: str) -> 
     await store.close()
 
 
-async def test_the_memory_store_says_when_a_watch_comes_too_late(prefix: str) -> None:
+async def test_a_memory_store_watch_from_a_forgotten_revision_is_an_error(prefix: str) -> None:
     store = MemoryStore(MemorySpace(history_revisions=5))
     await store.connect()
     revisions = [await put(store, prefix + "a", b"") for _ in range(7)]

@@ -230,7 +230,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(value, dtype):
     assert flat.first_nonfinite(buffer) == "p1"
 
 
-def test_a_sum_that_overflows_is_no_verdict():
+def test_a_finite_gradient_whose_sum_overflows_is_not_called_nonfinite():
     parameters = [("p", torch.nn.Parameter(torch.ones(4)))]
     parameters[0][1].grad = torch.full((4,), 3e38)
     flat = FlatGradients(parameters)

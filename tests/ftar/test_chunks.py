@@ -27,7 +27,7 @@ HEADERS = st.builds(ChunkHeader, ROUNDS, st.sampled_from([REDUCE, GATHER]), U16,
 
 
 @given(HEADERS, st.one_of(st.none(), U64))
-def test_a_header_comes_back(header, payload_digest):
+def test_a_packed_chunk_header_unpacks_unchanged(header, payload_digest):
     data = pack(header, payload_digest)
     assert len(data) == HEADER_BYTES
     assert unpack(data) == (header, payload_digest)
@@ -52,7 +52,7 @@ def test_random_bytes_are_no_header(data):
 
 
 @given(st.text(max_size=500), st.text(max_size=40), st.integers(1, 400))
-def test_a_notice_is_read_however_it_arrives(why, about, cut):
+def test_an_abort_notice_is_read_from_any_fragments(why, about, cut):
     data = bytearray(notice(7, 2, why, about))
     assert len(data) <= HEADER_BYTES + MAX_NOTICE_BYTES
     if cut < len(data):
@@ -64,7 +64,7 @@ def test_a_notice_is_read_however_it_arrives(why, about, cut):
     assert not data
 
 
-def test_returned_bytes_are_taken_message_by_message():
+def test_returned_bytes_are_parsed_message_by_message():
     spec = ExchangeSpec(7, 1, 0, 3, 1, 100)
     data = bytearray(all_read(spec, 2, end=True) + notice(7, 2, "m1 was lost", "m1") + b"F")
     said = take_back(data)

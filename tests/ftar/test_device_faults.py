@@ -42,7 +42,7 @@ def go_on(members: DeviceMembers, epoch: int, who: list[int]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_abort_ends_it_everywhere_with_its_cause(form):
+def test_an_abort_ends_the_exchange_at_every_member_with_its_cause(form):
     with DeviceMembers(3, **FORMS[form]) as members:
         members.install(1)
         sources = ones(3)
@@ -206,7 +206,7 @@ TCP = pytest.mark.parametrize("peer", [{"shares": False}], indirect=True)
         (chunk(world=3), "chunk sizes or rings differ"),
     ],
 )
-def test_a_neighbour_that_means_something_else_is_not_summed(peer, sent, sentence):
+def test_bytes_for_another_exchange_are_not_summed(peer, sent, sentence):
     future = start(peer)
     peer.next.sendall(frames.pack(sent))
     with pytest.raises(RoundAborted, match=sentence) as aborted:

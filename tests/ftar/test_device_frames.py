@@ -28,19 +28,19 @@ HANDLES = st.builds(
 
 
 @given(HANDLES)
-def test_a_handle_comes_back_as_it_was(handle):
+def test_a_packed_memory_handle_unpacks_unchanged(handle):
     sent = frames.offer(handle)
     head, body = sent[: frames.OFFER_HEAD_BYTES], sent[frames.OFFER_HEAD_BYTES :]
     assert frames.offer_size(head) == len(body) <= frames.MAX_OFFER_BYTES
     assert frames.read_offer(body) == handle
 
 
-def test_no_memory_is_an_offer_too():
+def test_an_offer_may_contain_no_memory_handle():
     assert frames.read_offer(frames.offer(None)[frames.OFFER_HEAD_BYTES :]) is None
 
 
 @given(st.binary(min_size=1, max_size=300))
-def test_other_bytes_are_no_handle(body):
+def test_arbitrary_bytes_are_refused_as_a_memory_handle(body):
     with pytest.raises(ProtocolError):
         frames.read_offer(body)
 
@@ -93,7 +93,7 @@ def test_an_offer_is_bounded_before_memory_is_taken():
     ),
     st.data(),
 )
-def test_a_chunk_comes_back_as_it_was_or_not_at_all(chunk, data):
+def test_a_damaged_chunk_frame_is_refused_and_an_intact_one_unpacks_unchanged(chunk, data):
     sent = bytearray(frames.pack(chunk))
     assert len(sent) == frames.CHUNK_BYTES
     assert frames.unpack(sent) == chunk
@@ -118,7 +118,7 @@ def test_returned_bytes_may_come_in_any_pieces(why, about, credits_):
 
 
 @given(st.binary(min_size=frames.BACK_BYTES, max_size=200))
-def test_other_bytes_do_not_come_back(data):
+def test_arbitrary_returned_bytes_are_refused(data):
     with pytest.raises(ProtocolError):
         frames.take_back(bytearray(data))
 

@@ -33,7 +33,7 @@ def documented(inputs: list[torch.Tensor], reduction: Reduction) -> torch.Tensor
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_the_documented_bits_on_every_member(world, form):
+def test_every_member_gets_the_documented_bits(world, form):
     with DeviceMembers(world, **FORMS[form]) as members:
         members.install(1)
         for step, length in enumerate(LENGTHS):
@@ -53,7 +53,7 @@ def test_the_documented_bits_on_every_member(world, form):
         if dtype.is_floating_point or operation != "mean"  # integers have none
     ],
 )
-def test_types_and_operations(dtype, operation, form):
+def test_every_type_and_operation_gives_the_documented_bits(dtype, operation, form):
     reduction = Reduction(operation, 3.7 if operation == "mean" else 1.0)
     with DeviceMembers(3, **FORMS[form]) as members:
         members.install(1)
@@ -140,7 +140,7 @@ def test_every_element_takes_the_documented_way(length, world, group, chunk):
 
 
 @given(st.integers(1, 3000), st.integers(2, 7), st.integers(1, 4))
-def test_two_groups_of_partial_sums_are_room_enough(length, world, group):
+def test_two_groups_of_buffers_for_partial_sums_suffice(length, world, group):
     """All members in lock step, each sending whenever it may: nobody ever waits for ever."""
     links = [order_pieces(length, world, i, 16, group) for i in range(world)]
     sent, got, held = [0] * world, [0] * world, [set() for _ in range(world)]

@@ -11,7 +11,7 @@ from fabric.ftar.ring_schedule import DTYPE_CODES, segment_bounds
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_it_reduces_to_the_same_bits_as_the_ring(world):
+def test_gloo_reduces_to_the_same_bits_as_the_ring(world):
     with RingMembers(world, make=gloo_plane) as members:
         members.install(1)
         for step, dtype in enumerate(DTYPE_CODES):

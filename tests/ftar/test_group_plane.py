@@ -103,7 +103,7 @@ def test_sums_are_equal_on_all_members_and_the_source_survives(world):
 @pytest.mark.parametrize(
     ("reduction", "expected"), [(mean(2.0), 1.5), (Reduction("min"), 1.0), (Reduction("max"), 2.0)]
 )
-def test_operations(reduction, expected):
+def test_every_reduction_operation_gives_its_result(reduction, expected):
     with Groups(2) as groups:
         groups.install(1)
         results = [torch.zeros(100) for _ in range(2)]

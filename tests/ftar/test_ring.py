@@ -167,7 +167,7 @@ def test_a_tensor_that_cannot_be_reduced_is_refused_before_a_byte_is_sent(buffer
         check(members, 1, 1, [torch.ones(5), torch.ones(5)])
 
 
-def test_misuse_is_a_bug_and_says_so():
+def test_misuse_of_the_ring_raises_illegal_transition():
     plane = CpuRing()
     with pytest.raises(IllegalTransition, match="no links"):
         plane.all_reduce(1, 1, torch.zeros(1), torch.ones(1))

@@ -76,7 +76,7 @@ class ScriptedNeighbour:
         return buffer
 
 
-def test_the_script_itself_is_a_good_member():
+def test_the_scripted_neighbour_can_complete_an_exchange():
     with ScriptedNeighbour() as script:
         script.writer.sendall(script.good())
         assert same_bits(script.reduce(), torch.full((32,), 3.0))
@@ -303,7 +303,7 @@ def test_a_late_member_passes_on_the_abort_that_it_finds():
             assert aborted.value.about == "m4"
 
 
-def test_an_abort_that_comes_before_the_links_counts():
+def test_an_abort_before_the_links_are_installed_holds():
     with RingMembers(2) as members:
         members.planes[0].abort(1, "superseded while dialling")
         with pytest.raises(RoundAborted, match="superseded"):

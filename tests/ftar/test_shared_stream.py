@@ -62,7 +62,7 @@ class Pair:
         self.others.close()
 
 
-def test_a_piece_is_read_where_it_lies():
+def test_a_chunk_is_read_in_the_memory_of_its_sender():
     with Pair() as pair:
         pair.bucket.fill_(3.0)
         assert pair.sender.pump(free=1)
@@ -71,7 +71,7 @@ def test_a_piece_is_read_where_it_lies():
         assert torch.equal(pair.result[:16], torch.full((16,), 5.0))
 
 
-def test_a_piece_that_its_sender_gave_up_meanwhile_does_not_count():
+def test_a_chunk_that_its_sender_gave_up_during_the_read_is_discarded():
     with Pair() as pair:
         pair.sender.pump(free=1)
         pair.outbox.raise_guard(notice(5, 0, "m1 is gone", "m1"))
@@ -188,7 +188,7 @@ def _lasting(members: RingMembers, step: int = 1) -> tuple[dict[int, torch.Tenso
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_with_results_that_last_nobody_waits_for_readers(slow_reader, world):
+def test_members_whose_results_last_do_not_wait_for_readers(slow_reader, world):
     reading, go_on = slow_reader
     with RingMembers(world, plane="shm") as members:
         members.install(1)
@@ -202,7 +202,7 @@ def test_with_results_that_last_nobody_waits_for_readers(slow_reader, world):
             assert same_bits(results[i], torch.full((64,), 6.0 + world))
 
 
-def test_a_result_that_was_written_over_after_the_epoch_ended_does_not_count(slow_reader):
+def test_a_result_that_was_overwritten_after_the_epoch_ended_is_discarded(slow_reader):
     reading, go_on = slow_reader
     with RingMembers(2, plane="shm") as members:
         members.install(1)

@@ -24,13 +24,13 @@ def test_the_page_lists_every_gpu_test_and_no_other():
     assert set(listed()) == collected()
 
 
-def test_a_last_pass_is_a_date_or_that_there_was_none():
+def test_every_gpu_test_is_listed_with_the_date_of_its_last_pass_or_never_run():
     assert listed()
     for test, last in listed().items():
         assert re.fullmatch(r"never run|20\d\d-\d\d-\d\d.*", last), test
 
 
-def test_all_gpu_tests_are_here():
+def test_all_gpu_tests_are_in_this_folder():
     for path in (ROOT / "tests").rglob("test_*.py"):
         if path.parent != Path(__file__).parent:
             assert not re.search(r"mark\.gpu\b", path.read_text()), path

@@ -108,13 +108,13 @@ def test_the_cheapest_remedy_is_the_next_action():
     assert next_action(()) is None
 
 
-def test_a_veto_of_a_kind_lets_the_others_pass():
+def test_a_veto_of_one_kind_of_remedy_lets_other_kinds_pass():
     remedies = held(veto=Veto(frozenset({RemedyKind.SHARES})))
     assert remedies[0].held == "an operator's veto forbids every shares remedy"
     assert next_action(remedies).kind is RemedyKind.REPARTITION
 
 
-def test_a_veto_of_a_replica_holds_all_that_is_for_it():
+def test_a_veto_of_a_replica_holds_every_remedy_for_that_replica():
     remedies = held(veto=Veto(replicas=frozenset({"r1"})))
     assert [r.held for r in remedies] == ["an operator's veto forbids every remedy for replica r1"] * 2
     assert next_action(held(veto=Veto(replicas=frozenset({"r2"})))) is not None
@@ -130,6 +130,6 @@ def test_a_spent_budget_holds_everything_until_an_action_is_an_hour_old():
 
 
 @pytest.mark.parametrize("bad", [{"least_gain": -1.0}, {"horizon_s": float("nan")}, {"actions_per_hour": -1}])
-def test_rules_that_are_no_rules_are_refused(bad):
+def test_negative_or_nonfinite_rules_of_adaptation_are_refused(bad):
     with pytest.raises(ValueError, match="a rule of adaptation is negative or no number"):
         ActionRules(**bad)

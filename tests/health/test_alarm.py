@@ -29,7 +29,7 @@ def test_a_slowdown_raises_the_alarm_at_once_and_a_small_one_after_some_samples(
         assert needed <= within, factor
 
 
-def test_slowdowns_that_cusum_cannot_see():
+def test_cusum_misses_slowdowns_below_its_slack_and_from_the_first_step():
     alarm = CusumAlarm()
     quiet(alarm, 2, noise=0.002)
     assert not any(alarm.observe(1.015, 1.0) for _ in range(20)), "below its slack of 2 %"
@@ -46,7 +46,7 @@ def test_the_alarm_lasts_until_the_slowdown_ends_and_then_ends_within_some_steps
     assert quiet(alarm, 4) == 0
 
 
-def test_the_unusual_is_not_learnt_while_the_alarm_lasts():
+def test_times_during_an_alarm_are_not_learnt_as_usual():
     alarm = CusumAlarm()
     quiet(alarm, 5)
     for _ in range(1000):

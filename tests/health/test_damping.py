@@ -12,18 +12,18 @@ def play(damping: Damping, start: int, steps: int, every: int, lasts: int) -> in
     return told
 
 
-def test_the_first_slowdown_is_told_at_once():
+def test_the_first_slowdown_is_announced_at_once():
     damping = Damping()
     assert damping.admit({"r1"}, 100) == {"r1"}
     assert damping.admit({"r1"}, 101) == {"r1"}
     assert damping.admit(set(), 102) == set()
 
 
-def test_many_short_slowdowns_are_told_once_or_twice():
+def test_many_short_slowdowns_are_announced_once_or_twice():
     assert 1 <= play(Damping(), 0, 1000, every=20, lasts=6) <= 2
 
 
-def test_a_slowdown_that_lasts_is_told_in_a_restless_job_too():
+def test_a_lasting_slowdown_is_announced_after_many_short_ones():
     damping = Damping()
     play(damping, 0, 400, every=20, lasts=6)
     assert 0 < damping.needed <= MOST
@@ -31,7 +31,7 @@ def test_a_slowdown_that_lasts_is_told_in_a_restless_job_too():
     assert not told[0] and told[-1]
 
 
-def test_a_slowdown_that_lasted_asks_nothing_of_the_next_one():
+def test_a_lasting_slowdown_does_not_delay_the_announcement_of_the_next_slowdown():
     damping = Damping()
     for step in range(SHORT + 1):
         damping.admit({"r0"}, step)
@@ -39,7 +39,7 @@ def test_a_slowdown_that_lasted_asks_nothing_of_the_next_one():
     assert damping.needed == 0
 
 
-def test_a_calm_time_forgives():
+def test_after_calm_steps_a_slowdown_is_announced_at_once_again():
     damping = Damping()
     play(damping, 0, 200, every=20, lasts=6)
     for step in range(200, 200 + 10 * CALM):
@@ -48,7 +48,7 @@ def test_a_calm_time_forgives():
     assert damping.admit({"r0"}, 10_000) == {"r0"}
 
 
-def test_steps_that_go_back_begin_again():
+def test_a_cold_start_to_an_older_step_resets_the_damping():
     damping = Damping()
     damping.admit({"r0"}, 500)
     assert damping.admit({"r0"}, 10) == {"r0"}

@@ -148,7 +148,7 @@ def test_more_work_is_not_slowness():
         assert fleet.detector.slowdowns() == []
 
 
-def test_slowness_below_the_floor_is_not_worth_a_word():
+def test_a_slowdown_below_the_floor_is_not_announced():
     fleet = Fleet(seed=9, floor_s=0.2)
     fleet.run(BEFORE)
     assert not any(fleet.run(30, r0=2.0))  # a step takes some 0.1 s

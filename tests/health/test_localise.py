@@ -29,19 +29,19 @@ def test_without_a_slow_replica_none_is_accused():
     assert localise({}) == []
 
 
-def test_one_rank():
+def test_one_slow_rank_is_named():
     assert places(job(r0s1k0=1.5)) == [(Scope.RANK, (Unit("r0", 1, 0),))]
 
 
-def test_one_stage():
+def test_one_slow_stage_is_named():
     assert places(job(r1s0=1.3)) == [(Scope.STAGE, (Unit("r1", 0, 0), Unit("r1", 0, 1)))]
 
 
-def test_one_stage_of_the_only_replica():
+def test_one_slow_stage_of_the_only_replica_is_named():
     assert places(job(1, 4, 1, r0s2=1.5)) == [(Scope.STAGE, (Unit("r0", 2, 0),))]
 
 
-def test_a_whole_replica():
+def test_a_replica_that_is_slow_in_all_stages_is_named():
     (slowdown,) = localise(job(3, r2=1.4))
     assert (slowdown.scope, slowdown.replica, len(slowdown.units)) == (Scope.REPLICA, "r2", 4)
     assert slowdown.factor == pytest.approx(1.4)
@@ -49,7 +49,7 @@ def test_a_whole_replica():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (3, 2, 2), (16, 4, 8)])
-def test_a_slowdown_of_all_accuses_no_replica(shape):
+def test_a_slowdown_of_all_replicas_accuses_none(shape):
     ratios = dict.fromkeys(job(*shape), 1.5)
     (slowdown,) = localise(ratios)
     assert (slowdown.scope, slowdown.units) == (Scope.JOB, ())
@@ -69,7 +69,7 @@ def test_a_failed_replica_is_left_out_and_compared_with_by_none():
     assert slowdown.scope is Scope.JOB
 
 
-def test_several_slow_things_come_with_the_slowest_first():
+def test_several_slow_units_are_listed_with_the_slowest_first():
     assert [x.replica for x in localise(job(5, 1, 1, r1=1.3, r3=2.0))] == ["r3", "r1"]
 
 
@@ -90,7 +90,7 @@ def test_impossible_ratios_do_not_count():
     assert localise({}, {(Unit("r0"), Unit("r1")): math.nan}) == []
 
 
-def test_a_job_of_thousands_is_judged_by_some_equals():
+def test_a_replica_of_thousands_is_compared_with_a_few_equal_replicas():
     ratios = job(3000, 1, 1) | {Unit("r77"): 1.6}
     assert places(ratios) == [(Scope.REPLICA, (Unit("r77"),))]
 
@@ -105,7 +105,7 @@ def test_only_suspects_are_asked_and_only_for_a_bounded_time():
     assert 0 < request.at_most_s <= 2
 
 
-def test_a_few_suspects_at_most_and_never_everybody():
+def test_a_confirmation_measures_few_suspects_and_never_all_replicas():
     ratios = dict.fromkeys(job(20, 1, 1), 1.0) | {Unit(f"r{n}"): 2.0 for n in range(7)}
     assert len(confirmation(localise(ratios), 20).matrix_products) == MAX_SUSPECTS
     assert confirmation(localise(ratios), 12) is None

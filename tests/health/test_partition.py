@@ -101,7 +101,7 @@ def test_no_cut_of_the_layers_has_a_faster_slowest_stage(values, layers, most):
         (12, (), 0, "a stage has the speed 0"),
     ],
 )
-def test_a_cut_that_does_not_exist_is_refused(layers, values, most, sentence):
+def test_layers_that_cannot_be_cut_into_the_stages_are_refused(layers, values, most, sentence):
     with pytest.raises(ValueError, match=sentence):
         cut_layers(layers, values, most)
 
@@ -157,7 +157,7 @@ def test_a_group_has_a_power_of_two_that_divides_the_model_and_holds_it(ranks, h
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-def test_a_speed_that_is_no_speed_is_refused_by_all_three(bad):
+def test_shares_cuts_and_groups_refuse_an_impossible_speed(bad):
     for refused in (
         lambda: micro_batch_shares(8, (1, bad)),
         lambda: cut_layers(8, (1, bad)),

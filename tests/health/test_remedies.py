@@ -38,7 +38,7 @@ def kinds(proposal) -> list[RemedyKind]:
 # --- shares -----------------------------------------------------------------------------------------------
 
 
-def test_the_note_s_example_of_shares():
+def test_shares_of_the_design_notes_example_are_reproduced():
     (remedy,) = propose(fleet_of((1, 1, 1, 0.5)), ActionRules()).remedies
     assert remedy.kind is SHARES
     assert [entry.micro_batches for entry in remedy.plan.replicas] == [5, 5, 4, 2]
@@ -77,7 +77,7 @@ def test_shares_are_equal_again_when_the_cause_is_gone_although_the_gain_is_smal
     assert [entry.micro_batches for entry in remedy.plan.replicas] == [50, 50, 50, 50]
 
 
-def test_an_uneven_rest_of_equal_replicas_stays_where_it_is():
+def test_equal_replicas_keep_a_division_with_a_remainder():
     assert propose(job(single("r0", 1, 3), single("r1", 1, 4)), ActionRules()).remedies == ()
 
 
@@ -131,7 +131,7 @@ def test_a_layout_is_taken_back_when_the_cause_is_gone():
     assert "healthy again" in layout.reason
 
 
-def test_the_users_own_uneven_split_is_the_usual_one_and_stays():
+def test_the_users_own_uneven_split_of_layers_stays():
     own = replace(PIPELINE, layers=(5, 4, 3))
     healthy = ReplicaHealth("r0", 1, own, (1, 1, 1), 8)
     assert propose(job(healthy, replace(healthy, replica="r1")), ActionRules()).remedies == ()
@@ -152,7 +152,7 @@ def test_a_replica_that_lost_one_rank_of_four_comes_back_with_two():
     assert "groups of 2+4 and not 4+4 ranks" in remedy.reason
 
 
-def test_one_rejoin_does_both_where_exclusion_gains_enough_beyond_the_repartition():
+def test_exclusion_replaces_a_repartition_where_it_gains_enough_more():
     healthy = ReplicaHealth("r0", 1, GROUPS, (1.0,) * 8, 16)
     slow = replace(healthy, replica="r1", speeds=(1, 1, 1, 0.2, 1, 1, 1, 1))
     layouts = [r for r in propose(job(healthy, slow), ActionRules()).remedies if r.kind is not SHARES]
@@ -231,7 +231,7 @@ def test_the_last_replica_is_not_drained():
 
 
 @pytest.mark.parametrize("speed", [math.nan, math.inf, -1.0])
-def test_a_speed_that_is_no_speed_stops_the_planning_with_one_sentence(speed):
+def test_an_impossible_speed_stops_the_planning_with_one_sentence(speed):
     proposal = propose(fleet_of((1, 1, speed)), ActionRules())
     assert proposal.remedies == ()
     (sentence,) = proposal.refusals

@@ -15,7 +15,7 @@ def recoverable(job: Job) -> dict:
     return job.status()["recoverable"] or {"step": -1, "age_s": 0.0}
 
 
-def test_all_killed_at_once_resume_from_the_state_that_was_shown(zygote, tmp_path):
+def test_replicas_killed_all_at_once_resume_from_the_newest_recoverable_state(zygote, tmp_path):
     environment = {"FABRIC_SNAPSHOT_EVERY": str(EVERY), "TINY_STEPS": str(STEPS)}
     with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all()

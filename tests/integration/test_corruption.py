@@ -13,7 +13,7 @@ def bad(what: str, **more: str) -> dict[str, str]:
     return {"TEST_TRAINER": "bad_trainer", "BAD": what, **more}
 
 
-def test_the_minority_is_named_evicted_and_healed(zygote, tmp_path):
+def test_a_member_with_a_corrupted_state_is_named_evicted_and_readmitted(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "60"}) as job:
         job.start("r0")
         job.start("r1", **bad("a flipped bit"))
@@ -33,7 +33,7 @@ def test_the_minority_is_named_evicted_and_healed(zygote, tmp_path):
         assert [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 7], "it works again"
 
 
-def test_two_that_disagree_stop_with_a_clear_sentence(zygote, tmp_path):
+def test_two_members_that_disagree_about_the_state_stop(zygote, tmp_path):
     with Job(zygote, tmp_path, replicas=2, environment={"TINY_STEPS": "60"}) as job:
         job.start("r0")
         job.start("r1", **bad("a flipped bit"))
@@ -47,7 +47,9 @@ def test_two_that_disagree_stop_with_a_clear_sentence(zygote, tmp_path):
             assert not [e for e in job.events(replica, "commit") if e["step"] > 7], "nothing after it"
 
 
-def test_of_two_that_differ_the_joining_replica_goes_and_the_entry_is_named(zygote, tmp_path):
+def test_of_two_members_with_different_states_the_joining_one_is_evicted_and_the_entry_named(
+    zygote, tmp_path
+):
     """Its scheduler is not shared, so it joins with another learning rate: the other one goes on."""
     environment = {"TEST_TRAINER": "odd_trainer", "ODD": "a scheduler apart", "TINY_STEPS": "4000"}
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:

@@ -129,7 +129,7 @@ TELLING = [e for e in EXAMPLES if " -d '" in e.command and "/login" not in e.com
 
 
 @pytest.mark.parametrize("example", ASKING, ids=lambda e: e.command.strip().splitlines()[-1][-50:])
-def test_the_page(job, example):
+def test_every_curl_line_of_the_page_works(job, example):
     if "follow=1" in example.command:
         like(json.loads(example.answer), json.loads(first_line(job, example.command)))
         return
@@ -185,7 +185,7 @@ def closed_paths() -> list[str]:
 
 
 @pytest.mark.parametrize("path", closed_paths())
-def test_without_the_token(job, path):
+def test_a_request_without_the_token_is_refused(job, path):
     for header in ("", "-H 'Authorization: Bearer wrong'", "-H 'Authorization: Basic YTpi'"):
         assert code(job, path, header) == "401"
         body = json.loads((job.folder / "answer").read_text())
@@ -193,7 +193,7 @@ def test_without_the_token(job, path):
 
 
 @pytest.mark.parametrize("variable", ["$LIGHTHOUSE", "$CKPT"])
-def test_open_paths(job, variable):
+def test_open_paths_need_no_token(job, variable):
     for path in ("/healthz", "/metrics"):
         assert code(job, variable + path) == "200"
     text = shell(job, f'curl -sf "{variable}/metrics"').stdout.decode()
@@ -254,13 +254,13 @@ def test_a_range_is_exactly_those_bytes(job, wanted, begin, end):
     assert code(job, "$CKPT/v1/snapshots/latest/data", *options) == "206"
 
 
-def test_a_range_that_cannot_be(job):
+def test_an_impossible_range_is_refused(job):
     nbytes = manifest(job)["nbytes"]
     options = ("-H", "@auth", "-r", f"{nbytes}-{nbytes + 5}")
     assert code(job, "$CKPT/v1/snapshots/latest/data", *options) == "416"
 
 
-def test_another_state_than_the_one_meant(job):
+def test_a_request_for_another_state_is_refused(job):
     address = "$CKPT/v1/snapshots/latest/data"
     digest = manifest(job)["digest"]
     assert code(job, address, "-H", "@auth", "-H", f"'If-Match: \"{digest}\"'") == "200"
@@ -281,7 +281,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("address", "status", "expected"), REFUSED, ids=[a for a, _, _ in REFUSED])
-def test_a_refused_request(job, address, status, expected):
+def test_a_refused_request_is_answered_as_the_page_says(job, address, status, expected):
     assert code(job, address, "-H", "@auth") == status
     assert expected in json.loads((job.folder / "answer").read_text())["error"]
 
@@ -295,7 +295,7 @@ def test_a_refused_request(job, address, status, expected):
         ('{"replica": "../r1", "who": "me", "why": "test"}', "400"),
     ],
 )
-def test_a_command_that_cannot_be(job, body, status):
+def test_an_impossible_command_is_refused(job, body, status):
     before = curl(job, "$LIGHTHOUSE/v1/jobs/test/events")
     assert code(job, "$LIGHTHOUSE/v1/jobs/test/evict", "-H", "@auth", "-d", f"'{body}'") == status
     assert curl(job, "$LIGHTHOUSE/v1/jobs/test/events") == before
@@ -311,7 +311,7 @@ def tell(job: Job, example: Example) -> None:
     assert any(e["about"] == about and e["why"].startswith(why) for e in events)
 
 
-def test_telling_the_lighthouse(job):
+def test_the_operator_commands_of_the_page_work(job):
     """The last section of the page, in order: r2 is drained, nobody notices; r1 is evicted and returns; then
     the orders."""
     drain, evict, *orders = TELLING

@@ -99,7 +99,7 @@ def poison_of(step, micro_batch):
 SHORT = {"TINY_STEPS": "4", "TINY_PATIENT_STEPS": "0"}
 
 
-def test_poison_is_not_given_to_a_third_and_stops_the_job(zygote, tmp_path):
+def test_a_poisoned_micro_batch_is_not_given_to_a_third_member_and_stops_the_job(zygote, tmp_path):
     index = poison_of(2, 5)
     with Job(zygote, tmp_path, environment=environment(**SHORT, DATA_POISON=index)) as job:
         job.start_all()
@@ -113,7 +113,7 @@ def test_poison_is_not_given_to_a_third_and_stops_the_job(zygote, tmp_path):
         assert max(e["step"] for r in job.pids for e in job.events(r, "commit")) == 1
 
 
-def test_poison_is_skipped_by_all_and_recorded(zygote, tmp_path):
+def test_a_poisoned_micro_batch_is_skipped_by_all_and_recorded(zygote, tmp_path):
     given = environment(options={"on_poison": "skip"}, **SHORT, DATA_POISON=poison_of(2, 5))
     with Job(zygote, tmp_path, environment=given) as job:
         job.start_all()
@@ -128,7 +128,7 @@ def test_poison_is_skipped_by_all_and_recorded(zygote, tmp_path):
         assert sorted(job.starts.values()) == [1, 2, 2]
 
 
-def test_two_unrelated_deaths_are_no_poison(zygote, tmp_path):
+def test_two_unrelated_deaths_do_not_poison_a_micro_batch(zygote, tmp_path):
     """Two die in the same step, each at a micro-batch of its own: the third computes them all."""
     with Job(zygote, tmp_path, environment=environment()) as job:
         job.kill_together(8, ("r1", "r2"))
@@ -186,7 +186,7 @@ def test_an_exception_at_a_sample_fails_the_job_and_is_not_retried(zygote, tmp_p
         assert len(set(finals(job).values())) == 1
 
 
-def test_data_that_some_can_read(zygote, tmp_path):
+def test_with_two_readers_per_shard_one_death_skips_no_data(zygote, tmp_path):
     """Two of three can read each part: one death skips nothing."""
     with Job(zygote, tmp_path, environment=environment(options={"redundancy": 2})) as job:
         job.start_all({"r1": "forward@8=kill"})

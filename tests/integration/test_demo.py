@@ -51,7 +51,7 @@ def test_a_failure_does_not_change_the_mathematics(runs):
     assert compare_losses(runs["killed"], runs["undisturbed"]) <= TOLERANCE
 
 
-def test_the_comparison_can_fail(runs):
+def test_the_comparison_of_losses_notices_the_control_run(runs):
     assert compare_losses(runs["control"], runs["undisturbed"]) > TOLERANCE
 
 

@@ -32,7 +32,7 @@ def diagnosed(job: Job, verdict: str, *more: str) -> dict:
     return reports[-1]
 
 
-def test_a_replica_that_hangs_in_user_code(zygote, tmp_path):
+def test_a_replica_that_hangs_in_user_code_is_named(zygote, tmp_path):
     """The others wait for r0 in our own exchange; what was read says the same again from its folder."""
     with Job(zygote, tmp_path / "job", environment={"TINY_STEPS": "500"}) as job:
         job.start_all({"r0": f"forward@{STEP}=wait:{tmp_path / 'go-on'}"})
@@ -84,7 +84,7 @@ def test_a_rank_that_stays_away_holds_up_other_replicas(zygote, tmp_path):
         assert "r1 rank 0: waits in all_reduce" in lone.output, lone.output
 
 
-def test_a_stopped_process_says_so(zygote, tmp_path):
+def test_a_stopped_process_is_named_as_stopped(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "500", "FABRIC_USER_CODE_S": "120"}) as job:
         job.start_all({"r1": f"forward@{STEP}=stop"})
         job.wait_for(lambda: job.is_stopped("r1"), "the stop")
@@ -94,7 +94,7 @@ def test_a_stopped_process_says_so(zygote, tmp_path):
         os.kill(job.pids["r1"], signal.SIGCONT)
 
 
-def test_a_mistake_is_one_sentence(tmp_path):
+def test_a_mistaken_argument_of_diagnose_is_one_sentence(tmp_path):
     outcome = CliRunner().invoke(diagnose, ["--lighthouse", "http://127.0.0.1:9", "--job", "test"])
     assert "no lighthouse answers" in str(outcome.exception)
     assert not Path(tmp_path / "saved").exists()

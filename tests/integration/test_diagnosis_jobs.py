@@ -22,7 +22,7 @@ def diagnosed(job: Job, replica: str = "") -> dict:
     return found()[0]
 
 
-def test_a_stopped_process(zygote, tmp_path):
+def test_the_diagnosis_names_a_stopped_process(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "500"}) as job:
         job.start_all({"r1": "forward@8=stop"})
         record = diagnosed(job, "r1")
@@ -38,7 +38,7 @@ def test_a_stopped_process(zygote, tmp_path):
         os.kill(job.pids["r1"], signal.SIGCONT)
 
 
-def test_a_process_stuck_in_c_code_that_keeps_the_lock(zygote, tmp_path):
+def test_the_diagnosis_names_a_process_stuck_in_c_code_that_keeps_the_gil(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "500", **PATIENT}) as job:
         job.start("r0")
         job.start("r1", TEST_TRAINER="stuck_trainer", STUCK="c")
@@ -59,14 +59,14 @@ def ranks_diagnosed(zygote, tmp_path, how: str) -> dict:
         return diagnosed(job, "r1")["diagnosis"]
 
 
-def test_a_rank_that_does_not_come_to_its_replicas_collective(zygote, tmp_path):
+def test_the_diagnosis_names_a_rank_that_does_not_enter_its_replicas_collective(zygote, tmp_path):
     said = ranks_diagnosed(zygote, tmp_path, "absent")
     assert (said["verdict"], said["about"]) == ("absent rank", ["r1"])
     assert "r1 rank 1 has not come to all_reduce of [[3]]" in said["why"] and "stay_away" in said["why"]
     assert {seen["rank"] for seen in said["seen"]} == {0, 1}
 
 
-def test_ranks_whose_collectives_do_not_match(zygote, tmp_path):
+def test_the_diagnosis_names_ranks_whose_collectives_do_not_match(zygote, tmp_path):
     said = ranks_diagnosed(zygote, tmp_path, "mismatch")
     assert said["verdict"] == "mismatched operation or sizes"
     assert (
@@ -74,7 +74,7 @@ def test_ranks_whose_collectives_do_not_match(zygote, tmp_path):
     )
 
 
-def test_a_slow_link(zygote, tmp_path):
+def test_the_diagnosis_names_a_slow_link(zygote, tmp_path):
     """Every process runs; what is sent to r1 crawls from some step on."""
     environment = {"TINY_STEPS": "500", "TINY_WIDTH": "8192", "FABRIC_DATA_PLANE": "tcp", **PATIENT}
     with Job(zygote, tmp_path, environment=environment) as job, SlowLink() as link:

@@ -99,7 +99,7 @@ def test_plain_torch_reads_it_and_when_everything_is_killed_the_job_resumes_from
     assert (final.generation, final.step, final.digest) == (2, STEPS, states(job, "r0")[STEPS])
 
 
-def test_a_damaged_one_is_passed_over_by_all_and_named(job):
+def test_a_damaged_checkpoint_is_named_and_all_replicas_load_an_older_one(job):
     write_some(job)
     kill_everything(job)
     older, newest = durable(job)[-2:]
@@ -143,7 +143,7 @@ def test_a_replica_comes_in_from_its_peers_while_storage_cannot_be_listed(zygote
         assert states(job, "r0")[40] == states(job, "r1")[40]
 
 
-def test_storage_that_alone_can_help_is_waited_for(zygote, tmp_path):
+def test_a_replica_waits_for_storage_when_no_peer_holds_the_state(zygote, tmp_path):
     (tmp_path / "mount").touch()
     environment = away(tmp_path, TINY_STEPS="3")
     with Job(zygote, tmp_path / "job", replicas=1, environment=environment) as job:
@@ -161,7 +161,7 @@ def test_storage_that_alone_can_help_is_waited_for(zygote, tmp_path):
         assert job.codes == {"r0": 0}, job.logs()
 
 
-def test_another_one_writes_them_after_the_writers_death(job):
+def test_another_member_writes_checkpoints_after_the_writers_death(job):
     job.start_all(
         {
             "r0": f"optimizer@12=wait:{job.folder}/go12,ring@13=kill",

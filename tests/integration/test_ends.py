@@ -25,7 +25,7 @@ def stands_at(job: Job, step: int, *replicas: str) -> bool:
     return all(any(e["step"] == step - 1 for e in job.events(r, "commit")) for r in replicas)
 
 
-def test_a_job_ends_without_a_lighthouse_and_the_next_one_hears_of_it(zygote, tmp_path):
+def test_a_job_ends_without_a_lighthouse_and_the_next_lighthouse_learns_of_the_end(zygote, tmp_path):
     environment = {"FABRIC_DURABLE": str(tmp_path / "durable"), "FABRIC_ORPHAN_S": "120"}
     with Job(zygote, tmp_path / "job", replicas=2, environment=environment) as job:
         gate = job.folder / "gate"
@@ -53,7 +53,7 @@ def test_a_job_ends_without_a_lighthouse_and_the_next_one_hears_of_it(zygote, tm
         assert job.codes["r0"] == 0 and "the job is complete at step 8" in job.said("r0")
 
 
-def test_a_loop_that_wants_more_than_another_ends_with_it(zygote, tmp_path):
+def test_a_loop_with_more_steps_than_another_stops_with_it_and_exits_1(zygote, tmp_path):
     with Job(zygote, tmp_path, replicas=3) as job:
         for replica, end in (("r0", 6), ("r1", 12), ("r2", 6)):
             start(job, replica, end)

@@ -12,7 +12,7 @@ def logged(job: Job, name: str) -> list[dict]:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def test_one_cause_runs_through_all_services(zygote, tmp_path, monkeypatch):
+def test_the_incident_id_of_a_failure_appears_in_the_logs_of_all_services(zygote, tmp_path, monkeypatch):
     monkeypatch.setenv("FABRIC_LOG", "json")  # of the lighthouse; the trainers get it with their settings
     with Job(zygote, tmp_path, environment={"FABRIC_LOG": "json", "TINY_STEPS": "40"}) as job:
         job.start_all({"r1": "ring@8=kill"})

@@ -37,7 +37,7 @@ def finish_and_check(job: Job, steps: int = STEPS) -> None:
     check(job, steps)
 
 
-def test_undisturbed(zygote, tmp_path):
+def test_a_job_without_failures_runs_in_one_epoch(zygote, tmp_path):
     with Job(zygote, tmp_path) as job:
         job.start_all()
         finish_and_check(job)
@@ -57,7 +57,7 @@ KILL_POINTS = [
 
 
 @pytest.mark.parametrize("point", KILL_POINTS)
-def test_kill_at(zygote, tmp_path, point):
+def test_a_member_killed_at_a_failpoint_comes_back(zygote, tmp_path, point):
     with Job(zygote, tmp_path, environment=PATIENT) as job:
         job.start_all({"r1": f"{point}@12=kill"})
         finish_and_check(job)
@@ -69,7 +69,7 @@ def test_kill_at(zygote, tmp_path, point):
 @pytest.mark.parametrize(
     "point", ["forward", "before-ring", "ring", "before-barrier", "barrier", "after-barrier", "optimizer"]
 )
-def test_stop_at(zygote, tmp_path, point):
+def test_a_member_stopped_at_a_failpoint_is_evicted_and_comes_back(zygote, tmp_path, point):
     """A stopped trainer is evicted; continued, it notices, catches up and joins without a restart."""
     with Job(zygote, tmp_path, environment=PATIENT) as job:
         job.start_all({"r1": f"{point}@12=stop"})
@@ -86,7 +86,7 @@ def test_stop_at(zygote, tmp_path, point):
 
 
 @pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
-def test_kill_the_joining_replica_at(zygote, tmp_path, point):
+def test_a_joining_replica_killed_at_a_failpoint_joins_again(zygote, tmp_path, point):
     """A failure during a join: the newcomer dies on its way in, and its successor gets in."""
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "120", **PATIENT}) as job:
         job.later_points["r1"] = [f"{point}=kill"]
@@ -97,7 +97,7 @@ def test_kill_the_joining_replica_at(zygote, tmp_path, point):
 
 
 @pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
-def test_stop_the_joining_replica_at(zygote, tmp_path, point):
+def test_a_joining_replica_stopped_at_a_failpoint_holds_up_no_member(zygote, tmp_path, point):
     """A newcomer that is stopped on its way in holds nobody up; continued, it gets in without a restart."""
     environment = {"TINY_STEPS": "120", "FABRIC_SNAPSHOT_SHARE": "1000", **PATIENT}
     with Job(zygote, tmp_path, environment=environment) as job:
@@ -112,7 +112,7 @@ def test_stop_the_joining_replica_at(zygote, tmp_path, point):
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
 
 
-def test_another_one_is_stopped_during_the_recovery(zygote, tmp_path):
+def test_a_second_member_is_stopped_during_the_recovery(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "90", **PATIENT}) as job:
         job.start_all({"r1": "ring@12=kill", "r2": "recovery@12=stop"})
         job.wait_for(lambda: job.is_stopped("r2"), "r2 to stop")
@@ -123,14 +123,14 @@ def test_another_one_is_stopped_during_the_recovery(zygote, tmp_path):
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
 
 
-def test_two_at_once_with_one_survivor(zygote, tmp_path):
+def test_two_members_die_at_once_and_one_survives(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "90", **PATIENT}) as job:
         job.start_all({"r1": "barrier@12=kill", "r2": "forward@12=kill"})
         finish_and_check(job, 90)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 2}
 
 
-def test_another_one_dies_during_the_recovery(zygote, tmp_path):
+def test_a_second_member_dies_during_the_recovery(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "90", **PATIENT}) as job:
         job.start_all({"r1": "ring@12=kill", "r2": "recovery@12=kill"})
         finish_and_check(job, 90)

@@ -43,7 +43,7 @@ def test_without_bitwise_equality_one_setting_turns_digests_and_replay_off(zygot
         assert not job.told("evicting")[1:], "nobody but the killed one"
 
 
-def test_the_same_without_the_setting_is_stopped(zygote, tmp_path):
+def test_without_the_setting_states_that_are_not_bitwise_equal_stop_the_job(zygote, tmp_path):
     environment = bad("states that drift", TINY_STEPS="50")
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
         job.start_all()

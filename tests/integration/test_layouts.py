@@ -101,13 +101,13 @@ def check(job: RankJob, scheme: str) -> None:
     [(("fsdp", 2), ("fsdp", 4), 1), (("tp", 2), ("plain", 1), 2), (("plain", 1), ("fsdp", 2), 1)],
     ids=lambda x: "".join(map(str, x)) if isinstance(x, tuple) else f"{x} replicas",
 )
-def test_it_goes_on_from_memory(zygote, tmp_path, old, new, replicas):
+def test_a_job_in_another_layout_goes_on_from_memory(zygote, tmp_path, old, new, replicas):
     with killed(zygote, tmp_path, *old, replicas) as job:
         start_again(job, *new)
         check(job, "http://")
 
 
-def test_it_goes_on_from_durable_storage_and_writes_its_last_state_there(zygote, tmp_path):
+def test_a_job_in_another_layout_goes_on_from_durable_storage(zygote, tmp_path):
     """As many ranks as before, which are sharded otherwise."""
     environment = {"FABRIC_DURABLE": str(tmp_path / "durable"), "FABRIC_DURABLE_EVERY": "6"}
     with killed(zygote, tmp_path / "job", "fsdp", 2, 1, **environment) as job:

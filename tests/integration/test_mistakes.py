@@ -181,7 +181,7 @@ def test_an_argument_that_cannot_be(idle, what):
 
 
 @pytest.mark.parametrize("what", ["sizes that do not divide", "the inner loop left early"])
-def test_the_same_mistakes_without_services(idle, what):
+def test_users_mistakes_are_named_with_fabric_disabled_too(idle, what):
     assert refused(idle, **odd(what, FABRIC_DISABLE="1"))
 
 
@@ -250,7 +250,7 @@ def test_a_joiner_whose_tensors_differ(pair, what):
     forget(pair, "r2")
 
 
-def test_a_joiner_that_exchanges_elsewhere(pair):
+def test_a_joining_replica_that_exchanges_on_another_device_is_refused(pair):
     """A member on a CPU and one on a GPU cannot reduce together: said at the door, not in every round."""
     pair.start("r2", FABRIC_JOURNAL="", TEST_TRAINER="device_trainer")
     pair.wait_for(lambda: pair.ended("r2") is not None, "the end of r2")
@@ -348,7 +348,7 @@ def all_fail(job: Job, why: str) -> None:
 
 
 @pytest.mark.parametrize("what", ON_THE_WAY)
-def test_a_mistake_on_the_way(zygote, tmp_path, what):
+def test_a_users_mistake_during_training_fails_the_job_with_a_sentence(zygote, tmp_path, what):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "20", "TINY_STEP_S": "0.005"}) as job:
         for replica in ("r0", "r1"):
             job.start(replica)
@@ -540,7 +540,7 @@ def losses(job: Job, replica: str) -> list[float]:
     return [float(line.split()[2]) for line in lines if line.startswith("loss ")]
 
 
-def test_disabled_it_computes_the_same(zygote, tmp_path):
+def test_a_script_with_fabric_disabled_computes_the_same(zygote, tmp_path):
     with Job(zygote, tmp_path, replicas=1) as job:
         job.start("r0", **odd("losses"))
         job.start("plain", **odd("losses", FABRIC_DISABLE="1"))

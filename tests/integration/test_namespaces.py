@@ -44,7 +44,7 @@ def has_r2_again(job: Job) -> None:
     job.wait_for(lambda: last_step(job, "r2") > at, "r2's return")
 
 
-def test_a_pulled_cable_and_one_that_loses_one_way(zygote, tmp_path):
+def test_a_job_survives_a_pulled_cable_and_a_cable_that_loses_one_direction(zygote, tmp_path):
     environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.05", "FABRIC_EXCHANGE_S": "2"}
     with Cable() as cable:
         inside = ("ip", "netns", "exec", cable.names[0])

@@ -17,7 +17,7 @@ def job_of(zygote, folder, policy: str) -> Job:
     return Job(zygote, folder, environment=environment)
 
 
-def test_all_skip_it_together(zygote, tmp_path):
+def test_with_on_nan_skip_all_members_skip_the_step(zygote, tmp_path):
     with job_of(zygote, tmp_path, "skip") as job:
         start(job)
         finish_and_check(job, 20)
@@ -29,7 +29,7 @@ def test_all_skip_it_together(zygote, tmp_path):
             assert [e["step"] for e in job.events(replica, "commit")] == list(range(20))
 
 
-def test_all_stop(zygote, tmp_path):
+def test_with_on_nan_stop_all_members_stop(zygote, tmp_path):
     with job_of(zygote, tmp_path, "stop") as job:
         start(job)
         job.finish()
@@ -45,7 +45,7 @@ def test_all_stop(zygote, tmp_path):
             )
 
 
-def test_by_default_it_passes(zygote, tmp_path):
+def test_by_default_a_nonfinite_gradient_is_applied(zygote, tmp_path):
     with job_of(zygote, tmp_path, "propagate") as job:
         start(job)
         finish_and_check(job, 20)
@@ -55,7 +55,7 @@ def test_by_default_it_passes(zygote, tmp_path):
         assert metrics[7]["nan:loss"] == 3, "then everybody's weights"
 
 
-def test_another_word_is_refused(zygote, tmp_path):
+def test_an_unknown_value_of_on_nan_is_refused(zygote, tmp_path):
     with job_of(zygote, tmp_path, "ignore") as job:
         job.start("r0")
         job.finish()

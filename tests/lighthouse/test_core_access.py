@@ -42,7 +42,7 @@ def renames_a_core(target: ast.expr, value: ast.expr | None) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(LIGHTHOUSE)))
-def test_a_file_reads_a_core_through_its_view_only(path):
+def test_source_files_read_a_core_through_its_view_only(path):
     assert violations(path.read_text()) == []
 
 

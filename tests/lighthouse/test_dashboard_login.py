@@ -41,11 +41,11 @@ def test_a_cookie_opens_no_sockets_of_processes():
     ("origin", "opens"),
     [("http://lh:8600", True), ("https://lh:8600", True), ("http://evil:8600", False), ("null", False)],
 )
-def test_a_cookie_counts_for_the_page_alone(origin, opens):
+def test_a_cookie_is_accepted_from_the_lighthouses_own_page_only(origin, opens):
     assert scope(time.time() + 60, Origin=origin) is (None if opens else False)
 
 
-def test_wrong_tokens_may_be_tried_so_often_from_one_address():
+def test_an_address_may_try_a_bounded_number_of_wrong_tokens():
     now = [0.0]
     tries = LoginTries(lambda: now[0])
     for _ in range(MOST_FAILURES):

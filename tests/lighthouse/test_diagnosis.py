@@ -163,7 +163,7 @@ CIRCLE = {
         ("", case(aborted={"a": aborted("nobody we know")}), [], UNKNOWN, "nothing that was seen"),
     ],
 )
-def test_verdicts(about, known, seen, verdict, says):
+def test_each_state_of_a_job_leads_to_its_verdict(about, known, seen, verdict, says):
     found = diagnose(known, seen)
     assert found.verdict == verdict and verdict in VERDICTS
     assert found.about == tuple(about.split())

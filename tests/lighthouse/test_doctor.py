@@ -29,12 +29,12 @@ def findings(level: str, store: str = "", state_gb: float = 0.0) -> str:
     return "\n".join(f"{f.what}: {f.do}" for f in examine(store, state_gb) if f.level == level)
 
 
-def test_all_is_well(environment, lighthouse):
+def test_the_doctor_finds_no_fault_in_a_good_configuration(environment, lighthouse):
     assert findings("bad") == "" and findings("warn") == ""
     assert f"{lighthouse.url} leads" in findings("ok")
 
 
-def test_the_command_prints_it_and_its_exit_code_tells(lighthouse, tmp_path):
+def test_the_doctor_command_prints_its_findings_and_sets_its_exit_code(lighthouse, tmp_path):
     settings = {"FABRIC_LIGHTHOUSE": lighthouse.url, "FABRIC_JOB": "test", "FABRIC_REPLICA": "r0"}
     fine = fabric("doctor", **settings, FABRIC_TOKEN_FILE=str(lighthouse.token_file))
     assert fine.returncode == 0 and f"{lighthouse.url} leads" in fine.stdout, fine.stdout + fine.stderr
@@ -61,7 +61,7 @@ def test_the_command_prints_it_and_its_exit_code_tells(lighthouse, tmp_path):
         ("PORTS", "abc", "bad", 'FABRIC_PORTS is "abc"'),
     ],
 )
-def test_each_mistake_is_found(environment, monkeypatch, name, value, level, sentence):
+def test_each_mistaken_setting_is_found(environment, monkeypatch, name, value, level, sentence):
     monkeypatch.setenv(f"FABRIC_{name}", value)
     assert sentence in findings(level)
 
@@ -83,14 +83,14 @@ def test_a_token_that_the_lighthouse_refuses_is_found(environment, tmp_path):
     assert "does not let this job in: the token does not match" in findings("bad")
 
 
-def test_where_lighthouses_run_the_store_is_enough(tmp_path):
+def test_on_a_lighthouses_host_the_doctor_needs_the_store_only(tmp_path):
     alone = fabric("doctor", "--store", f"sqlite://{tmp_path}/store.db")
     assert alone.returncode == 0 and "store " in alone.stdout and "bad" not in alone.stdout, alone.stdout
     both = fabric("doctor", "--store", f"sqlite://{tmp_path}/store.db", FABRIC_REPLICA="r0")
     assert both.returncode == 1 and "no lighthouse is named" in both.stdout
 
 
-def test_a_store_is_looked_at_with_the_lighthouses_own_options(tmp_path):
+def test_the_doctor_checks_the_store_with_the_lighthouses_own_options(tmp_path):
     said = fabric("doctor", "--store", "etcds://127.0.0.1:1", "--store-ca", tmp_path / "none.pem").stdout
     assert "certificates cannot be used" in said and "none.pem" in said
 
@@ -106,11 +106,11 @@ def test_the_doctor_finds_a_token_that_other_users_can_read(environment, monkeyp
     assert "chmod 600" in findings("warn")
 
 
-def test_memory_is_held_against_the_state(environment):
+def test_free_memory_is_compared_with_the_size_of_the_state(environment):
     assert "more memory" in findings("bad", state_gb=1e6)
     assert "GB need about" in findings("ok", state_gb=0.001)
 
 
-def test_the_store_is_looked_at(environment, tmp_path):
+def test_the_doctor_checks_the_store(environment, tmp_path):
     assert "store " in findings("ok", store=f"sqlite://{tmp_path}/store.db")
     assert "the store cannot be used" in findings("bad", store="etcd://127.0.0.1:1")

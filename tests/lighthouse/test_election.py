@@ -215,7 +215,7 @@ async def test_a_tick_after_the_end_of_the_lease_sends_nothing(http):
         await close_all(members)
 
 
-async def test_a_store_that_is_away_costs_the_lead_and_then_gives_it_back(http):
+async def test_a_leader_loses_the_lead_while_its_store_is_unreachable_and_regains_it_after(http):
     space = MemorySpace()
     store = TroubledStore(space)
     async with lighthouse_on(store, lease_s=2) as instance:
@@ -248,7 +248,7 @@ async def test_a_renewed_lease_goes_on():
         assert instance.election.term is term and not instance.lost
 
 
-async def test_another_writers_record_ends_the_term(http):
+async def test_a_record_written_by_another_lighthouse_ends_the_term(http):
     space = MemorySpace()
     async with lighthouse_on(MemoryStore(space), lease_s=3600) as instance:
         await eventually(leads(instance), "it to lead")
@@ -268,7 +268,7 @@ async def test_another_writers_record_ends_the_term(http):
     "value",
     [b"", b"\xff", b"[]", b'{"id": 1, "url": "http://x"}', b'{"id": "a", "url": "ftp://x"}', b"1" * 5000],
 )
-async def test_a_key_that_no_lighthouse_wrote_is_waited_out(http, value):
+async def test_a_candidate_waits_for_the_end_of_an_election_key_that_no_lighthouse_wrote(http, value):
     space = MemorySpace()
     store = MemoryStore(space)
     space.commit([], [Put(ELECTION + "0", value)])
@@ -283,7 +283,7 @@ async def test_a_key_that_no_lighthouse_wrote_is_waited_out(http, value):
         await eventually(leads(instance), "it to lead once the key has gone")
 
 
-async def test_a_candidate_whose_claim_got_lost_looks_it_up():
+async def test_a_candidate_reads_the_store_after_a_claim_with_a_lost_answer():
     """The claim was applied and its answer lost: the key is its own, and it leads."""
 
     class LostClaim(MemoryStore):
@@ -391,7 +391,7 @@ def block_until(condition, what):
         time.sleep(0.02)
 
 
-async def test_a_loop_that_is_busy_for_longer_than_the_lease_does_not_cost_the_lead(tmp_path):
+async def test_a_leader_whose_event_loop_is_busy_for_longer_than_the_lease_keeps_the_lead(tmp_path):
     async with leader_on_a_file(tmp_path, lease_s=6) as instance:
         term = instance.election.term
         first = term.ends
@@ -401,7 +401,7 @@ async def test_a_loop_that_is_busy_for_longer_than_the_lease_does_not_cost_the_l
         assert instance.election.term is term and not instance.lost
 
 
-async def test_a_loop_that_never_turns_again_is_not_kept_in_the_lead(tmp_path):
+async def test_a_leader_whose_event_loop_hangs_for_ever_loses_the_lead(tmp_path):
     """Its process lives and its lease would be renewed for ever: then nobody could take over."""
     async with leader_on_a_file(tmp_path, lease_s=1) as instance:
         term, space = instance.election.term, sqlite3.connect(tmp_path / "store.db")
@@ -421,7 +421,7 @@ async def test_a_loop_that_never_turns_again_is_not_kept_in_the_lead(tmp_path):
         assert len(instance.lost) == 1
 
 
-async def test_messages_that_came_while_a_loop_was_stuck_get_no_answer(http, tmp_path):
+async def test_messages_that_arrived_while_the_event_loop_hung_get_no_answer(http, tmp_path):
     """It reads its sockets before its timers tell it that its lease has ended."""
     async with leader_on_a_file(tmp_path, lease_s=1) as instance:
         members = await start_job(http, instance.url)

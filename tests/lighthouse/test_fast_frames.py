@@ -33,7 +33,7 @@ def frame(body, first=0x81, mask=b"\x01\xfe\x7f\x80", long=False):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_usual_texts_are_taken_in_order_however_they_are_cut(seed):
+def test_plain_text_frames_are_read_in_order_from_any_fragments(seed):
     chance = random.Random(seed)
     texts = ["ü" * chance.choice((0, 1, 62, 63, 64, 200, 2000, 32_767)) + str(i) for i in range(10)]
     stream = b"".join(frame(x.encode(), mask=chance.randbytes(4)) for x in texts)
@@ -61,7 +61,7 @@ def test_usual_texts_are_taken_in_order_however_they_are_cut(seed):
     ids=["in pieces", "compressed", "binary", "ping", "close", "long", "no UTF-8", "not masked"],
 )
 @pytest.mark.parametrize("cut", [1, 3, 1 << 20])
-def test_from_the_first_other_frame_on_everything_is_the_librarys(other, cut):
+def test_from_the_first_unusual_frame_on_the_library_reads_the_connection(other, cut):
     stream = frame(b"one") + frame(b"two") + other + frame(b"three")
     found, library = [], Library()
     usual = FastFrames(library, lambda text: found.append(text) or True)
@@ -70,7 +70,7 @@ def test_from_the_first_other_frame_on_everything_is_the_librarys(other, cut):
     assert found == ["one", "two"] and library.data == other + frame(b"three")
 
 
-def test_a_receiver_that_stops_leaves_the_rest_to_the_library():
+def test_when_the_receiver_stops_the_library_reads_the_rest():
     library = Library()
     usual = FastFrames(library, lambda _: False)
     usual.data_received(frame(b"one") + frame(b"two"))
@@ -78,7 +78,7 @@ def test_a_receiver_that_stops_leaves_the_rest_to_the_library():
     assert library.data == frame(b"two") + frame(b"three")
 
 
-def test_all_else_that_happens_to_the_connection_is_the_librarys():
+def test_other_events_of_the_connection_are_passed_to_the_library():
     library = Library()
     usual = FastFrames(library, lambda _: True)
     usual.pause_writing(), usual.resume_writing(), usual.eof_received(), usual.connection_lost(None)

@@ -85,7 +85,7 @@ def test_an_epoch_change_goes_to_all_before_any_of_them_can_answer():
     assert sent == [b"change"] * 12_000 + [b"resume"] * 12_000, "without a turn of any loop"
 
 
-async def test_work_that_takes_turns_is_done_in_order_and_may_bring_more():
+async def test_queued_work_is_done_in_order_and_may_queue_more_work():
     done, turns = [], WorkQueue()
 
     def work(number):

@@ -27,7 +27,7 @@ def first(
     return None
 
 
-def test_nothing_is_collected_that_is_not_due():
+def test_no_collection_runs_before_it_is_due():
     assert first(CollectionSchedule(), True, (49_000, 0, WHOLE - 1), 10 * MOST_LOOKS) is None
 
 
@@ -45,7 +45,7 @@ def test_python_collects_all_but_the_oldest_generation_on_its_own():
     assert THRESHOLDS[0] * THRESHOLDS[1] < 1_000_000 < THRESHOLDS[2]
 
 
-async def test_it_collects_garbage_that_python_would_leave(monkeypatch):
+async def test_due_collections_find_garbage_of_the_oldest_generation(monkeypatch):
     class Cycle:
         def __init__(self) -> None:
             self.itself = self

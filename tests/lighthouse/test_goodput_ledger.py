@@ -63,7 +63,7 @@ def test_a_failure_is_recovering_until_a_step_and_degraded_until_all_are_back():
     assert watch.ledger.goodput == pytest.approx(60 / 92, abs=0.03)
 
 
-def test_no_step_for_long_is_a_stall_from_the_last_step_on():
+def test_a_long_time_without_a_step_counts_as_a_stall_from_the_last_step_on():
     watch = Watch()
     watch.goes_on(20, step_s=0.5)
     assert watch.ledger.stall_s == LEAST_STALL_S
@@ -79,7 +79,7 @@ def test_long_steps_are_no_stall_and_neither_is_the_first():
     assert not Watch().goes_on(3 * 60, step_s=60)[STALLED]
 
 
-def test_nothing_is_counted_before_the_start_and_after_the_end():
+def test_time_before_the_first_start_and_after_the_end_is_not_counted():
     ledger = GoodputLedger()
     for now in (0.0, 50.0):
         ledger.observe(JobSample(False), now)

@@ -50,7 +50,7 @@ def test_a_newer_session_of_a_replica_replaces_the_older_one(connections):
     )
 
 
-def test_a_message_reaches_the_very_process_also_while_its_session_opens(connections):
+def test_a_message_reaches_the_addressed_process_while_its_session_opens(connections):
     inside, opening = FakeConnection("r0", 1), FakeConnection("r1", 1)
     connections.opened(inside)
     message = m.HeartbeatAck(1)
@@ -64,7 +64,7 @@ def test_a_message_reaches_the_very_process_also_while_its_session_opens(connect
     assert (len(opening.frames), len(inside.frames)) == (1, 1)
 
 
-def test_a_final_refusal_closes_the_connection_and_another_one_does_not(connections):
+def test_a_final_refusal_closes_the_connection_and_a_temporary_refusal_does_not(connections):
     member = FakeConnection("r0", 1)
     connections.opened(member)
     connections.send("r0", 1, m.Rejected("it waits", retry=True))
@@ -73,7 +73,7 @@ def test_a_final_refusal_closes_the_connection_and_another_one_does_not(connecti
     assert member.code == codes.REFUSED and len(member.frames) == 2
 
 
-def test_the_core_hears_a_change_at_once_and_a_repetition_now_and_then(connections):
+def test_the_core_gets_a_changed_status_at_once_and_a_repeated_one_rarely(connections):
     server, ref = FakeConnection(), SnapshotRef(1, 5, "d")
     assert connections.is_new_server(server) and not connections.is_new_server(server)
     held = status(snapshots=(ref,), ages_s=(0.1,))

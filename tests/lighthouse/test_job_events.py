@@ -13,7 +13,7 @@ class TestEventLog:
         ids = [log.add("k", 1, "", "").id for _ in range(3)]
         assert ids == [5_000_000, 5_000_001, 5_000_002]
 
-    async def test_the_newest_are_kept(self):
+    async def test_the_newest_events_are_kept(self):
         log = EventLog(capacity=3)
         added = [log.add("k", i, "", "") for i in range(5)]
         assert log.after(0) == added[2:]
@@ -36,5 +36,5 @@ class TestEventLog:
         with pytest.raises(StopAsyncIteration):
             await anext(follower)
 
-    async def test_reasons_are_bounded(self):
+    async def test_reasons_of_events_are_cut_to_a_bounded_length(self):
         assert len(EventLog().add("k", 1, "", "x" * 10_000).why) == 2000

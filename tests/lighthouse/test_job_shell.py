@@ -32,7 +32,7 @@ def outcomes(instance, outcome: str) -> float:
     return next((float(line.removeprefix(start)) for line in lines if line.startswith(start)), 0.0)
 
 
-async def test_a_write_that_was_applied_and_got_lost_is_recognised(instance, http):
+async def test_a_write_that_was_applied_and_whose_answer_got_lost_is_recognised(instance, http):
     instance.store.lost_after.append(StoreIndefinite("the answer got lost"))
     members = await start_job(http, instance.url)
     assert members[0].newest.epoch == 1
@@ -132,7 +132,7 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
     await members[0].close()
 
 
-async def test_silence_is_death_where_a_test_wants_it(http):
+async def test_a_silent_member_is_evicted_after_the_configured_silence(http):
     """A connection that stays open and says nothing, without a status: the timer alone finds it."""
     impatient = LivenessConfig(silence_s=1.0, grace_s=0.1)
     async with lighthouse_on(TroubledStore(MemorySpace()), liveness=impatient) as found:
@@ -153,7 +153,7 @@ async def test_silence_is_death_where_a_test_wants_it(http):
         await close_all(members)
 
 
-async def test_the_core_hears_an_unchanged_status_less_often(instance, http):
+async def test_the_core_gets_an_unchanged_status_less_often(instance, http):
     member = await WireMember(http, instance.url, "r0").open()
     await member.say(m.Heartbeat(1, 0, 0, 0))
     await member.next(m.HeartbeatAck)

@@ -89,34 +89,34 @@ class TestLighthouseRefuses:
 
         self.refusal = run
 
-    def test_a_dead_store(self, taken_port):
+    def test_a_lighthouse_refuses_to_start_without_its_store(self, taken_port):
         free = taken_port + 1 if taken_port < 65535 else taken_port - 1
         said = self.refusal("--store", f"etcd://127.0.0.1:{free}", "--store-wait-s", "0.2")
         assert "etcd" in said
 
-    def test_a_store_that_cannot_be_meant(self):
+    def test_an_impossible_store_url_is_refused(self):
         assert "not one we know" in self.refusal("--store", "redis://x")
 
     def test_a_file_that_is_not_a_store_is_refused(self, tmp_path):
         (tmp_path / "notes.txt").write_text("these are not tables, but words " * 100)
         assert "not an SQLite file" in self.refusal("--store", f"sqlite://{tmp_path}/notes.txt")
 
-    def test_a_directory_that_is_not_there(self, tmp_path):
+    def test_a_store_in_a_missing_directory_is_refused(self, tmp_path):
         assert "does not exist" in self.refusal("--store", f"sqlite://{tmp_path}/no/store.db")
 
-    def test_a_taken_port(self, taken_port):
+    def test_a_taken_port_is_refused(self, taken_port):
         assert "taken by another process" in self.refusal("--store", "memory:", "--port", taken_port)
 
-    def test_a_missing_and_an_empty_token_file(self, tmp_path):
+    def test_a_missing_or_empty_token_file_is_refused(self, tmp_path):
         empty = tmp_path / "empty"
         empty.touch(mode=0o600)
         assert "cannot be read" in self.refusal("--store", "memory:", "--token-file", tmp_path / "none")
         assert "is empty" in self.refusal("--store", "memory:", "--token-file", empty)
 
-    def test_the_memory_is_open_to_all_users(self):
+    def test_a_memory_store_that_listens_for_other_hosts_needs_a_token(self):
         assert "without a token" in self.refusal("--store", "memory:", "--bind", "0.0.0.0")
 
-    def test_a_ready_file_that_cannot_be(self, tmp_path):
+    def test_a_ready_file_that_cannot_be_written_is_refused(self, tmp_path):
         assert "ready file" in self.refusal("--store", "memory:", "--ready-file", tmp_path / "no" / "ready")
         (tmp_path / "folder").mkdir()
         assert "ready file" in self.refusal("--store", "memory:", "--ready-file", tmp_path / "folder")
@@ -194,7 +194,7 @@ class TestStatus:
         for wrong in ("recoverable", "waiting for", " run ", "is gone", "newer process"):
             assert wrong not in shown.stdout
 
-    async def test_the_list_and_one_job(self, lighthouse, http, job):
+    async def test_status_shows_all_jobs_or_one_job(self, lighthouse, http, job):
         members = await start_job(http, lighthouse.url, count=2, job=job)
         joiner = await WireMember(http, lighthouse.url, "late", job=job, replicas="2").open()
         await joiner.epoch(1)
@@ -218,7 +218,7 @@ class TestStatus:
         assert whole["roster"] == ["r0", "r1"]
         await close_all([*members, joiner])
 
-    async def test_the_environment_will_do(self, lighthouse, http, job):
+    async def test_commands_take_their_options_from_the_environment(self, lighthouse, http, job):
         members = await start_job(http, lighthouse.url, count=1, job=job)
         shown = fabric(
             "status",
@@ -236,7 +236,7 @@ class TestStatus:
             shown = fabric("status", "--lighthouse", second.url, "--token-file", first.token_file)
             assert shown.returncode == 0 and "no job" in shown.stdout
 
-    def test_a_wrong_address(self):
+    def test_a_wrong_lighthouse_address_is_reported(self):
         said = sentence_of(fabric("status", "--lighthouse", "http://127.0.0.1:1", "--job", "x"))
         assert "http://127.0.0.1:1: nobody listens there" in said
         assert "no lighthouse is named" in sentence_of(fabric("status"))
@@ -250,7 +250,7 @@ class TestStatus:
             (b"Content-Type: application/json\r\nContent-Length: 1\r\n\r\n{", "broke off in the midst"),
         ],
     )
-    async def test_something_else_at_that_address_or_one_that_dies_while_it_answers(self, said, why):
+    async def test_an_address_that_answers_nonsense_or_half_an_answer_is_reported(self, said, why):
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b"HTTP/1.1 200 OK\r\n" + said)
@@ -262,7 +262,7 @@ class TestStatus:
             with pytest.raises(Unreachable, match=why):
                 await Lighthouses((url,), "", "")._ask("/v1/jobs", None)
 
-    def test_a_wrong_token_and_an_unknown_job(self, lighthouse, tmp_path):
+    def test_a_wrong_token_or_unknown_job_is_reported(self, lighthouse, tmp_path):
         wrong = tmp_path / "token"
         wrong.touch(mode=0o600)
         wrong.write_text("wrong\n")

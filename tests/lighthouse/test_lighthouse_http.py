@@ -35,7 +35,7 @@ async def test_liveness_does_not_ask_the_store_and_readiness_agrees_with_health(
     )
 
 
-async def test_metrics_of_a_job(lighthouse, http, job):
+async def test_metrics_describe_a_job(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, job=job)
     async with http.get(f"{lighthouse.url}/metrics") as answer:
         text = await answer.text()
@@ -54,7 +54,7 @@ async def test_metrics_of_a_job(lighthouse, http, job):
     await close_all(members)
 
 
-async def test_metrics_tell_a_job_that_is_over_from_one_that_stands_still(lighthouse, http, job):
+async def test_metrics_tell_a_finished_job_from_a_stalled_job(lighthouse, http, job):
     """Alerts depend on it: both commit no steps."""
     done, failed = f"{job}-done", f"{job}-failed"
     members = await start_job(http, lighthouse.url, count=1, job=done)
@@ -168,7 +168,7 @@ async def test_commands_need_the_token(lighthouse, http, action):
 
 
 @pytest.mark.parametrize("name", ["a%20b", "a%2Fb", "%C3%A4", "x" * 65, "a%00b", "%0a", "%25", "..."])
-async def test_bad_job_names(lighthouse, http, name):
+async def test_bad_job_names_are_refused(lighthouse, http, name):
     for path in ("", "/events", "/session"):
         status, body = await get(http, f"{lighthouse.url}/v1/jobs/{name}{path}")
         assert status in (400, 404) and body["error"]
@@ -201,7 +201,7 @@ COMMAND = {"replica": "r0", "who": "me", "why": "because"}
     ],
     ids=lambda body: str(body)[:40],
 )
-async def test_bad_commands(lighthouse, http, job, body):
+async def test_bad_operator_commands_are_refused(lighthouse, http, job, body):
     members = await start_job(http, lighthouse.url, count=2, job=job)
     for action in ("drain", "evict"):
         status, answer = await post(http, f"{lighthouse.url}/v1/jobs/{job}/{action}", body)
@@ -210,14 +210,14 @@ async def test_bad_commands(lighthouse, http, job, body):
     await close_all(members)
 
 
-async def test_a_body_over_the_limit(lighthouse, http, job):
+async def test_a_body_over_the_limit_is_refused(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=1, job=job)
     status, answer = await post(http, f"{lighthouse.url}/v1/jobs/{job}/drain", b" " * 70_000)
     assert status == 413 and "send at most 65536 bytes" in answer["error"]
     await close_all(members)
 
 
-async def test_unknown_jobs_paths_and_methods(lighthouse, http):
+async def test_unknown_jobs_paths_and_methods_are_refused(lighthouse, http):
     assert (await get(http, f"{lighthouse.url}/v1/jobs/nobody"))[0] == 404
     assert (await get(http, f"{lighthouse.url}/v1/jobs/nobody/events"))[0] == 404
     assert (await post(http, f"{lighthouse.url}/v1/jobs/nobody/drain", COMMAND))[0] == 404
@@ -228,7 +228,7 @@ async def test_unknown_jobs_paths_and_methods(lighthouse, http):
 @pytest.mark.parametrize(
     "query", ["after=x", "after=-1", "follow=2", "follow=yes", "after=99999999999999999999"]
 )
-async def test_bad_queries(lighthouse, http, job, query):
+async def test_bad_queries_are_refused(lighthouse, http, job, query):
     members = await start_job(http, lighthouse.url, count=1, job=job)
     status, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}/events?{query}")
     assert status == 400 and body["error"]
@@ -236,7 +236,7 @@ async def test_bad_queries(lighthouse, http, job, query):
 
 
 @pytest.mark.parametrize("replicas", ["0", "x", "3:2", "1:2:3", "-1", "9999999999"])
-async def test_a_policy_that_cannot_be(lighthouse, http, job, replicas):
+async def test_an_impossible_policy_is_refused(lighthouse, http, job, replicas):
     url = f"{lighthouse.url}/v1/jobs/{job}/session?replicas={replicas}"
     with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
         await http.ws_connect(url, headers={"Authorization": f"Bearer {TOKEN}"})
@@ -246,7 +246,7 @@ async def test_a_policy_that_cannot_be(lighthouse, http, job, replicas):
     assert (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[0] == 404
 
 
-async def test_a_session_without_a_websocket(lighthouse, http, job):
+async def test_a_session_request_without_a_websocket_is_refused(lighthouse, http, job):
     for path in ("session", "trainer-status"):
         status, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}/{path}")
         assert status == 400 and "WebSocket" in body["error"]

@@ -83,7 +83,7 @@ async def test_its_own_token_and_the_lighthouses_open_a_job(shared, http):
         assert (await get(http, f"{shared.url}/v1/jobs/a", wrong))[0] == 401
 
 
-async def test_every_path_but_the_open_ones_wants_a_token(shared, http):
+async def test_every_path_outside_the_open_paths_needs_a_token(shared, http):
     for route in make_app(None, None).router.routes():
         path = route.resource.canonical.replace("{job}", "a") if route.resource is not None else ""
         if path not in OPEN_PATHS and route.method in ("GET", "POST"):
@@ -217,7 +217,7 @@ async def test_a_complete_job_without_connections_is_forgotten_when_its_time_is_
         await again.close()
 
 
-def test_settings_that_cannot_be_are_refused(tmp_path):
+def test_impossible_settings_of_jobs_are_refused(tmp_path):
     for arguments, said in (
         (("--job-tokens", str(tmp_path / "none")), "does not exist"),
         (("--max-jobs", "0"), "give at least 1"),

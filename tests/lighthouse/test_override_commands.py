@@ -167,7 +167,7 @@ async def test_orders_need_the_token_and_a_job_that_has_begun(lighthouse, http, 
     await close_all([waits])
 
 
-async def test_saying_it_twice_is_as_saying_it_once(lighthouse, http, job):
+async def test_a_repeated_pause_or_scale_command_changes_nothing(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=1, job=job)
     url = f"{lighthouse.url}/v1/jobs/{job}"
     for _ in range(2):
@@ -246,7 +246,7 @@ async def test_a_replica_that_fails_repeatedly_waits_until_an_operator_admits_it
             await close_all(members)
 
 
-def test_commands_want_a_reason_and_a_number(lighthouse, job):
+def test_operator_commands_need_a_reason_and_scale_needs_a_number(lighthouse, job):
     assert fabric("pause", *common(lighthouse, job)).returncode == 2
     assert "--min, --max or both" in fabric("scale", *common(lighthouse, job), "--why", "x").stderr
     refused = fabric("scale", "--max", "2", *common(lighthouse, "no-such-job"), "--why", "x")

@@ -76,7 +76,7 @@ async def test_networks_that_the_lighthouse_was_given_may_be_asked():
         assert asked and seen.pid == 7
 
 
-def test_networks_are_checked():
+def test_malformed_networks_in_the_setting_are_refused():
     assert AllowedHosts.parse("").networks == ()
     for text in ("10.0.0.0/99", "everything", "10.0.0.1/8"):
         with pytest.raises(ConfigError, match="ckpt-networks"):

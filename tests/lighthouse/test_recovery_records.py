@@ -302,7 +302,7 @@ async def test_a_failure_that_cost_thousands_is_in_the_store(http):
         await close_all(members)
 
 
-def test_a_record_survives_the_store_and_nothing_else_is_taken_for_one():
+def test_a_recovery_record_is_read_as_it_was_stored_and_other_values_are_refused():
     recovery = RecoveryRecord(
         5, "death", "why", 3, 1.5, lost={"r1": ReplicaReturn(2.0, 3.0, 0.0)}, incarnations={"r1": 7}
     )

@@ -18,7 +18,7 @@ def forgotten_after(kept: Retention, ended: float, unix_s, now: float) -> float:
     return float("inf")
 
 
-def test_with_right_clocks_it_is_kept_for_as_long_as_was_asked_for():
+def test_with_right_clocks_a_complete_job_is_kept_for_the_configured_time():
     kept = Retention(ENDED, 50.0)
     assert forgotten_after(kept, ENDED, lambda gone_s: ENDED + gone_s, 50.0) == WEEK_S
 
@@ -66,7 +66,7 @@ def test_a_complete_job_that_is_still_asked_for_is_kept_another_day():
         assert kept.is_over(ENDED, WEEK_S, ENDED + YEAR_S + gone_s, 50.0 + gone_s) is over
 
 
-def test_less_than_a_day_needs_no_day():
+def test_a_retention_of_less_than_a_day_is_kept_exactly():
     kept = Retention(ENDED, 50.0)
     assert not kept.is_over(ENDED, 60.0, ENDED, 50.0)
     assert kept.is_over(ENDED, 60.0, ENDED + 60.0, 110.0)

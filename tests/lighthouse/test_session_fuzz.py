@@ -189,7 +189,7 @@ def judge(code, reason, said):
 
 @FUZZ
 @given(st.sampled_from(["session", "introduced", "trainer-status"]), st.lists(NOISE, min_size=1, max_size=5))
-def test_noise_is_refused_with_a_sentence_and_harms_no_job(world, how, frames):
+def test_random_bytes_are_refused_with_a_sentence_and_harm_no_job(world, how, frames):
     if how == "introduced":
         judge(*world.attack("session", [INTRODUCTION, *frames]))
     else:
@@ -232,7 +232,7 @@ def test_a_wrong_message_is_named_with_a_remedy(world, path, frame, code, words)
     assert closed == code and words in reason
 
 
-def test_a_member_that_turns_to_noise_is_named_in_the_refusal_and_may_come_back(own_world):
+def test_a_member_that_sends_a_malformed_message_is_named_in_the_refusal_and_may_reconnect(own_world):
     wrong = ("text", b'{"kind": "Heartbeat", "version": 3, "number": "seven"}')
     code, reason, said = own_world.attack("session", [INTRODUCTION, wrong])
     assert code == 1008 and "Heartbeat.number must be an integer" in reason

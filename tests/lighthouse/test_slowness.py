@@ -89,7 +89,7 @@ def test_an_undisturbed_job_is_not_accused_in_five_hundred_steps():
     assert Fleet().run(500) == []
 
 
-def test_a_slow_replica_is_told_of_once_and_again_when_it_is_well():
+def test_a_slow_replica_is_announced_once_and_its_recovery_too():
     fleet = Fleet()
     assert fleet.run(BEFORE) == []
     assert fleet.run(5, r1=2.0) == [("slow", "r1"), ("advice", "r1")]
@@ -116,7 +116,7 @@ def test_the_advice_has_the_shares_by_speed_and_their_gain():
     assert said.startswith("slow: replica r2 takes") and "micro-batches: r0 5, r1 5, r2 2" in advice
 
 
-def test_a_slow_job_accuses_nobody_and_moves_nothing():
+def test_a_job_slow_as_a_whole_accuses_no_replica_and_gets_no_advice():
     fleet = Fleet()
     fleet.run(BEFORE)
     assert fleet.run(30, r0=1.5, r1=1.5, r2=1.5) == [("slow", "")]
@@ -124,7 +124,7 @@ def test_a_slow_job_accuses_nobody_and_moves_nothing():
     assert fleet.run(30) == [("no longer slow", "")]
 
 
-def test_work_that_explains_nothing_is_said_once_per_replica():
+def test_declared_work_that_does_not_explain_the_times_is_reported_once_per_replica():
     fleet = Fleet(("r0", "r1"))
     events = []
     for _ in range(BEFORE):
@@ -156,13 +156,13 @@ def slowly(fleet: Fleet, **more) -> list[tuple[str, str]]:
     return events
 
 
-def test_announced_work_does_not_count():
+def test_steps_with_announced_other_work_are_not_judged_for_slowness():
     fleet = Fleet()
     fleet.run(BEFORE)
     assert slowly(fleet, busy="evaluation, at most 60 s") == []
 
 
-def test_nothing_counts_while_a_replica_joins():
+def test_steps_during_a_join_are_not_judged_for_slowness():
     fleet = Fleet()
     fleet.run(BEFORE)
     joining = tuple(replace(m, joining=m.replica == "r2") for m in fleet.record.roster)
@@ -170,7 +170,7 @@ def test_nothing_counts_while_a_replica_joins():
     assert slowly(fleet) == []
 
 
-def test_the_first_step_of_an_epoch_does_not_count():
+def test_the_first_step_of_an_epoch_is_not_judged_for_slowness():
     fleet = Fleet()
     fleet.run(BEFORE)
     for epoch in range(2, 30):
@@ -178,7 +178,7 @@ def test_the_first_step_of_an_epoch_does_not_count():
         assert fleet.run(1, r1=3.0) == []
 
 
-def test_a_replica_outside_the_roster_does_not_count():
+def test_a_replica_outside_the_roster_is_not_judged_for_slowness():
     fleet = Fleet()
     fleet.run(BEFORE)
     fleet.view.record = replace(fleet.record, roster=fleet.record.roster[:1])
@@ -193,7 +193,7 @@ def test_a_replica_that_may_have_failed_is_not_called_slow():
     assert fleet.run(30, r1=3.0) == []
 
 
-def test_a_slowness_of_milliseconds_is_not_told():
+def test_a_slowdown_of_milliseconds_is_not_announced():
     fleet = Fleet()
     times = StepTimes(compute_s=FLOOR_S / 4, work={0: 1.0}, samples=1.0, micro_batches=1)
     for step in range(200):
@@ -240,7 +240,7 @@ def test_a_member_of_an_older_version_is_followed_by_its_number_of_samples():
 
 
 @pytest.mark.parametrize("adapt", ["off", ""])
-def test_a_job_that_wants_none_of_it_is_told_nothing(adapt):
+def test_a_job_that_has_switched_adaptation_off_gets_no_slowdowns_or_advice(adapt):
     fleet = Fleet(adapt=adapt)
     fleet.run(BEFORE)
     assert fleet.run(30, r1=3.0) == []

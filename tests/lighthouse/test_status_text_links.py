@@ -31,7 +31,7 @@ def for_some_time(job, seconds, **beats):
         job.wait(1.0)
 
 
-def test_two_that_wait_for_each_other_are_not_in_user_code(job):
+def test_two_members_that_wait_for_each_other_are_not_said_to_be_in_user_code(job):
     for_some_time(job, 4, a={"waiting_for": "b"}, b={"waiting_for": "a"}, c={})
     assert "user code" not in said(job)
     assert "what was sent in step 6 from b to a, a to b, for 4.0 s" in said(job)

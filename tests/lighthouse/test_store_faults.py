@@ -42,7 +42,7 @@ START = f"commit {RECORD}"
 SCRIPT = 19
 
 
-def test_the_run_itself_has_one_term_and_writes_each_epoch_once(play):
+def test_the_run_without_a_fault_has_one_term_and_writes_each_epoch_once(play):
     world = play(Fault(0, ""))
     assert [(r.epoch, r.names) for r in world.records] == [(1, REPLICAS), (2, REPLICAS[1:])]
     assert world.terms == ["first"] and not world.violations

@@ -18,7 +18,7 @@ async def writer(tmp_path):
     await made.close()
 
 
-async def test_it_answers_as_the_store_does(writer, tmp_path):
+async def test_the_store_thread_answers_as_the_store_does(writer, tmp_path):
     revision = await writer.commit([Compare("/a", create_revision=0)], [Put("/a", b"1")])
     assert revision is not None
     assert await writer.commit([Compare("/a", create_revision=0)], [Put("/a", b"2")]) is None, "a guard"
@@ -31,7 +31,7 @@ async def test_it_answers_as_the_store_does(writer, tmp_path):
     await store.close()
 
 
-async def test_it_does_not_wait_for_the_loop():
+async def test_the_store_thread_writes_while_the_event_loop_is_busy():
     class Watched(MemoryStore):
         async def commit(self, compares, operations):
             revision = await super().commit(compares, operations)

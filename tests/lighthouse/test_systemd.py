@@ -6,7 +6,7 @@ import socket
 from lighthouse_support import DEADLINE_S, LighthouseProcess
 
 
-def test_systemd_hears_of_it_until_it_hangs(tmp_path, monkeypatch):
+def test_the_lighthouse_notifies_systemd_until_its_event_loop_hangs(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(DEADLINE_S)

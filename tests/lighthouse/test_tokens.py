@@ -95,7 +95,7 @@ async def test_a_file_that_cannot_be_read_shuts_its_job_out_only_where_it_is_gon
         tokens.scope("of-gpt")
 
 
-async def test_where_nothing_is_known_yet_the_answer_is_503(folder, monkeypatch):
+async def test_before_the_tokens_could_be_read_a_request_is_answered_with_503(folder, monkeypatch):
     Blocked(monkeypatch).error = TOO_MANY
     tokens = Tokens("own", folder)
     await tokens.refresh()
@@ -104,7 +104,7 @@ async def test_where_nothing_is_known_yet_the_answer_is_503(folder, monkeypatch)
     assert tokens.scope("own") is None
 
 
-async def test_a_folder_that_hangs_stops_nothing(folder, monkeypatch):
+async def test_a_hanging_token_folder_does_not_stop_the_lighthouse(folder, monkeypatch):
     monkeypatch.setattr(module, "HANG_S", 0.05)
     tokens = Tokens("own", folder)
     await tokens.refresh()

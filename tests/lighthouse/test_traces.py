@@ -101,7 +101,7 @@ def test_phases_follow_one_another_even_where_clocks_do_not():
     assert phases(odd) == [("epoch committed", 10.0, 10.0), ("first step committed", 10.0, 11.0)]
 
 
-def test_without_the_extra_it_says_what_to_do():
+def test_without_opentelemetry_installed_the_error_says_what_to_install():
     code = (
         "import sys; sys.modules['opentelemetry.sdk.trace'] = None\n"
         "from fabric.lighthouse.telemetry.traces import Traces\n"

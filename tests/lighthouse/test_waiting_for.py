@@ -51,7 +51,7 @@ class TestWaiting:
         assert waiting_for(core.view, now) == f"the store, to commit epoch {write.record.epoch}"
         core.handle(io.RecordWritten(write.record.nonce), now)
 
-    def test_from_the_first_session_to_an_eviction(self, core):
+    def test_the_waiting_sentence_follows_a_job_from_its_first_session_to_an_eviction(self, core):
         assert "0 of at least 2" in waiting_for(core.view, 0.0)
         core.handle(io.SessionOpened(session("r0")), 1.0)
         core.handle(io.SessionOpened(session("r1")), 1.0)
@@ -109,7 +109,7 @@ class TestWaiting:
         core.handle(io.FromMember("r1", 1, m.Finished(core.state.record.fence, 9)), 2.0)
         assert waiting_for(core.view, 3.0) == "r0, r2 to finish as r1 did: last seen 2.0 s ago"
 
-    def test_a_lost_write(self, core):
+    def test_the_waiting_sentence_names_a_lost_write(self, core):
         effects = self.opened(core, 1.0)
         nonce = next(e for e in effects if isinstance(e, io.WriteRecord)).record.nonce
         core.handle(io.WriteFailed(nonce, definite=False), 1.0)

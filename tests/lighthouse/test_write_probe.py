@@ -39,7 +39,7 @@ class Moody:
             raise self.answer
 
 
-async def test_only_a_refusal_counts_and_it_is_logged_once(caplog):
+async def test_only_a_refused_write_counts_as_a_failure_and_it_is_logged_once(caplog):
     store = Moody()
     probe = WriteProbe(store, KEY)
     for answer in (StoreUnavailable("away"), StoreIndefinite("lost"), TimeoutError()):
@@ -59,7 +59,7 @@ async def test_only_a_refusal_counts_and_it_is_logged_once(caplog):
 
 
 @pytest.mark.etcd
-async def test_a_full_etcd_says_so_and_is_asked_again(tmp_path: Path):
+async def test_a_full_etcd_is_reported_and_probed_again(tmp_path: Path):
     require_etcd()
     ports = free_ports(2)
     quota = ("--quota-backend-bytes", "1000000")

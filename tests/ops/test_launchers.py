@@ -115,7 +115,7 @@ def play(tmp_path: Path) -> Play:
 # --- Slurm ------------------------------------------------------------------------------------------------
 
 
-def test_slurm_options_are_ones_that_it_takes():
+def test_slurm_accepts_the_options_of_the_script():
     """``--no-kill`` takes no argument but ``set``, ``off`` and ``no``: sbatch ends on any other."""
     options = re.findall(r"^#SBATCH (\S+)$", SLURM.read_text(), flags=re.MULTILINE)
     assert "--no-kill" in options
@@ -167,7 +167,7 @@ def test_a_mistake_ends_every_replica_after_one_start(play):
     assert [play.starts(replica) for replica in ("r0", "r1", "r2")] == [1, 1, 1]
 
 
-def test_one_replica_that_must_not_come_back_leaves_the_others_alone(play):
+def test_a_replica_with_a_final_exit_code_leaves_the_other_replicas_running(play):
     play.ends_with("r0", "75", "75", "0")
     play.ends_with("r1", "1", "0")
     play.ends_with("r2", "0")
@@ -176,7 +176,7 @@ def test_one_replica_that_must_not_come_back_leaves_the_others_alone(play):
     assert [play.starts(replica) for replica in ("r0", "r1", "r2")] == [3, 1, 1]
 
 
-def test_the_run_folder_cannot_be_guessed_and_is_one_for_the_job(play):
+def test_the_run_folder_cannot_be_guessed_and_is_the_same_for_all_replicas(play):
     """Another user of the node could make a folder with a name that is known first."""
     play.program(
         "fabric", _FABRIC.replace("exit 99\n", 'exit 99\necho "$FABRIC_RUN_DIR" >> "$PLAY/runs"\n', 1)

@@ -71,7 +71,7 @@ def command_lines() -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_there_are_command_lines_of_both_services():
+def test_the_manifests_have_command_lines_of_lighthouse_server_and_launcher():
     used = {arguments[0] for _, arguments in command_lines()}
     assert used == {"lighthouse", "ckpt-server", "launch"} and len(command_lines()) >= 7
 
@@ -103,7 +103,7 @@ def test_every_setting_that_is_named_exists():
     assert used and used <= known
 
 
-def test_replica_ranges_are_ones_that_can_be():
+def test_replica_ranges_in_manifests_are_possible():
     (value,) = re.findall(r"FABRIC_REPLICAS, value: \"(.*?)\"", JOB.read_text())
     assert (
         parse_replicas(value)[1]
@@ -270,7 +270,7 @@ def test_the_sidecar_and_its_trainer_agree():
     assert pod["shareProcessNamespace"] is True and server["restartPolicy"] == "Always"
 
 
-def test_images_have_a_version():
+def test_images_are_pinned_to_a_version():
     (images,) = (d["images"] for d in everything() if d["kind"] == "Kustomization")
     versioned = {image["name"] for image in images if image.get("newTag", "latest") != "latest"}
     for _, pod in pods():
@@ -504,7 +504,7 @@ def test_the_dashboard_has_a_position_for_each_panel():
     ],
     ids=" ".join,
 )
-def test_promtool_agrees(arguments):
+def test_promtool_accepts_the_alert_rules(arguments):
     checked = subprocess.run(
         ["promtool", *arguments],
         capture_output=True,
@@ -533,7 +533,7 @@ def installed(unit: Path, folder: Path) -> Path:
 
 @needs_systemd
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
-def test_systemd_finds_little_that_a_unit_may_do(unit, tmp_path):
+def test_systemd_rates_the_units_as_well_confined(unit, tmp_path):
     """From 0 (safe) to 10; the first version had 8.4 and 9.6."""
     command = [
         "systemd-analyze",
@@ -568,7 +568,7 @@ def test_systemd_understands_the_units(unit, tmp_path):
     assert checked.returncode == 0 and not said, checked.stderr
 
 
-def test_nothing_gets_into_the_image_by_mistake():
+def test_only_files_that_the_dockerfile_copies_get_into_the_build():
     lines = (OPS / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*", "what is not named stays out"
@@ -594,7 +594,7 @@ def test_the_image_copies_existing_files_and_finds_its_torch():
 @pytest.mark.parametrize(
     "script", [p for p in FILES if p.suffix in (".sh", ".sbatch")], ids=lambda path: path.name
 )
-def test_shells_can_read_the_scripts(script):
+def test_shells_can_parse_the_scripts(script):
     shell = "bash" if "bash" in script.read_text().splitlines()[0] else "sh"
     checked = subprocess.run(
         [shell, "-n", str(script)], capture_output=True, text=True, timeout=60, check=False

@@ -31,7 +31,7 @@ def test_every_preset_can_be_compared(name):
     assert outcomes[0].name in recommendation(cluster, outcomes)
 
 
-def test_processes_side_by_side_give_the_same_result():
+def test_parallel_processes_give_the_same_result_as_one_process():
     chosen = options_for(SMALL)[:2]
     alone = compare(SMALL, seeds=2, options=chosen)
     assert compare(SMALL, seeds=2, options=chosen, workers=2) == alone
@@ -50,7 +50,7 @@ def effective(cluster, name="fabric"):
     return outcome.effective.mean
 
 
-def test_failures_by_racks_are_fewer_incidents_and_replication_has_nothing_of_that():
+def test_failures_of_whole_racks_are_fewer_incidents_except_under_replication():
     """Half of the replicas die at one instant: most policies stop once. A rack holds a whole block."""
     racks = replace(SMALL, arrivals="racks", racks=RackFailures(4, 0.9), mtbf_s=600.0, steps=600)
     alone = replace(racks, racks=RackFailures(4, 0.0))
@@ -104,7 +104,7 @@ def test_spares_follow_from_the_failures_within_a_repair():
     assert worthwhile_spares(replace(SMALL, gpus=640, repair_median_s=7200.0, repair_sigma=0.0)) == 5
 
 
-def test_the_interval_of_two_equal_values_is_empty():
+def test_the_confidence_interval_of_two_equal_values_is_empty():
     assert Estimate.of([2.0, 2.0]) == Estimate(2.0, 0.0)
     assert Estimate.of([1.0]).error == 0
 

@@ -7,7 +7,7 @@ import pytest
 from fabric.plan import closed_forms as forms
 
 
-def test_the_values_that_the_source_prints():
+def test_the_closed_forms_reproduce_the_published_values():
     assert forms.masked_failures_asymptotic(200, 9) == pytest.approx(105.12, abs=0.005)
     assert forms.masked_failures_replication(200, 3) == pytest.approx(44.05, abs=0.005)
     assert forms.mean_overhead(200, 105.12) == pytest.approx(2.0286, abs=5e-5)

@@ -41,7 +41,7 @@ def count_failures(model, units, span_s, seed=0):
     [Poisson(10 * DAY), Lemons(10 * DAY), Racks(10 * DAY, 4, 0.3), weibull(DAY / 10, 100), Fixed(DAY / 10)],
     ids=lambda model: model.label,
 )
-def test_a_process_fails_as_often_as_it_says(model):
+def test_failures_of_a_process_occur_at_its_rate(model):
     """100 units with a mean of 10 days each: 10 failures a day."""
     assert count_failures(model, 100, 60 * DAY) == pytest.approx(600, rel=0.15)
 

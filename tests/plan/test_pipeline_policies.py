@@ -44,7 +44,7 @@ def test_without_a_fault_all_but_recycle_step_alike_and_recycle_fills_bubbles():
     assert times["ReCycle"] < times["ResiHP"] == times["fabric"] == times["Oobleck"] == times["unmitigated"]
 
 
-def test_one_dead_device_ends_its_group_or_halves_it():
+def test_a_dead_device_ends_or_halves_its_group():
     state = devices(((0, 1, 2), 0))
     assert group_speeds(state)[0].tolist() == [4, 0, 4, 4]
     assert chosen_speeds(JOB, state)[0].tolist() == [4, 2, 4, 4]
@@ -91,11 +91,11 @@ def test_a_stage_that_is_dead_in_all_replicas():
         assert 0.4 < share(policy, *dead) < 0.85
 
 
-def test_nothing_left_is_no_step():
+def test_with_all_devices_dead_no_policy_completes_a_step():
     assert {policy.step_s(JOB, JOB.healthy() * 0) for policy in ALL} == {math.inf}
 
 
-def test_without_a_part_resihp_is_not_faster():
+def test_resihp_without_one_of_its_parts_is_not_faster():
     faults = [((0, 1, 2), 0), ((1, 2, 0), 0.4)]
     full = share(ResiHp(), *faults)
     for part in ("excludes", "repartitions", "migrates"):
@@ -105,7 +105,7 @@ def test_without_a_part_resihp_is_not_faster():
 @pytest.mark.parametrize(
     "values", [{"replicas": 0}, {"micro_batches": 0}, {"layer_s": 0.0}, {"layer_s": math.nan}, {"stages": 33}]
 )
-def test_a_job_that_makes_no_sense_is_refused(values):
+def test_an_impossible_job_is_refused_by_every_policy(values):
     with pytest.raises(ValueError, match=r"^(a job of pipelines|a layer takes|32 layers)"):
         PipelineJob(JOB.cut, **values)
 
@@ -161,7 +161,7 @@ def test_a_repaired_device_comes_back():
 @pytest.mark.parametrize(
     "values", [{"interval_s": 0.0}, {"slow_share": 2.0}, {"slow_speeds": (0.0, 1.0)}, {"repair_s": 0.0}]
 )
-def test_faults_that_make_no_sense_are_refused(values):
+def test_impossible_faults_are_refused(values):
     with pytest.raises(ValueError, match=r"^(faults of devices|the share of slow)"):
         DeviceFaults(**({"interval_s": 1.0, "count": 1} | values))
 

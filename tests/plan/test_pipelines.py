@@ -69,7 +69,7 @@ def test_migration_takes_work_from_the_slow_stage_alone():
     assert step_time(work, owners) < 0.8 * step_time(work, at_home(work))
 
 
-def test_a_dead_stage_gives_everything_away_and_the_rest_of_its_replica_goes_on():
+def test_the_other_stages_go_on_when_a_dead_stages_work_moves_to_other_replicas():
     work = step([[1, 1, 1], [1, math.inf, 1], [1, 1, 1]], [4, 4, 4])
     for owners in (migrated(work), rerouted(work)):
         assert Counter(owners[1][1]) == {0: 2, 2: 2}
@@ -78,7 +78,7 @@ def test_a_dead_stage_gives_everything_away_and_the_rest_of_its_replica_goes_on(
     assert step_time(work, at_home(work)) == math.inf
 
 
-def test_rerouting_does_not_know_the_slow_replica():
+def test_rerouting_does_not_consider_the_speed_of_replicas():
     work = step([[1, 1], [1, math.inf], [1, 2]], [4, 4, 4])
     assert Counter(rerouted(work)[1][1]) == {0: 2, 2: 2}
     assert Counter(migrated(work)[1][1]) == {0: 4}
@@ -134,6 +134,6 @@ def test_every_micro_batch_runs_once_per_stage_at_a_living_replica_with_room(dat
         ([[1.0]], [-1]),
     ],
 )
-def test_a_step_that_makes_no_sense_is_refused(times, counts):
+def test_an_impossible_pipeline_step_is_refused(times, counts):
     with pytest.raises(ValueError, match=r"^a (step|stage)"):
         step(times, counts)

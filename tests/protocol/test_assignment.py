@@ -33,7 +33,7 @@ def flat(given_out):
 
 
 @given(counts, shares_of)
-def test_apportion_gives_everything_and_no_part_is_off_by_one(count, shares):
+def test_apportioned_parts_sum_to_the_total_and_differ_from_their_quota_by_less_than_one(count, shares):
     parts = apportion(count, shares)
     assert sum(parts) == count
     weights = shares if sum(shares) else [1] * len(shares)
@@ -44,7 +44,7 @@ def test_apportion_gives_everything_and_no_part_is_off_by_one(count, shares):
 
 
 @given(counts, st.lists(shares_of, min_size=1, max_size=4))
-def test_every_micro_batch_once_over_any_history_of_rosters(count, history):
+def test_every_micro_batch_is_assigned_once_over_any_history_of_rosters(count, history):
     for shares in history:
         members = roster(shares)
         assert flat(assign(range(count), members)) == list(range(count))
@@ -61,14 +61,14 @@ def test_equal_shares_are_balanced_and_contiguous(count, size):
 
 
 @given(counts, shares_of, st.lists(st.integers(0, 20), min_size=8, max_size=8))
-def test_spread_gives_every_orphan_once(count, shares, loads):
+def test_every_orphaned_micro_batch_is_given_to_one_member(count, shares, loads):
     members = roster(shares)
     load = {m.replica: loads[i] for i, m in enumerate(members)}
     assert flat(spread(range(count), members, load)) == list(range(count))
 
 
 @given(st.integers(1, 40), st.lists(st.integers(0, 6), min_size=2, max_size=6))
-def test_spread_levels_equal_members(count, loads):
+def test_orphaned_micro_batches_level_the_loads_of_equal_members(count, loads):
     members = roster([1] * len(loads))
     given_out = spread(range(count), members, {f"r{i}": load for i, load in enumerate(loads)})
     after = [loads[i] + len(given_out[f"r{i}"]) for i in range(len(loads))]

@@ -26,7 +26,7 @@ def test_every_deadline_inside_the_exchange_lies_within_it(exchange_s, more):
         ((60, 1800, 1800), ""),
     ],
 )
-def test_a_budget_that_cannot_be_is_refused_in_words(budget, says):
+def test_an_impossible_budget_is_refused_with_a_sentence(budget, says):
     found = problem(*budget)
     assert found.startswith(says) and bool(found) == bool(says)
 
@@ -38,7 +38,7 @@ def learned(*seconds, cap_s=60.0):
     return bound
 
 
-def test_nothing_is_learned_of_a_few_rounds():
+def test_few_rounds_do_not_change_the_exchange_bound():
     assert learned(*[0.01] * (ENOUGH - 1)).bound_s == 60.0
     assert learned(*[0.01] * ENOUGH).bound_s == FLOOR_S
 

@@ -23,7 +23,7 @@ RECORDS = st.lists(MEMBERS, unique_by=lambda x: x.replica, max_size=6).map(
 
 
 @given(RECORDS, RECORDS)
-def test_a_change_leads_from_any_roster_to_any_other(before, after):
+def test_a_roster_delta_leads_from_any_roster_to_any_other(before, after):
     told = wire.decode(wire.encode(roster_delta.change(before, after)))
     assert told.record.roster == ()
     assert roster_delta.applied(told, before) == after
@@ -31,7 +31,7 @@ def test_a_change_leads_from_any_roster_to_any_other(before, after):
 
 
 @given(RECORDS, RECORDS, RECORDS)
-def test_a_change_is_never_applied_to_another_roster(before, after, other):
+def test_a_roster_delta_is_never_applied_to_another_roster(before, after, other):
     told = roster_delta.change(before, after)
     fits = other.roster in (before.roster, after.roster)
     assert roster_delta.applied(told, other) == (after if fits else None)
@@ -39,14 +39,14 @@ def test_a_change_is_never_applied_to_another_roster(before, after, other):
 
 
 @given(RECORDS, RECORDS, st.sampled_from(["joined", "left", "order"]), st.data())
-def test_a_change_that_is_wrong_gives_the_right_roster_or_none(before, after, name, data):
+def test_a_wrong_roster_delta_gives_the_right_roster_or_none(before, after, name, data):
     wrong = data.draw(st.lists(MEMBERS if name == "joined" else st.sampled_from("abcxyz"), max_size=3))
     told = replace(roster_delta.change(before, after), **{name: tuple(wrong)})
     assert roster_delta.applied(told, before) in (after, None)
 
 
 @given(RECORDS, RECORDS)
-def test_equal_digests_are_equal_rosters(one, other):
+def test_rosters_with_equal_digests_are_equal(one, other):
     assert (one.roster_digest == other.roster_digest) == (one.roster == other.roster)
 
 
@@ -130,7 +130,7 @@ def test_every_member_gets_its_own_row_of_the_decision():
 # --- the member -------------------------------------------------------------------------------------------
 
 
-def test_a_member_applies_a_change_and_reports_in_short():
+def test_a_member_applies_a_roster_delta_and_reports_without_its_roster():
     trainer = running()
     trainer.leader(roster_delta.change(FIRST, SECOND))
     assert trainer.core.view.newest == SECOND
@@ -148,7 +148,7 @@ def test_a_member_that_missed_an_epoch_asks_for_the_roster_and_changes_nothing()
     assert trainer.core.view.newest == third
 
 
-def test_a_change_of_the_past_is_not_asked_about():
+def test_a_member_does_not_ask_about_a_roster_delta_of_a_past_epoch():
     trainer = running()
     trainer.leader(m.Epoch(record_of("a", epoch=7)))
     trainer.leader(roster_delta.change(record_of("a x", epoch=4), record_of("a b x", epoch=5)))

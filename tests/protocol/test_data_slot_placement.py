@@ -66,7 +66,7 @@ def test_no_arrangement_of_a_small_job_is_better(data_slots):
                 assert ours == best, (sizes, readers, away)
 
 
-def test_newcomers_are_placed_around_those_that_sit_as_well_as_can_be():
+def test_newcomers_get_the_best_free_data_slots_beside_the_members():
     rng = random.Random(1)
     for _ in range(60):
         data_slots = rng.randrange(3, 8)
@@ -96,7 +96,7 @@ def test_the_readers_of_every_shard_of_a_larger_job_are_in_distinct_racks(replic
     assert quality(dict(enumerate(racks)), replicas, readers)[2] > 0, "by number they would not be"
 
 
-def test_where_racks_are_too_few_for_distinct_ones_no_shard_is_in_one_alone():
+def test_with_fewer_racks_than_readers_every_shard_is_read_in_at_least_two_racks():
     """Two racks and three readers: two share a rack, and the third is elsewhere."""
     racks = ["a"] * 6 + ["b"] * 6
     assert quality(placed(racks, 12, 3), 12, 3)[:2] == (0, 0)
@@ -151,7 +151,7 @@ def test_members_that_stay_and_replicas_that_come_back_keep_their_data_slots(rac
 
 
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=6), st.integers(1, 3))
-def test_without_racks_data_slots_are_given_as_ever(wishes, readers):
+def test_without_racks_the_number_of_readers_does_not_change_the_data_slots(wishes, readers):
     roster = roster_of([""] * len(wishes), wishes)
     assert seated(roster, {"r1": 4}, Sharing("constant", 6, readers)) == seated(roster, {"r1": 4})
 

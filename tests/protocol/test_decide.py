@@ -48,7 +48,7 @@ def test_a_minority_in_a_disputed_round_is_evicted_all_the_same():
     assert isinstance(decision, Evict) and decision.replicas == ("c",)
 
 
-def test_one_reporter_that_has_not_prepared_is_enough_to_redo():
+def test_a_round_is_redone_when_one_member_has_not_prepared_it():
     record = record_of("a b")
     reports = {
         "a": report_of(record, 7, ABC, prepared="g", have=(0, 1)),
@@ -95,7 +95,7 @@ def test_a_member_behind_without_a_prepared_round_computes_nothing():
     assert (decision.step, table_of(decision)) == (8, {"a": (0, 1, 2, 3), "b": ()})
 
 
-def test_a_micro_batch_that_two_have_is_dropped_by_the_later():
+def test_a_micro_batch_that_two_members_hold_is_dropped_by_the_later_one():
     record = record_of("a b")
     reports = {
         "a": report_of(record, 7, ABC, have=(0, 1)),
@@ -129,7 +129,7 @@ def test_a_generation_that_no_member_has_begun_begins_again():
     assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
 
 
-def test_a_member_without_a_state_of_the_generation_has_no_say():
+def test_reports_of_members_without_a_state_of_the_generation_do_not_decide():
     record = record_of("a b", epoch=6, cold=5, generation=2)
     reports = {
         "a": report_of(record, 4, (5, 4, "a b"), have=(0,), generation=2),
@@ -162,13 +162,13 @@ def test_a_tie_goes_against_the_shortest_tenure_whatever_the_order_of_the_ring()
     assert split_in_two(a=5, b=5, c=3, d=1).replicas == ("b", "c"), "the next shortest decides"
 
 
-def test_a_tie_of_equal_tenure_is_not_guessed():
+def test_a_tie_between_members_of_equal_tenure_evicts_none():
     decision = split_in_two(a=1, b=1, c=1, d=1)
     assert isinstance(decision, Undecidable)
     assert "a (x) and b (y) and c (y) and d (x) disagree about the state at step 7" in decision.reason
 
 
-def test_a_majority_wins_over_tenure():
+def test_a_majority_of_digests_counts_more_than_tenure():
     record = record_of("a b c", a={"since": 1}, b={"since": 8}, c={"since": 9})
     reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y", "c": "y"}.items()}
     assert decide(record, reports, M) == Evict(
@@ -204,7 +204,7 @@ def test_states_of_unequal_layouts_do_not_disagree():
     assert "b (t) and c (u) disagree about the state at step 7" in decision.reason
 
 
-def test_two_that_disagree_stop():
+def test_two_members_that_disagree_about_the_state_stop_the_job():
     record = record_of("a b", a={"since": 1}, b={"since": 9})
     reports = {"a": report_of(record, 7, digest="x"), "b": report_of(record, 7, digest="y")}
     decision = decide(record, reports, M)
@@ -213,7 +213,9 @@ def test_two_that_disagree_stop():
 
 
 @pytest.mark.parametrize("elder", [False, True])
-def test_of_two_members_the_newer_goes_if_it_has_agreed_with_none_since(elder):
+def test_of_two_disagreeing_members_the_newer_is_evicted_if_it_has_agreed_with_none_since_its_admission(
+    elder,
+):
     """What the elder says of itself does not count: alone in the roster it had nobody to agree with."""
     record = record_of("a b", a={"since": 9}, b={"since": 1})
     reports = {
@@ -228,7 +230,7 @@ def test_of_two_members_the_newer_goes_if_it_has_agreed_with_none_since(elder):
 
 
 @pytest.mark.parametrize(("a", "b"), [(9, 9), (1, 9)])
-def test_of_two_members_none_goes_if_they_came_together_or_agreed_since(a, b):
+def test_of_two_disagreeing_members_none_is_evicted_if_they_were_admitted_together_or_agreed_since(a, b):
     record = record_of("a b", a={"since": a}, b={"since": b})
     reports = {
         "a": replace(report_of(record, 7, digest="x"), unconfirmed=True),
@@ -309,7 +311,7 @@ def reference(record, reports):
 
 @given(histories())
 @settings(max_examples=300)
-def test_the_step_is_the_reference_one_and_nothing_committed_is_undone(history):
+def test_the_decided_step_is_the_references_and_no_committed_step_is_undone(history):
     record, reports = history
     decision = decide(record, reports, M)
     assert isinstance(decision, Resume)

@@ -275,7 +275,7 @@ def test_a_rank_without_elements_takes_part_in_no_lane():
     assert lanes_of_rank(lanes, 1, 0) == (0, 1)
 
 
-def test_no_replica_has_no_lane():
+def test_without_replicas_there_are_no_lanes():
     assert lanes_of({}) == ()
 
 
@@ -307,7 +307,7 @@ def test_a_missing_parameter_is_named_with_both_replicas():
     assert refusal(r1=more, r0=less) == text
 
 
-def test_another_shape_or_dtype_is_named_with_both():
+def test_a_different_shape_or_dtype_is_named_with_both_replicas():
     assert refusal(r0=single({"a": (2,)}), r1=single({"a": (3,)})) == (
         "a is float32[2] in r0 and float32[3] in r1: start every replica with the same model"
     )

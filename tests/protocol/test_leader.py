@@ -151,7 +151,7 @@ def test_an_indefinite_write_that_did_not_land_is_tried_again():
     assert lighthouse.records[0].nonce != lighthouse.records[1].nonce
 
 
-def test_a_foreign_record_means_to_step_down():
+def test_a_leader_that_reads_another_leaders_record_steps_down():
     lighthouse = Lighthouse(commits=False)
     lighthouse.open("a")
     lighthouse.do(io.WriteFailed(lighthouse.records[0].nonce, definite=True))
@@ -184,7 +184,7 @@ def test_the_first_start_waits_for_the_server_of_a_script_that_begins_at_a_later
     assert (record.base.step, record.base.sources) == (40, ("http://a",))
 
 
-def test_but_not_for_longer_than_the_grace_period():
+def test_the_first_start_waits_for_the_server_of_a_later_step_only_for_the_grace_period():
     lighthouse = Lighthouse(start_replicas=2)
     lighthouse.open("a", step=40)
     lighthouse.open("b", step=30)
@@ -195,7 +195,7 @@ def test_but_not_for_longer_than_the_grace_period():
     assert lighthouse.record.base.step == 30
 
 
-def test_but_not_for_ever():
+def test_the_first_start_waits_for_promised_replicas_only_for_start_wait_s():
     lighthouse = Lighthouse(start_replicas=2, start_wait_s=120.0)
     lighthouse.open("b")
     lighthouse.status("b")
@@ -205,7 +205,7 @@ def test_but_not_for_ever():
     assert lighthouse.record.names == ("b",)
 
 
-def test_below_the_minimum_nothing_starts():
+def test_below_the_minimum_of_replicas_the_job_does_not_start():
     lighthouse = Lighthouse(start_replicas=3, min_replicas=2, start_wait_s=1.0)
     lighthouse.open("b")
     lighthouse.wait(10)
@@ -337,7 +337,7 @@ def test_a_newcomer_alone_cannot_carry_the_job_before_it_took_part():
     assert lighthouse.record.names == ("c",) and not lighthouse.record.roster[0].joining
 
 
-def test_the_last_one_that_is_heard_again_goes_on():
+def test_the_last_member_goes_on_when_its_silence_ends():
     """Found in simulation: it was condemned for silence, could not be evicted, and was never forgiven."""
     lighthouse = started("a")
     lighthouse.status("a", "stopped")
@@ -347,20 +347,20 @@ def test_the_last_one_that_is_heard_again_goes_on():
     assert "a" not in lighthouse.core.state.epoch.pending_evictions and lighthouse.told("heard again")
 
 
-def test_the_last_one_cannot_be_evicted_by_hand():
+def test_an_operator_cannot_evict_the_last_member():
     lighthouse = started("a")
     lighthouse.do(io.Operator("evict", "a", "me", "why not"))
     assert lighthouse.told("not evicted") and not lighthouse.records
 
 
-def test_a_member_that_fell_while_the_others_went_on_is_evicted():
+def test_a_member_that_cannot_continue_while_the_others_do_is_evicted():
     lighthouse = started()
     lighthouse.say("b", m.CannotContinue(lighthouse.record.fence, "no source"))
     lighthouse.wait(0.05)
     assert lighthouse.record.names == ("a",)
 
 
-def test_when_all_have_fallen_the_job_starts_again():
+def test_when_no_member_can_continue_the_job_makes_a_cold_start():
     lighthouse = started()
     for name in "ab":
         lighthouse.say(name, m.CannotContinue(lighthouse.record.fence, "no source"))
@@ -620,7 +620,7 @@ def test_a_parked_job_admits_by_a_forced_epoch():
     assert lighthouse.record.names == ("a", "b") and lighthouse.record.is_forced
 
 
-def test_a_drain_takes_two_epochs_and_ends_outside():
+def test_a_drain_takes_two_epochs_and_leaves_the_replica_outside_the_roster():
     lighthouse = started("a b c")
     lighthouse.do(io.Operator("drain", "c", "me", "a test"))
     assert lighthouse.record.member("c").leaving and not lighthouse.record.is_forced
@@ -691,7 +691,7 @@ def test_the_members_snapshot_a_later_step_and_the_newcomer_gets_the_sources():
     assert (name, sources.state, sources.urls) == ("c", SnapshotRef(1, 6, "d6"), ("http://a",))
 
 
-def test_when_all_missed_another_step_is_asked_for_a_little_later():
+def test_when_all_members_missed_the_snapshot_step_the_leader_asks_for_a_later_step():
     lighthouse = needing()
     for name in "ab":
         lighthouse.say(name, m.SnapshotMissed(lighthouse.record.fence, "c", 6))
@@ -764,7 +764,7 @@ def test_a_refused_second_process_of_an_id_does_not_silence_the_first():
     assert lighthouse.record.names == ("a",) and "been stopped" in lighthouse.record.reason, "and at once"
 
 
-def test_after_a_fail_over_the_roster_says_which_of_two_statuses_counts():
+def test_after_a_fail_over_the_leader_takes_the_trainer_status_of_the_incarnation_in_the_roster():
     lighthouse = Lighthouse(record_of("a b"))
     lighthouse.do(elsewhere("b", 2))
     lighthouse.status("b")
@@ -822,7 +822,7 @@ def test_another_model_or_other_data_is_refused_by_name():
     assert "seats (FABRIC_REPLICAS) is 5 here and 1 there)" in reason
 
 
-def test_messages_of_another_process_than_the_known_one_are_ignored():
+def test_messages_of_an_unknown_incarnation_are_ignored():
     lighthouse = started()
     lighthouse.do(io.FromMember("a", 9, m.CannotContinue(lighthouse.record.fence, "x")))
     assert not lighthouse.effects and not lighthouse.core.state.epoch.pending_evictions
@@ -960,7 +960,7 @@ def test_members_that_come_back_to_a_new_leader_are_looked_at_together(monkeypat
     assert 1 <= len(plans) <= len(names) * 0.001 / TOGETHER_S + 2
 
 
-def test_of_a_herd_no_member_is_dead_that_may_wait_in_the_admission_queue():
+def test_a_returning_member_that_may_wait_in_the_admission_queue_is_not_called_dead():
     names, lighthouse = herd()
     lighthouse.open(*names[:20], generation=1, step=5, epoch=1)
     for name in names[:5]:  # let in too late: they had given up, and stand in line again
@@ -979,7 +979,7 @@ def test_of_a_herd_no_member_is_dead_that_may_wait_in_the_admission_queue():
     assert lighthouse.record.epoch == 2 and lighthouse.record.names == tuple(names[:-1])
 
 
-def test_of_a_herd_no_member_is_dead_that_waits_in_the_kernels_queue_again_and_again():
+def test_a_returning_member_that_repeatedly_waits_in_the_kernels_queue_is_not_called_dead():
     """No door sees them, but the others that get through."""
     names, lighthouse = herd()
     for number, name in enumerate(names[:30]):
@@ -994,7 +994,7 @@ def test_of_a_herd_no_member_is_dead_that_waits_in_the_kernels_queue_again_and_a
 
 
 @pytest.mark.parametrize(("late_s", "spared"), [(0.3, True), (1.0, True), (0.1, False)])
-def test_of_a_herd_no_member_is_dead_while_the_leader_cannot_keep_up(late_s, spared):
+def test_returning_members_are_not_called_dead_while_the_leader_is_overloaded(late_s, spared):
     """The beats of those who are back take all its time: nobody else gets in, and no door sees them."""
     names, lighthouse = herd()
     lighthouse.open(*names[:200], generation=1, step=5, epoch=1)
@@ -1017,7 +1017,7 @@ def test_of_a_herd_no_member_is_dead_while_the_leader_cannot_keep_up(late_s, spa
     assert not spared or lighthouse.now - kept_up >= config.reconnect_s + config.grace_s - 1.0
 
 
-def test_a_leader_that_never_keeps_up_spares_no_member_for_ever():
+def test_an_endlessly_overloaded_leader_evicts_a_dead_member_in_the_end():
     names, lighthouse = herd()
     lighthouse.open(*names[1:], generation=1, step=5, epoch=1)
     lighthouse.core.next_deadline()
@@ -1031,7 +1031,7 @@ def test_a_leader_that_never_keeps_up_spares_no_member_for_ever():
     assert lighthouse.record.names == tuple(names[1:])
 
 
-def test_a_leader_that_is_late_when_all_is_well_spares_no_member():
+def test_a_late_leader_without_an_overload_evicts_a_silent_member():
     """Who is lost then has a session to lose: it did not wait to get in."""
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
@@ -1059,7 +1059,7 @@ def test_answers_that_all_must_give_are_planned_for_when_all_have():
     assert lighthouse.core.timer.plan_at <= lighthouse.now + TOGETHER_S
 
 
-def test_an_overload_that_never_ends_spares_no_member_for_ever():
+def test_an_endless_overload_does_not_protect_a_dead_member_for_ever():
     names, lighthouse = herd()
     lighthouse.open(*names[1:], generation=1, step=5, epoch=1)
     spared_s = lighthouse.core.state.config.liveness.overload_s

@@ -39,7 +39,7 @@ def test_the_last_member_ends_the_job_though_it_is_to_leave():
     assert finished(lighthouse, "a").record.complete and lighthouse.record.base.step == 9
 
 
-def test_a_newcomer_that_no_round_waits_for_does_not_keep_a_job_that_is_over():
+def test_a_newcomer_that_no_round_waits_for_does_not_delay_the_end_of_the_job():
     """Found in simulation: it was admitted at the last step, whose gradient died with a checkpoint server."""
     lighthouse = finished(of_roster("a b", b={"joining": True}), "a")
     lighthouse.wait(50.0)
@@ -82,21 +82,21 @@ def test_a_member_that_waits_in_close_is_not_evicted_for_its_user_code():
     assert lighthouse.record.names == ("a", "b")
 
 
-def test_the_word_of_a_checkpoint_server_marks_a_job_that_ended_alone():
+def test_a_job_end_in_a_trainer_status_completes_the_job():
     lighthouse = Lighthouse(record_of("a b", epoch=3))
     ended = JobEnd(lighthouse.record.fence, 7, 1)
     lighthouse.do(io.TrainerStatusSeen(m.TrainerStatus("b", 1, "gone", 1, "http://b", ended=ended)))
     assert lighthouse.record.complete and lighthouse.record.base.step == 7
 
 
-def test_so_does_the_next_process_of_a_member():
+def test_a_job_end_in_the_session_of_a_members_next_process_completes_the_job():
     lighthouse = Lighthouse(record_of("a b", epoch=3))
     lighthouse.open("b", incarnation=2, ended=JobEnd(lighthouse.record.fence, 7, 1))
     assert lighthouse.record.complete and lighthouse.record.base.step == 7
     assert lighthouse.sent(m.Complete)
 
 
-def test_word_of_another_end_counts_for_nothing():
+def test_a_job_end_of_another_store_generation_or_step_is_ignored():
     """Of an earlier job of this name, of a generation that was given up, and of an end that others passed."""
     lighthouse = started("a b")
     fence = lighthouse.record.fence

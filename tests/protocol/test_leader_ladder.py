@@ -173,12 +173,12 @@ def test_a_state_that_is_not_trusted_counts_as_lost():
     assert "step 38 of generation 1 is not trusted" in record.reason
 
 
-def test_where_nothing_else_is_there_at_all_the_job_stops():
+def test_a_job_with_only_an_untrusted_state_left_stops():
     record = left_alone().record
     assert record.failed.startswith("no state is left that could be loaded: step 38 of generation 1 is not ")
 
 
-def test_a_fall_for_another_reason_blames_no_checkpoint():
+def test_a_member_that_cannot_continue_for_another_reason_does_not_make_a_checkpoint_unusable():
     lighthouse = all_dead(durable=[OLD, NEW])
     for name in ("a", "b"):
         lighthouse.say(name, m.CannotContinue(lighthouse.record.fence, "its host is slow"))
@@ -186,7 +186,7 @@ def test_a_fall_for_another_reason_blames_no_checkpoint():
     assert lighthouse.record.base.step == 60
 
 
-def test_when_nothing_can_be_loaded_the_job_fails_rather_than_begin_from_scratch():
+def test_when_no_state_can_be_loaded_the_job_fails_and_does_not_begin_from_scratch():
     lighthouse = all_dead(durable=[NEW])
     for name in ("a", "b"):
         fall(lighthouse, name)

@@ -38,27 +38,27 @@ def goes_on(lighthouse, names, seconds, **outsiders):
         lighthouse.wait(0.5)
 
 
-def test_of_two_that_miss_each_other_the_junior_goes_at_the_first_try():
+def test_of_two_members_without_a_link_the_newer_is_evicted_at_once():
     lighthouse = started("a b c d")
     complain(lighthouse, a="b", b="a")
     assert lighthouse.record.names == ("a", "c", "d") and lighthouse.record.epoch == 2
     assert "b evicted: it and a cannot reach each other" in lighthouse.record.reason
 
 
-def test_the_word_of_one_end_is_enough():
+def test_the_complaint_of_one_end_of_a_link_is_enough():
     lighthouse = started("a b c d")
     complain(lighthouse, c="b")
     assert lighthouse.record.names == ("a", "b", "d")
 
 
-def test_a_split_into_halves_ends_in_one_epoch():
+def test_a_partition_into_halves_is_resolved_in_one_epoch():
     lighthouse = started("a b c d")
     complain(lighthouse, a="cd", b="cd", c="ab", d="ab")
     assert lighthouse.record.names == ("a", "b") and lighthouse.record.epoch == 2
     assert "c evicted: it and a, b cannot reach each other; d evicted:" in lighthouse.record.reason
 
 
-def test_complaints_that_come_a_little_later_are_weighed_together():
+def test_complaints_that_arrive_within_a_short_time_are_judged_together():
     """Links of one cut time out one after the other: the first pair alone would be judged wrongly."""
     lighthouse = started("a b c d")
     fence = lighthouse.record.fence
@@ -70,7 +70,7 @@ def test_complaints_that_come_a_little_later_are_weighed_together():
     assert lighthouse.record.names == ("a", "b", "c")
 
 
-def test_a_broken_link_that_may_be_made_again_costs_no_member_its_place():
+def test_a_broken_link_that_may_be_made_again_evicts_no_member():
     lighthouse = started("a b c d")
     fence = lighthouse.record.fence
     for name, other in ("ab", "ba"):
@@ -162,7 +162,7 @@ def test_a_link_that_flaps_costs_one_change(cut):
     assert cut.record.epoch == 2
 
 
-def test_it_waits_longer_every_time_but_not_for_ever(cut):
+def test_a_replica_left_out_for_its_links_waits_longer_each_time_up_to_a_limit(cut):
     for wait_s in (CALM_S, 2 * CALM_S, CALM_LIMIT_S, CALM_LIMIT_S):
         goes_on(cut, "a c d", 1, b="a")
         goes_on(cut, "a c d", wait_s - 1, b="")
@@ -186,7 +186,7 @@ def test_a_job_that_is_short_of_members_waits_for_no_link_to_prove_itself():
     assert sorted(lighthouse.record.names) == ["a", "b"]
 
 
-def test_an_operator_says_that_it_is_mended(cut):
+def test_an_operator_readmits_a_replica_whose_link_is_repaired(cut):
     goes_on(cut, "a c d", 1, b="")
     cut.do(io.Operator("admit", "b", "me", "new cable"))
     goes_on(cut, "a c d", 1, b="")

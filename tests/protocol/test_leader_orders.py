@@ -65,7 +65,7 @@ def test_a_pause_is_written_within_the_epoch_and_keeps_newcomers_out_until_it_en
     assert lighthouse.record.names == ("a", "b", "c") and not lighthouse.record.overrides.paused
 
 
-def test_saying_it_again_changes_and_writes_nothing():
+def test_a_repeated_operator_command_writes_no_record():
     lighthouse = started("a b")
     order(lighthouse, "pause", why="maintenance")
     written = len(lighthouse.records)
@@ -232,7 +232,7 @@ def test_a_replica_that_failed_three_times_in_half_an_hour_is_kept_out_and_hears
     assert "c" in lighthouse.record.names
 
 
-def test_an_operator_lets_it_in_before():
+def test_an_operator_readmits_a_replica_before_its_penalty_ends():
     lighthouse = penalised()
     order(lighthouse, "admit", "c")
     assert not lighthouse.record.failures
@@ -314,7 +314,7 @@ def test_replicas_that_failed_together_on_one_host_count_as_one_failure_of_it():
 
 
 @pytest.mark.parametrize(("clock_s", "until"), [(60.0, 1800.0), (-3600.0, -3600.0 + 1800.0)])
-def test_the_next_leader_goes_by_its_own_time_of_day_and_no_penalty_grows_by_it(clock_s, until):
+def test_the_next_leader_uses_its_own_clock_and_no_penalty_grows(clock_s, until):
     record = replace(on_hosts(a="h1", b="h2"), failures=against("h3", "c", "c", "c"))
     lighthouse = led(record, UNIX_S + clock_s)
     about = {x.about: x.until - UNIX_S for x in lighthouse.core.evidence.penalties()}
@@ -459,7 +459,7 @@ def refusals(lighthouse):
     return [x.reason for x in sent if isinstance(x, m.Rejected)]
 
 
-def test_every_new_process_of_a_failed_job_hears_so_however_often_it_is_started():
+def test_every_new_process_of_a_failed_job_is_told_of_the_failure():
     """A launcher that restarts what ends with exit code 1 would make the same mistake again and again."""
     lighthouse = failed_job()
     for incarnation in (2, 3, 4):

@@ -18,13 +18,13 @@ def rules(made, *moves):
     return tuple(rule(number, moves_now) for number, moves_now in enumerate(moves))
 
 
-def test_the_first_rule_that_moves_ends_the_pass():
+def test_the_first_rule_with_an_effect_ends_the_pass():
     made = []
     assert first_move(rules(made, False, True, True), None, None)
     assert made == [0, 1]
 
 
-def test_without_a_move_every_rule_is_asked():
+def test_without_an_effect_every_rule_is_tried():
     made = []
     assert not first_move(rules(made, False, False), None, None)
     assert made == [0, 1]

@@ -100,7 +100,7 @@ def test_a_rank_that_is_gone_takes_its_replica_out():
     assert record.names == ("a",) and "the process of its rank 1 is gone" in record.reason
 
 
-def test_a_rank_that_is_stopped_is_waited_for_a_moment():
+def test_a_stopped_rank_is_waited_for_shortly():
     lighthouse = started()
     status(lighthouse, "b", 0)
     status(lighthouse, "b", 1, trainer="stopped")
@@ -145,7 +145,7 @@ def test_layouts_of_two_models_are_refused_with_what_differs():
     )
 
 
-def test_a_replica_that_does_not_say_so_is_refused_with_the_setting():
+def test_a_replica_that_does_not_allow_unequal_layouts_is_refused_with_the_name_of_the_setting():
     lighthouse = Lighthouse(start_replicas=2)
     lighthouse.open("a", cuts="x")
     effects = lighthouse.do(io.SessionOpened(session_of("b")))

@@ -60,7 +60,7 @@ def listening(lighthouse, seconds, *statuses):
 # --- contact ---------------------------------------------------------------------------------------------
 
 
-def test_contact_with_a_process_outlives_a_newer_one_of_its_id_that_registers_elsewhere():
+def test_the_last_contact_of_a_process_outlives_a_newer_process_of_its_replica_on_another_host():
     lighthouse = for_a_minute()
     cut = lighthouse.now
     lighthouse.lose("a"), lighthouse.lose("b")  # a partition: nobody saw an end
@@ -75,7 +75,7 @@ def test_contact_with_a_process_outlives_a_newer_one_of_its_id_that_registers_el
     assert lighthouse.record.generation == 2
 
 
-def test_contact_outlives_a_second_and_a_third_process_too():
+def test_the_last_contact_of_a_process_outlives_a_second_and_a_third_process():
     lighthouse = for_a_minute("a")
     lighthouse.lose("a")
     for incarnation in (2, 3, 4):
@@ -85,7 +85,7 @@ def test_contact_outlives_a_second_and_a_third_process_too():
     assert lighthouse.record.generation == 1
 
 
-def test_with_another_replica_in_their_place_the_leader_waits_as_long():
+def test_the_leader_waits_as_long_when_new_processes_come_under_other_replica_ids():
     lighthouse = for_a_minute()
     lighthouse.lose("a"), lighthouse.lose("b")
     lighthouse.wait(1.0)
@@ -165,7 +165,7 @@ def test_a_vouched_end_stays_certain_when_a_third_process_vouches_for_none():
     assert lighthouse.core.state.liveness.proven_dead(lighthouse.record.roster[0])
 
 
-def test_a_vouch_for_another_process_does_not_count_here():
+def test_a_vouch_for_the_end_of_another_process_does_not_count():
     """The new host has once run a process of this replica, and its lock file remembers that one."""
     lighthouse = Lighthouse(record_of("a", epoch=1, a={"incarnation": 5}))
     lighthouse.open("a", incarnation=5, generation=1, step=5, epoch=1)
@@ -214,7 +214,7 @@ def test_a_cold_start_after_a_fail_over_takes_the_state_that_a_session_names():
     assert lighthouse.record.generation == 2 and lighthouse.record.base.step == 60
 
 
-def test_a_server_that_is_not_heard_is_waited_for_a_while_and_then_its_trainers_word_counts():
+def test_a_silent_server_is_waited_for_and_then_the_snapshots_that_its_trainer_names_count():
     lighthouse = Lighthouse(record_of("a b", epoch=3, cold=1))
     lighthouse.status("b", incarnation=2, snapshots=[SnapshotRef(1, 50, "s50")])
     for name in "ab":

@@ -37,7 +37,7 @@ pairs = st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)).filter(lambda 
 
 
 @given(st.permutations(NAMES), st.sets(pairs, max_size=16), st.sets(st.sampled_from(NAMES), max_size=3))
-def test_the_set_is_that_of_a_brute_force_search(names, missing, newcomers):
+def test_the_chosen_set_of_members_equals_a_brute_force_search(names, missing, newcomers):
     assert reachable_set(names, missing, newcomers) == brute_force(names, missing, newcomers)
 
 
@@ -62,7 +62,7 @@ def test_no_member_can_be_added_to_a_set_that_may_be_smaller(names, missing, new
         ({("a", "b"), ("b", "c"), ("c", "d")}, "ac"),  # of three equal sets the most senior one
     ],
 )
-def test_the_set_that_goes_on(missing, kept):
+def test_the_members_that_reach_each_other_go_on(missing, kept):
     assert reachable_set("abcd", missing) == tuple(kept)
 
 

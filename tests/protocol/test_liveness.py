@@ -46,7 +46,7 @@ def status(trainer="running", since=LATE, seen=LATE, connected=True, incarnation
         (None, None, LATE, "its session ended 97.00 s ago"),
     ],
 )
-def test_the_verdict(peer_, status_, now, verdict):
+def test_each_combination_of_heartbeat_and_status_has_its_verdict(peer_, status_, now, verdict):
     assert liveness(peer_, status_).failure_reason(member_of("a"), now) == verdict
 
 
@@ -106,7 +106,7 @@ def test_out_of_contact_counts_from_the_last_sign_of_either_source():
     assert not liveness(elected=LATE).out_of_contact(member, LATE + 9, 10), "from its own election on"
 
 
-def test_doubt_is_looked_at_soon():
+def test_a_doubtful_member_is_checked_again_soon():
     roster = (member_of("a"),)
     assert liveness(peer(), status()).next_check(roster, LATE) == LATE + 0.5
     assert liveness(peer(False), status()).next_check(roster, LATE) == LATE + 0.025

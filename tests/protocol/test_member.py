@@ -279,7 +279,7 @@ def test_resuming_before_the_own_state_is_a_bug_and_says_so():
     ("mode", "to"),
     [(mode, to) for mode in Mode for to in Mode if to not in TRANSITIONS[mode]],
 )
-def test_moves_that_the_table_does_not_allow_raise(mode, to):
+def test_mode_changes_that_the_table_does_not_allow_raise(mode, to):
     trainer = Trainer()
     trainer.core.epochs.mode = mode
     with pytest.raises(IllegalTransition, match=f"a cannot go from {mode.value} to {to.value} at step 0"):
@@ -309,7 +309,7 @@ def test_the_members_switch_when_all_are_ready_and_the_newcomer_computes_nothing
     assert trainer.found(io.Compute) == [io.Compute(1, (0, 1))]
 
 
-def test_a_planned_epoch_that_misses_a_forced_one_aborts():
+def test_a_planned_epoch_after_an_unknown_forced_epoch_aborts_the_round():
     trainer = running()
     trainer.leader(m.Epoch(record_of("a b c", epoch=3, forced=2)))
     assert trainer.core.view.mode is Mode.ABORTED and trainer.said(m.Aborted)
@@ -438,7 +438,7 @@ def test_a_gradient_that_is_gone_means_to_begin_again():
     assert trainer.said(m.RequestState) and trainer.core.view.generation == 0
 
 
-def test_a_gradient_that_never_comes_makes_it_ask_where_to_look():
+def test_a_member_asks_for_new_sources_when_a_gradient_stays_unpublished():
     trainer = outside()
     for _ in range(3):
         trainer.do(io.GradientGone(5, gone=False, why="not published"))
@@ -571,7 +571,7 @@ def test_below_the_minimum_a_member_parks_and_keeps_its_gradient():
     assert trainer.core.view.mode is Mode.RUN and not trainer.found(io.Compute)
 
 
-def test_without_a_lighthouse_it_goes_on_until_autonomy_ends():
+def test_without_a_lighthouse_a_member_goes_on_until_its_autonomy_ends():
     trainer = holding()
     trainer.do(io.LeaderLost())
     trainer.now += 1799
@@ -645,7 +645,7 @@ def test_a_promised_snapshot_is_taken_at_its_step():
     assert trainer.found(io.RetainGradients) == [io.RetainGradients(False)]
 
 
-def test_a_step_that_has_passed_is_missed():
+def test_a_snapshot_of_a_step_that_has_passed_is_reported_as_missed():
     trainer = holding()
     trainer.peer("b", vote(FIRST, 0))
     trainer.do(io.Ready(1, "d1"))

@@ -22,7 +22,7 @@ def at_step_1(later=True, shares=None):
     return trainer
 
 
-def test_it_is_asked_for_once_and_before_anything_is_contributed():
+def test_the_state_digest_is_requested_once_and_before_the_contribution():
     trainer = at_step_1()
     assert trainer.found(io.Compute) and not trainer.found(io.TellDigest), "nobody needs it yet"
     trainer.do(io.Computed(1, (0, 1), 2.0))
@@ -64,13 +64,13 @@ def test_a_report_says_whether_the_state_has_agreed_with_a_member_since_admissio
     assert trainer.said(m.Report)[0].unconfirmed
 
 
-def test_the_leader_hears_of_it_at_once():
+def test_the_leader_gets_the_state_digest_at_once():
     trainer = at_step_1()
     trainer.do(io.Computed(1, (0, 1), 2.0), io.Digested(1, "d1"))
     assert [beat.digest for beat in trainer.said(m.Heartbeat)] == ["d1"]
 
 
-def test_a_member_without_a_share_is_asked_as_well():
+def test_a_member_without_micro_batches_computes_the_state_digest_too():
     record = record_of("a b", epoch=2)
     trainer = at_step_1()
     trainer.leader(m.Epoch(record))
@@ -86,7 +86,7 @@ def test_a_digest_of_a_state_that_is_gone_does_not_count():
     assert trainer.core.view.digest == "" and trainer.core.memory.state.later
 
 
-def test_all_ranks_are_asked_and_their_digests_are_one():
+def test_all_ranks_compute_a_digest_and_the_replica_sends_their_combination():
     replica, _ = ranks_computing()
     replica.core.member.memory.state.later = True
     replica.both(io.Linked(1))
@@ -99,7 +99,7 @@ def test_all_ranks_are_asked_and_their_digests_are_one():
     assert replica.core.member.view.digest == ro.replica_digest(["zero", "one"])
 
 
-def test_one_rank_that_takes_its_time_makes_it_later_for_all():
+def test_a_late_digest_of_one_rank_delays_the_replicas_digest():
     replica, _ = ranks_computing()
     replica.both(io.Computed(0, (0, 1), 2.0))
     replica.rank(0, io.Ready(0, "zero"))

@@ -53,7 +53,7 @@ def test_with_all_loops_ended_no_lighthouse_is_needed():
     assert "all members (a, b) have finished at step 1" in end.alone
 
 
-def test_a_leader_that_answers_and_cannot_write_has_longer():
+def test_close_waits_longer_for_a_leader_that_answers_but_cannot_write():
     trainer = closed()
     trainer.peer("b", finished())
     trainer.now += LEADER_S - 0.1
@@ -82,7 +82,7 @@ def test_the_end_of_a_finished_members_link_does_not_abort():
     assert not trainer.found(io.WriteJournal)
 
 
-def test_a_loop_that_wants_more_ends_where_another_has_finished():
+def test_a_members_loop_stops_at_the_step_at_which_another_member_has_finished():
     trainer = holding()
     trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
     trainer.peer("b", finished())
@@ -95,7 +95,7 @@ def test_a_loop_that_wants_more_ends_where_another_has_finished():
     assert trainer.said(m.Finished) == trainer.told_peers(m.Finished) == [finished(why=why)]
 
 
-def test_a_member_in_the_middle_of_the_next_step_hears_at_once():
+def test_a_member_in_the_middle_of_the_next_step_stops_at_once_when_another_has_finished():
     trainer = holding()
     trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
     trainer.do(io.Ready(1, "d1"))
@@ -103,14 +103,14 @@ def test_a_member_in_the_middle_of_the_next_step_hears_at_once():
     assert [s.code for s in trainer.found(io.Stop)] == [1]
 
 
-def test_a_finished_member_hears_that_others_wanted_more():
+def test_a_finished_member_notes_that_another_members_loop_had_more_steps():
     trainer = closed()
     trainer.peer("b", finished(why="a finished at step 1, and this loop wants more"))
     [note] = trainer.found(io.WriteJournal)
     assert (note.kind, note.about) == ("loops differ", "b") and "b wanted more" in note.why
 
 
-def test_an_end_in_another_generation_says_nothing():
+def test_a_member_ignores_the_end_of_another_generation():
     trainer = holding()
     trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
     trainer.peer("b", m.Finished(replace(FIRST.fence, generation=7), 1))
@@ -147,7 +147,7 @@ def test_a_newcomer_at_the_end_follows_the_others():
     assert not trainer.found(io.Stop)
 
 
-def test_a_newcomer_behind_the_end_whose_loop_has_ended_goes():
+def test_a_newcomer_whose_loop_ended_before_the_jobs_last_step_leaves():
     trainer, _ = joining()
     trainer.do(io.Closing())
     trainer.peer("a", finished(step=4, epoch=2))

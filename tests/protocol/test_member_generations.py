@@ -110,7 +110,7 @@ def test_a_decision_that_is_heard_after_the_autonomy_commits_nothing():
     assert trainer.said(m.Heartbeat), "an answer tells whether it still holds"
 
 
-def test_it_commits_once_a_lighthouse_has_answered():
+def test_a_member_past_its_autonomy_commits_once_a_lighthouse_has_answered():
     trainer = late_decision()
     (beat,) = trainer.said(m.Heartbeat)
     trainer.leader(m.HeartbeatAck(beat.number))

@@ -80,14 +80,14 @@ def test_a_replica_left_out_names_the_members_it_misses_and_probes_again():
     assert trainer.found(io.Probe)
 
 
-def test_one_probe_at_a_time():
+def test_only_one_probe_runs_at_a_time():
     trainer, _ = left_out()
     trainer.now += 60.0
     trainer.do(io.Tick())
     assert not trainer.found(io.Probe), "the first has not ended"
 
 
-def test_it_says_at_once_that_all_can_be_reached():
+def test_a_replica_left_out_reports_at_once_that_it_reaches_all_members():
     trainer, _ = left_out()
     trainer.now += 0.1
     trainer.do(io.Probed(()))
@@ -103,7 +103,7 @@ def test_a_member_does_not_probe_and_names_no_unreachable_members_in_heartbeats(
     assert not trainer.found(io.Probe) and trainer.said(m.Heartbeat)[-1].unreachable == ()
 
 
-def test_links_that_all_stand_end_the_suspicion():
+def test_established_links_to_all_members_end_the_suspicion():
     trainer = in_three()
     trainer.do(io.LinkLost("b", 1, "timed out", silent=True))
     second = record_of("a b c", epoch=2)
@@ -114,7 +114,7 @@ def test_links_that_all_stand_end_the_suspicion():
     assert trainer.said(m.Aborted)[0].unreachable == ()
 
 
-def test_a_result_that_comes_when_it_is_a_member_again_says_nothing():
+def test_a_probe_result_that_arrives_after_readmission_is_ignored():
     trainer, _ = left_out()
     third = record_of("a b c", epoch=3)
     trainer.leader(m.Epoch(third))
@@ -165,7 +165,7 @@ def test_a_member_never_waits_for_itself():
     assert "and I wait for no member in particular" in aborted.why
 
 
-def test_a_heartbeat_of_an_older_version_misses_no_member():
+def test_a_heartbeat_of_an_older_version_names_no_unreachable_member():
     beat = m.Heartbeat(1, 2, 1, 5)
     old = wire.encode(beat).replace(b',"unreachable":[]', b"")
     assert old != wire.encode(beat) and wire.decode(old) == beat

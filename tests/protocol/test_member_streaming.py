@@ -86,7 +86,7 @@ def test_a_prepared_round_outlives_the_gradient_it_was_made_from():
     assert trainer.peer("b", vote(FIRST, 0)) == []
 
 
-def test_a_gradient_that_was_not_yet_exchanged_is_kept_even_so():
+def test_an_unexchanged_gradient_is_kept_after_an_abort_without_retain():
     trainer = running(retain=False)
     trainer.do(io.LinkLost("b", 1, "reset"))
     assert trainer.core.memory.kept_gradient.have == {0, 1} and not trainer.core.memory.kept_gradient.stale

@@ -24,13 +24,13 @@ def test_the_first_entries_that_differ_are_named_with_every_value_and_member():
     )
 
 
-def test_equal_entries_leave_a_tensor():
+def test_with_equal_entries_the_sentence_says_that_a_tensor_differs():
     said = {"r0": ((LR, "0.1"),), "r1": ((LR, "0.1"),), "r2": ()}
     assert differences(said) == "their learning rates and other numbers are equal, so a tensor differs"
     assert differences({"r0": ((LR, "0.1"),), "r1": ()}) == "", "of an older release, which says nothing"
 
 
-def test_it_is_bounded_and_printable_whatever_a_peer_says():
+def test_the_differences_are_bounded_and_printable_for_any_entries_of_a_peer():
     hostile = tuple((f"{i}\n\x1b[31m" + "x" * 1000, "y" * 1000) for i in range(1000))
     assert len(bounded(hostile)) == MAX_ENTRIES
     said = differences({"r0": hostile, **{f"r{i}": ((LR, str(i)),) for i in range(1, 200)}})
@@ -38,7 +38,7 @@ def test_it_is_bounded_and_printable_whatever_a_peer_says():
     assert said.endswith(f"and {MAX_ENTRIES + 1 - 3} more")
 
 
-def test_a_member_says_it_when_it_aborts_and_in_its_report():
+def test_a_member_names_the_differences_when_it_aborts_and_in_its_report():
     trainer = at_step_1()
     trainer.do(io.Computed(1, (0, 1), 2.0), io.Digested(1, "mine", ((LR, "0.1"),)))
     trainer.peer("b", contribution(FIRST, 1, (2, 3)))

@@ -48,7 +48,7 @@ def alone_after_a_death(replica, order):
     return rest
 
 
-def test_a_late_digest_of_one_rank_does_not_part_the_ranks():
+def test_a_late_digest_of_one_rank_does_not_make_the_ranks_diverge():
     replica, order = telling()
     replica.rank(0, io.Digested(0, "zero"))
     rest = alone_after_a_death(replica, order)

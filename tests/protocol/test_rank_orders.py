@@ -100,7 +100,7 @@ def test_every_rank_links_to_the_same_rank_of_the_others():
     assert theirs.record.fence == FIRST.fence
 
 
-def test_linked_when_all_ranks_are_and_again_after_a_lost_link():
+def test_a_replica_is_linked_when_all_ranks_are_and_again_after_a_lost_link():
     replica = Replica()
     replica.do(io.FromLeader(m.Epoch(FIRST)))
     replica.rank(1, io.Linked(1))
@@ -133,7 +133,7 @@ def test_a_link_that_one_rank_cannot_make_fails_the_epoch_once():
     assert aborted.why == "rank 1: nobody answers" and aborted.about == "b"
 
 
-def test_weight_is_the_mean_over_the_slices_and_metrics_are_their_sum():
+def test_the_weight_of_ranks_is_their_mean_and_their_metrics_are_summed():
     replica, order = computing()
     replica.both(io.Linked(1))
     replica.rank(0, io.Computed(0, order.micro_batches, 2.0, (("loss", 1.0),)))
@@ -450,19 +450,19 @@ EVENTS = [
 ]
 
 
-def test_every_order_and_outcome_is_tried_below():
+def test_these_tests_cover_every_rank_command_and_outcome():
     assert {type(e) for e in EFFECTS} == set(ro.RankEffect.__args__)
     assert {type(e) for e in EVENTS} == set(ro.RankEvent.__args__)
 
 
 @pytest.mark.parametrize("effect", EFFECTS, ids=lambda e: type(e).__name__)
-def test_orders_survive_the_trip(effect):
+def test_rank_commands_are_decoded_as_they_were_sent(effect):
     order = ro.RankCommand(3, 2, effect)
     assert ro.decode_command(ro.encode_command(order)) == order
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
-def test_outcomes_survive_the_trip(event):
+def test_outcomes_are_decoded_as_they_were_sent(event):
     outcome = ro.RankOutcome(event, 5)
     assert ro.decode_outcome(ro.encode_outcome(outcome)) == outcome
 
@@ -480,7 +480,7 @@ def test_outcomes_survive_the_trip(event):
         b'{"kind":"Linked","number":0,"value":{"epoch":"1"}}',
     ],
 )
-def test_anything_else_is_refused(data):
+def test_malformed_rank_outcomes_are_refused(data):
     with pytest.raises(ProtocolError):
         ro.decode_outcome(data)
 

@@ -24,7 +24,7 @@ def test_a_scenario_says_what_it_shows(path):
     assert first.startswith("# ")
 
 
-def test_the_twelve_that_a_reader_needs_are_there():
+def test_the_twelve_basic_scenarios_exist():
     assert {path.stem for path in SCENARIOS} >= {
         *("start", "death", "death_in_an_exchange", "join", "death_during_a_join", "fail_over", "cold_start"),
         *("partition", "wrong_suspicion", "corrupted_gradient", "drain", "end"),

@@ -70,7 +70,7 @@ def test_a_round_goes_on_in_the_epochs_of_the_other_store(store):
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_a_member_behind_its_base_fetches_that(store):
+def test_a_member_behind_the_base_of_the_new_store_fetches_the_base(store):
     trainer = running()
     base = Base(1, 40, "s40", ("http://b",))
     trainer.leader(m.Epoch(cold_start(store, base=base)), resume_of(cold_start(store, base=base), 40))

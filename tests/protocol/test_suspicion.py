@@ -87,13 +87,13 @@ def test_a_replica_on_a_suspect_host_stands_by_where_the_job_has_its_members():
     assert lighthouse.core.admission.waiting_outside["d"] == sentence, "it was told"
 
 
-def test_it_comes_in_where_a_member_is_missing():
+def test_a_replica_on_a_suspect_host_is_admitted_where_a_member_is_missing():
     lighthouse = with_a_suspect(start_replicas=4)
     comes_from(lighthouse, "d", "h3")
     assert "d" in lighthouse.record.names
 
 
-def test_an_operator_lets_the_host_in():
+def test_an_operator_ends_the_suspicion_of_a_host():
     lighthouse = with_a_suspect()
     lighthouse.open("d", incarnation=2, generation=1, step=5)
     peer = lighthouse.core.state.liveness.peers["d"]
@@ -113,7 +113,7 @@ def test_an_admitted_replica_takes_its_host_along():
     assert lighthouse.core.admission.kept_out(peer) == ""
 
 
-def test_after_days_it_is_a_member_like_any_other():
+def test_a_suspect_host_is_trusted_again_after_some_days():
     lighthouse = with_a_suspect()
     lighthouse.open("d", incarnation=2, generation=1, step=5)
     peer = lighthouse.core.state.liveness.peers["d"]

@@ -20,7 +20,7 @@ from fabric.protocol.rules.wait_graph import StragglerTracker, blamed_link, ring
         ({"a": "bcd", "b": "d", "c": "d"}, "d"),  # the barrier: two of the three missing are victims
     ],
 )
-def test_the_member_without_an_excuse(waiting, guilty):
+def test_the_member_that_waits_for_no_other_is_blamed(waiting, guilty):
     assert root_waiters({n: tuple(w) for n, w in waiting.items()}, "abcd") == tuple(guilty)
 
 
@@ -53,7 +53,7 @@ def test_three_members_turn_the_ring_around():
     assert ring_order("abc", {("a", "b"): 1}) == ("c", "b", "a")
 
 
-def test_among_thousands_it_is_quick():
+def test_the_order_of_two_thousand_members_avoids_bad_links():
     names = tuple(f"r{i:04}" for i in range(2000))
     found = ring_order(names, {("r0007", "r0008"): 2, ("r1999", "r0000"): 1})
     assert cost(found, {("r0007", "r0008"): 2, ("r1999", "r0000"): 1}) == 0

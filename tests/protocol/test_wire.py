@@ -24,7 +24,7 @@ KINDS = list(get_args(network.Message))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-def test_every_message_survives_the_trip(kind):
+def test_every_message_is_decoded_as_it_was_encoded(kind):
     @given(st.from_type(kind))
     def check(message):
         assert wire.decode(wire.encode(message)) == message
@@ -33,7 +33,7 @@ def test_every_message_survives_the_trip(kind):
 
 
 @given(st.from_type(Record))
-def test_a_record_survives_the_store(record):
+def test_a_record_is_decoded_as_it_was_stored(record):
     assert wire.decode_record(wire.encode_record(record)) == record
 
 
@@ -131,7 +131,7 @@ def test_a_non_finite_number_is_not_sent(number, metrics):
         wire.encode(replace(contribution, layout="\udc80", weight=number))
 
 
-def test_half_a_character_is_sent_as_a_question_mark():
+def test_an_unpaired_surrogate_is_sent_as_a_question_mark():
     failed = network.LoopFailed(Fence("s", 1, 1), 3, "no file \udcff \N{BULLET}")
     assert wire.decode(wire.encode(failed)) == replace(failed, why="no file ? \N{BULLET}")
 
@@ -260,7 +260,7 @@ def test_a_compressed_record_that_is_damaged_is_refused(damage):
         wire.decode_record(damage(wire.encode_record(record)))
 
 
-def test_a_long_message_is_packed_and_read_either_way():
+def test_a_long_message_is_decoded_packed_and_unpacked():
     message = network.Epoch(Record("s", 1, 1, 1, 1, "n", roster_of(1000), Base(0, 0)))
     plain = wire.encode(message)
     packed = wire.packed(plain)

@@ -42,7 +42,7 @@ async def status(http, url, method="GET", body=None, **headers) -> int:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::ffff", "", "10.0.0.1"]
 )
-async def test_a_name_that_was_made_to_lead_here_is_not_answered(service, host):
+async def test_a_request_under_a_rebound_dns_name_is_refused(service, host):
     url, heard = service
     async with aiohttp.ClientSession() as http:
         assert await status(http, url + "/v1/jobs", Host=host) in (400, 403)

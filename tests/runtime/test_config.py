@@ -54,7 +54,7 @@ def test_unknown_arguments_are_refused():
         settings(GOOD, lighthose=("http://x",))
 
 
-def test_disabled_needs_nothing():
+def test_with_fabric_disabled_no_other_setting_is_needed():
     assert settings({"FABRIC_DISABLE": "1"}).disable
     assert not settings({**GOOD, "FABRIC_DISABLE": "0"}).disable
 

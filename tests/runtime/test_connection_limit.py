@@ -60,7 +60,7 @@ def test_where_no_connection_idles_the_new_one_is_refused():
     assert room.closed == [] and room.limit.open == 4 and room.limit.refused == {IDLE: 0, FULL: 1}
 
 
-def test_an_address_that_takes_too_much_closes_its_own():
+def test_an_address_over_its_share_loses_its_own_connections():
     room = Room(total=8, idle=8)
     room.enter("victim")
     for number in range(20):
@@ -80,7 +80,7 @@ def test_an_address_whose_requests_fill_its_share_is_refused():
     assert room.enter("attacker") is not None
 
 
-def test_idle_ones_have_less_room_than_all():
+def test_idle_connections_have_a_lower_limit_than_all_connections():
     room = Room(total=100, idle=10)
     for number in range(30):
         room.enter(f"host {number}")

@@ -114,7 +114,7 @@ async def test_a_deadline_in_the_past_ticks_at_once():
     assert core.heard == ["a", TICK]
 
 
-async def test_a_defect_is_reported_once_and_is_the_end():
+async def test_an_exception_in_a_core_is_reported_once_and_ends_the_driver():
     crashes = []
     core = ScriptedCore({"bad": ["raise"], "ok": ["effect"]}, deadlines=[0.0] * 9)
     performed = []
@@ -125,7 +125,7 @@ async def test_a_defect_is_reported_once_and_is_the_end():
     assert performed == [] and core.heard == ["bad"] and timers() == []
 
 
-async def test_a_defect_in_performing_or_in_the_deadline_counts_too():
+async def test_an_exception_in_performing_or_in_the_deadline_ends_the_driver_too():
     crashes = []
 
     def perform(effect: str) -> None:
@@ -138,7 +138,7 @@ async def test_a_defect_in_performing_or_in_the_deadline_counts_too():
     assert [type(error) for error in crashes] == [ValueError, ZeroDivisionError]
 
 
-async def test_nothing_happens_after_close():
+async def test_a_closed_driver_performs_no_effect():
     core = ScriptedCore({"a": ["one", "two"], "b": ["three"]}, deadlines=[0.0])
     performed = []
 

@@ -11,12 +11,12 @@ from fabric.runtime.failpoints import Failpoints
 
 
 @pytest.mark.parametrize("text", ["nowhere=kill", "ring", "rinq@3=kill"])
-def test_unknown_points_are_refused(text):
+def test_unknown_failpoints_are_refused(text):
     with pytest.raises(ConfigError, match="known points"):
         Failpoints(text)
 
 
-def test_a_point_acts_once_at_its_step(tmp_path):
+def test_a_failpoint_acts_once_at_its_step(tmp_path):
     code = """
 from fabric.runtime.failpoints import Failpoints
 points = Failpoints("ring@2=kill")
@@ -28,7 +28,7 @@ points.hit("ring", 2)
     assert done.returncode == -signal.SIGKILL and done.stdout == b"on\n"
 
 
-def test_waiting_ends_when_the_file_is_there(tmp_path):
+def test_a_waiting_failpoint_continues_when_its_file_exists(tmp_path):
     (tmp_path / "go").touch()
     points = Failpoints(f"fetch=wait:{tmp_path}/go")
     points.hit("fetch", 9)

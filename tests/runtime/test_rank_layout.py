@@ -34,7 +34,7 @@ def test_a_layout_that_cannot_be_is_refused_by_name(text):
         parse_layout(text)
 
 
-def test_what_a_layout_comes_to():
+def test_a_layout_gives_its_stages_and_data_parallel_ranks():
     layout = parse_layout("ranks=16,tp=2,layers=5+7")
     assert (layout.stages, layout.data_parallel) == (2, 4)
     assert (RankLayout(4).stages, RankLayout(4).data_parallel) == (1, 4)
@@ -46,7 +46,7 @@ def test_ranks_are_a_count_or_a_range(text, ranks):
 
 
 @pytest.mark.parametrize("text", ["", "0", "4:1", "1:2:3", "a", "1:", ":4", "-1", "1000000", "0:2"])
-def test_other_ranks_are_refused(text):
+def test_impossible_numbers_of_ranks_are_refused(text):
     with pytest.raises(ConfigError, match="the number of ranks is"):
         parse_ranks(text)
 

@@ -21,7 +21,7 @@ def systemd(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["", "@"], ids=["a path", "an abstract name"])
-def test_a_state_arrives(tmp_path, name):
+def test_systemd_receives_a_state(tmp_path, name):
     place = f"@fabric-test-{tmp_path}" if name else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind(place.replace("@", "\0"))
@@ -30,7 +30,7 @@ def test_a_state_arrives(tmp_path, name):
         assert line.recv(100) == b"READY=1"
 
 
-async def test_life_is_shown_again_and_again(systemd):
+async def test_the_watchdog_message_is_repeated(systemd):
     showing = asyncio.create_task(Supervisor(systemd.getsockname(), watchdog_s=0.03).show_life())
     for _ in range(3):
         assert await asyncio.to_thread(systemd.recv, 100) == b"WATCHDOG=1"
@@ -57,5 +57,5 @@ def test_a_supervisor_that_is_gone_is_a_line_in_the_log(tmp_path, caplog):
         ({"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "9" * 5000}, Supervisor("/n")),
     ],
 )
-def test_it_is_read_from_the_environment(environment, found):
+def test_the_supervisor_is_configured_from_the_environment(environment, found):
     assert supervisor(environment) == found

@@ -114,7 +114,7 @@ async def test_a_task_that_loses_a_cancellation_is_cancelled_again(monkeypatch):
     assert len(lost) == 2
 
 
-async def test_closing_nothing_is_fine():
+async def test_closing_without_tasks_returns():
     await Tasks(ReportedDeaths()).close()
 
 

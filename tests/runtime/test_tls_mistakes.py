@@ -96,7 +96,7 @@ def test_a_command_names_the_setting_that_it_lacks(mine, stranger):
     assert "FABRIC_TLS_CERT is of its authority" in forged
 
 
-def test_a_trainer_does_not_wait_for_a_certificate_to_heal(mine):
+def test_a_trainer_with_a_bad_certificate_ends_and_does_not_wait(mine):
     told = heard_by_a_trainer(mine, "https", NONE, 1e6)
     assert told.startswith("no lighthouse can be spoken to: https://") and "give FABRIC_TLS_CERT" in told
     assert "write http://" in heard_by_a_trainer(NONE, "https", mine, 1e6)

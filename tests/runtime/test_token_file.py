@@ -83,7 +83,7 @@ def test_at_the_start_a_file_must_hold_a_token(tmp_path, file):
     assert read_tokens(file) == (long, long)
 
 
-def test_without_a_file_nobody_has_to_show_anything():
+def test_without_a_token_file_no_token_is_needed():
     tokens = TokenFile(None)
     assert tokens.is_open and tokens.shown() == "" and not tokens.accepts("") and not tokens.accepts("x")
     assert TokenFile.of("x").accepts("x") and TokenFile.of(None).is_open and not TokenFile.of("x").is_open

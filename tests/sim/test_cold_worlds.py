@@ -21,10 +21,10 @@ def test_no_cold_start_passes_a_process_over_or_loses_a_held_state():
 
 
 @pytest.mark.parametrize("name", sorted(cold_worlds.MUTATIONS))
-def test_the_simulator_notices(name):
+def test_the_simulator_notices_bugs_in_cold_starts(name):
     noticing.find(cold_worlds.MUTATIONS[name], cold_worlds.play, MUTATION_SEEDS)
 
 
 @pytest.mark.parametrize("seed", BASE_SEEDS)
-def test_worlds_that_once_began_from_an_older_state_do_not(seed):
+def test_seeds_that_once_began_from_an_older_state_begin_from_the_newest(seed):
     run_seed(seed)

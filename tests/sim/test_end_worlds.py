@@ -10,7 +10,7 @@ from sim.world import run_seed
 SEEDS = 64
 
 
-def test_every_job_ends_in_time_and_truly():
+def test_every_job_ends_in_time_and_only_when_all_loops_have_ended():
     counts, failures = hunt(0, SEEDS, "end")
     assert not failures, "\n".join(failures)
     assert not [name for name in end_worlds.REQUIRED if not counts[name]]

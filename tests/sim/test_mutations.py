@@ -16,7 +16,7 @@ SEEDS = 100
 
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
-def test_the_simulator_notices(name):
+def test_the_simulator_notices_every_deliberate_bug(name):
     mutate, aims = MUTATIONS[name]
     noticing.find(mutate, lambda seed: run_seed(seed, aims=aims), SEEDS)
 
@@ -31,7 +31,7 @@ def test_the_bugs_that_the_docs_name_are_there():
     assert len(seeds) == len(named) and max(seeds) < SEEDS
 
 
-def test_a_bug_that_trips_over_itself_is_not_noticed_but_fails():
+def test_a_deliberate_bug_that_raises_does_not_count_as_noticed():
     def broken(patch):
         patch.setattr("sim.world.World.living", lambda world: world.nonsense)
 
@@ -50,7 +50,7 @@ def test_a_seed_that_fails_without_the_bug_does_not_count_as_noticed():
         noticing.find(lambda patch: None, play, 1)
 
 
-def test_no_bug_is_not_noticed():
+def test_worlds_without_a_bug_are_not_counted_as_noticed():
     with pytest.raises(pytest.fail.Exception, match="2 worlds did not notice: no bug"):
         noticing.find(no_bug, run_seed, 2)
 

@@ -47,5 +47,5 @@ def test_a_seed_replays_exactly():
 
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
-def test_the_simulator_notices(name):
+def test_the_simulator_notices_bugs_in_replicas_of_several_ranks(name):
     noticing.find(MUTATIONS[name], sim.ranks.play, MUTATION_SEEDS)

@@ -24,7 +24,7 @@ def play(seed, sharing, **options):
     return world
 
 
-def test_shrink_without_faults_leaves_nothing_out():
+def test_under_shrink_without_faults_no_micro_batch_is_left_out():
     for seed in range(15):
         world = play(seed, SHRINK, faultless=True)
         late = {place for place in world.checks.skipped if place[0] > 0}
@@ -128,7 +128,7 @@ def test_a_deliberate_bug_in_redundancy_is_noticed(mutate, readers):
     find(mutate, lambda seed: SharingWorld(seed, Sharing(readers=readers)).run(), 40)
 
 
-def test_a_job_that_is_to_stop_at_a_loss_stops_with_a_sentence_or_leaves_nothing_out():
+def test_a_job_set_to_stop_at_lost_data_stops_or_leaves_no_micro_batch_out():
     stopped = 0
     for seed in range(20):
         world = SharingWorld(seed, Sharing(readers=1, on_loss="stop"), faultless=True)

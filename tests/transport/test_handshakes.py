@@ -28,7 +28,7 @@ class Open:
         return self.handshakes.begin(address, lambda: self.dropped.append(name or address))
 
 
-async def test_an_address_that_has_too_many_loses_its_own_at_once():
+async def test_an_address_with_too_many_handshakes_loses_its_own_at_once():
     found = Open(most=4)
     found.begin("victim")
     for number in range(10):

@@ -124,7 +124,7 @@ async def test_the_end_of_the_peer_is_reported_once_and_is_not_clean(pair: Pair)
     assert len(there.reasons) == 1
 
 
-async def test_both_may_close_at_once(pair: Pair):
+async def test_both_ends_may_close_at_once(pair: Pair):
     one, two = pair
     here, there = Ear(one), Ear(two)
     await asyncio.gather(one.close(5.0), two.close(5.0))

@@ -120,7 +120,7 @@ async def test_a_link_of_a_lane_comes_from_any_rank_to_the_one_that_it_names():
             await dial(door.address, greeting(**{**lane, "rank": 0, "to_rank": 1}), TOKEN, 5)
 
 
-async def test_a_store_that_is_not_known_yet_admits_any():
+async def test_a_listener_without_a_store_id_admits_links_of_any_store():
     async with open_door() as door:
         door.listener.identity.store_id = ""
         (await dial(door.address, greeting(store_id="s7"), TOKEN, 5)).close()

@@ -207,7 +207,7 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str, chosen: Settings) -
     if ok:
         findings.append(Finding("ok", f"{url} {role}"))
     else:
-        idle = "it leads, and has yet to read the jobs' records" if body["is_leader"] else "nobody leads"
+        idle = "it leads, and has yet to read the jobs' records" if body["is_leader"] else "no leader"
         incident_id = idle if reachable else "its store does not answer"
         findings.append(Finding("warn", f"{url}: {incident_id}", "docs/runbook.md, 'No lighthouse leads'"))
     if abs(date - time.time()) > _CLOCK_S:

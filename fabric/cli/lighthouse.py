@@ -37,7 +37,7 @@ _LIVENESS = LivenessConfig()
     default="",
     help="Networks (10.1.0.0/16,...) in which checkpoint servers may be asked besides where they come from.",
 )
-@click.option("--max-jobs", default=Quotas().jobs, show_default=True, help="Jobs that are not complete.")
+@click.option("--max-jobs", default=Quotas().jobs, show_default=True, help="Most jobs in progress at once.")
 @click.option("--max-replicas", default=Quotas().replicas, show_default=True, help="Replicas of each job.")
 @click.option(
     "--retain-s",
@@ -45,11 +45,11 @@ _LIVENESS = LivenessConfig()
     show_default=True,
     help="How long the record of a complete job is kept.",
 )
-@click.option("--namespace", default="default", show_default=True, help="Keeps several in one store apart.")
-@click.option("--ready-file", type=_FILE, help="Written (JSON with the URL) when requests can be answered.")
+@click.option("--namespace", default="default", show_default=True, help="Name of this cluster in the store.")
+@click.option("--ready-file", type=_FILE, help="File to write the URL to (JSON) once requests are answered.")
 @click.option("--lease-s", default=5.0, show_default=True, help="How long a dead leader's place is kept.")
 @click.option("--store-wait-s", default=15.0, show_default=True, help="How long to wait for the store.")
-@click.option("--silence-s", default=_LIVENESS.silence_s, show_default=True, help="Silence that is death.")
+@click.option("--silence-s", default=_LIVENESS.silence_s, show_default=True, help="Silence of a dead member.")
 @click.option(
     "--reconnect-s",
     default=_LIVENESS.reconnect_s,
@@ -81,13 +81,13 @@ _LIVENESS = LivenessConfig()
     "--failures",
     default=LeaderConfig().failures,
     show_default=True,
-    help="So many failures keep a replica or a host out for a while; 0: never.",
+    help="This many failures keep a replica or a host out for a while; 0: never.",
 )
 @click.option(
     "--failures-s",
     default=LeaderConfig().failures_s,
     show_default=True,
-    help="Within so many seconds they count.",
+    help="Failures within this many seconds count.",
 )
 def lighthouse(**given: Any) -> None:
     """Decide who takes part in each job, until SIGTERM. Start several on one store: one of them leads."""

@@ -82,7 +82,7 @@ evict = _command(
 pause = _order(
     "pause",
     "Pause joins until `fabric resume`; the members go on, also without those that die.",
-    "admits nobody now; its members go on",
+    "admits no replica now; its members go on",
 )
 resume = _order("resume", "Resume joins after `fabric pause`.", "admits newcomers again")
 scale = _order(
@@ -90,7 +90,7 @@ scale = _order(
     "Set how many members a job needs to step and how many it may have; surplus members leave, newest first.",
     "needs {least}, and may have {most}",
     click.option("--min", type=_REPLICAS, help="Needed to step; 0: as the replicas ask."),
-    click.option("--max", type=_REPLICAS, help="At most so many; 0: as the replicas ask."),
+    click.option("--max", type=_REPLICAS, help="Most members; 0: as the replicas ask."),
 )
 admit = _order(
     "admit",

@@ -91,7 +91,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option(
                 "--slow", "slow_length_s", type=float, help="Mean seconds that such an episode lasts."
             ),
-            click.option("--slow-factor", type=float, help="How many times longer it computes meanwhile."),
+            click.option("--slow-factor", type=float, help="How many times longer it computes then."),
         )
     ):
         command = option(command)

@@ -145,7 +145,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
 def recoverable(state: dict[str, Any] | None) -> str:
     """Describe the state that survives if all trainers die now."""
     if state is None:
-        return "nothing: nobody holds a whole snapshot"
+        return "nothing: no replica holds a whole snapshot"
     behind, age_s = state["steps_behind"], state["age_s"]
     parts = [f"step {state['step']} of generation {state['generation']}"]
     parts += [f"{age_s:.1f} s old"] if age_s is not None else []

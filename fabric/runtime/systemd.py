@@ -28,7 +28,7 @@ class Supervisor:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
                 sock.sendto(state.encode(), address)
         except OSError as error:
-            log.warning("the supervisor at %s cannot be told %s: %s", self.address, state, error)
+            log.warning("the supervisor at %s did not receive %s: %s", self.address, state, error)
 
     async def show_life(self) -> None:
         """Send signs of life from the event loop, three within the time that the supervisor allows."""

@@ -247,7 +247,7 @@ class EtcdStore:
         if revision < floor:
             raise StoreError(
                 f"The etcd store went back from revision {floor} to {revision}: it was wiped or restored, "
-                "connect again and take nothing for granted."
+                "connect again and read everything again."
             )
         self._revision = max(self._revision, revision)
         return answer
@@ -297,7 +297,7 @@ class EtcdStore:
         if self._store_id and store_id != self._store_id.encode():
             raise StoreError(
                 f"The etcd at {endpoint} is no longer the store {self._store_id}: it was wiped or replaced, "
-                "nothing was written; connect again and take nothing for granted."
+                "nothing was written; connect again and read everything again."
             )
         return None
 

@@ -91,8 +91,8 @@ class Handshakes:
         if now - self._told >= _TELL_EVERY_S:
             self._told = now
             logger.warning(
-                "too many connections say nothing: the oldest was dropped, from %s, %d so far: look who opens"
-                " them",
+                "too many connections send no greeting: the oldest was dropped, from %s, %d so far: look who"
+                " opens them",
                 handshake.address,
                 self._dropped,
             )

@@ -74,7 +74,7 @@ class TestFinding:
     def test_a_missing_folder_is_made_and_that_is_reported(self, tmp_path, capfd):
         place = tmp_path / "runs" / "new"
         assert durable(str(place)).find() == () and place.is_dir()
-        said = f"fabric: a: {place} was not there and has been made: there is nothing to begin again from\n"
+        said = f"fabric: a: {place} did not exist and has been made: it holds no checkpoint to begin from\n"
         assert capfd.readouterr().err == said
         assert durable(str(place)).find() == () and capfd.readouterr().err == ""
 
@@ -131,7 +131,7 @@ class TestStorageThatDoesNotAnswer:
         monkeypatch.setattr(client_durable, "peers_hold_state", lambda _: Stuck.asked.is_set())
         assert durable("stuck://x", contact_s=0.0).find() is None
         said = capfd.readouterr().err
-        assert "stuck://x/job has not answered for 0 s: it is left for later, for others hold" in said
+        assert "stuck://x/job has not answered for 0 s: it is read later, because" in said
 
     def test_without_peers_that_hold_the_state_the_trainer_waits_for_storage_and_says_so_once(
         self, monkeypatch, capfd
@@ -147,7 +147,10 @@ class TestStorageThatDoesNotAnswer:
         assert durable("stuck://x", contact_s=0.0).find() == () and len(times) >= 5
         said = capfd.readouterr().err
         assert (
-            said.count("has not answered for 0 s: it is waited for, for no member holds the job's state") == 1
+            said.count(
+                "has not answered for 0 s: this replica waits for it, because no member holds the job's state"
+            )
+            == 1
         )
 
 

@@ -46,7 +46,7 @@ def test_a_full_disk_is_reported_once_and_lost_lines_are_counted_when_there_is_r
     found = parse_journal("r0", path.read_bytes())
     assert [line.integer("step") for line in found.lines if line.event == "state"] == [0, 4]
     assert found.broken == (
-        "r0 incarnation 7 (line 2) says that 3 lines before it could not be written: nobody knows them.",
+        "r0 incarnation 7 (line 2) says that 3 lines before it could not be written: their content is lost.",
     )
     with full_disk(journal):
         journal.write("state", generation=1, step=5, digest="a")

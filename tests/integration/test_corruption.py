@@ -41,7 +41,7 @@ def test_two_members_that_disagree_about_the_state_stop(zygote, tmp_path):
         assert job.codes == {"r0": 1, "r1": 1}, job.logs()
         for replica in ("r0", "r1"):
             said = (job.folder / f"{replica}.log").read_text()
-            assert "disagree about the state at step 7 and nobody else can tell who is right" in said
+            assert "disagree about the state at step 7 and no other member can tell which is right" in said
             assert "restart the job from a checkpoint and check these hosts' memory" in said
             assert "; their learning rates and other numbers are equal, so a tensor differs" in said
             assert not [e for e in job.events(replica, "commit") if e["step"] > 7], "nothing after it"
@@ -64,7 +64,7 @@ def test_of_two_members_with_different_states_the_joining_one_is_evicted_and_the
         job.wait_for(verdicts, "the verdict on r1")
         assert re.search(
             r"r1 evicted: r1 disagrees with r0 about the state at step \d+, and was let in last, in epoch "
-            r"\d+, and has not agreed with anybody since; they differ in optimizer/param_groups/0/lr: "
+            r"\d+, and has agreed with no member since; they differ in optimizer/param_groups/0/lr: "
             r"0\.\d+ on r0, 0\.\d+ on r1",
             verdicts()[0],
         ), verdicts()

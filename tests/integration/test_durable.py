@@ -138,7 +138,7 @@ def test_a_replica_comes_in_from_its_peers_while_storage_cannot_be_listed(zygote
         assert said.startswith(f"fabric: r1: {environment['FABRIC_DURABLE']}/test could not be listed: "), (
             said
         )
-        assert said.endswith(": it is left for later, for others hold the job's state"), said
+        assert said.endswith(": it is read later, because other replicas hold the job's state"), said
         assert all(url.startswith("http://") for url in job.events("r1", "join")[0]["sources"])
         assert states(job, "r0")[40] == states(job, "r1")[40]
 
@@ -151,11 +151,15 @@ def test_a_replica_waits_for_storage_when_no_peer_holds_the_state(zygote, tmp_pa
         job.wait_for(lambda: job.ended("r0") is not None, "the end of who found no storage")
         assert job.ended("r0") == 75, job.logs()
         waits, ended = job.said("r0").splitlines()
-        assert waits.endswith("it is waited for, up to 1 s, for no member holds the job's state"), waits
+        assert waits.endswith(
+            "this replica waits for it, up to 1 s, because no member holds the job's state"
+        ), waits
         assert "for 1 s, and no member of the job holds its state: mend the storage" in ended, ended
         job.wait_for(lambda: not job.server_pids(), "the end of the checkpoint server")
         job.start("r0", FABRIC_CONTACT_S="3600")
-        job.wait_for(lambda: "it is waited for, up to 3600 s" in job.said("r0"), "r0 to wait for storage")
+        job.wait_for(
+            lambda: "this replica waits for it, up to 3600 s" in job.said("r0"), "r0 to wait for storage"
+        )
         (tmp_path / "mount").unlink()
         job.finish()
         assert job.codes == {"r0": 0}, job.logs()

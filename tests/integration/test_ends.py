@@ -61,8 +61,11 @@ def test_a_loop_with_more_steps_than_another_stops_with_it_and_exits_1(zygote, t
         assert job.codes == {"r0": 0, "r1": 1, "r2": 0}, job.logs()
         assert saved(job, "r0") == saved(job, "r2") and saved(job, "r0")["step"] == 6
         assert saved(job, "r1") is None
-        [sentence] = [line for line in job.said("r1").splitlines() if "wants more" in line]
-        assert "finished at step 6, and this loop wants more: let it count session.committed_step" in sentence
+        [sentence] = [line for line in job.said("r1").splitlines() if "more steps to do" in line]
+        assert (
+            "finished at step 6, and this loop has more steps to do: let it count session.committed_step"
+            in sentence
+        )
         assert max(e["step"] for e in job.events("r1", "commit")) == 5, "nothing is trained beyond the end"
         assert not job.told("evicting") and not job.told("aborted") and not job.recoveries()
         assert job.status()["complete"]

@@ -77,9 +77,9 @@ def test_orphaned_micro_batches_level_the_loads_of_equal_members(count, loads):
 
 
 def test_an_assignment_without_members_is_an_error():
-    with pytest.raises(ValueError, match="nobody is left"):
+    with pytest.raises(ValueError, match="no member is left"):
         assign(range(3), [])
-    with pytest.raises(ValueError, match="nobody is left"):
+    with pytest.raises(ValueError, match="no member is left"):
         spread(range(3), [], {})
 
 
@@ -180,5 +180,5 @@ def test_a_member_that_comes_back_gets_its_old_data_slot():
 
 
 def test_an_assignment_without_able_members_is_an_error_under_every_policy():
-    with pytest.raises(ValueError, match="nobody is left"):
+    with pytest.raises(ValueError, match="no member is left"):
         share_out(Work(4, Sharing("shrink")), [], [])

@@ -223,8 +223,8 @@ def test_of_two_disagreeing_members_the_newer_is_evicted_if_it_has_agreed_with_n
         "b": replace(report_of(record, 7, digest="y"), unconfirmed=elder),
     }
     why = (
-        "a disagrees with b about the state at step 7, and was let in last, in epoch 9, and has not agreed "
-        "with anybody since"
+        "a disagrees with b about the state at step 7, and was let in last, in epoch 9, and has agreed "
+        "with no member since"
     )
     assert decide(record, reports, M) == Evict(("a",), why, state=True)
 

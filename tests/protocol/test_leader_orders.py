@@ -502,7 +502,7 @@ def test_an_answer_about_a_dead_replica_outside_says_that_it_is_dead():
     lighthouse.wait(0.1)
     assert lighthouse.record.names == ("a", "b")
     drain, evict = objections(lighthouse, "c")
-    assert drain.startswith("c is not drained: its process is gone; say it again when")
+    assert drain.startswith("c is not drained: its process is gone; give the command again when")
     lighthouse.lose("c")
     assert objections(lighthouse, "c")[0].startswith("c is not drained: no process of it is connected")
     assert evict.startswith("c is not evicted: it is no member")

@@ -90,8 +90,10 @@ def test_a_members_loop_stops_at_the_step_at_which_another_member_has_finished()
     trainer.do(io.Ready(1, "d1"))
     [stop] = trainer.found(io.Stop)
     assert stop.code == 1
-    assert stop.reason.startswith("b finished at step 1, and this loop wants more: let it count session.")
-    why = "b finished at step 1, and this loop wants more"
+    assert stop.reason.startswith(
+        "b finished at step 1, and this loop has more steps to do: let it count session."
+    )
+    why = "b finished at step 1, and this loop has more steps to do"
     assert trainer.said(m.Finished) == trainer.told_peers(m.Finished) == [finished(why=why)]
 
 
@@ -105,9 +107,9 @@ def test_a_member_in_the_middle_of_the_next_step_stops_at_once_when_another_has_
 
 def test_a_finished_member_notes_that_another_members_loop_had_more_steps():
     trainer = closed()
-    trainer.peer("b", finished(why="a finished at step 1, and this loop wants more"))
+    trainer.peer("b", finished(why="a finished at step 1, and this loop has more steps to do"))
     [note] = trainer.found(io.WriteJournal)
-    assert (note.kind, note.about) == ("loops differ", "b") and "b wanted more" in note.why
+    assert (note.kind, note.about) == ("loops differ", "b") and "b had steps left" in note.why
 
 
 def test_a_member_ignores_the_end_of_another_generation():

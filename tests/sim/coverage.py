@@ -32,7 +32,7 @@ REASONS = {
 LATE_REASONS = {
     "joins while the others wait for its state": "late: joined while the others waited",
     "its settings turn replay off": "late: replay is off",
-    "it fell off twice": "late: fell off twice",
+    "its catch-up failed twice": "late: fell off twice",
     "has not shrunk": "late: gap did not shrink",
     "for its state, which did not arrive": "late: given up",
 }

@@ -72,7 +72,7 @@ class EndWorld(World):
         self.hosts[trainer.host].finished = True  # nobody starts it again
         self.wrong.add(trainer.host)
         self.closed.append(self.clockwork.now)
-        more = "wants more" in reason
+        more = "more steps to do" in reason
         self.clockwork.counts[
             "end: a loop that wants more" if more else "end: a loop that ended too early"
         ] += 1

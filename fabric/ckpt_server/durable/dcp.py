@@ -110,7 +110,7 @@ def _raw_begin(begin: int, file: DigestingFile, nbytes: int) -> int:
         entry = next(x for x in archive.infolist() if x.filename.endswith("/data/0"))
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes:
             raise StateError(
-                "this release of torch stores tensors in another way: fabric cannot write durable ones"
+                "this torch stores tensors in an unknown way: fabric cannot write durable checkpoints with it"
             )
         image.seek(entry.header_offset)
         local = image.read(_LOCAL_HEADER_BYTES)

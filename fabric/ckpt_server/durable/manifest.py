@@ -92,7 +92,7 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
         raise StateError(f"{name} has no usable number of ranks")
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(_is_file(*entry) for entry in files.items()):
-        raise StateError(f"{name} lists files that cannot be")
+        raise StateError(f"{name} lists files with impossible names or sizes")
     missing = [rank_shard_name(r) for r in range(manifest["ranks"]) if rank_shard_name(r) not in files]
     if missing:
         raise StateError(f"{name} does not list {missing[0]}")

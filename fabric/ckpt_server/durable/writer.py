@@ -107,7 +107,7 @@ def _finish(
         parse_rank_shard(text, folder.where(rank_shard_name(rank)), checked, rank)
     for name, entry in files.items():
         if folder.size(name) != entry["nbytes"]:
-            raise StateError(f"{folder.where(name)} is not what was written a moment ago: see to the storage")
+            raise StateError(f"{folder.where(name)} does not read back as it was written: check the storage")
     folder.put(MANIFEST, data)
     points.hit("durable-marker", step)
     folder.put(MARKER, f"{bytes_digest(memoryview(data))}\n".encode())
@@ -143,9 +143,7 @@ def _tidy(job: Storage, order: DurableJob, own: Attempt, points: Failpoints) -> 
         folder = job.at(attempt.folder)
         try:
             if folder.is_link():
-                warnings.append(
-                    f"{folder.url} is a symbolic link to a folder elsewhere: it is kept, and so is that"
-                )
+                warnings.append(f"{folder.url} is a symbolic link to a folder elsewhere: neither is deleted")
                 continue
             # Delete the marker first: readers then ignore the folder, even if deleting the rest fails.
             folder.remove(MARKER)

@@ -137,7 +137,7 @@ class StateFetcher:
         sources = [Source(HttpAddress.parse(url)) for url in dict.fromkeys(urls)]
         if not sources:
             raise StateError(
-                f"There is no source for step {state.step}; somebody must hold a snapshot of it."
+                f"There is no source for step {state.step}; a checkpoint server must hold a snapshot of it."
             )
         manifest, good = self._holders(sources, state)
         if manifest is None:

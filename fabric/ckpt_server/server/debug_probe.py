@@ -64,9 +64,9 @@ class DebugProbe:
         """Raises Refused without a living trainer."""
         state = self._trainer.state
         if state == ABSENT:
-            raise Refused("no trainer has attached to this server yet: there is nobody to look at")
+            raise Refused("no trainer has attached to this server yet: there are no stacks to show")
         if state == GONE:
-            raise Refused(f"the trainer, process {self._trainer.pid}, has ended: there is nobody to look at")
+            raise Refused(f"the trainer, process {self._trainer.pid}, has ended: it has no stacks to show")
 
     async def ask(self, what: str) -> dict[str, Any]:
         """Return the trainer's own answer to ``what``. Raises TrainerSilent, or Refused with its sentence."""
@@ -83,7 +83,7 @@ class DebugProbe:
                 " or the host is overloaded"
             ) from None
         except (OSError, FabricError) as error:
-            raise TrainerSilent(f"the trainer takes no questions ({error})") from error
+            raise TrainerSilent(f"the trainer's debug endpoint cannot be reached ({error})") from error
         if answer.get("ok") is not True:
             raise Refused(str(answer.get("error", "the trainer gave no reason"))[:1000])
         return answer
@@ -165,7 +165,7 @@ def parse_dump(text: str) -> list[dict[str, object]]:
 def _threads(answer: dict[str, Any]) -> list[dict[str, object]]:
     threads = answer.get("threads")
     if not isinstance(threads, list) or not threads:
-        raise TrainerSilent("what answers for the trainer names no threads")
+        raise TrainerSilent("the answer for the trainer names no threads")
     return threads
 
 

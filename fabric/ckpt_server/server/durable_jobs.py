@@ -28,8 +28,8 @@ _MAX_REPORT_BYTES = 1 << 20
 _MAX_ERROR_CHARACTERS = 500
 _OVERTAKEN = {
     "ok": False,
-    "error": "its memory was needed for another snapshot before the one before was written: write them less"
-    " often, or to faster storage",
+    "error": "its memory was needed for another snapshot before the earlier checkpoint was written: write"
+    " checkpoints less often, or to faster storage",
 }
 # The folder from which this package is imported, installed or not.
 _HERE = Path(fabric.__file__).resolve().parent.parent
@@ -80,7 +80,8 @@ class DurableJobs:
         if not self.is_idle and request.incarnation == self._incarnation:
             if self._next is not None:
                 log.warning(
-                    "step %d is not written: storage is slower than checkpoints come", self._next.step
+                    "step %d is not written: storage is slower than checkpoints are requested",
+                    self._next.step,
                 )
             self._next = request
             return

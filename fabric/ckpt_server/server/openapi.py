@@ -14,7 +14,7 @@ _LAST = {
     "name": "last",
     "in": "query",
     "schema": {"type": "integer", "minimum": 1},
-    "description": "So many entries at most, the newest.",
+    "description": "At most this many entries, the newest ones.",
 }
 _GENERATION = {
     "name": "generation",
@@ -70,19 +70,19 @@ _IF_MATCH = {
     "name": "If-Match",
     "in": "header",
     "schema": {"type": "string"},
-    "description": "Only if it is still the state with this ETag.",
+    "description": "Only if the state still has this ETag.",
 }
 _IF_NONE_MATCH = {
     "name": "If-None-Match",
     "in": "header",
     "schema": {"type": "string"},
-    "description": "Not if it is the state with this ETag: 304 then.",
+    "description": "Answer 304 if the state has this ETag.",
 }
 _WAIT = {
     "name": "wait_s",
     "in": "query",
     "schema": {"type": "number", "minimum": 0, "maximum": 60},
-    "description": "Wait so long for one that is yet to come.",
+    "description": "Wait this many seconds for a gradient that is not yet published.",
 }
 _TAGS = (_IF_MATCH, _IF_NONE_MATCH)
 _BODY = (_ENCODING, *_TAGS)
@@ -112,9 +112,9 @@ def _get(summary: str, kind: str, *parameters: dict[str, Any], is_open: bool = F
         responses["206"] = {"description": "The range.", "content": {kind: {}}}
         responses["416"] = _error("The range begins behind the last byte.")
     if _IF_MATCH in parameters:
-        responses["412"] = _error("It is another state by now.")
+        responses["412"] = _error("The server holds another state now.")
     if _IF_NONE_MATCH in parameters:
-        responses["304"] = {"description": "It is the state that the reader has."}
+        responses["304"] = {"description": "The reader has this state already."}
     operation: dict[str, Any] = {"summary": summary, "parameters": list(parameters), "responses": responses}
     if is_open:
         operation["security"] = []

@@ -222,7 +222,7 @@ def _rosters(evidence: Evidence) -> list[str]:
         if record is not None and set(members) != set(record[0].fields["roster"]):
             broken.append(f"{line.place} commits step {step} with others than its epoch lists.")
         broken.extend(
-            f"{line.place} counts {replica}, no member, in step {step}."
+            f"{line.place} counts {replica} in step {step}, of which it is no member."
             for replica in sorted(set(line.fields["contributions"]) - set(members))
         )
     return broken
@@ -308,7 +308,7 @@ def _contributed(evidence: Evidence) -> list[str]:
 def _nothing_lost(evidence: Evidence) -> list[str]:
     lineage = evidence.lineage()
     broken = [
-        f"Step {step} was committed by nobody."
+        f"Step {step} was committed by no replica."
         for step in range(max(lineage, default=-1) + 1)
         if step not in lineage
     ]

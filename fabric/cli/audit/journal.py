@@ -206,7 +206,7 @@ def parse_journal(replica: str, content: bytes) -> ReplicaJournal:
         if line.event == "lost":
             lost = line.integer("lines")
             broken.append(
-                f"{line.place} says that {lost} lines before it could not be written: nobody knows them."
+                f"{line.place} says that {lost} lines before it could not be written: their content is lost."
             )
         if torn is not None and line.event not in ("start", "lost"):
             broken.append(_unreadable(replica, torn))

@@ -28,7 +28,7 @@ DEFAULT_STEPS = 120
 @click.option("--replicas", default=3, show_default=True, help="How many replicas train.")
 @click.option("--steps", default=DEFAULT_STEPS, show_default=True, help="Steps to train.")
 @click.option("--kill-at", type=int, help="Kill a replica at this step; default a third of the run.")
-@click.option("--no-failure", is_flag=True, help="Kill nobody: the same job undisturbed.")
+@click.option("--no-failure", is_flag=True, help="Kill no replica: the same job undisturbed.")
 @click.option("--drop-micro-batch", is_flag=True, hidden=True)
 @click.pass_context
 def demo(
@@ -48,7 +48,7 @@ def demo(
         kill = _kill_step(replicas, steps, kill_at, no_failure=no_failure)
         if replicas == 1 and kill is None and not no_failure:
             console.print(
-                "One replica has nobody to catch up from: it is not killed unless --kill-at says so."
+                "A single replica has no peer to catch up from: it is not killed unless --kill-at says so."
             )
         _run(DemoOptions(out, replicas, steps, kill, drop=drop_micro_batch), console)
     except ConfigError as error:

@@ -24,22 +24,22 @@ _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
     "--ranks",
     "--nproc-per-node",
     default="",
-    help="How many: 4, or 1:4 for as many as this host has devices; FABRIC_RANKS, else 1.",
+    help="Number of ranks: 4, or 1:4 for as many as this host has devices; FABRIC_RANKS, else 1.",
 )
 @click.option(
     "--layout",
     "layouts",
     multiple=True,
-    help="Such as tp=2 or ranks=4,layers=5+7; several in order of preference; FABRIC_LAYOUT.",
+    help="Layout of the ranks, such as tp=2 or ranks=4,layers=5+7; several by preference; FABRIC_LAYOUT.",
 )
 @click.option("--job", default="", help="Name of the job; FABRIC_JOB.")
 @click.option("--replica", default="", help="Name of this replica; FABRIC_REPLICA.")
 @click.option("--replicas", default="", help="How many the job starts with; FABRIC_REPLICAS.")
 @click.option("--lighthouse", default="", help="URLs, separated by commas; FABRIC_LIGHTHOUSE.")
 @click.option("--token-file", default="", help="File with the token; FABRIC_TOKEN_FILE.")
-@click.option("--restarts", type=click.IntRange(min=0), help="At most so many; default: any number.")
+@click.option("--restarts", type=click.IntRange(min=0), help="Most restarts; default: any number.")
 @click.option("--log-dir", type=click.Path(path_type=Path), help="Folder for a file of each rank's output.")
-@click.option("--leave-file", type=click.Path(path_type=Path), help="Where it exists, end with 75 and not 0.")
+@click.option("--leave-file", type=click.Path(path_type=Path), help="If it exists, exit with 75, not 0.")
 @click.option("--stop-s", default=30.0, help="From SIGTERM or Ctrl-C to SIGKILL, in seconds.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program, and not Python's.")

@@ -213,7 +213,7 @@ class Launcher:
             attempt.signal(signal.SIGKILL)  # at the second signal, at once
         else:
             self._ended_by = number
-            log.info("%s: the ranks are told, and have %g s", signal.Signals(number).name, self._plan.stop_s)
+            log.info("%s: the ranks have %g s to end", signal.Signals(number).name, self._plan.stop_s)
             attempt.signal(number)
             deadlines.steps = [(time.monotonic() + self._plan.stop_s, signal.SIGKILL)]
 

@@ -114,7 +114,7 @@ class LighthouseLink:
             self._refused[url] = self._refused[leader] = self._problem
         elif self._problem not in self._logged:
             self._logged.add(self._problem)
-            log.warning("fabric: %s: trains on meanwhile: %s", self._replica, self._problem)
+            log.warning("fabric: %s: goes on training without a lighthouse: %s", self._replica, self._problem)
 
     def _note_problem(self, error: Exception) -> None:
         """Note why no session was opened; log it once where no lighthouse has answered for a while."""

@@ -110,7 +110,7 @@ class DurableCheckpoints:
                 trouble, may_come = error, isinstance(error, NoAnswer)
             peers_hold = peers_hold_state(self._settings)
             if peers_hold:
-                self._say(f"{trouble}: it is left for later, for others hold the job's state")
+                self._say(f"{trouble}: it is read later, because other replicas hold the job's state")
                 return None
             why = "no member" if peers_hold is False else "no lighthouse says that a member"
             left_s = deadline - time.monotonic()
@@ -122,7 +122,7 @@ class DurableCheckpoints:
             if not waits:
                 waits = True
                 until = "" if may_come else f", up to {limit_s:g} s"
-                self._say(f"{trouble}: it is waited for{until}, for {why} holds the job's state")
+                self._say(f"{trouble}: this replica waits for it{until}, because {why} holds the job's state")
             if not may_come:
                 time.sleep(min(_LOOK_AGAIN_S, max(left_s, 0.0)))
                 look = _ListingThread(job, self._settings.job)
@@ -138,7 +138,7 @@ class DurableCheckpoints:
             storage.try_writing()
             if is_new:
                 self._say(
-                    f"{storage.url} was not there and has been made: there is nothing to begin again from"
+                    f"{storage.url} did not exist and has been made: it holds no checkpoint to begin from"
                 )
         except StorageError as error:
             self._say(

@@ -78,7 +78,7 @@ class LanePlane:
         self, ring: Ring, next_socket: socket.socket | None, previous_socket: socket.socket | None
     ) -> None:
         """Raise IllegalTransition: here every link belongs to a lane, see ``install_lane``."""
-        raise IllegalTransition(f"epoch {ring.epoch} has lanes: a link without one has no use")
+        raise IllegalTransition(f"epoch {ring.epoch} has lanes: name the lane of every link")
 
     def install_lane(
         self,

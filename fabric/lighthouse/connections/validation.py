@@ -201,9 +201,9 @@ def _check_session_ranks(session: m.OpenSession) -> None:
 
 def _check_sharing(sharing: Sharing) -> None:
     if sharing.on_loss not in ("wait", "shrink", "stop"):
-        raise ProtocolError("Session.sharing has an on_loss that nobody knows")
+        raise ProtocolError("Session.sharing has an unknown on_loss")
     if sharing.policy not in ("constant", "shrink") or sharing.on_poison not in ("stop", "skip"):
-        raise ProtocolError("Session.sharing has a policy or an on_poison that nobody knows")
+        raise ProtocolError("Session.sharing has an unknown policy or on_poison")
     if not (1 <= sharing.data_slots <= MOST_REPLICAS and 0 <= sharing.readers <= sharing.data_slots):
         raise ProtocolError(f"Session.sharing must have 1 to {MOST_REPLICAS} data slots, and no more readers")
 
@@ -225,7 +225,7 @@ def _short(data: str, kind: type) -> str:
     most = _MORE_BYTES.get(kind, MAX_MESSAGE_BYTES)
     if len(data) > most:
         raise ProtocolError(
-            f"a {kind.__name__} of {len(data)} characters is over the limit of {most}: say less"
+            f"a {kind.__name__} of {len(data)} characters is over the limit of {most}: send a shorter one"
         )
     return data
 

@@ -326,7 +326,7 @@ class Election:
             sent = self._clock()
             why = ""
             if sent - term.turned > STUCK_LEASES * lease.ttl_s:
-                why = "the loop does not turn any more: the lease is left to end"
+                why = "the event loop hangs: this lighthouse lets its lease end"
             else:
                 try:
                     async with asyncio.timeout(max(0.0, term.ends - sent)):

@@ -59,7 +59,7 @@ def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
         _check(job, asked)
         job.operate(asked)
         if not job.is_running:
-            raise StoreUnavailable("it is not certain that this was taken up: say it again in a moment")
+            raise StoreUnavailable("the leader may not have received this command: send it again in a moment")
         return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)
 
     return handle

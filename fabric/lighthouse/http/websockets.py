@@ -126,7 +126,7 @@ class _ExplainingSocket(web.WebSocketResponse):
     def __init__(self, most_bytes: int, silence_s: float | None) -> None:
         super().__init__(max_msg_size=most_bytes, receive_timeout=silence_s, timeout=_CLOSE_S, compress=False)
         self._faults = {
-            int(WSCloseCode.MESSAGE_TOO_BIG): f"a message is over {most_bytes} bytes: say less at once",
+            int(WSCloseCode.MESSAGE_TOO_BIG): f"a message is over {most_bytes} bytes: send shorter messages",
             int(WSCloseCode.PROTOCOL_ERROR): "this is no frame of a WebSocket: speak RFC 6455, uncompressed",
             int(WSCloseCode.INVALID_TEXT): "a text is not UTF-8: send JSON text",
         }

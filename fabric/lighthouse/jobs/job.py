@@ -282,7 +282,7 @@ class Job:
                 while self.is_running and self.core is core and view.has_unwritten_overrides:
                     await self._changed.wait()
         if not self.is_running or self.core is not core or view.has_unwritten_overrides:
-            raise StoreUnavailable("it is not certain that the store has this: say it again in a moment")
+            raise StoreUnavailable("the store may not have this command: send it again in a moment")
 
     # --- events and effects ----------------------------------------------------------------------------
 

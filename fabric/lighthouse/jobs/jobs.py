@@ -133,7 +133,7 @@ class Jobs:
     def release(self, job: Job) -> None:
         """Forget a job without a record and without connections."""
         if job.is_idle and self.by_name.get(job.name) is job:
-            job.close(codes.NOT_THE_LEADER, "nobody takes part in this job")
+            job.close(codes.NOT_THE_LEADER, "no replica takes part in this job")
             del self.by_name[job.name]
             self._logs.pop(job.name).end_followers()
             self._recoveries.pop(job.name)

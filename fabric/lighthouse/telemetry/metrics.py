@@ -50,7 +50,7 @@ class LighthouseMetrics:
         self.connections = ConnectionLimit()
         registry.register(ConnectionMetrics(_PREFIX + "http_", self.connections))
         self._events = Counter(
-            _PREFIX + "events", "Transitions told, by kind.", ["job", "kind"], registry=registry
+            _PREFIX + "events", "Events of jobs, by kind.", ["job", "kind"], registry=registry
         )
         self._evictions = Counter(
             _PREFIX + "evictions", "Members left out of a forced epoch.", ["job"], registry=registry
@@ -153,7 +153,7 @@ _OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
     ),
     (
         "durable_failing",
-        "Replicas whose last durable checkpoint could not be written, and nobody has written one since.",
+        "Replicas whose last durable checkpoint could not be written, and no replica has written one since.",
         lambda job: job.durable_failing,
     ),
     (

@@ -60,7 +60,7 @@ class Joins:
         if not peer.session.replay:
             serving.blocking_reason = "its settings turn replay off"
         elif serving.tries > 1:
-            serving.blocking_reason = f"it fell off twice: {message.why}"
+            serving.blocking_reason = f"its catch-up failed twice: {message.why}"
 
     def on_taken(self, peer: Peer, message: m.SnapshotTaken) -> None:
         serving = self.serving.get(message.joiner)

@@ -79,7 +79,7 @@ class OperatorOrders:
         else:
             gone = gone or self.state.suspicion(peer)
         if gone:
-            return f"{gone}; say it again when a process of it is connected"
+            return f"{gone}; give the command again when a process of it is connected"
         others = [x for x in record.roster if not x.leaving and x.replica not in (name, *self.draining)]
         if member is not None and not member.leaving and not others:
             return "no other member would stay, and a job needs one: to stop the job, end its processes"

@@ -108,7 +108,7 @@ class CatchUp:
             and self.fetch.generation != self._epochs.newest.generation
         ):
             self._context.stop(
-                75, "the end of the loop was loaded from a generation that is over: it starts again"
+                75, "the end of the loop was loaded from a generation that is over: this process starts again"
             )
             return
         if event.last:

@@ -58,7 +58,7 @@ class Ending:
         """Note that a process has finished. The note stays true in later epochs."""
         heard, newest = self.finished_peers, self._epochs.newest
         if message.why and self._session.contact.finished:
-            why = f"{event.replica} wanted more when this loop ended, which was the end of the job"
+            why = f"{event.replica} had steps left when this loop ended, and the job ended with it"
             self._context.emit(
                 io.WriteJournal(
                     "loops differ", self._epochs.epoch(), self._memory.state.step, why, event.replica
@@ -162,7 +162,7 @@ class Ending:
         if step < first:
             return
         names = _listed([name for name, at in steps.items() if at == first])
-        why = f"{names} finished at step {first}, and this loop wants more"
+        why = f"{names} finished at step {first}, and this loop has more steps to do"
         self._tell_members(why)
         # My state is the final state too, so no member has to wait for me.
         self._context.emit(io.SendLeader(m.Finished(record.fence, step, why)))

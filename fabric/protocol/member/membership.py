@@ -105,9 +105,7 @@ class Membership:
             self._hear_of(record)
         elif self._epochs.newest is None or not self._epochs.is_past(message.record.fence):
             self._context.emit(
-                io.WriteJournal(
-                    "roster", message.record.epoch, self._memory.state.step, "it is asked for whole"
-                )
+                io.WriteJournal("roster", message.record.epoch, self._memory.state.step, "I request it whole")
             )
             self._context.emit(io.SendLeader(m.RequestRoster(message.record.fence)))
 

@@ -287,7 +287,7 @@ class Rounds:
         ids = tuple(sorted(record.poisoned(step)))
         if ids:
             self._context.emit(
-                io.WriteJournal("poison", record.epoch, step, "two processes died at them", "", ids)
+                io.WriteJournal("poison", record.epoch, step, "two processes died at each", "", ids)
             )
 
     def contribute_when_computed(self) -> None:

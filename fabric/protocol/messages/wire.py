@@ -142,9 +142,9 @@ def _plain(data: bytes | str) -> bytes | str:
     try:
         plain = stream.decompress(data, MAX_BYTES)
     except zlib.error as error:
-        raise ProtocolError(f"what is compressed cannot be inflated: {error}") from error
+        raise ProtocolError(f"the compressed data cannot be unpacked: {error}") from error
     if not stream.eof:
-        raise ProtocolError(f"what is compressed is cut off, or over the limit of {MAX_BYTES} bytes")
+        raise ProtocolError(f"the compressed data is cut off, or over the limit of {MAX_BYTES} bytes")
     return plain
 
 

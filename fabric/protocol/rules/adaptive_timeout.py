@@ -38,16 +38,18 @@ class Budget:
 def problem(exchange_s: float, user_code_s: float, autonomy_s: float) -> str:
     """Say for a person why these times cannot be a budget; empty when they can."""
     if exchange_s <= 0:
-        return f"exchange_s is {exchange_s:g}: give the seconds that a round may take once everybody is in it"
+        return (
+            f"exchange_s is {exchange_s:g}: give the seconds that a round may take once every member is in it"
+        )
     if user_code_s < exchange_s:
         return (
             f"user_code_s ({user_code_s:g}) is below exchange_s ({exchange_s:g}): a member in user code "
-            "would be given up before one that is stuck in an exchange; raise the one or lower the other"
+            "would be given up before one that is stuck in an exchange; raise user_code_s or lower exchange_s"
         )
     if autonomy_s < exchange_s:
         return (
             f"autonomy_s ({autonomy_s:g}) is below exchange_s ({exchange_s:g}): one slow round without a "
-            "lighthouse would end the job; raise the one or lower the other"
+            "lighthouse would end the job; raise autonomy_s or lower exchange_s"
         )
     return ""
 

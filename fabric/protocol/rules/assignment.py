@@ -56,7 +56,7 @@ def assign(micro_batches: Iterable[int], members: Sequence[Member]) -> dict[str,
     Raise ValueError without members.
     """
     if not members:
-        raise ValueError("nobody is left to compute the micro-batches")
+        raise ValueError("no member is left to compute the micro-batches")
     ids = sorted(micro_batches)
     given: dict[str, tuple[int, ...]] = {}
     start = 0
@@ -76,7 +76,7 @@ def spread(
     compute the orphans.
     """
     if not members:
-        raise ValueError("nobody is left to compute the micro-batches")
+        raise ValueError("no member is left to compute the micro-batches")
     given: dict[str, list[int]] = {m.replica: [] for m in members}
     # Each member's load with one micro-batch more, relative to its share, and its place in the roster.
     # Quotients of small integers have the same order as floats and as fractions.
@@ -148,7 +148,7 @@ def share_out(
     if work.sharing.policy == "constant" and not work.sharing.readers:
         return assign(wanted, able)
     if not able:
-        raise ValueError("nobody is left to compute the micro-batches")
+        raise ValueError("no member is left to compute the micro-batches")
     return _by_data_slot(work, roster, able, wanted)
 
 

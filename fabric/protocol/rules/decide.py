@@ -208,7 +208,7 @@ def _minority(
     if len(digests) == 2 or len(winners) > 1:
         names = " and ".join(f"{name} ({digest[:8]})" for name, digest in sorted(digests.items()))
         return Undecidable(
-            f"{names} disagree about {what} and nobody else can tell who is right: "
+            f"{names} disagree about {what} and no other member can tell which is right: "
             "restart the job from a checkpoint and check these hosts' memory"
         )
     losers = tuple(name for name, digest in digests.items() if digest != winners[0])
@@ -223,7 +223,7 @@ def _newest_of_two(record: Record, digests: Mapping[str, str]) -> str:
 
 def _joined(record: Record, name: str) -> str:
     since = next(x.since for x in record.roster if x.replica == name)
-    return f"was let in last, in epoch {since}, and has not agreed with anybody since"
+    return f"was let in last, in epoch {since}, and has agreed with no member since"
 
 
 def _disagrees(names: tuple[str, ...], what: str) -> str:

@@ -177,7 +177,7 @@ class ConnectionMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         prefix, limit = self._prefix, self._limit
         yield GaugeMetricFamily(f"{prefix}connections", "Open HTTP connections.", limit.open)
-        yield GaugeMetricFamily(f"{prefix}connections_limit", "The most that are held.", limit.limits.total)
+        yield GaugeMetricFamily(f"{prefix}connections_limit", "Most open connections.", limit.limits.total)
         refused = CounterMetricFamily(
             f"{prefix}connections_refused",
             "Connections closed for want of room: idle ones, and new ones where none was idle (full).",

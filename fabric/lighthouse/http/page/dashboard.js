@@ -114,7 +114,7 @@ function watch(job) {
 function recoverable(job) {
   const held = job.recoverable;
   if (job.complete) return "";
-  if (!held) return "If all trainers died now nothing would be left: nobody holds a whole snapshot.";
+  if (!held) return "If all trainers died now nothing would be left: no replica holds a whole snapshot.";
   const facts = [held.steps_behind === null ? "" : `${held.steps_behind} behind`,
     held.age_s === null ? "" : `${spent(held.age_s)} old`].filter(Boolean);
   return `If all trainers died now step ${held.step} would be left${facts.length ? ` (${facts.join(", ")})` : ""}.`;

@@ -130,7 +130,7 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until the trainer has ended."""
         if self.code is None:
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 

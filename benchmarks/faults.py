@@ -272,7 +272,7 @@ def tell_verdict(figures: dict[str, float]) -> None:
 
 
 def is_kill(fault: InjectedFault) -> bool:
-    """Whether it counts among the joins."""
+    """Whether this fault counts among the joins."""
     return fault.kind == "kill" and fault.mode == "timer"
 
 

@@ -35,7 +35,7 @@ def compute(mode):
 
 
 def act():
-    """Do what the file with my name says, once."""
+    """Perform once the order in the file with this replica's name."""
     path = FOLDER / f"{NAME}.act"
     try:
         what, seconds = path.read_text().split()

@@ -146,7 +146,7 @@ def cores() -> tuple[int, list[int]]:
 
 
 def pinned(process: BenchmarkProcess, to: list[int]) -> None:
-    """With all of its threads."""
+    """Pin the process with all of its threads."""
     for thread in Path(f"/proc/{process.pid}/task").iterdir():
         os.sched_setaffinity(int(thread.name), to)
 

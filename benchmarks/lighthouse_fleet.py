@@ -24,7 +24,7 @@ REPLICAS = ("r0", "r1", "r2")
 def wait_for(
     condition: Callable[[], object], what: str, within_s: float = 60.0, pause_s: float = 0.02
 ) -> None:
-    """Until it holds. Raises TimeoutError when it takes too long."""
+    """Wait until the condition holds. Raises TimeoutError when it takes too long."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
@@ -78,7 +78,7 @@ class BenchmarkProcess:
         return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
 
     def cpu_s(self) -> float:
-        """Of all its threads, user and system."""
+        """Return the processor seconds of all its threads, user and system."""
         words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -119,7 +119,7 @@ class Etcd(BenchmarkProcess):
         ]
 
     def revision(self) -> int:
-        """Every write of the store is one more."""
+        """Return the revision of the store: each write adds one."""
         body = json.dumps({"key": "AA==", "count_only": True}).encode()
         with urllib.request.urlopen(f"http://127.0.0.1:{self._client}/v3/kv/range", body, 10) as answer:
             return int(json.load(answer)["header"]["revision"])
@@ -225,7 +225,7 @@ class Trainers:
         wait_for(lambda: not self._servers(), "the checkpoint servers to end")
 
     def wait_steps(self, count: int) -> None:
-        """Until so many more steps are done."""
+        """Wait until this many more steps are done."""
         until = len(self._ends()) + count
         wait_for(lambda: len(self._ends()) >= until, f"{count} steps: see {self._log}", 120.0)
 

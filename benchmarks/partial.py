@@ -186,7 +186,7 @@ class ScenePlayer:
         self.figures["cut_pair_s"], _ = self.strike("cut pair", lambda: self.network.cut(*cut), self.fault_s)
 
     def split_2_2(self) -> None:
-        """Two halves."""
+        """Cut the network into two halves."""
         cut = both_ways(*HALVES)
         self.figures["split_2_2_s"], _ = self.strike(
             "split 2:2", lambda: self.network.cut(*cut), self.fault_s

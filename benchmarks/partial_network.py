@@ -103,7 +103,7 @@ class PartialNetwork:
         self._slow = {(a, b): (delay_s, loss), (b, a): (delay_s, loss)}
 
     def heal(self) -> None:
-        """Everything is as it was."""
+        """Take back every cut and every delay."""
         self._cut, self._slow = frozenset(), {}
 
     # --- the switch --------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class PartialNetwork:
 
 
 def both_ways(*pairs: Way) -> tuple[Way, ...]:
-    """Each of them in both directions."""
+    """Return the pairs in both directions."""
     return tuple(way for a, b in pairs for way in ((a, b), (b, a)))
 
 

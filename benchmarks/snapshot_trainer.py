@@ -119,7 +119,7 @@ class SnapshotTrainer:
         self._ended = time.perf_counter()
 
     def turn(self, steps: int, snapshots: bool) -> float:
-        """So many steps; seconds per step."""
+        """Run this many steps; return the seconds per step."""
         self.switch.on, self.gaps, self.digested = snapshots, [], []
         began = self._ended = time.perf_counter()
         for _ in range(steps):

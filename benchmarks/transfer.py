@@ -295,7 +295,7 @@ def measure_small(folder: str) -> dict[str, list[float]]:
 
 
 def nbytes_of(size: str) -> int:
-    """Of a size in words, such as 16MB."""
+    """Return the bytes of a size in words, such as 16MB."""
     return SIZES.get(size) or int(size.removesuffix("MB")) * common.MB
 
 

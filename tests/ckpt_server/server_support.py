@@ -118,7 +118,7 @@ def fetch(url: str, path: str, method: str = "GET", **headers: str) -> Answer:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Whether the process runs; a zombie does not count as running."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -220,7 +220,7 @@ def test_a_fast_link_is_never_compressed():
 
 
 def measure(speed: LinkSpeed, plain: float, compressed: float, ranges: int) -> list[bool]:
-    """How that many ranges come, one after the other, where bytes come that fast on a stream."""
+    """Whether each of these ranges in turn is compressed, on a stream of these speeds."""
     ways = []
     for _ in range(ranges):
         ways.append(speed.compress_next())

@@ -58,7 +58,7 @@ def test_a_snapshot_for_a_joining_replica_counts():
 
 
 def test_the_state_before_the_first_step_does_not_count():
-    """The optimizer has made nothing yet: what is taken of it is too small to go on with."""
+    """The optimizer has no state yet, so this snapshot is too small to measure the cost of later ones."""
     policy = OverheadBudget(0.02)
     policy.taken(0, 0.0, 5.0)  # somebody asked
     assert not policy.is_due(0, 0.1)

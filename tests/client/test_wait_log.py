@@ -62,7 +62,7 @@ def test_a_long_wait_is_logged_at_growing_intervals(lines):
 
 
 def test_many_long_waits_are_counted_and_not_listed(lines):
-    """Somebody is slow in every step: one line, not one per step."""
+    """One member is slow in every step: the log gets one line, not one per step."""
     orders = queue.SimpleQueue()
     waiting = WaitLogger("r0", lambda: "r2", first_s=0.0)
     for number in range(20):

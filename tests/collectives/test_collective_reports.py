@@ -271,7 +271,7 @@ def test_an_aborted_round_is_history_once_the_process_goes_on():
 
 
 def test_a_call_that_has_ended_at_one_rank_may_be_about_to_end_at_another():
-    """In a living job a second look tells whether it lasts."""
+    """In a living job a second recording shows whether a wait lasts."""
     done, late = [entry(1), entry(2)], [entry(1), entry(2, state="started")]
     read = recordings({0: done, 1: late, 2: done})
     assert explain(read).conclusions[0].verdict == "nothing found"

@@ -62,7 +62,7 @@ class SharingWorld(World):
         super().exited(trainer, code, reason)
 
     def never_a_third(self) -> None:
-        """A micro-batch that killed two was given to nobody else."""
+        """Check that a micro-batch that killed two members was given to no third member."""
         for place, who in self.victims.items():
             if len(who) > 2:
                 raise Violation(f"{place} was given to {who}")

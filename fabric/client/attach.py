@@ -152,6 +152,8 @@ def _attach(
     chosen = chosen.of_rank(process.rank)
     _set_up_logs(chosen, process)
     lanes = _lanes(chosen, process, parameters, averaged)
+    # Before the checkpoint server is started, which would stay for a process that a wrong path ends.
+    journal = Journal(chosen.journal, chosen.replica, process.incarnation)
     trainer = _Trainer(
         settings=chosen,
         process=process,
@@ -162,7 +164,7 @@ def _attach(
         buffers=averaged,
         describer=StateDescriber(objects, averaged.standing),
         policy=choices.snapshots or policy_of(chosen),
-        journal=Journal(chosen.journal, chosen.replica, process.incarnation),
+        journal=journal,
         failpoints=Failpoints(chosen.points),
     )
     model_watch = ModelWatch(model, parameters, watch)

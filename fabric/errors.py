@@ -42,9 +42,9 @@ class RoundAborted(FabricError):
 
     def __init__(self, message: str, about: str = "", waited_for: str = "", mismatch: bool = False) -> None:
         super().__init__(message)
-        self.about = about  # the peer that the exchange failed on; empty: no single peer is to blame
-        self.waited_for = waited_for  # the peer whose bytes were due at the end; empty: none were
-        self.mismatch = mismatch  # that peer takes part in another exchange
+        self.about = about  # the peer that the exchange failed on; empty: the exchange blames no single peer
+        self.waited_for = waited_for  # the peer whose bytes were due at the end; empty: no bytes were due
+        self.mismatch = mismatch  # whether the peer ``about`` takes part in another exchange
 
 
 class StoreError(FabricError):

@@ -23,7 +23,7 @@ Int64 = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 class Fence:
     """The fencing token in every message. Within one store, compare fences as (generation, epoch)."""
 
-    store_id: str  # the name of one life of the store: a wiped store has another name
+    store_id: str  # the name of one life of the store: a wiped store gets another name
     generation: Int64
     epoch: Int64
 
@@ -66,10 +66,10 @@ class Member:
     ckpt: str  # base URL of its checkpoint server; rank 0's, if it has several ranks
     joining: bool = False  # whether this member has not yet taken part in a round
     leaving: bool = False  # whether this member is being drained
-    shares: Int64 = 1  # its part of the micro-batches, relative to the other members'
-    layout: str = ""  # hash of its parameters' names, shapes and dtypes
+    shares: Int64 = 1  # the member's part of the micro-batches, relative to the parts of the other members
+    layout: str = ""  # hash of the names, shapes and dtypes of the member's parameters
     since: Int64 = 0  # the epoch that let this process in (its tenure); 0: not known
-    data_slot: Int64 = -1  # its place in the division of the batch, kept while it is away; -1: none given yet
+    data_slot: Int64 = -1  # the member's place in the division of the batch, kept while it is away; -1: none
     blocking_join: bool = False  # the other members wait in their round until its state has arrived
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up
     rack: str = ""  # the name of the hosts that fail together with its host; empty: not named
@@ -143,7 +143,7 @@ class JobEnd:
     The rounds of that member's epoch needed its contribution, so no later step was committed.
     """
 
-    fence: Fence  # the fence of that epoch
+    fence: Fence  # the fence of the epoch in which the job ended
     step: Int64
     incarnation: Int64  # of its process, which no other job of this name has
 
@@ -154,7 +154,7 @@ class OperatorOverrides:
 
     paused: str = ""  # who paused joins, and why; empty: joins are not paused
     min_replicas: Int64 = 0  # replaces the minimum that sessions ask for; 0: as the sessions ask
-    max_replicas: Int64 = 0  # replaces the maximum in the same way
+    max_replicas: Int64 = 0  # replaces the maximum that sessions ask for; 0: as the sessions ask
     scaled: str = ""  # who scaled the job, and why
 
 
@@ -166,7 +166,7 @@ class HostFailure:
     host: str  # the member's host; empty: its ranks are on several hosts
     epoch: Int64
     at: float  # Unix seconds
-    why: str = ""  # a sentence
+    why: str = ""  # the reason of the failure in one sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class HostHistory:
 
     host: str
     times: Int64  # how often replicas on this host failed
-    score: float  # the weight of its failures at ``at``; older ones weigh less
+    score: float  # the weight of the host's failures at ``at``; older failures weigh less
     at: float  # the time of the last failure, Unix seconds
     why: str = ""
 
@@ -200,7 +200,7 @@ class Record:
     sharing: Sharing = EVERYTHING  # what the sessions asked for when the generation began
     poison: tuple[Poison, ...] = ()  # changes only in forced records
     failed: str = ""  # why the job has failed, for a person; empty: it has not failed
-    # The epoch's own, or that of the loss which a rejoin in this epoch ends; empty: from an older version.
+    # The incident id of this epoch, or of the loss that a rejoin in this epoch ends; empty: an older version.
     incident_id: str = ""
     min_replicas: Int64 = 0  # how many members this epoch needs to step; 0: as each member's own setting says
     overrides: OperatorOverrides = OperatorOverrides()
@@ -209,7 +209,7 @@ class Record:
     autonomy_s: float = 0.0  # the longest that any member may commit without a lighthouse; 0: not known
     hosts: tuple[HostHistory, ...] = ()  # the hosts that failed in the last days
 
-    # These values are cached, because every message needs them. They are not compared, stored or sent.
+    # Properties cached because every message needs them. These properties are not compared, stored or sent.
 
     @cached_property
     def fence(self) -> Fence:
@@ -263,10 +263,10 @@ class Record:
 class Policy:
     """The numbers of replicas that a job asks for."""
 
-    min_replicas: int = 1  # the members that the job needs to step
-    max_replicas: int = 1024  # the most members
+    min_replicas: int = 1  # the fewest members with which the job steps
+    max_replicas: int = 1024  # the most members of the job
     start_replicas: int = 1  # the replicas that the first round waits for
-    start_wait_s: float = 120.0  # after this wait ``min_replicas`` are enough for the first round
+    start_wait_s: float = 120.0  # seconds after which ``min_replicas`` are enough for the first round
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,4 +289,4 @@ class StepTimes:
     work: dict[Int64, float] = field(default_factory=dict)  # micro-batch -> declared work, else samples
     samples: float = 0.0
     squares: float = 0.0  # sum of the squared lengths of all documents; 0: not declared
-    micro_batches: Int64 = 0  # how many were computed, repetitions included; 0: an older version
+    micro_batches: Int64 = 0  # number of micro-batches computed, repetitions included; 0: an older version

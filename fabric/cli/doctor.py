@@ -31,7 +31,7 @@ from fabric.store import EtcdAccess, open_store
 _ANSWER_S = 3.0
 _OPEN_FILES = 1024
 _CLOCK_S = 5.0
-# Two slots for snapshots, and six for gradients (after a catch-up), each a third as large with AdamW.
+# Room for two snapshot slots, and for six gradient slots (after a catch-up), a third as large with AdamW.
 _STATE_COPIES = 4.0
 _UNIX_PATH_BYTES = 107
 _LONGEST_SOCKET_NAME = len("/server.sock") + 8
@@ -223,7 +223,7 @@ async def _refuses(http: aiohttp.ClientSession, url: str, chosen: Settings) -> s
     try:
         token = chosen.token.decode()
     except ConfigError:
-        return ""  # another finding says that already
+        return ""  # another finding reports the unreadable token
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     path = f"{url}/v1/jobs/{quote(chosen.job, safe='')}"
     async with http.get(path, headers=headers, allow_redirects=False) as answer:

@@ -75,5 +75,5 @@ def _print(event: dict[str, Any], as_json: bool) -> None:
         str(event["about"]),
         str(event["why"]),
     ]
-    # Other processes wrote some of the words, which must not control the terminal.
+    # Other processes wrote some of the words: a word must not control the terminal.
     click.echo(printable("  ".join(word for word in words if word)))

@@ -13,7 +13,7 @@ from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import printable, understood
 from fabric.lighthouse.connections.validation import MOST_REPLICAS
 
-# The lighthouse's own --max-replicas may be lower.
+# The lighthouse's own limit --max-replicas may be lower.
 _REPLICAS = click.IntRange(0, MOST_REPLICAS)
 
 

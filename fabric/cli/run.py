@@ -13,7 +13,7 @@ from fabric.runtime.config import settings
 from fabric.runtime.exit_codes import DEVICE_FAILED
 from fabric.runtime.priority import run_low_priority
 
-# A start waits at most so long for a lighthouse's status of the job.
+# The longest time that a start waits for a lighthouse's status of the job.
 _LOOK_S = 2.0
 
 
@@ -41,7 +41,7 @@ def run_program(words: list[str]) -> None:
     if failed:
         sys.stderr.write(f"fabric: {failed}\n")
         raise SystemExit(1)
-    # Numpy starts its threads when it is imported, and they keep the priority of that time.
+    # Numpy starts threads when it is imported, and numpy's threads keep the priority that they start with.
     importlib.import_module("numpy")
     run_low_priority(_import)
     try:
@@ -84,7 +84,7 @@ def _ask() -> str:
         chosen = settings()
         if chosen.disable:
             return ""
-        # Imported here, because a script without services does not need it.
+        # Imported here, because a script without services does not need this module.
         lighthouses = importlib.import_module("fabric.runtime.http.lighthouse_client")
         job = lighthouses.Lighthouses(chosen.lighthouse, chosen.job, chosen.token.decode(), chosen.tls)
         why = job.ask(job.path()).get("failed", "")

@@ -19,11 +19,11 @@ from fabric.model import counted
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
 _SPENT = ("training", "degraded", "recovering", "stalled")
-# In a narrower terminal the table has only the columns that show trouble, and addresses stand below it.
+# In a narrower terminal the table has only columns that show trouble, and addresses stand below the table.
 _WIDE = 120
-# A table of more rows does not fit on a screen.
+# A table with more rows than this does not fit on a screen.
 _LONG = 20
-# The most failed hosts that are named.
+# The most failed hosts that the output names.
 _HOSTS = 5
 
 
@@ -263,5 +263,5 @@ def _age(seconds: float | None) -> str:
 
 
 def _cells(*values: object) -> list[Text]:
-    # Text objects, because rich would take brackets in texts of other processes for markup.
+    # Use Text objects: rich takes brackets in other processes' texts for markup.
     return [Text(str(value)) for value in values]

@@ -64,7 +64,7 @@ from fabric.runtime.rank_layout import parse_layout
 from fabric.transport.tcp import ListenerIdentity
 
 MAX_STEP = 1 << 60
-# The choices for buffers that forward changes.
+# The user's choices for buffers that forward changes.
 BUFFERS = ("refuse", "average", "ignore")
 
 
@@ -119,7 +119,7 @@ def attach(
         return _attach(model, optimizer, dict(state or {}), choices, arguments)
     except FabricError as error:
         sys.stderr.write(f"fabric: {error}\n")
-        # Code 75 asks for a restart: a stopped or full checkpoint server may answer the next process.
+        # Exit code 75 asks for a restart: a stopped or full checkpoint server may answer the next process.
         raise SystemExit(75 if isinstance(error, ServerLost) else 1) from None
 
 
@@ -235,7 +235,7 @@ def _lanes(
             "the ranks of this replica have different parameters, and FABRIC_UNEQUAL is not for pipeline "
             "stages so far: turn it off"
         )
-    lanes_of({settings.replica: layout})  # refuses, once, a layout that lacks parts of the model
+    lanes_of({settings.replica: layout})  # raises one error for a layout that lacks parts of the model
     return LaneDirectory(settings.replica, process.rank, layout, layout_text(layout))
 
 

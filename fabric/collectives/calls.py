@@ -7,7 +7,7 @@ from fabric.collectives.recording import Group, Process, RecordedCollective, Rec
 
 _DEFAULT_GROUP = "default_pg"
 _LISTED = 8
-# No process leaves one of these before every process of the group has entered it.
+# No process leaves one of these collectives before every process of the group has entered it.
 _SYNCHRONISING = frozenset(
     (
         "all_reduce",

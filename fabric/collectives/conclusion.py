@@ -11,7 +11,7 @@ DTYPE = "mismatched dtype"
 STUCK = "stuck transfer"
 STRAGGLER = "straggler"
 NOTHING = "nothing found"
-# The most urgent first.
+# The kinds of conclusion, the most urgent first.
 VERDICTS = (OPERATION, SIZES, DTYPE, DEADLOCK, ABSENT, STUCK, STRAGGLER, NOTHING)
 
 _MOST_EVIDENCE = 12

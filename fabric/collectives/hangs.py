@@ -39,7 +39,7 @@ def waits(everything: AllCalls) -> list[Wait]:
             for process, call in sorted(present.items(), key=lambda item: item[0]):
                 if process in seen or is_over(call, read):
                     continue
-                # A call that timed out or was aborted does not count if its process has made later calls.
+                # A call that timed out or was aborted does not count if its process made later calls.
                 is_last = call is newest[process, True] if calls.is_own else number == calls.last[process]
                 if call.is_pending or is_last:
                     seen.add(process)

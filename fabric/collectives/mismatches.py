@@ -30,7 +30,7 @@ def _compare(everything: AllCalls, present: Present) -> Conclusion | None:
     if len(present) < 2:
         return None
     if _parted(present, lambda call: call.operation):
-        # Calls that have all ended did fit: some libraries have two names for one operation.
+        # If all calls have ended, they did fit: some libraries have two names for one operation.
         if all(not call.is_pending and not call.has_failed for call in present.values()):
             return None
         return _conclusion(everything, present, OPERATION, lambda call: call.operation)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fabric.errors import ProtocolError
 
-# Torch writes no larger dump. One byte of a dump can make one value, so bytes alone do not bound it.
+# Torch's dumps have fewer values than this. One byte can make a value, so a limit of bytes does not suffice.
 MAX_VALUES: Final = 5_000_000
 _MARK: Final = object()
 _MAX_PROTOCOL = 5
@@ -146,7 +146,7 @@ class _Machine:
 _STOP = ord(".")
 _INSTRUCTIONS: Final[dict[int, Callable[[_Machine], None]]] = {
     0x80: _Machine.check_protocol,
-    0x95: lambda m: m.skip(8),  # the size of a frame
+    0x95: lambda m: m.skip(8),  # skips the eight bytes of a frame's size
     ord("N"): lambda m: m.push(None),
     0x88: lambda m: m.push(True),
     0x89: lambda m: m.push(False),

@@ -19,7 +19,7 @@ _TEXT = 200
 _MAX_RANKS = 1 << 20
 _PEER = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})", re.ASCII)
 _INTEGER = re.compile(r"-?\d{1,19}", re.ASCII)
-# Frames of libraries do not show where the user's program is.
+# Stack frames of these libraries do not show where the user's program is.
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/fabric/(?:client|ftar)/|^<frozen ")
 
 SCHEDULED, STARTED, DONE = "scheduled", "started", "done"
@@ -59,7 +59,7 @@ class RecordedCollective:
     """One call of a process."""
 
     group: Group
-    number: int  # place in the sequence of the group's collectives, or of its sends and receives
+    number: int  # the call's place in the sequence of the group's collectives, or of its sends and receives
     backend: str
     operation: str
     input_sizes: tuple[tuple[int, ...], ...]
@@ -67,11 +67,11 @@ class RecordedCollective:
     input_dtypes: tuple[str, ...]
     output_dtypes: tuple[str, ...]
     state: str
-    has_failed: bool = False  # given up before its end: a time-out, or an aborted round
-    created_ns: int = 0  # Unix time by the clock of its host; 0 where unknown
+    has_failed: bool = False  # the call was given up before its end, by a time-out or an aborted round
+    created_ns: int = 0  # Unix time by the clock of the call's host; 0 where unknown
     completed_ns: int = 0
     duration_ms: float | None = None
-    is_p2p: bool = False  # a send or receive; each process numbers its own
+    is_p2p: bool = False  # the call is a send or receive, numbered by its own process
     peer: int | None = None  # the other rank of a send or receive, within the group
     at: str = ""  # file, line and function of the user's program
     note: str = ""
@@ -116,11 +116,11 @@ class Recording:
     source: str
     collectives: tuple[RecordedCollective, ...] = ()
     is_partial: bool = False
-    is_own: bool = False  # of fabric's own exchange, not of torch
+    is_own: bool = False  # the recording is of fabric's own exchange, not of torch's groups
     groups: Mapping[str, Group] = field(default_factory=dict)
     ranks_named: frozenset[int] = frozenset()  # members of groups that gloo gives no name
-    main: tuple[str, ...] = ()  # the main thread's stack, innermost first; only of living processes
-    process_state: str = ""  # the process's state as the kernel names it; only of living processes
+    main: tuple[str, ...] = ()  # the main thread's stack, innermost first; only for living processes
+    process_state: str = ""  # the kernel's name for the process's state; only for living processes
 
     @property
     def user_frame(self) -> str:

@@ -58,7 +58,7 @@ def explain(
     pending = still(pending, earlier) if earlier is not None else [w for w in pending if not w.is_ending]
     came = arrivals(calls)
     apart = list(mismatches(calls))
-    # Processes in mismatched calls wait for each other; the conclusion of the mismatch says so already.
+    # Processes in mismatched calls wait for each other, which the mismatch's conclusion says already.
     fitting = [c for c in hangs(calls, pending, now_ns) if not _is_explained(c, apart)]
     conclusions = [*apart, *fitting, *stragglers(calls, came)]
     conclusions.sort(key=lambda conclusion: VERDICTS.index(conclusion.verdict))

@@ -13,7 +13,7 @@ from fabric.collectives.calls import AllCalls, GroupCalls
 from fabric.collectives.conclusion import STRAGGLER, Conclusion
 from fabric.collectives.recording import Process, RecordedCollective
 
-# A straggler causes at least this share of all waiting, and its waiting is at least that share of the time.
+# Others wait for a straggler for at least this share of all waiting, and at least that share of the time.
 _SHARE_OF_WAITING = 2 / 3
 _SHARE_OF_TIME = 0.05
 _LEAST_TIMES = 3

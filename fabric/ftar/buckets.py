@@ -26,8 +26,8 @@ from fabric.ftar.ring_schedule import DTYPE_CODES
 
 ALIGNMENT_BYTES = 64
 BUCKET_BYTES = 16 * 2**20
-# Limit of a layout's description: a thousand parameters with long names. A session sends the description
-# once; a lighthouse keeps one per job.
+# The longest description of a layout: a thousand parameters with long names. A session sends its description
+# once; a lighthouse keeps one description per job.
 _DESCRIPTION_CHARACTERS = 64 * 1024
 
 NamedParameter = tuple[str, torch.nn.Parameter]
@@ -88,7 +88,7 @@ class FlatGradients:
         self.layout = layout_hash(backwards, any_layout)
         laid_out = _lay_out(backwards, bucket_bytes)
         self.nbytes = laid_out[-1].end if laid_out else 0
-        # Backward completes a bucket with its last parameter, which comes first in the model.
+        # Backward completes a bucket with the bucket's last parameter, which comes first in the model.
         finished = {id(parameter): at for at, (_, parameter) in enumerate(backwards)}
         self.buckets: tuple[Bucket, ...] = tuple(
             sorted(laid_out, key=lambda bucket: finished[id(bucket.parameters[-1][1])])
@@ -132,7 +132,7 @@ class FlatGradients:
         """Name the model's first parameter with an infinity or NaN in ``buffer``; empty for none."""
         nonfinite: set[str] = set()
         for bucket in self.buckets:
-            # A sum that is not finite has such an element or has overflowed: then check each tensor.
+            # A sum that is not finite has such an element, or the sum has overflowed: then check each tensor.
             if math.isfinite(bucket.view(buffer).sum(dtype=_wide(bucket.dtype)).item()):
                 continue
             for (name, _), (view, _) in zip(bucket.parameters, bucket.views(buffer), strict=True):

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from fabric.errors import ConfigError, IllegalTransition, ProtocolError, RoundAborted
 from fabric.ftar.plane import Ring
 
-# The number of aborts that are kept for epochs whose links have not come yet.
+# The number of aborts kept for epochs whose links have not come yet.
 _MAX_EARLY_ABORTS = 64
 _READ_BYTES = 4096
 
@@ -26,17 +26,17 @@ _READ_BYTES = 4096
 class Waiting:
     """The waits of one exchange."""
 
-    peer: str  # the peer that it waits for now, or empty
-    seconds: dict[str, float]  # time that it has waited so far, by peer
-    last: str = ""  # the peer that it waited for last
+    peer: str  # the peer that this member waits for now, or empty
+    seconds: dict[str, float]  # time that this member has waited so far, by peer
+    last: str = ""  # the peer that this member waited for last
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """How long a wait may last, in seconds."""
 
-    entry_s: float  # until all members have entered the exchange
-    exchange_s: float  # once all have entered: time without a byte of progress
+    entry_s: float  # time limit until all members have entered the exchange
+    exchange_s: float  # once all members have entered: time limit without a byte of progress
 
     def changed(self, exchange_s: float | None, entry_s: float | None) -> "Bounds":
         """Return these bounds with the given ones replaced. Raises ConfigError for a bound out of range."""
@@ -303,13 +303,13 @@ class EpochPlane(Generic[Links]):
                 yield links
             except RoundAborted as error:
                 error.waited_for = waiting.last
-                # Only the first cause is kept: an abort that came meanwhile stays.
+                # The links keep only the first cause: an abort that came before this error stays the cause.
                 links.abort(str(error), error.about)
                 raise
             except BaseException as error:
                 if isinstance(error, Exception):
-                    links.check()  # an abort explains this error: it may have released the memory
-                # The links carry half an exchange, so they must not be used again.
+                    links.check()  # an abort may have released the memory, which explains this error
+                # The links carry half an exchange, so no later exchange may use them.
                 links.abort(f"an error here ended the exchange: {error!r}")
                 raise
             finally:

@@ -26,7 +26,7 @@ _FOLD_BYTES = 256 * 1024
 
 Array = np.ndarray[Any, Any]
 
-# The number of each operation on the wire; the list may grow, numbers are never reused.
+# The number of each operation on the wire. The list may grow; a number is never reused.
 OPERATION_CODES = {"sum": 0, "mean": 1, "min": 2, "max": 3}
 _KERNELS: dict[str, Any] = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
@@ -78,7 +78,7 @@ class Reduction:
             for low in range(0, own.numel(), _BLOCK):
                 block = slice(low, low + _BLOCK)
                 first, *others = (part[block].float() for part in parts)
-                # Never write to ``first``: a float32 ``first`` is another member's memory.
+                # Never write to ``first``: a float32 ``first`` lies in another member's memory.
                 total = first.clone().numpy()
                 with np.errstate(all="ignore"):
                     for other in others:
@@ -114,7 +114,7 @@ class Reduction:
         if own.dtype in _SIXTEEN_BITS:
             self._combine_blocks(received, own, out, last)
             return
-        # numpy stays on this thread: torch would wake a thread pool that the trainer's step needs.
+        # numpy computes on this thread: torch would wake a thread pool that the trainer's step needs.
         target = out.numpy()
         with np.errstate(all="ignore"):
             _KERNELS[self.operation](received.numpy(), own.numpy(), out=target)

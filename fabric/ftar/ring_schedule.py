@@ -21,7 +21,7 @@ import torch
 # 16 elements are a cache line of float32, so no two segments share one.
 ALIGNMENT = 16
 
-# The number of each type on the wire; the list may grow, numbers are never reused.
+# The number of each type on the wire. The list may grow; a number is never reused.
 DTYPE_CODES: dict[torch.dtype, int] = {
     torch.float32: 1,
     torch.float64: 2,
@@ -38,7 +38,7 @@ class RingPiece:
 
     sequence: int
     hop: int  # number of links that these elements have taken
-    gather: bool  # the elements are the result
+    gather: bool  # whether the elements are the result
     start: int
     stop: int
     last: bool  # the receiver passes it on no further: the sum is complete, or all have the result
@@ -51,7 +51,7 @@ class Schedule:
 
     sends: tuple[RingPiece, ...]
     receives: tuple[RingPiece, ...]
-    free: int  # number of first sends that are own data; a later sends[i] forwards receives[i - free]
+    free: int  # the first ``free`` sends are own data; a later sends[i] forwards receives[i - free]
 
 
 def segment_bounds(length: int, world: int) -> list[tuple[int, int]]:
@@ -68,7 +68,7 @@ def schedule(length: int, world: int, position: int, chunk_elements: int) -> Sch
     """
     chunk = max(ALIGNMENT, chunk_elements // ALIGNMENT * ALIGNMENT)
     bounds = segment_bounds(length, world)
-    # Of 2(N-1) hops N-1 reduce and N-1 gather. A piece received at hop k is sent at hop k+1.
+    # Of the 2(N-1) hops of N members N-1 reduce and N-1 gather. A piece received at hop k is sent at hop k+1.
     sends = _pieces(bounds, position, chunk)
     receives = _pieces(bounds, position - 1, chunk)
     start, stop = bounds[position]

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from fabric.health.statistics import median, spread
 
-WINDOW = 128  # newest errors from which the usual error is computed
-FEW = 10  # with fewer errors the usual error is unknown
-LARGEST = 0.7  # one error counts as at most twice the time
+WINDOW = 128  # number of newest errors from which the alarm computes the usual error
+FEW = 10  # with fewer errors than this the usual error is unknown
+LARGEST = 0.7  # the largest error (a logarithm) that counts: twice the time
 SLACK, SLACK_SIGMAS = 0.02, 1.5
 THRESHOLD, THRESHOLD_SIGMAS = 0.12, 8.0
 RATIO = 1.25
@@ -43,7 +43,7 @@ class CusumAlarm:
         self.is_raised = False
         self._sum = 0.0
         self._usual: deque[float] = deque(maxlen=WINDOW)
-        self._doubtful: list[float] = []  # errors since the sum left zero; kept only if no alarm followed
+        self._doubtful: list[float] = []  # errors since the sum left zero; dropped at an alarm
         self._centre = self._sigma = 0.0
 
     @property
@@ -60,7 +60,7 @@ class CusumAlarm:
             self._learn([error])
             return False
         slack = max(SLACK, SLACK_SIGMAS * self._sigma)
-        # The bound lets the alarm end within some ten good samples, however long it was raised.
+        # The bound lets an alarm end within some ten good samples, after any length of time.
         self._sum = min(max(0.0, self._sum + min(error - self._centre, LARGEST) - slack), 2 * self.threshold)
         self.is_raised = self._sum > (0.0 if self.is_raised else self.threshold)
         if self.is_raised:

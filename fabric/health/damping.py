@@ -3,17 +3,17 @@ only once it has lasted."""
 
 from collections.abc import Collection
 
-SHORT = 30  # steps: a reported slowdown that ends sooner should not have been reported
+SHORT = 30  # number of steps: a slowdown that ends sooner should not have been reported
 FIRST = 5  # steps that a slowdown must last after the first short one; each further short one raises it
 MOST = 40
-CALM = 300  # after so many steps without a short slowdown, ``needed`` is halved
+CALM = 300  # after this number of steps without a short slowdown, ``needed`` is halved
 
 
 class Damping:
     """Decides which slowdowns are reported: at first each one at once, later those that have lasted."""
 
     def __init__(self) -> None:
-        self.needed = 0  # steps that a slowdown must last
+        self.needed = 0  # steps that a slowdown must last before its report
         self._since: dict[str, int] = {}  # name -> the step at which it became slow
         self._told: dict[str, int] = {}  # name -> the step at which its slowdown was first reported
         self._calm_since = 0

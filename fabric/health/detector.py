@@ -16,13 +16,13 @@ from fabric.health.predictor import WARM_UP, Sample, WorkPredictor
 from fabric.health.statistics import median
 from fabric.health.work import WorkAmount, is_time
 
-RECENT = 5  # samples that give the present slowness; their median ignores two outliers
-SPEED_SAMPLES = 15  # samples behind a measured speed; odd, so that the median is a measured value
+RECENT = 5  # number of samples whose median is the present slowness; a median ignores two outliers
+SPEED_SAMPLES = 15  # number of samples whose median is a measured speed; odd, so that the median is a sample
 # The least factor for a replica that was slow from its first step: hardware may differ a little.
 ALWAYS_SLOW = 1.25
-MOST_MODELS = 16  # replicas whose models give the usual time; a job of thousands need not ask all
-MOST_BEHIND = 50  # a comparison does not wait for a replica whose newest report is older by so many steps
-FIRST_STEPS = 3  # steps of a process that do not count: it compiles kernels and fills caches
+MOST_MODELS = 16  # replicas whose models give the usual time; a job of thousands of replicas need not ask all
+MOST_BEHIND = 50  # a comparison does not wait for a replica whose newest report is older by this many steps
+FIRST_STEPS = 3  # first steps of a process, which do not count: the process compiles kernels and fills caches
 
 MakeAlarm = Callable[[], AlarmRule]
 
@@ -34,7 +34,7 @@ class UnitDetector:
         self.predictor = WorkPredictor(warm_up)
         self.alarm = alarm()
         self._recent: deque[float] = deque(maxlen=RECENT)  # observed / predicted
-        # Iterations since the alarm's statistic left zero; learnt only when the statistic is zero again.
+        # Iterations since the alarm's statistic left zero; learnt only when the statistic returns to zero.
         self._doubtful: list[Sequence[Sample]] = []
 
     @property
@@ -79,9 +79,9 @@ class PipelineShape:
 
     stages: int
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    transfer_s: float = 0.0  # P2P between neighbouring stages
-    forward_share: float = 1 / 3  # of a micro-batch's time
-    backward_share: float = 1 / 3  # the gradient of the input; the rest is the gradient of the weights
+    transfer_s: float = 0.0  # seconds of a transfer between neighbouring stages
+    forward_share: float = 1 / 3  # the forward pass's share of a micro-batch's time
+    backward_share: float = 1 / 3  # the share of the input's gradient; the rest goes to the weights' gradient
 
     def iteration_s(self, times: Sequence[Sequence[float]]) -> float:
         """The makespan, from the time of each micro-batch at each stage."""
@@ -102,7 +102,7 @@ class PipelineDetector:
     ) -> None:
         self.shape = shape
         self.iteration = alarm()
-        self.predicted_s: float | None = None  # of the newest iteration
+        self.predicted_s: float | None = None  # predicted seconds of the newest iteration
         self._replica = replica
         self._stages = [UnitDetector(alarm, warm_up) for _ in range(shape.stages)]
 
@@ -148,9 +148,9 @@ class ReplicaSpeed:
     """The measured speed of one replica."""
 
     replica: str
-    ratio: float | None  # observed over predicted, from its own past
+    ratio: float | None  # observed over predicted time, by the replica's own past
     relative: float | None  # its time over the median of the times that all replicas' models predict
-    seconds: float  # computing, in its newest step
+    seconds: float  # seconds of computing in the replica's newest step
     predicted_s: float | None
     is_slow: bool
     note: str  # why the declared work is not used, or empty
@@ -235,7 +235,7 @@ class JobDetector:
     def _speed(self, name: str, watched: _Replica) -> ReplicaSpeed:
         assert watched.newest is not None
         unit = watched.unit
-        # The older samples of a replica that got slow show its speed before the slowdown.
+        # The older samples of a slowed replica show its speed before the slowdown.
         samples = RECENT if unit.is_slow else SPEED_SAMPLES
         return ReplicaSpeed(
             replica=name,

@@ -11,9 +11,9 @@ from enum import StrEnum
 
 from fabric.health.statistics import median
 
-SLOW = 1.10  # a unit is slow above this factor over the same unit of other replicas
-SLOW_LINK = 1.5  # transfers vary more than computation
-MANY = 64  # a unit is compared with about so many equal units
+SLOW = 1.10  # a unit is slow above this factor over the equal units of other replicas
+SLOW_LINK = 1.5  # the factor for a link is larger, because transfers vary more than computation
+MANY = 64  # a unit is compared with about this many equal units
 MAX_SUSPECTS = 4
 CONFIRM_S = 2.0  # the longest time for the micro-benchmarks of one confirmation
 
@@ -24,7 +24,7 @@ class Unit:
 
     replica: str
     stage: int = 0
-    rank: int = 0  # within the stage
+    rank: int = 0  # rank within the stage
 
 
 class Scope(StrEnum):
@@ -43,7 +43,7 @@ class Slowdown:
 
     scope: Scope
     units: tuple[Unit, ...]  # the slow units; for a link its two ends; empty where the whole job is slow
-    factor: float  # its time over that of equal units
+    factor: float  # time of the slow units over the time of equal units
     evidence: str
 
     @property
@@ -97,7 +97,7 @@ class _Equals:
         """The median ratio of the same rank in other replicas, or else of the other units of its replica."""
         for place in ((unit.stage, unit.rank), (unit.stage,)):
             there = self._by_place[place]
-            if len(there) > MANY:  # with so many units, one does not move the median
+            if len(there) > MANY:  # with more units than this, a single unit does not move the median
                 there = there[:: len(there) // MANY]
             elsewhere = [ratio for replica, ratio in there if replica != unit.replica]
             if elsewhere:

@@ -18,7 +18,7 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"  # the gradient of the input; where the schedule does not split, also that of the weights
-    WEIGHT = "W"  # the gradient of the weights
+    WEIGHT = "W"  # computes the gradient of the weights
 
 
 class PipelineSchedule(StrEnum):
@@ -57,8 +57,8 @@ class PipelineCosts:
     """Seconds of each operation, by stage and then by micro-batch."""
 
     forward: tuple[tuple[float, ...], ...]
-    backward: tuple[tuple[float, ...], ...]  # the gradient of the input
-    weight: tuple[tuple[float, ...], ...]  # the gradient of the weights
+    backward: tuple[tuple[float, ...], ...]  # seconds for the gradient of the input
+    weight: tuple[tuple[float, ...], ...]  # seconds for the gradient of the weights
 
     def __post_init__(self) -> None:
         shapes = {tuple(len(row) for row in table) for table in (self.forward, self.backward, self.weight)}

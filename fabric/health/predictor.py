@@ -14,22 +14,22 @@ from fabric.health.statistics import Row, dot, inverse, median, solve, spread
 from fabric.health.work import WorkAmount, is_time
 
 WARM_UP = 50
-MOST_SAMPLES = 400  # for the first fit
+MOST_SAMPLES = 400  # the most samples of the first fit
 FORGETTING = 0.995
-ROUNDS = 15  # of the robust fit
-HUBER = 1.345  # in standard deviations: 95 % efficient on normal errors
+ROUNDS = 15  # iterations of the robust fit
+HUBER = 1.345  # threshold in standard deviations: 95 % efficient on normal errors
 RIDGE = 1e-6  # keeps a fit defined where the work never varies
-# A recursive fit of work that never varies grows ever more uncertain; this bounds its uncertainty.
+# A recursive fit of work that never varies grows ever more uncertain; this limit bounds the uncertainty.
 MAX_UNCERTAINTY = 1e6
-CLIP = 3.0  # a sample moves the fit as if it were at most so many standard deviations away
+CLIP = 3.0  # a larger error moves the fit as if it were this many standard deviations
 NOISE_FLOOR = 0.002
 NOISE_GAIN = 0.02  # the weight of one sample in the estimate of the noise
 NEW_LAYOUT_NOISE = 0.2  # the relative error that a new fixed cost may have
-VARIES = 0.02  # with less variation, the work cannot show whether it predicts the time
-USELESS = 0.95  # the work is used if its errors are below this share of those from the number of samples
+VARIES = 0.02  # work that varies less cannot show whether it predicts the time
+USELESS = 0.95  # the work is used if its errors are below this share of the errors of the number of samples
 
 
-Sample = tuple[WorkAmount, float]  # work and its seconds
+Sample = tuple[WorkAmount, float]  # the work of a sample, and the seconds that it took
 
 
 def _declared(work: WorkAmount) -> Row:
@@ -140,10 +140,10 @@ class WorkPredictor:
 
     def __init__(self, warm_up: int = WARM_UP) -> None:
         self.note = ""
-        self.ignored = 0  # samples whose time or work is impossible
+        self.ignored = 0  # number of samples whose time or work is impossible
         self._warm_up = max(warm_up, 4)
         self._iterations = 0
-        self._samples: list[Sample] = []  # until the fit
+        self._samples: list[Sample] = []  # samples kept until the first fit
         self._features = _declared
         self._fit: LinearFit | None = None
 

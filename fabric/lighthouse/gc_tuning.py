@@ -13,7 +13,7 @@ from collections.abc import Callable
 # Heartbeats leave no cycles, so only new sessions (some 300) make the youngest generation due. The third
 # number keeps Python from collecting the oldest generation.
 THRESHOLDS = (50_000, 10, 1 << 30)
-# A full collection is due after so many collections of the middle generation, as in Python's default.
+# The number of collections of the middle generation that make a full collection due, as in Python's default.
 WHOLE = 10
 LOOK_S = 0.25
 # A due collection runs after so many idle looks in a row, or after so many looks of any kind.

@@ -75,7 +75,7 @@ class PolicyResult:
 def options_for(cluster: Cluster, spares: int | None = None) -> list[PolicyOption]:
     """Return the options that are compared: each policy with the best settings that its published formulas
     give."""
-    # The two policies that go on after a failure save in the background. No replica waits for the save, and
+    # The two policies that go on after a failure save in the background. No replica waits for a save, and
     # only the loss of all replicas needs the checkpoint.
     interval_s = optimal_interval(cluster.save_s, cluster.mtbf_s, cluster.restart_s)
     job = replace(cluster.job(), save_s=0.0, save_every=max(1, round(interval_s / cluster.step_s)))

@@ -14,7 +14,7 @@ DAY_S = 86400.0
 class RackFailures:
     """Failures that stop a whole rack, for ``arrivals`` "racks"."""
 
-    replicas: int = 0  # in one rack
+    replicas: int = 0  # number of replicas in one rack
     share: float = 0.1  # the share of replicas' failures in which a whole rack fails
 
 
@@ -23,7 +23,7 @@ class SlowReplicas:
     """Episodes in which a replica computes slower."""
 
     every_s: float = 0.0  # mean time between episodes in the whole system; 0: no episodes
-    length_s: float = 600.0  # mean
+    length_s: float = 600.0  # mean length of an episode
     factor: float = 1.5  # how many times longer the replica computes during an episode
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Cluster:
     replica_gpus: int  # GPUs of one replica
     mtbf_s: float  # mean time between failures of the whole system
     step_s: float = 10.0  # an optimizer step without failures
-    exchange_s: float = 0.5  # the all-reduce, a part of step_s
+    exchange_s: float = 0.5  # the all-reduce, which is a part of step_s
     restart_s: float = 600.0  # length of a global restart, and of the return of one replica
     # The time for which a failed machine is away in addition to a restart: median and sigma of a log-normal.
     # 0: another machine takes its place at once.
@@ -53,11 +53,11 @@ class Cluster:
     # The size of the state and the link bound how fast a spare can join.
     state_bytes: float = 0.0
     link_bytes_s: float = 10e9
-    micro_batches: int = 8  # per replica and step
+    micro_batches: int = 8  # micro-batches per replica and step
     steps: int = 5000
-    stall_s: float = 0.5  # the survivors' lost time at a failure under fabric's policy, as measured
+    stall_s: float = 0.5  # the survivors' lost time at a failure under fabric's policy, a measured value
     arrivals: str = "poisson"
-    shape: float = 0.78  # of Weibull arrivals
+    shape: float = 0.78  # shape parameter of Weibull arrivals
     racks: RackFailures = RackFailures()
     slow: SlowReplicas = SlowReplicas()
     source: str = "given"

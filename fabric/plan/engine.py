@@ -27,10 +27,10 @@ from fabric.plan.failures import FailSlow, FailureModel, Repair, Times, Units
 class SimulatedJob:
     """A job for the simulator. Times in seconds."""
 
-    groups: int  # units of failure
+    groups: int  # number of groups, the units of failure
     steps: int  # optimizer steps to commit
-    compute_s: float  # one group's work on 1/N of the global batch
-    exchange_s: float = 0.0  # the all-reduce of a step
+    compute_s: float  # seconds of one group's work on 1/N of the global batch, for N groups
+    exchange_s: float = 0.0  # seconds of the all-reduce in a step
     jitter: float = 0.05  # relative standard deviation of a slot's compute time, per group
     save_s: float = 0.0  # a checkpoint blocks all groups for this time
     save_every: int = 0  # steps from one checkpoint to the next; 0: never
@@ -64,9 +64,9 @@ class SimulatedJob:
 class MaskingCost:
     """The cost of a failure that the policy masks; the groups then repeat the exchange."""
 
-    slots: float  # additional slots of the busiest survivor
+    slots: float  # additional slots that the busiest survivor computes
     workers: int  # survivors that compute additional slots
-    stall_s: float  # all groups also wait for this time
+    stall_s: float  # seconds that all groups wait in addition
 
 
 class FailurePolicy(Protocol):
@@ -107,12 +107,12 @@ class FailurePolicy(Protocol):
 class TimeLedger:
     """How the time was spent, in seconds; the fields add up to ``total_s``."""
 
-    training_s: float = 0.0  # one slot and one exchange per step at most, times the step's progress
-    redundant_s: float = 0.0  # additional slots, and waiting for the slowest group
+    training_s: float = 0.0  # at most one slot and one exchange per step, times the step's progress
+    redundant_s: float = 0.0  # additional slots, and waits for the slowest group
     stall_s: float = 0.0  # failed exchanges, patches, waits after failures and for joins
-    recovery_s: float = 0.0  # global restarts
-    rework_s: float = 0.0  # steps that were rolled back
-    checkpoint_s: float = 0.0  # saves
+    recovery_s: float = 0.0  # seconds of global restarts
+    rework_s: float = 0.0  # seconds of steps that were rolled back
+    checkpoint_s: float = 0.0  # seconds of saving checkpoints
     failures: int = 0
     restarts: int = 0
     finished: bool = True
@@ -165,7 +165,7 @@ class _Run:
         self._clocks = failures.clocks(job.groups, rng)
         self._slow = slow.episodes(job.groups, rng) if slow is not None else None
         self._alive = np.ones(job.groups, bool)
-        self._back_s = np.full(job.groups, math.inf)  # when a group that is away may rejoin
+        self._back_s = np.full(job.groups, math.inf)  # the time when a group that is away may rejoin
         self._spares = [0.0] * job.spares  # a heap of the times at which the spares become free
         self._now = 0.0
         self._ledger = TimeLedger()

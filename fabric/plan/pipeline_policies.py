@@ -25,10 +25,10 @@ class PipelineJob:
     cut: ModelCut
     replicas: int = 2
     stages: int = 4
-    group: int = 4  # ranks of a stage
-    micro_batches: int = 16  # per replica and step
+    group: int = 4  # number of ranks of a stage
+    micro_batches: int = 16  # micro-batches per replica and step
     layer_s: float = 0.01  # seconds of one operation (F, B or W) of one layer on a whole healthy group
-    transfer_s: float = 0.001  # between neighbouring stages
+    transfer_s: float = 0.001  # seconds of a transfer between neighbouring stages
 
     def __post_init__(self) -> None:
         if min(self.replicas, self.stages, self.group, self.micro_batches) < 1:

@@ -16,7 +16,7 @@ class DeviceChange:
 
     at_s: float
     device: tuple[int, int, int]  # replica, stage, rank
-    speed: float  # 0: dead; 1: healthy
+    speed: float  # relative speed of the device; 0: dead; 1: healthy
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class DeviceFaults:
     interval_s: float
     count: int
     slow_share: float = 0.0  # share of the faults that slow a device; the others kill it
-    slow_speeds: tuple[float, float] = (0.3, 0.8)  # uniform between the two
-    repair_s: float = math.inf  # inf: no device recovers
+    slow_speeds: tuple[float, float] = (0.3, 0.8)  # range of the uniformly drawn speed of a slowed device
+    repair_s: float = math.inf  # seconds until a device recovers; inf: never
 
     def __post_init__(self) -> None:
         if not (self.interval_s > 0 and self.count >= 0 and self.repair_s > 0):
@@ -63,7 +63,7 @@ class PipelineRun:
 
     window_s: float
     micro_batches: float
-    stopped_s: float  # time without a finished step
+    stopped_s: float  # seconds without a finished step
 
     @property
     def throughput(self) -> float:
@@ -98,7 +98,7 @@ def run_pipelines(
 class _Phase:
     start_s: float
     end_s: float
-    devices: Devices | None  # None: all replicas wait
+    devices: Devices | None  # speeds of the devices; None: all replicas wait
 
 
 def _phases(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-Grid = NDArray[np.float64]  # (replicas, stages)
+Grid = NDArray[np.float64]  # an array of shape (replicas, stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class StepWork:
 
     times: Grid  # seconds of one operation (F, B or W) of a micro-batch; inf: the stage is dead
     counts: tuple[int, ...]  # replica -> micro-batches that it reads
-    transfer_s: float = 0.0  # between neighbouring stages
+    transfer_s: float = 0.0  # seconds of a transfer between neighbouring stages
     extra_in_flight: int = 0  # forward passes that fit into the memory of a stage beyond those of 1F1B
     defers_weights: bool = False  # whether W waits for idle time, as in ReCycle; else W follows B at once
 
@@ -148,7 +148,7 @@ class _StageWorker:
         if self.weights and not defers_weights:
             return _W, heapq.heappop(self.weights)
         forward = bool(self.forwards) and self.in_flight < self.depth
-        # One forward, one backward; a kind that is not ready yields its turn.
+        # Alternate one forward and one backward pass; a kind without a ready pass yields its turn.
         if forward and (self.turn == _F or not self.backwards):
             self.in_flight += 1
             self.turn = _B if self.in_flight == self.depth else _F

@@ -8,7 +8,7 @@ from fabric.plan.engine import MaskingCost
 from fabric.protocol.rules.assignment import apportion, spread
 from fabric.protocol.rules.spare import Patch, StackedShards, block_layout, ring_layout
 
-# The seconds in SPARe's published runs to remove failed groups from the communicator.
+# Seconds to remove failed groups from the communicator, from SPARe's published runs.
 SHRINK_S = 0.1
 
 

@@ -201,8 +201,8 @@ def low_redundancy_figure(pool: _Pool) -> Iterator[Figure]:
 
 # --- FT-HSDP, and our own policy ---------------------------------------------------------------------
 
-# 12 replicas, a failure every 1,080 s, steps of 20 s, and a replica is back after 600 s. The first interval
-# begins without a failure, so figures compare the later intervals.
+# 12 replicas, a failure every 1,080 s, steps of 20 s; a replica returns 600 s after its failure. The first
+# interval begins without a failure, so figures compare the later intervals.
 _FIRST_STEPS, _PERIODS = 54, 40
 
 
@@ -235,7 +235,7 @@ def ft_hsdp_figures(pool: _Pool) -> Iterator[Figure]:
     yield _within(
         "synchronous, fixed arrivals, %", FT_HSDP, 44.0, _after_the_first_interval(synchronous), 0.5
     )
-    # 865 s of progress per interval: 4 intervals are 173 steps.
+    # FT-HSDP makes 865 s of progress per interval, so 4 intervals have 173 steps of 20 s.
     tolerant = simulate(_large_job(_FIRST_STEPS + 173 * _PERIODS // 4), FtHsdp(), fixed)
     yield _within("FT-HSDP, fixed arrivals, %", FT_HSDP, 80.0, _after_the_first_interval(tolerant), 0.5)
     long = replace(_large_job(5000), restart_fails=True)

@@ -35,7 +35,7 @@ ASSUMPTIONS = (
 _HOUR_S = 3600.0
 _FAILING_S, _WINDOW_S = 4 * _HOUR_S, 2 * _HOUR_S
 WORLDS_PER_SEED = 3
-MOST_DEVIATION = 10.0  # percentage points, for the mean over the table
+MOST_DEVIATION = 10.0  # limit in percentage points for the mean deviation over the table
 
 
 @dataclass(frozen=True, slots=True)

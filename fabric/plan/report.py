@@ -12,7 +12,7 @@ from fabric.plan.cluster import Cluster
 _COLORS = ("#2f7ed8", "#d9822b", "#3f9b57", "#b0413e", "#7d5ba6", "#6b7280")
 _PARTS = ("training", "redundant", "stall", "recovery", "rework", "checkpoint")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 680, 300, 56, 44, 16
-_KEY = 180  # width of the names beside a plot
+_KEY = 180  # width of the names beside a plot, in pixels
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _SWEEP_STEPS = 600
 

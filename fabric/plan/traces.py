@@ -143,11 +143,11 @@ def _trace(events: Sequence[_Event], path: Path) -> ClusterTrace:
 class RecoveryPhases:
     """A job's recovery records in five numbers; times are medians in seconds."""
 
-    failures: int  # deaths
+    failures: int  # number of deaths
     mtbf_s: float  # the mean interval between deaths
-    stall_s: float  # from a death's detection to the first step committed without the dead replica
-    away_s: float  # from the detection to the replica's return; 0 where none returned
-    steps_lost: float  # per failure, mean
+    stall_s: float  # from a death's detection to the first commit without the dead replica
+    away_s: float  # from a death's detection to the replica's return; 0 where no replica returned
+    steps_lost: float  # mean number of steps lost per failure
 
 
 def phases_of(records: Iterable[Mapping[str, Any]]) -> RecoveryPhases:

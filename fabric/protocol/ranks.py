@@ -33,7 +33,7 @@ from fabric.protocol.messages.rank_messages import (
     urls_of_rank,
 )
 
-# The most rounds whose digests by rank are kept: few are enough, because a commit soon follows its round.
+# The most rounds whose digests by rank are kept, because a commit soon follows its round.
 _MAX_ROUNDS = 8
 _RESTART = 75
 # The most members named to a rank as sources of a gradient, because their layouts make long messages.
@@ -75,7 +75,7 @@ class ToRank:
 Event = io.Event | FromRank | RankLost | EndReplica
 Effect = io.SendPeer | io.SendLeader | io.WriteJournal | io.Probe | ToRank
 
-# Outcomes of the main threads. Each thread has one command at a time besides TellDigest, so one outcome from
+# Outcomes of the main threads. A thread has one command at a time, besides TellDigest, and one outcome of
 # each rank makes the answer. The core does not wait for digests, and may give the next command before every
 # rank has told its digest.
 _MAIN = (io.Ready, io.Digested, io.Computed, io.Installed, io.InstallFailed, io.Closing)
@@ -86,9 +86,9 @@ _FETCHES = (io.FetchState, io.FetchGradient)
 class _Fetching:
     """The newest fetch."""
 
-    number: int = 0  # the number of its command
+    number: int = 0  # number of the command that this answer is for
     command: io.FetchState | io.FetchGradient | None = None
-    ended: dict[int, RankEvent] = field(default_factory=dict)  # outcome by rank
+    ended: dict[int, RankEvent] = field(default_factory=dict)  # rank -> its outcome of the command
 
 
 class Ranks:
@@ -98,14 +98,14 @@ class Ranks:
         self.member = member
         self.groups = groups  # by rank; ranks of one group (tensor or pipeline parallel) see the same samples
         self.unequal = unequal  # replicas may have other layouts: digests and weights are sums over the ranks
-        self.over = False  # whether the ranks have been ordered to finish or to stop
-        self.lost = False  # whether a rank ended without such an order
+        self.over = False  # whether rank 0 has ordered the ranks to finish or to stop
+        self.lost = False  # whether a rank ended without an order to finish or to stop
         self._number = 0
         self._main: dict[int, RankEvent] = {}
         self._digested: dict[int, io.Digested] = {}  # the answers to the TellDigest under way
         self._closing: io.Closing | None = None  # held back until the snapshot under way ends
-        self._linked: dict[int, set[int]] = {}  # epoch -> ranks whose links of it stand
-        self._reduced: dict[tuple[int, int], dict[int, io.Exchanged]] = {}  # round -> result by rank
+        self._linked: dict[int, set[int]] = {}  # epoch -> ranks that have all links of the epoch
+        self._reduced: dict[tuple[int, int], dict[int, io.Exchanged]] = {}  # round -> rank -> its result
         self._fetching = _Fetching()
         self._snapshots: dict[tuple[int, int], dict[int, str]] = {}  # (generation, step) -> digest by rank
         self._durable: set[tuple[int, int]] = set()  # the snapshots that become durable checkpoints too
@@ -215,7 +215,7 @@ class Ranks:
         if durable:
             self._durable.add(key)
         if key in self._snapshots or key in self._naming:
-            return  # a snapshot of this state is under way: its end answers this command too
+            return  # a snapshot of this state is under way: its end answers
         self._snapshots[key] = {}
         self._number += 1
         self._send(io.TakeSnapshot(step, self.member.view.generation))
@@ -358,7 +358,7 @@ class Ranks:
             return
         fetching.ended[rank] = outcome.event
         if len(fetching.ended) < self.size:
-            return  # a rank that still writes into its memory must end its fetch before the next one begins
+            return  # a rank that still writes into its memory must end its fetch before another fetch begins
         command, self._fetching = fetching.command, _Fetching()
         assert isinstance(command, io.FetchState)
         failed = [(r, e) for r, e in sorted(fetching.ended.items()) if isinstance(e, io.FetchFailed)]
@@ -375,7 +375,7 @@ class Ranks:
             return
         fetching.ended[rank] = event
         if isinstance(event, io.GradientGone):
-            # The other ranks' gradients are of no use without the gradient of this rank.
+            # Without this rank's gradient the other ranks' gradients are useless.
             self._command(io.CancelFetch())
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif len(fetching.ended) == self.size:
@@ -383,7 +383,7 @@ class Ranks:
             assert isinstance(event, io.GradientFetched)
             ended = [fetching.ended[r] for r in range(self.size)]
             digests = [e.gradient_digest for e in ended if isinstance(e, io.GradientFetched)]
-            # With unequal layouts every rank has read the digest of the round, which is the replica's digest.
+            # With unequal layouts every rank knows the digest of the round, which is the replica's digest.
             digest = digests[0] if self.unequal else replica_digest(digests)
             self._record_event(io.GradientFetched(event.step, digest), now)
 

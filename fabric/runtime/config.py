@@ -44,7 +44,7 @@ class Settings:
     tls_key: Path | None = None  # key of that certificate
     tls_ca: Path | None = None  # authority that issues the job's certificates
     bind: str = "127.0.0.1"  # address to listen on
-    advertise: str = ""  # host name or address that peers dial; empty for the bound one
+    advertise: str = ""  # host name or address that peers dial; empty: the address in ``bind``
     ports: str = "0"  # port, range such as 29500-29510, or 0 for any
     run_dir: Path | None = None  # folder of this replica's sockets, logs and lock on this host
     journal: Path | None = None  # file that gets one JSON line per event
@@ -61,8 +61,8 @@ class Settings:
     data_plane: str = "auto"  # "auto" (members on one host share memory), "tcp" or "nccl"
     digest_every: int = 10  # steps from one digest of the state to the next
     snapshot_share: float = 0.02  # share of the step time that snapshots may cost
-    snapshot_max_age_s: float = 600.0  # the newest snapshot is never older
-    snapshot_every: int = 0  # steps from one snapshot to the next; 0: by share and age, as above
+    snapshot_max_age_s: float = 600.0  # the greatest age of the newest snapshot, in seconds
+    snapshot_every: int = 0  # steps from one snapshot to the next; 0: snapshots follow their share and age
     unequal: bool = False  # replicas may have different layouts of ranks
     retain_gradients: bool = True  # keep the local gradient, so that an aborted round is retried with it
     orphan_s: float = 600.0  # how long the checkpoint server lives without a trainer

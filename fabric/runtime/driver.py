@@ -65,7 +65,7 @@ class Driver(Generic[EventT, EffectT]):
         self._effects: deque[EffectT] = deque()
         self._closed = self._failed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._due = math.inf  # when the armed timer goes off
+        self._due = math.inf  # the time of the armed timer
 
     def feed(self, event: EventT) -> None:
         """Hand one event to the core and perform its effects, or leave both to the thread that holds the
@@ -79,7 +79,7 @@ class Driver(Generic[EventT, EffectT]):
             self._queue.append(event)
             self._take_turns()
         except BaseException as error:
-            # Ctrl-C interrupts the main thread anywhere, so the turn may be lost.
+            # Ctrl-C interrupts the main thread anywhere, so the driver may have lost the turn.
             self._fail(error)
             raise
 
@@ -131,7 +131,7 @@ class Driver(Generic[EventT, EffectT]):
         if threading.get_ident() == self._thread:
             work()
             return
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(work)
 
     def _is_due(self) -> bool:
@@ -159,7 +159,7 @@ class Driver(Generic[EventT, EffectT]):
         if self._closed:
             return
         if not self._turn.acquire(blocking=False):
-            # Another thread holds the turn, and relies on this timer.
+            # Another thread holds the turn, and this timer wakes the driver for it.
             self._timer = self._loop.call_later(_RETRY_S, self._on_timer)
             return
         self._timer, self._due = None, math.inf

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fabric.errors import ConfigError
 
-# All failpoints; others are refused, so that a typo cannot make a test pass.
+# All failpoints; every other name is refused, so that a typo cannot make a test pass.
 NAMES = frozenset(
     {
         "forward",

@@ -22,7 +22,7 @@ def _mem_available(meminfo: Path) -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    return 1 << 62  # unknown: the kernel decides
+    return 1 << 62  # the free memory is unknown: the kernel decides
 
 
 def _unified(root: Path, path: str) -> list[int]:

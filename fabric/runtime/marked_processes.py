@@ -47,7 +47,7 @@ class MarkedProcesses:
     def kill(self, within_s: float) -> None:
         """SIGKILL all these processes, for at most ``within_s``."""
         deadline = time.monotonic() + within_s
-        # A process may start another while we look: look again until there is none.
+        # A marked process may start another during the search: search again until no process is left.
         while (pids := self.living()) and time.monotonic() < deadline:
             for pid in pids:
                 self.signal(pid, signal.SIGKILL)
@@ -65,7 +65,7 @@ class MarkedProcesses:
                     os.close(descriptor)
 
     def _is_ours(self, pid: int) -> bool:
-        # A zombie's environment is empty, that of another user cannot be read.
+        # The environment of a zombie is empty, and that of another user's process cannot be read.
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
             if self._entry in environment.split(b"\0"):

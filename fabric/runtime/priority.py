@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 def lower_priority(niceness: int = BACKGROUND) -> None:
     """Lower the calling thread's priority, for good: an unprivileged thread cannot raise it again."""
     thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # a sandbox may forbid it; the work then keeps its priority
+    with contextlib.suppress(OSError):  # a sandbox may forbid the call; the work then keeps its priority
         os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
@@ -78,4 +78,4 @@ def _ran_and_waited() -> tuple[float, float]:
     return ran / 1e9, waited / 1e9
 
 
-run_low_priority = LowPriorityRunner()  # shared: a crowded host is crowded for the whole process
+run_low_priority = LowPriorityRunner()  # shared: a host is crowded for the whole process

@@ -36,7 +36,7 @@ def make_private(folder: Path) -> None:
         try:
             each.mkdir(mode=0o700)
         except FileExistsError:
-            pass  # another process was faster: the next check finds out whose
+            pass  # another process made it first: the next check finds its owner
         except OSError as error:
             raise ConfigError(_unusable(folder, error.strerror)) from error
     _check(folder, is_last=True)
@@ -135,5 +135,5 @@ def _foreign_file(folder: Path) -> str:
                 if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                     return entry.name
             except FileNotFoundError:
-                continue  # another process has removed it
+                continue  # another process has removed the file
     return ""

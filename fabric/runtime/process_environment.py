@@ -2,7 +2,7 @@
 
 import os
 
-# A launcher sets this variable, with a value of its own, in every process that it starts.
+# A launcher sets this variable, with a value of its own, in every process that the launcher starts.
 LAUNCH_MARK = "FABRIC_LAUNCH_MARK"
 
 

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 class Supervisor:
     """The systemd that supervises this service, if any."""
 
-    address: str = ""  # its datagram socket, empty for none
-    watchdog_s: float = 0.0  # the longest silence that it allows, 0 for any
+    address: str = ""  # address of systemd's datagram socket, empty for none
+    watchdog_s: float = 0.0  # the longest silence that systemd allows, 0 for any
 
     def tell(self, state: str) -> None:
         """Send ``state``, such as READY=1; a failure to send does not end the service."""

@@ -12,7 +12,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 # Before Python 3.12 asyncio.wait_for loses a cancellation that comes together with its result. Some code
-# catches a cancellation by mistake. So a task that has not ended after this time is cancelled again.
+# catches a cancellation by mistake. So a task that still runs after this many seconds is cancelled again.
 _CANCEL_AGAIN_S = 2.0
 
 

@@ -44,7 +44,7 @@ from fabric.store.etcd_access import EtcdAccess
 from fabric.store.etcd_http import Gateway
 from fabric.store.etcd_wire import GatewayFailure, Json
 
-# Keys per page of a list: with values of the largest size a page stays below the bound on answers.
+# Keys per page of a list: a page of the largest values stays below the limit on an answer's size.
 PAGE_KEYS = 16
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 2.0
@@ -137,7 +137,7 @@ class EtcdStore:
         raise _unavailable(refusals)
 
     async def grant_lease(self, ttl_s: float) -> Lease:
-        # etcd counts whole seconds: round up, so that the TTL is never shorter than the caller wants.
+        # etcd counts whole seconds: round up, so that the TTL is never shorter than the caller's TTL.
         request: Json = {"TTL": str(math.ceil(check_ttl(ttl_s)))}
         answer = await self._anywhere("/v3/lease/grant", request, writes=True)
         lease = Lease(etcd_wire.integer(answer, "ID"), float(etcd_wire.integer(answer, "TTL")))

@@ -114,7 +114,7 @@ class Gateway:
         # A file object, because aiohttp writes it in pieces: a large body does not block the event loop.
         body = io.BytesIO(json.dumps(request).encode())
         try:
-            # Redirects are not followed: etcd sends none, and a body must not be sent twice.
+            # Follow no redirects: etcd sends none, and a body must not be sent twice.
             async with session.post(
                 endpoint + path, data=body, headers=self._headers(), allow_redirects=False
             ) as response:
@@ -160,7 +160,7 @@ class Gateway:
                 async for line in _lines(response):
                     yield stream_result(parse(line))
             except aiohttp.SocketTimeoutError:
-                return  # silence
+                return  # the watch was silent for too long
             finally:
                 self._streams.discard(response)
                 response.close()
@@ -186,7 +186,7 @@ class Gateway:
         timeout_s = self._attempt_timeout_s
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=force_close, limit=0, ttl_dns_cache=5, ssl=self._tls),
-            # The connect phase has the shorter timeout: when it passes, nothing was sent.
+            # The connect phase has the shorter timeout: when that timeout passes, nothing was sent.
             timeout=aiohttp.ClientTimeout(total=timeout_s, connect=timeout_s * 0.9),
             headers=_HEADERS,
             cookie_jar=aiohttp.DummyCookieJar(),

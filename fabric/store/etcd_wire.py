@@ -36,7 +36,7 @@ UNAUTHENTICATED = 16
 OLD_AUTH = "revision of auth store is old"
 NO_LEADER = "etcdserver: no leader"
 
-# Releases the operator should hear about, as (from, below, sentence).
+# Releases of etcd that need a warning to the operator, as (from, below, sentence).
 _BAD_RELEASES = (
     ((0, 0), (3, 4), "is too old for this store, which needs 3.4 or newer: upgrade it"),
     ((3, 4), (3, 5), "no longer gets fixes from its project: plan an upgrade"),

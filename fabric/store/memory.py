@@ -31,7 +31,7 @@ from fabric.store.base import (
     settle_store_id,
 )
 
-# A watch can start this many revisions back.
+# The number of revisions for which a watch can start in the past.
 HISTORY_REVISIONS = 1000
 
 

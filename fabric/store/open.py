@@ -64,7 +64,7 @@ def _path(url: str, text: str) -> Path:
 
 
 def _endpoint(url: str, text: str, scheme: str) -> str:
-    # A password in a URL ends up in process lists and logs, so it is refused and not repeated.
+    # A password in a URL ends up in process lists and logs, so the store refuses and does not repeat it.
     if "@" in text:
         raise ConfigError(
             "The store's URL holds a user or password: they show in process lists, so give a user and a "

@@ -28,7 +28,7 @@ from fabric.store.base import (
 )
 from fabric.store.sqlite_file import Cursor, SqliteFile
 
-# The longest time until a watch sees another process's write or the end of a lease.
+# The longest delay until a watch sees another process's write or the end of a lease.
 POLL_S = 0.05
 
 Answer = TypeVar("Answer")

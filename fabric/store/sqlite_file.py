@@ -40,9 +40,9 @@ from fabric.store.base import (
     lease_gone,
 )
 
-# A watch can start this many revisions back.
+# The number of revisions for which a watch can start in the past.
 HISTORY_REVISIONS = 1000
-# Changes that a watch reads at once, so that its memory is bounded.
+# The most changes that a watch reads at once, which bounds its memory.
 CHANGES_PER_READ = 64
 
 APPLICATION_ID = 0x46414252
@@ -196,7 +196,7 @@ class SqliteFile:
         """Make the file, closed to other users; SQLite gives its other files the same mode.
 
         A user who can read one of these files can lock it, and the lighthouse would wait for that lock."""
-        with suppress(OSError):  # it is there already, or SQLite will say why it cannot be
+        with suppress(OSError):  # the file exists already, or SQLite will say why it cannot be made
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
@@ -211,7 +211,7 @@ class SqliteFile:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-            # SQLite opens a read-only file without an error: find out now, not at the first write.
+            # SQLite opens a read-only file without an error: find out now whether the file is writable.
             connection.execute("UPDATE store SET revision = revision")
             damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if damage != "ok":
@@ -405,7 +405,7 @@ def _key_condition(prefix: str) -> tuple[str, tuple[bytes, ...]]:
 
 
 class _Change(NamedTuple):
-    kind: str  # "put" or "delete"
+    kind: str  # kind of the change: "put" or "delete"
     key: bytes
     value: bytes = b""
     lease: int = 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-# Handshakes under way at a time; one address may have half of them.
+# The most handshakes under way at a time; one address may have half of them.
 MAX_HANDSHAKES = 256
 # A member of a large job answers within this time, even if all others dial at once. No handshake younger than
 # this is dropped for another address.

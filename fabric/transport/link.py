@@ -131,7 +131,7 @@ class Link:
         if threading.get_ident() == self._thread:
             work()
             return
-        with contextlib.suppress(RuntimeError):  # it has ended, and the link with it
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and the link with it
             self._loop.call_soon_threadsafe(work)
 
     def _start_reading(self) -> None:

@@ -35,21 +35,21 @@ SILENT_S = 1.6
 # If the kernel waits longer than this before it resends, the network is slow and the link gets more time.
 QUICK_RETRY_S = 0.4
 SLOW_SILENT_S = 10.0
-# Time limit of a connection attempt. One lost packet costs the kernel a second.
+# Time limit of a connection attempt in seconds. One lost packet costs the kernel a second.
 CONNECT_S = 2.0
 HANDSHAKE_S = 5.0
-# Large, because the members of a large job dial at the same time. The kernel lowers it to its own limit.
+# The backlog is large, because the members of a large job dial together. The kernel lowers it to its limit.
 _BACKLOG = 1024
 _ACCEPT_BACKOFF_S = 0.05
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
-# Where TCP_USER_TIMEOUT is set, one unanswered probe ends an idle link when that timeout has passed.
+# With TCP_USER_TIMEOUT set, one unanswered probe ends an idle link when that timeout has passed.
 _QUICK_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 
 # The head of the kernel's struct tcp_info: eight bytes, then the time to the next try, in microseconds.
 _TCP_INFO = struct.Struct("8xI")
 
-# The tokens that are accepted now: two for as long as one replaces the other.
+# The tokens that the process accepts now: two tokens while a new token replaces the old token.
 Tokens = Callable[[], Sequence[bytes]]
 OnConnection = Callable[[Greeting, socket.socket], None]
 
@@ -134,7 +134,7 @@ class Listener:
             try:
                 sock, address = await loop.sock_accept(server)
             except OSError as error:
-                # No descriptor is left, or the client left the queue: make room, and accept the next client.
+                # No descriptor is left, or the client left the queue: make room, and accept the next client
                 self._handshakes.drop_oldest()
                 logger.warning("could not accept a connection: %s", error)
                 await asyncio.sleep(_ACCEPT_BACKOFF_S)
@@ -158,7 +158,7 @@ class Listener:
         except TimeoutError:
             logger.warning("a client did not greet within %g s and was dropped", self._handshake_s)
         except OSError as error:
-            # The dialler died or closed the connection: this is not a refusal.
+            # The dialler died or closed the connection, which is not a refusal.
             logger.info("a connection ended before its greeting did: %s", error)
         except FabricError as error:
             logger.warning("a connection was refused: %s", error)

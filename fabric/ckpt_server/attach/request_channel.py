@@ -34,7 +34,7 @@ class RequestChannel:
     def __init__(self, run_dir: Path, name: str, timeout_s: float) -> None:
         self._name = name
         self._lines = LineBuffer(MAX_LINE_BYTES)
-        self._owed: tuple[str, float] | None = None  # the operation, and the time of its request
+        self._owed: tuple[str, float] | None = None  # the unanswered operation, and the time of its request
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(timeout_s)
@@ -104,7 +104,7 @@ class RequestChannel:
         if self._socket.fileno() < 0:
             return False
         poll = select.poll()
-        # The server sends nothing without a request: input is the channel's end, or an owed answer.
+        # The server sends only answers: unrequested input is the channel's end, or an earlier answer.
         poll.register(self._socket, select.POLLHUP | (0 if self.hangs else select.POLLIN))
         return not poll.poll(0)
 
@@ -118,7 +118,7 @@ class RequestChannel:
         try:
             self._socket.sendall(request)
         except TimeoutError:
-            self.close()  # how much of it has arrived is unknown
+            self.close()  # the sender cannot know how much of the request has arrived
             raise
 
     def _receive(self, descriptors: list[int], deadline: float) -> dict[str, Any]:

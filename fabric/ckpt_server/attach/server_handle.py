@@ -28,10 +28,10 @@ from fabric.protocol.messages.wire import decode_as
 
 ATTACH_S = 20.0
 _ANSWER_S = 30.0
-# The longest wait of a round or a snapshot. A running server answers within a millisecond.
+# The longest time that a round or a snapshot waits for the server, which answers within a millisecond.
 _PROMPT_S = 1.0
 _PUBLISH_S = 5.0  # for requests on which no round waits, such as publishing a large snapshot
-# The kernel clears shared memory faster than this, on the slowest machines too.
+# Even on the slowest machines the kernel clears more bytes of shared memory per second than this.
 _CLEAR_BYTES_PER_S = 100e6
 _LOOK_AGAIN_S = 0.02
 _FAULT_BYTES = 64 * 1024 * 1024
@@ -166,8 +166,8 @@ class ServerHandle:
         """
         if self._gradient_index is None:
             return False
-        # While another thread waits for an answer, input on the channel is its answer; it notices a lost
-        # server.
+        # While another thread waits for the server's answer, input on the channel is that answer. The other
+        # thread then notices a lost server.
         if self._lock.acquire(blocking=False):
             try:
                 self._line.settle()
@@ -177,7 +177,7 @@ class ServerHandle:
                 self._lock.release()
         try:
             text = _JSON.encode({**asdict(gradient), "meta": meta})
-        except ValueError:  # not finite: ``publish_gradient`` has the sentence for it
+        except ValueError:  # a number is not finite: ``publish_gradient`` raises the error for it
             return False
         return self._gradient_index.write(slot, text.encode())
 
@@ -270,7 +270,7 @@ class ServerHandle:
     def _demand_answer(self) -> None:
         """Raise ServerLost where the server does not answer promptly: the request after this may take
         long."""
-        with contextlib.suppress(Refused):  # a server of an older version refuses it, which is an answer too
+        with contextlib.suppress(Refused):  # a server of an older version refuses: this is an answer too
             self._line.ask({"op": "ping"}, _PUBLISH_S)
 
     def _let_maps_go(self) -> None:
@@ -295,7 +295,7 @@ class ServerHandle:
             try:
                 return self._connect(deadline)
             except (FileNotFoundError, ConnectionRefusedError, BlockingIOError, ServerLost) as error:
-                # Blocked: the server's queue of connections to accept is full.
+                # The connect call blocked: the server's queue of connections to accept is full.
                 if time.monotonic() >= deadline:
                     raise ServerLost(
                         f"the checkpoint server in {self._settings.run_dir} could not be attached to within"
@@ -307,7 +307,7 @@ class ServerHandle:
                     "name one that belongs to this user"
                 ) from error
             if is_served(self._settings.run_dir) or not start(self._settings, deadline):
-                # A server in that folder starts or ends: try again soon.
+                # A server in that folder is just starting or ending: the caller tries again soon.
                 time.sleep(_LOOK_AGAIN_S)
 
     def _connect(self, deadline: float) -> tuple[RequestChannel, _AttachReply]:

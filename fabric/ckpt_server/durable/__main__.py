@@ -39,9 +39,9 @@ def main() -> int:
         nbytes = snapshot["nbytes"]
         if nbytes > os.fstat(descriptor).st_size:
             raise StateError("the snapshot's memory is smaller than its manifest says")
-        # A private writable mapping, because torch takes no read-only memory.
+        # Map the snapshot private and writable, because torch takes no read-only memory.
         mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        from fabric.ckpt_server.durable.writer import write  # late, because torch takes seconds to import
+        from fabric.ckpt_server.durable.writer import write  # late, because importing torch takes seconds
 
         outcome = write(order, snapshot, memoryview(mapped), Failpoints(armed_points()))
     except (FabricError, OSError, ValueError, KeyError, TypeError) as error:

@@ -48,7 +48,7 @@ class DigestingFile:
         self._file = file
         self._hasher = xxhash.xxh3_128()
         self.nbytes = 0
-        self.pieces: list[tuple[int, bytes]] = []  # small writes since ``mark``, each with its begin
+        self.pieces: list[tuple[int, bytes]] = []  # small writes since ``mark``, each with its first offset
 
     @property
     def digest(self) -> str:
@@ -277,7 +277,7 @@ def _fit_together(entries: list[dict[str, Any]]) -> bool:
 def _add_tensor(described: dict[str, Any], key: str, entry: dict[str, Any], alike: bool) -> MetadataIndex:
     chunk, offset = torch.Size(entry["chunk"]), torch.Size(entry["offset"])
     shape = torch.Size(entry["shape"])
-    if not alike:  # the parts do not make one tensor: each part is stored as a tensor of its own
+    if not alike:  # the parts do not make one tensor: store each part as a tensor of its own
         offset, shape = torch.Size([0] * len(chunk)), chunk
     properties = TensorProperties(dtype=DTYPE_BY_NAME[entry["dtype"]])
     metadata = described.setdefault(key, TensorStorageMetadata(properties, shape, []))

@@ -145,7 +145,7 @@ def _tidy(job: Storage, order: DurableJob, own: Attempt, points: Failpoints) -> 
             if folder.is_link():
                 warnings.append(f"{folder.url} is a symbolic link to a folder elsewhere: neither is deleted")
                 continue
-            # Delete the marker first: readers then ignore the folder, even if deleting the rest fails.
+            # Delete the marker first: readers then ignore the folder, even if deleting the other files fails.
             folder.remove(MARKER)
             folder.remove_folder()
         except StateError as error:

@@ -39,7 +39,7 @@ from fabric.runtime.http.token_file import TokenFile
 __all__ = ["FetchResult", "GradientMeta", "StateFetcher"]
 
 _MAX_MANIFEST_BYTES = 128 << 20
-_MANIFEST_GRACE_S = 2.0  # how long to wait for other manifests after the first
+_MANIFEST_GRACE_S = 2.0  # how long the fetcher waits for other manifests after the first manifest
 _MANIFEST_TRIES = 3
 
 
@@ -222,10 +222,10 @@ class StateFetcher:
                 )
                 continue
             if promised is not None and manifest["digest"] != promised["digest"]:
-                # A content digest may name several files, one per layout of ranks.
+                # One content digest may belong to several files: each layout of ranks has a file of its own.
                 source.error = IntegrityError("it holds that state in another layout of ranks")
                 continue
-            promised = manifest  # any manifest: equal digests promise equal bytes
+            promised = manifest  # any of the manifests will do: equal digests promise equal bytes
             good.append(source)
         return promised, good
 

@@ -28,11 +28,11 @@ from fabric.errors import Gone, IntegrityError, StateError
 
 _MAX_META_CHARACTERS = 60_000
 _MAX_LAYOUT_CHARACTERS = 128
-_TURN_S = 1.0  # how long one source may wait for the gradient while there are other sources
-_LATE_S = 1.0  # how much later than its wait a source may answer
-_FAIR_BYTES_PER_S = 1e6  # the slowest transfer, while there are other sources
-_WAIT_S = 50.0  # how long the last source may wait: servers answer within 60 s
-_LAST_S = 30.0  # how long a source that was late is asked after all others
+_TURN_S = 1.0  # how long one source may hold the request for a gradient while there are other sources
+_LATE_S = 1.0  # the source's answer may take this much longer than the wait that the request names
+_FAIR_BYTES_PER_S = 1e6  # the slowest transfer accepted while there are other sources
+_WAIT_S = 50.0  # how long the last source may hold the request: servers answer within 60 s
+_LAST_S = 30.0  # for this long a source that answered too late is asked after all other sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class GradientFetcher:
     def __init__(self, access: HttpAccess, idle: IdleConnections) -> None:
         self._access = access
         self._idle = idle
-        self._late: dict[str, float] = {}  # by URL: the time until which a source is asked last
+        self._late: dict[str, float] = {}  # URL -> the time until which this source is asked after all others
 
     def fetch(
         self, urls: Sequence[str], generation: int, step: int, into: memoryview, wait_s: float

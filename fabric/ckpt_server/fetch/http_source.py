@@ -25,7 +25,7 @@ from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.runtime.http.token_file import TokenFile
 
 CONNECT_S = 5.0
-# A job cannot use a slower link: a slower transfer fails.
+# A transfer slower than this fails, because a job cannot use such a link.
 LEAST_BYTES_PER_S = 20e3
 _MOST_IDLE = 32
 _MAX_ERROR_BYTES = 64 << 10
@@ -71,8 +71,8 @@ class OpenSockets:
 
 def abort(sock: socket.socket) -> None:
     """Wake the thread that waits on ``sock``."""
-    with contextlib.suppress(OSError):  # not connected, or closed: no thread waits on it
-        # Do not call the TLS socket's own shutdown, which changes the object while a thread reads from it.
+    with contextlib.suppress(OSError):  # the socket is not connected, or closed: no thread waits on it
+        # Do not call the TLS socket's own shutdown: it changes the object while another thread reads from it.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -180,7 +180,7 @@ class HttpConnection:
             raise
         finally:
             timer.cancel()
-        if over.is_set():  # a truncated message, such as a head, may look complete
+        if over.is_set():  # after a time-out, a truncated message may look complete
             raise TimeoutError
 
     def _ask(
@@ -238,7 +238,7 @@ class HttpConnection:
         for family, kind, protocol, _, where in addresses:
             sock = socket.socket(family, kind, protocol)
             self._access.sockets.add(sock)
-            self._sock = sock  # so that an abort reaches it while it connects
+            self._sock = sock  # stored before it connects, so that an abort can end the attempt
             try:
                 if self._ended:
                     raise ConnectionAbortedError("the wait for it was ended")
@@ -308,7 +308,7 @@ class HttpBody:
         self._buffered = 0
         self._timeout_s = timeout_s
         if self._sock is not None and response.length:
-            # Bytes that came with the head lie in the response's buffer: read them first.
+            # The response's buffer holds body bytes that came with the head: read them first.
             self._buffered = len(response.fp.peek(1))
             seconds = int(timeout_s)
             limit = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
@@ -326,7 +326,7 @@ class HttpBody:
         if self._sock is None or length is None or length <= len(into):
             if self._sock is not None:
                 self._sock.settimeout(self._timeout_s)
-            read_exactly(self._response, into)  # to the end, so that the response counts as read
+            read_exactly(self._response, into)  # read to the body's end, so that the response counts as read
             return
         filled = 0
         while filled < len(into):
@@ -361,7 +361,7 @@ def read_json(response: http.client.HTTPResponse, most: int) -> Any:
     tag = response.getheader("ETag")
     if tag is not None and tag != etag(bytes_digest(memoryview(body))):
         raise IntegrityError("its answer is not what its ETag says")
-    # A parsed list takes dozens of bytes, an empty list in the text three. Our manifests have few lists.
+    # In memory a parsed list takes dozens of bytes, in the text three. Manifests of fabric have few lists.
     if body.count(b"[") + body.count(b"{") > _FEW_CONTAINERS + len(body) // _BYTES_PER_CONTAINER:
         raise SourceRefused("its answer is made of too many lists and objects")
     try:

@@ -7,12 +7,12 @@ time to time. The module has no clock and no sockets; any thread may use it.
 
 import threading
 
-# A link faster than this gains nothing: one thread compresses no more on the machines that we know.
+# On a faster link compression gains nothing: one thread compresses no faster on the machines that we know.
 FAST_BYTES_S = 400e6
-# Compression takes processor time on two hosts, so it must gain this much.
+# Compression takes processor time on two hosts, so it must multiply the speed by this factor.
 GAIN = 1.1
-_FIRST_PLAIN = 2  # plain ranges first, per stream: a connection's first bytes come slowly
-_LOOK_AGAIN = 32  # ranges in the chosen way before one in the other way
+_FIRST_PLAIN = 2  # uncompressed first ranges per stream: a connection's first bytes come slowly
+_LOOK_AGAIN = 32  # ranges sent in the chosen way (plain or compressed) before one range tries the other way
 _MIN_BYTES = 1 << 20  # a smaller range measures the request's duration, not the link's speed
 
 
@@ -23,9 +23,9 @@ class LinkSpeed:
         self._streams = streams
         self._lock = threading.Lock()
         self._plain_ranges = 0
-        self._plain = 0.0  # bytes per second of one stream, of the last ranges
+        self._plain = 0.0  # bytes per second of one stream, measured on the last plain ranges
         self._compressed = 0.0
-        self._trial: bool | None = None  # the way in which one range is tried
+        self._trial: bool | None = None  # whether the range on trial is compressed; None: no trial
         self._since = 0
 
     def compress_next(self) -> bool:

@@ -25,7 +25,7 @@ from fabric.model import SnapshotRef
 log = logging.getLogger(__name__)
 
 _CREDENTIALS = struct.Struct("iII")
-_SIGN = b"."  # the reader sends it while it reads
+_SIGN = b"."  # the byte that the reader sends while it reads
 
 
 class HostMemory:
@@ -73,7 +73,7 @@ class HostMemory:
         """Whether the bytes read so far are of the wanted state; tell the server that we still read."""
         try:
             self._connection.send(_SIGN, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except BlockingIOError:  # a busy server has not withdrawn the slot either
+        except BlockingIOError:  # the server is too busy to read, so it has not withdrawn the slot
             return True
         except OSError:
             return False
@@ -97,7 +97,7 @@ class MemoryBody:
     def read(self, into: memoryview) -> None:
         """Fill ``into``. Raises ConnectionError where the memory ends too early."""
         while len(into):
-            # Read, not mapped: the kernel copies as fast, without page tables.
+            # Read the memory and do not map it: the kernel copies as fast, without page tables.
             count = os.preadv(self._descriptor, [into], self._at)
             if not count:
                 raise ConnectionError(f"its memory ends {len(into)} bytes too early")

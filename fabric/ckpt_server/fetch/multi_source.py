@@ -54,11 +54,11 @@ class Source:
     """One source during a fetch."""
 
     address: HttpAddress
-    compresses: bool = True  # False after it has refused compression
-    memory: HostMemory | None = None  # its memory, where the source is on this host
-    nbytes: int = 0  # received
-    shared: int = 0  # bytes received from its memory
-    failures: int = 0  # in a row
+    compresses: bool = True  # False after this source has refused compression
+    memory: HostMemory | None = None  # the source's memory, where the source is on this host
+    nbytes: int = 0  # number of bytes received from this source
+    shared: int = 0  # bytes received through the source's shared memory
+    failures: int = 0  # failures of this source in a row
     wrong_answers: int = 0
     error: StateError | None = None  # why the fetch does not use this source any more
 
@@ -152,7 +152,7 @@ class MultiSourceFetch:
             if not queue.alive:
                 raise all_failed(f"step {self._manifest['step']}", self._sources)
             if any(future.done() and future.exception() for future in running):
-                return  # a bug in a stream: ``run`` raises its exception
+                return  # a bug raised in a stream: ``run`` raises its exception again
             queue.end_stuck(stuck_s)
             queue.wait(_WAIT_S)
 
@@ -189,7 +189,7 @@ class MultiSourceFetch:
             if failed or (compressed and not source.compresses):
                 self._speed.failed(compressed)
             queue.release(claim, failed=failed)
-            if failed or claim.reclaimed:  # another thread may have ended a connection that had just finished
+            if failed or claim.reclaimed:  # another thread may have ended the connection after its range
                 connection.close()
 
     def _read(self, queue: RangeQueue, source: Source, memory: HostMemory, claim: RangeClaim) -> None:
@@ -208,7 +208,7 @@ class MultiSourceFetch:
             log.debug("%s: its memory is not read any more: %s", source.url, error)
         finally:
             queue.release(claim, failed=False)
-            if failed:  # the slot was withdrawn, or the server has ended: HTTP gives the reason
+            if failed:  # the slot was withdrawn, or the server has ended: the HTTP answer gives the reason
                 source.memory = None
 
     def _fetch(
@@ -276,7 +276,7 @@ class MultiSourceFetch:
         sent = response.getheader("Content-Encoding") or IDENTITY
         if sent != coding:
             raise SourceRefused(f"it sends the coding {sent[:40]!r} where {coding} was asked for")
-        # The tag is the state's digest, a dash, and a mark that distinguishes this answer from the full file.
+        # The tag is the state's digest, a dash, and a mark that distinguishes a part's answer from the file.
         tag = response.getheader("ETag")
         if tag is not None and tag.strip('W/"').partition("-")[0] != self._manifest["digest"]:
             raise SourceRefused("it holds another state by now")

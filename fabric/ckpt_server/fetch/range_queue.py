@@ -159,7 +159,7 @@ class RangeQueue:
             if source not in candidate.avoid or self._alive <= candidate.avoid:
                 del pending[index]
                 most = max(_FEWEST_BLOCKS, self._left // (2 * self._streams))
-                if self._left <= (_FEWEST_BLOCKS + 1) * self._streams:  # the end: one range per stream
+                if self._left <= (_FEWEST_BLOCKS + 1) * self._streams:  # near the end: one range per stream
                     most = -(-self._left // self._streams)
                 size = min(candidate.count, self._most_blocks, most)
                 if size < candidate.count:
@@ -176,7 +176,7 @@ class RangeQueue:
             if pace is not None and pace.blocks:
                 expected_s = claim.block_range.count * pace.seconds / pace.blocks
                 patience = max(_PATIENCE_MIN_S, _PATIENCE_FACTOR * expected_s)
-            due = patience * 2 ** len(claim.block_range.avoid)  # in case every source is slow
+            due = patience * 2 ** len(claim.block_range.avoid)  # longer each time: every source may be slow
             if claim.source != source and not claim.reclaimed and now - claim.since_s > due:
                 claim.reclaimed = True
                 claim.end()

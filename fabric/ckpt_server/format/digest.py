@@ -15,7 +15,7 @@ import xxhash
 
 BLOCK_BYTES = 4 << 20
 _SIZES = struct.Struct(">QQ")
-# The HTTP header with the digest of a gradient's other headers, which the gradient's digest does not cover.
+# This HTTP header has the digest of a gradient's other headers, which the gradient's own digest leaves out.
 SEAL = "X-Fabric-Seal"
 _SEALED = ("Generation", "Step", "Epoch", "Weight", "Layout", "Digest", "Meta")
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from fabric.errors import StateError
 
 ALIGNMENT_BYTES = 64
-MAX_HEADER_BYTES = 100_000_000  # the most that other readers of the format accept
+MAX_HEADER_BYTES = 100_000_000  # the longest header that other readers of the format accept
 MAX_FILE_BYTES = 1 << 46
 METADATA_KEY = "fabric"
 _NO_METADATA = f'"__metadata__":{{"{METADATA_KEY}":""}}'
@@ -74,7 +74,7 @@ class TensorEntry(NamedTuple):
     nbytes: int
 
 
-_place = itemgetter(3, 4)  # a span's begin and end
+_place = itemgetter(3, 4)  # reads a span's begin and end
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Preamble:
             end = offset + nbytes
             entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
-        # A quote in a name has a backslash before it, so the text _NO_METADATA occurs once.
+        # In JSON a quote in a name follows a backslash, so the text _NO_METADATA occurs only once.
         self._before, self._after = canonical_json(entries).split(_NO_METADATA)
 
     def with_metadata(self, metadata: str) -> bytes:

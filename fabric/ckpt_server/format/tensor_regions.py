@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.protocol.rules.tensor_region import TensorRegion
 
-_MOST_RUNS = 4096  # per piece: with more runs, one run covers all of them
+_MOST_RUNS = 4096  # the most runs of a piece: if a piece has more, one run covers all of them
 
 
 @dataclass(frozen=True, slots=True)

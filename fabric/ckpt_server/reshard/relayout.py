@@ -142,7 +142,7 @@ class ReshardPlan:
         self._rank = rank
         self._complete = complete
         self._spans = [{span.name: span for span in header.tensors} for header in headers]
-        self._own: dict[str, tuple[str, TensorRegion]] = {}  # by tensor: dtype, and this rank's part
+        self._own: dict[str, tuple[str, TensorRegion]] = {}  # tensor -> its dtype, and this rank's part
         described = [step_and_tree(header.metadata) for header in headers]
         self.tree = self._walk([tree for _, tree in described], layout.live, "")
         entries = [
@@ -199,7 +199,7 @@ class ReshardPlan:
                 [name, self._walk([node[i][1] for node in nodes], _at(live, name), f"{path}[{name!r}]")]
                 for i, name in enumerate(keys)
             ]
-        if key in ("$array", "$numpy"):  # its bytes lie in the file as a tensor, equal at every rank
+        if key in ("$array", "$numpy"):  # an array's bytes lie in the file as a tensor, equal at every rank
             self._place(nodes[0][0], [(node[0], None) for node in nodes], None, path)
             return nodes[0]
         inner = live if key.startswith("$") else _at(live, key)
@@ -244,7 +244,7 @@ class ReshardPlan:
                     " the job did."
                 )
             description, box = here.description, here.box
-        if name not in self._own:  # tied parameters have one tensor
+        if name not in self._own:  # tied parameters share one tensor
             self._own[name] = spans[0].dtype, box
             self._take(name, box, spans, [stored for _, stored in held], path)
         elif self._own[name] != (spans[0].dtype, box):

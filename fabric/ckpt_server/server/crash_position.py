@@ -14,7 +14,7 @@ from fabric.ckpt_server.server.trainer_watch import GONE, TrainerWatch
 from fabric.model import Death
 
 MARKER_BYTES = 8
-# The low bits hold the micro-batch plus one; zero means that the trainer is at no micro-batch.
+# The marker's low bits hold the micro-batch plus one; zero means that the trainer is at no micro-batch.
 _BITS = 21
 _MOST = 16
 
@@ -54,7 +54,7 @@ class CrashLog:
     def _read(self) -> tuple[int, int]:
         """Return (step, micro-batch) of the note; the micro-batch is -1 where there is no note."""
         view = self._slot.memfd.view if self._slot.memfd is not None else b""
-        if len(view) < MARKER_BYTES:  # its memory is still being allocated, or was released
+        if len(view) < MARKER_BYTES:  # the marker's memory is still being allocated, or was released
             return 0, -1
         value = int.from_bytes(view[:MARKER_BYTES], sys.byteorder)
         return value >> _BITS, (value & ((1 << _BITS) - 1)) - 1

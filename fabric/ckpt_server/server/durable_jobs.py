@@ -58,7 +58,7 @@ class DurableJobs:
         self._memory = memory
         self._task: asyncio.Task[None] | None = None
         self._next: PersistRequest | None = None  # the request to write next
-        self._incarnation = 0  # of the trainer whose request the task serves
+        self._incarnation = 0  # the incarnation of the trainer whose snapshot the task writes
         self.newest: SnapshotRef | None = None
         self.error = ""
         self.seconds = 0.0

@@ -37,7 +37,7 @@ class EpochLog:
 
     def _on_change(self, state: str) -> None:
         trainer = self._trainer
-        # The next epoch may answer this change; the lighthouse will give it this same incident id.
+        # The next epoch may answer this change; the lighthouse then gives it the incident id of this change.
         incident_id = (
             incident_id_of(self.epoch + 1) if state != "running" and self.epoch else self.incident_id
         )

@@ -27,7 +27,7 @@ from fabric.runtime.http.token_file import TokenFile
 
 log = logging.getLogger(__name__)
 
-# A reader that sends nothing in this time is cut off, because its slot cannot be written meanwhile.
+# A reader that sends nothing in this time is cut off, because the server cannot reuse a slot during a read.
 STALL_S = 60.0
 _MOST_READERS = 64
 
@@ -93,7 +93,7 @@ class LocalReadServer:
         if slot is None or slot.memfd is None or slot.content is None or slot.content.digest != look.digest:
             raise Gone(f"step {look.step} of generation {look.generation} with that digest is not held here")
         with slot.reading(connection.shut):
-            # Open the memory again, read-only: a reader must not get a writable descriptor.
+            # Open the slot's memory again, read-only: a reader must not get a writable descriptor.
             descriptor = os.open(f"/proc/self/fd/{slot.memfd.fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 await connection.send(Response({"ok": True, "nbytes": slot.content.nbytes}, descriptor))

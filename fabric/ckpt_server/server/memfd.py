@@ -15,7 +15,7 @@ import os
 from fabric.errors import Refused
 from fabric.runtime.host_memory import available_bytes
 
-# One allocation may take this part of the available memory.
+# The largest part of the available memory that one allocation may take.
 _SHARE = 0.95
 _FAULT_BYTES = 16 << 20
 _MADV_POPULATE_READ = 22

@@ -218,7 +218,7 @@ def _status_sender(parts: _ServerParts, identity: ServerIdentity) -> StatusSende
     def on_notice(notice: EpochNotice) -> None:
         parts.probe.epoch_log.record(notice)
         if notice.complete and trainer.ended is not None:
-            parts.lifetime.finish(JOB_END_STORED_S)  # the server stayed until this is stored
+            parts.lifetime.finish(JOB_END_STORED_S)  # the server stayed until the lighthouse stored the end
 
     chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
     source = StatusSource(compose, trainer.changed, on_notice)

@@ -185,7 +185,7 @@ class CkptRoutes:
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
         """Answer with minimum, maximum, mean, norm and the number of non-finite elements of a tensor."""
-        # One summary at a time: a withdrawal must not wait behind the work on another slot.
+        # Compute one summary at a time: a withdrawal must not wait behind the work on another slot.
         async with self._one_summary:
             return await self._statistics(request)
 
@@ -202,7 +202,7 @@ class CkptRoutes:
             try:
                 summary = await work(lambda: _summarise(data, span, over))
             finally:
-                over.set()  # the reader may have closed the connection
+                over.set()  # stops the work where the reader has closed the connection
                 data.release()
         if summary is None:
             return json_error(409, "the snapshot was withdrawn meanwhile: ask for a newer one")

@@ -31,7 +31,7 @@ from fabric.runtime.http.http_service import STALL_S
 from fabric.runtime.priority import lower_priority
 
 PIECE_BYTES = 4 * 1024 * 1024
-# A larger piece makes aiohttp wait for the transport. The first piece is joined to the response's head.
+# With a larger piece aiohttp waits for the transport. The first piece is joined to the response's head.
 _COPY_BYTES = 64 * 1024
 _STREAMS = BoundedSemaphore(8)
 _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
@@ -43,7 +43,7 @@ class Excerpt:
 
     begin: int
     nbytes: int
-    tag: str = ""  # makes its ETag differ from the full content's
+    tag: str = ""  # makes this answer's ETag differ from the ETag of the full content
     width: int = 4  # bytes of an element; 4 for several tensors, which suits 16-bit elements too
     headers: Mapping[str, str] = field(default_factory=dict)
     span: TensorSpan | None = None
@@ -133,7 +133,7 @@ async def _send(
     if transport is None:
         raise ConnectionResetError("the reader has gone before it was answered")
     with metrics.transfer(slot.kind) as sent, slot.reading(transport.abort) as view:
-        # TLS keeps its own copy of the bytes; with a mark of zero its transport would stay paused.
+        # TLS keeps its own copy of the bytes: with a high-water mark of zero its transport would stay paused.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
         await response.prepare(request)
         line = _SlotTransfer(response, transport, slot, sent)

@@ -32,17 +32,17 @@ class SlotContent:
     step: int
     digest: str
     nbytes: int
-    entry: Mapping[str, object]  # the content's description in a listing
-    headers: Mapping[str, str]  # the description in the HTTP headers of the bytes
-    published: float  # monotonic seconds
+    entry: Mapping[str, object]  # the content's description in the server's listing
+    headers: Mapping[str, str]  # the content's description in the HTTP headers of its bytes
+    published: float  # time of the publication, monotonic seconds
     taken: float  # monotonic seconds: when the state was current, or the gradient published
-    manifest: bytes = b""  # of a snapshot, as JSON
+    manifest: bytes = b""  # manifest of a snapshot, as JSON
     manifest_without_tensors: bytes = b""
     state: str = ""  # the digest of the full state
     tensors: Mapping[str, TensorSpan] = field(default_factory=dict)  # the tensors' places in the slot
     shards: Mapping[str, Shard] = field(default_factory=dict)  # tensors that are parts of sharded tensors
     block_bytes: int = 0
-    parts: int = 1  # the number of ranks of the state
+    parts: int = 1  # the number of ranks whose parts make the state
 
     @property
     def order(self) -> tuple[int, int]:
@@ -87,7 +87,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         },
         headers=_headers(generation, step, checked["digest"]),
         published=now,
-        # After publication, the age follows the monotonic clock, not the wall clock.
+        # After publication, the content's age follows the monotonic clock, not the wall clock.
         taken=now - max(0.0, time.time() - created),
         manifest=_dump({**published, "tensors": _tensors(header, shards)}),
         manifest_without_tensors=_dump(published),

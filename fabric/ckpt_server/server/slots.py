@@ -35,11 +35,11 @@ SLOTS_BY_KIND = {SNAPSHOT: 8, GRADIENT: 256, CRASH_MARKER: 1, gradient_index.KIN
 
 # A fetch pauses between two ranges: the slot counts as read for this long after a range.
 READ_PAUSE_S = 0.5
-# Aborted transfers release the memory within one turn of the loop; more time means a defect.
+# The end of an aborted transfer releases the memory within one turn of the loop; more time means a defect.
 _SETTLE_S = 10.0
-# A waiting reader gets a gradient within this time after the trainer has written its entry.
+# A reader that waits for a gradient gets it within this time after the trainer has written its entry.
 _LOOK_S = 0.01
-# Low priority, because memory mostly grows before it is needed, while the trainer uses the same processors.
+# This thread has low priority: memory mostly grows early, while the trainer uses the same processors.
 _GROWING = ThreadPoolExecutor(1, "fabric-memory", lower_priority)
 
 
@@ -57,13 +57,13 @@ class SharedSlot:
     kind: str
     index: int
     memfd: Memfd | None = None
-    content: SlotContent | None = None  # None while withdrawn
-    version: int = 0  # counts withdrawals
+    content: SlotContent | None = None  # the slot's content; None while the slot is withdrawn
+    version: int = 0  # number of withdrawals of this slot
     readers: set[SlotReader] = field(default_factory=set)
     last_read: float = float("-inf")
     released: asyncio.Event = field(default_factory=asyncio.Event)
-    index_slot: "SharedSlot | None" = None  # of the gradient index, where this slot can have an entry
-    entry_number: int = 0  # of the index entry read last
+    index_slot: "SharedSlot | None" = None  # the gradient index's slot, where this slot can have an entry
+    entry_number: int = 0  # number of this slot's index entry that the server read last
 
     @property
     def capacity(self) -> int:

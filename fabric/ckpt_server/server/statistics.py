@@ -38,10 +38,10 @@ def values(data: memoryview, dtype: str) -> Array:
     if dtype in _PLAIN:
         return np.frombuffer(data, dtype=_PLAIN[dtype])
     if dtype == "BF16":
-        # A bfloat16 is the upper half of a float32.
+        # A bfloat16 has the bits of the upper half of a float32.
         return (np.frombuffer(data, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E5M2":
-        # An E5M2 is the upper half of a float16.
+        # An E5M2 has the bits of the upper half of a float16.
         return (
             (np.frombuffer(data, dtype=np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
         )

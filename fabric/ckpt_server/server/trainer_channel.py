@@ -144,7 +144,7 @@ class TrainerChannel:
             try:
                 line = await connection.receive()
             except ProtocolError as error:
-                # After a bad line the begin of the next line is unknown.
+                # After a malformed line the server cannot know where the next line begins.
                 await connection.send(_refusal(error))
                 return
             if line is None or self._current is not connection:
@@ -189,7 +189,7 @@ class TrainerChannel:
             self._trainer.attach(pid, request.incarnation)
         except Refused:
             if self._trainer.state == ABSENT:
-                self._lifetime.finish(0.0)  # this server has served no trainer, and holds nothing
+                self._lifetime.finish(0.0)  # this server has served no trainer, and holds no state
             raise
         if self._current is not None:
             self._current.shut()

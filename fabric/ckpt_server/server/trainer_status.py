@@ -28,9 +28,9 @@ from fabric.runtime.http.token_file import TokenFile
 
 log = logging.getLogger(__name__)
 
-# Replies are small; a larger reply comes from another program.
+# The lighthouse's replies are small; a larger reply comes from another program.
 _MAX_REPLY_BYTES = 64 * 1024
-# The longest period that a lighthouse may ask for: it takes longer silence for death.
+# The longest status period that a lighthouse may ask for: a lighthouse takes longer silence for death.
 _MOST_EVERY_S = 1.0
 
 
@@ -38,11 +38,11 @@ _MOST_EVERY_S = 1.0
 class StatusTiming:
     """The times of a status sender, seconds."""
 
-    period_s: float = 0.25  # between two messages
+    period_s: float = 0.25  # seconds between two status messages
     connect_s: float = 2.0
     send_s: float = 2.0
     heartbeat_s: float = 3.0  # a lighthouse silent for longer makes the sender try the next one
-    least_pause_s: float = 0.05  # before another attempt
+    least_pause_s: float = 0.05  # the shortest pause before another attempt to connect
     most_pause_s: float = 0.8
 
 
@@ -50,8 +50,8 @@ class StatusTiming:
 class StatusSource:
     """The source of status messages."""
 
-    compose: Callable[[int], TrainerStatus]  # makes the message with this number
-    changed: asyncio.Event  # set when the state may have changed between two messages
+    compose: Callable[[int], TrainerStatus]  # makes the status message with this number
+    changed: asyncio.Event  # set when the trainer's state may have changed between two messages
     heard: Callable[[EpochNotice], None] = lambda _: None
 
 
@@ -94,7 +94,7 @@ class StatusSender:
                 beats = self._number
                 try:
                     async with asyncio.timeout(2 * self._timing.connect_s):
-                        # The WebSocket's own ping notices a silent lighthouse.
+                        # The WebSocket's own ping detects a silent lighthouse.
                         socket = await self._dialer.follow(
                             url,
                             self._path,
@@ -113,7 +113,7 @@ class StatusSender:
                     self._say("the lighthouse closed the connection")
                 except aiohttp.WSServerHandshakeError as error:
                     self._say(f"it answered {error.status}")
-                    if error.status == 429:  # thousands reconnect at once; the answer says when to retry
+                    if error.status == 429:  # thousands of servers reconnect at once; the answer says when
                         away_s = come_back_s(error.headers or {})
                         await asyncio.sleep(away_s * self._chance.uniform(0.5, 1.0))
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:

@@ -41,7 +41,7 @@ class TaskStat:
     @property
     def verdict(self) -> str:
         """The process's state: ``running``, ``stopped`` or ``gone``."""
-        # The first thread may exit while other threads still run; a signal kills all threads together.
+        # A process's first thread may exit while other threads still run; a signal ends all threads together.
         ending = self.flags & _PF_EXITING or self.state in "ZX"
         if ending and (self.flags & _PF_SIGNALED or self.threads <= 1):
             return GONE
@@ -65,12 +65,12 @@ class TrainerWatch:
         self.pid = 0
         self.incarnation = 0
         self.is_attached = False
-        self.ended: JobEnd | None = None  # the end of the job that it reported when it ended
+        self.ended: JobEnd | None = None  # the job's end that the trainer reported when it ended
         self.changed = asyncio.Event()
         self.on_death: Callable[[], None] = _nothing
-        self.on_change: Callable[[str], None] = _nothing_of_it  # gets the new state
+        self.on_change: Callable[[str], None] = _nothing_of_it  # called with the trainer's new state
         self.on_attach: Callable[[], None] = _nothing  # called before another process replaces this one
-        # Both refer to this process, even when another process gets its pid.
+        # The stat file and the pidfd refer to this process, even when another process gets its pid.
         self._stat = self._pidfd = -1
         self._dead = False
 

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 _SEND_S = 30.0
 _RECEIVE_BYTES = 256 * 1024
 _PEER_CREDENTIALS = struct.Struct("iII")
-# The pause after running out of descriptors, because no event reports a free one.
+# The pause after the process ran out of file descriptors, because no event reports a free descriptor.
 _LOOK_AGAIN_S = 0.1
 
 

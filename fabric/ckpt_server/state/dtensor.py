@@ -17,8 +17,8 @@ from fabric.errors import StateError
 class MeshPlacement(NamedTuple):
     """The layout of a DTensor, as files describe it."""
 
-    names: tuple[str, ...]  # of the mesh's dimensions; empty where they have none
-    sizes: tuple[int, ...]  # of the mesh's dimensions
+    names: tuple[str, ...]  # names of the mesh's dimensions; empty where the dimensions have no names
+    sizes: tuple[int, ...]  # sizes of the mesh's dimensions
     placements: tuple[str, ...]
 
     def __str__(self) -> str:

@@ -37,7 +37,7 @@ _FACTORIES: Mapping[str, type | None] = {
 }
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMPY_KINDS = "biufcSUMm"
-# The errors of value constructors for malformed arguments.
+# The errors that the constructors of values raise for malformed arguments.
 _MALFORMED = (
     ArithmeticError,
     AttributeError,
@@ -263,7 +263,7 @@ def _encode_dict(value: Mapping[Any, Any], path: StatePath, blobs: Blobs, ties: 
 
 def _encode_ordered(value: "OrderedDict[Any, Any]", path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
     metadata = getattr(value, "_metadata", None)
-    if metadata is not None:  # a module's state: its names give the order, its metadata has the versions
+    if metadata is not None:  # a module's state: its names give the order, its metadata the versions
         extra = encode(dict(metadata), path.key("_metadata"), blobs)
         return {"$module": [_encode_dict(value, path, blobs, ties), extra]}
     return {
@@ -286,7 +286,7 @@ def _encode_defaultdict(value: "defaultdict[Any, Any]", path: StatePath, blobs: 
     )
 
 
-_MOST_ALIKE = 64  # keys of one set with the same hash
+_MOST_ALIKE = 64  # the most keys of one set that may have equal hashes
 
 
 def _encode_set(value: set[Any] | frozenset[Any], path: StatePath) -> list[Any]:
@@ -384,7 +384,7 @@ def _decode_tensor(decoder: StateDecoder, node: Any, depth: int) -> torch.Tensor
     raw = decoder.blob(name)
     if raw.dtype != torch.uint8 or raw.shape[-1] != dtype.itemsize:
         raise ValueError(f"raw bytes of dtype {word}")
-    return raw.clone().view(dtype).reshape(raw.shape[:-1])  # a copy is aligned
+    return raw.clone().view(dtype).reshape(raw.shape[:-1])  # the clone's memory is aligned
 
 
 def _decode_shard(decoder: StateDecoder, node: Any, depth: int) -> torch.Tensor:

@@ -46,14 +46,14 @@ __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaCopyStream", "SnapshotDiges
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
-# Lower priority than other background work: the copy must not take the cores that the trainer needs, and the
-# thread that waits for the copy helps.
+# The copy has lower priority than other background work: it must not take the cores that the trainer needs.
+# The thread that waits for the copy helps to copy.
 _NICENESS = 10
 # The caller itself digests up to this many blocks: the scheduler may starve another thread.
 _FEW_BLOCKS = 4
-_PACK_BELOW_BYTES = 256 << 10  # smaller device tensors are gathered on the device first
+_PACK_BELOW_BYTES = 256 << 10  # a smaller device tensor is first gathered with others on the device
 _PACK_BYTES = 16 << 20
-_REGISTERED = 2  # as many as there are slots: other memory is unregistered
+_REGISTERED = 2  # the most registered memories, as many as there are snapshot slots
 
 
 class Copier(Protocol):
@@ -135,8 +135,8 @@ class CpuCopier:
         """Work on blocks until every live tensor has been read. Keep an error for ``join`` to raise."""
         copying = self._copying
         if copying is not None:
-            # The caller waits, so its core is free for one more thread. Each thread waits for the
-            # interpreter's lock between two pieces; another thread then uses its core.
+            # The caller waits, so its core is free for one more copying thread. Each copying thread waits for
+            # the interpreter's lock between two pieces; meanwhile another thread uses its core.
             if len(copying.blocks) > 1:
                 self._pool.submit(copying.run)
             copying.help()
@@ -194,7 +194,7 @@ class CudaCopyStream:
         index = torch.device(device).index
         self._device = torch.device("cuda", _cuda.current_device() if index is None else index)
         self._stream = _cuda.Stream(self._device)
-        # By address, oldest first; each array keeps its memory mapped while the memory is registered.
+        # Address -> registered memory, oldest first; each array keeps its memory mapped while registered.
         self._registered: dict[int, Bytes] = {}
         self._registering = threading.Lock()
 
@@ -209,12 +209,12 @@ class CudaCopyStream:
         address, nbytes = memory.ctypes.data, memory.nbytes
         registered = self._registered.pop(address, None)
         if registered is not None and registered.nbytes >= nbytes:
-            self._registered[address] = registered  # now the newest
+            self._registered[address] = registered  # at the dictionary's end: now the newest registration
             return
         with _cuda.device(self._device):
             if registered is not None:
                 _unregister(registered)
-            # Slots grow and servers die: unregister the oldest memory when a new slot's memory is registered.
+            # Slots grow and servers end: unregister the oldest memory when a new slot's memory is registered.
             while len(self._registered) >= _REGISTERED:
                 _unregister(self._registered.pop(next(iter(self._registered))))
             code = int(_cuda.cudart().cudaHostRegister(address, nbytes, 0))
@@ -233,7 +233,7 @@ class CudaCopyStream:
 
     def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
         with _cuda.stream(self._stream):
-            # The gathered copy belongs to the side stream, so its memory is not reused too early.
+            # The gathered copy belongs to the side stream, so that torch does not reuse its memory too early.
             source = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             torch.from_numpy(memory).copy_(source, non_blocking=True)
 
@@ -262,8 +262,8 @@ class _DeviceCopy:
 
     view: StateView  # keeps the tensors alive until join
     copying: CopyPass
-    host: SharedWork[TensorExtent]  # the host tensors
-    event: StreamEvent  # happens after the copies of the device tensors
+    host: SharedWork[TensorExtent]  # the copies of the host tensors
+    event: StreamEvent  # occurs after the copies of the device tensors
 
 
 class CudaCopier:

@@ -34,7 +34,7 @@ def record_structure(value: object, words: list[object], tensors: list[torch.Ten
         return True
     if kind is float:
         assert isinstance(value, float)
-        words.append(value or value.hex())  # tells 0.0 from -0.0
+        words.append(value or value.hex())  # the hexadecimal form distinguishes 0.0 from -0.0
         return math.isfinite(value)
     if depth >= _MAX_DEPTH:
         return False

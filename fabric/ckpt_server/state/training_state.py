@@ -120,7 +120,7 @@ class StateDescriber:
         self._standing = standing
         self._parts: dict[tuple[str, str | None], _DescribedItem] = {}
         self._preamble = Preamble(())
-        self._nbytes = 0  # of all tensors
+        self._nbytes = 0  # bytes of all tensors together
         self._order: list[tuple[str, int]] = []  # the file's tensors, each with its place in the walk
 
     def capture(self, step: int) -> StateView:
@@ -194,7 +194,7 @@ def _describe(
     entries = tuple(_entry(name, tensor) for name, tensor in blobs.tensors.items())
     if not has_structure:
         return _DescribedItem(None, text, entries, tuple(range(len(tensors))), len(tensors)), tensors
-    # Tensors of the same memory are interchangeable.
+    # Tensors that share one memory are interchangeable.
     place = {memory_key(tensor): at for at, tensor in enumerate(met)}
     places = tuple(place[memory_key(tensor)] for tensor in tensors)
     return _DescribedItem(words, text, entries, places, len(met)), met
@@ -240,7 +240,7 @@ def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = a
 
     shardings = _shardings(objects)
     decoded = {}
-    for name, node in tree.items():  # a module copies out of the file
+    for name, node in tree.items():  # a module copies its tensors out of the file
         source = view if isinstance(objects[name], torch.nn.Module) else own
         decoder = StateDecoder(source, unused, shardings=shardings)
         decoded[name] = run(partial(decoder.decode, node))

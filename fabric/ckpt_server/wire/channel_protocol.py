@@ -23,14 +23,14 @@ SOCKET_NAME = "ckpt.sock"
 LOCAL_ASK_S = 5.0
 LOCK_NAME = "ckpt.lock"
 LOG_NAME = "ckpt-server.log"
-# For the server's /debug paths: the trainer's socket, and the file for its stacks when it cannot answer.
+# For the server's /debug paths: the trainer's socket, and the file for its stacks when the trainer is stuck.
 DEBUG_SOCKET_NAME = "trainer.sock"
 STACKS_NAME = "trainer.stacks"
 # A signal that no library known to us uses, and that the kernel never sends.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
-# Lines before attach are short.
+# Lines that the server reads before the trainer has attached are short.
 MAX_FIRST_LINE_BYTES = 64 * 1024
 
 

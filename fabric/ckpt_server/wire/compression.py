@@ -23,8 +23,8 @@ from fabric.errors import ProtocolError
 IDENTITY, ZSTD, SHUFFLE = "identity", "zstd", "x-fabric-shuffle"
 PIECE_BYTES = 1 << 20
 _LEVEL = 1
-_WORTH = 0.98  # a piece that saves less is sent as it is
-_FRAME = struct.Struct("<III")  # the width is one byte, the three after it are zero
+_WORTH = 0.98  # a compressed piece longer than this share of the original is sent uncompressed
+_FRAME = struct.Struct("<III")  # the first number is the element's width: one byte, then three zero bytes
 _WIDTHS = (1, 2, 4, 8)
 _CODING = re.compile(r"\s*([\w*-]{1,40})\s*(?:;\s*q=\s*([01](?:\.\d{0,3})?)\s*)?", re.ASCII | re.IGNORECASE)
 _MAX_CODINGS = 50

@@ -23,10 +23,10 @@ import xxhash
 from fabric.model import Int64
 
 KIND = "gradient_index"
-COUNT = 32  # gradient slots that have an entry
+COUNT = 32  # number of gradient slots that have an entry in the index
 _BYTES = 8192
 TOTAL_BYTES = COUNT * _BYTES
-# Number, number of readers (written by the server), digest and length of the text after this head.
+# The entry's number, its number of readers (written by the server), and the digest and length of its text.
 _HEAD = struct.Struct("<QQQQ")
 _WORD = struct.Struct("<Q")
 _READERS_AT = 8
@@ -41,7 +41,7 @@ class PublishedGradient:
     generation: Int64
     step: Int64  # the gradient turns the state of this step into the next
     epoch: Int64
-    nbytes: Int64  # of the slot's memory, from its first byte
+    nbytes: Int64  # bytes used in the slot's memory, from its first byte
     digest: str
     weight: float
     layout: str
@@ -81,7 +81,7 @@ class GradientIndex:
 def read_entry(view: memoryview, slot: int) -> tuple[int, bytes]:
     """Return the number and the text of a slot's entry; the number is 0 where there is no entry."""
     at = slot * _BYTES
-    if len(view) < at + _BYTES:  # its memory is still being allocated, or was released
+    if len(view) < at + _BYTES:  # the index's memory is still being allocated, or was released
         return 0, b""
     number, _, expected, length = _HEAD.unpack_from(view, at)
     if not number or length > MOST_BYTES:

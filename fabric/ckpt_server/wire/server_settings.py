@@ -39,7 +39,7 @@ class ServerSettings:
         """The command line after the name of the module."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["lighthouse"] = ",".join(self.lighthouse)
-        # With "=", so that a value which begins with a dash is not taken for an option.
+        # Join name and value with "=", so that a value which begins with a dash is not taken for an option.
         return [
             f"{option_of(name)}={value.absolute() if isinstance(value, Path) else value}"
             for name, value in values.items()

@@ -24,14 +24,14 @@ from fabric.cli.audit.replica_walk import walk
 from fabric.cli.audit.sample_order import DataOrder
 from fabric.cli.audit.skips import SkippedSamples
 
-# (generation, step), and (replica, generation, epoch, step).
+# A state is (generation, step); a commit is (replica, generation, epoch, step).
 StepKey = tuple[int, int]
 RoundKey = tuple[str, int, int, int]
 
-# One fault may show in many lines of a journal, so more sentences than this add nothing.
+# The most sentences that the audit adds: one fault may show in many lines of a journal.
 MAX_SENTENCES = 200
 _WEIGHT_TOLERANCE = 1e-9
-# A killed process may still write lines for so many seconds after the time of its kill.
+# For this many seconds after the recorded time of its kill, a killed process may still write lines.
 _KILL_SLACK_S = 1.0
 
 
@@ -328,7 +328,7 @@ def _committed_or_died(journal: ReplicaJournal, generation: int, step: int) -> b
         position = 0
         for line in lines:
             if line.event == "join":
-                # The process left the roster and fetched a later state instead.
+                # The process left the roster and fetched a later state instead of committing that round.
                 if position == step and line.integer("step") > step:
                     return True
                 position = line.integer("step")
@@ -402,7 +402,7 @@ def _supervised(run: RecordedRun) -> list[str]:
 
 def _killed(replica: str, pid: object, t: float, groups: Sequence[Sequence[JournalLine]]) -> list[str]:
     for group in groups:
-        # The kernel may reuse a pid; the killed process had started before the kill.
+        # The kernel may give the pid to a new process; the killed process had started before the kill.
         if group[0].fields.get("pid") != pid or group[0].t > t:
             continue
         if finished(group) or group[-1].t > t + _KILL_SLACK_S:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fabric.cli.audit.journal import JournalLine
 
-# Two threads of a trainer write lines. A thread that reads the clock first may write its line second.
+# Two threads of a trainer write journal lines. The thread that reads the clock first may write second.
 CLOCK_SLACK_S = 0.1
 
 
@@ -37,8 +37,8 @@ class ReplicaWalk:
     rounds: set[tuple[int, int, int]] = field(default_factory=set)
 
 
-# Lines that may follow the end: a stop, and links of an epoch that connected just then. The network thread
-# writes them, and the state does not depend on them.
+# Events whose lines may follow the end: a stop, and links of an epoch that connected just then. The network
+# thread writes such lines, and the training state does not depend on them.
 _AFTER_END = frozenset(("stop", "plane"))
 
 
@@ -99,7 +99,7 @@ def _contribute(state: ReplicaWalk, line: JournalLine) -> list[str]:
 
 def _commit(state: ReplicaWalk, line: JournalLine) -> list[str]:
     step, generation = line.integer("step"), line.integer("generation")
-    decided = (state.decided, state.promised)  # committed before a later epoch arrived, written after
+    decided = (state.decided, state.promised)  # committed before a later epoch came, its line written after
     if state.promised == step:
         state.promised = None
     broken = _settled(state)
@@ -157,7 +157,7 @@ def _joined(state: ReplicaWalk, line: JournalLine) -> list[str]:
 
 def _epoch(state: ReplicaWalk, line: JournalLine) -> list[str]:
     epoch = line.integer("epoch")
-    # Links of an epoch may connect more than once, each time with a line.
+    # Links of one epoch may connect more than once, and each connection writes a line.
     if epoch < state.heard:
         return [f"hears of epoch {epoch} after epoch {state.heard}"]
     state.heard = epoch
@@ -176,12 +176,12 @@ def _abort(state: ReplicaWalk, line: JournalLine) -> list[str]:
 
 def _resume(state: ReplicaWalk, line: JournalLine) -> list[str]:
     step = line.integer("step")
-    # One step ahead: the process has prepared that step's round and commits it now. Further: it catches up.
+    # If ``step`` is one ahead, the process commits the round that it has prepared. If further, it catches up.
     if step > state.next_step:
         state.decided = state.next_step
         state.joining = True
     if step < state.next_step and state.called > state.generation:
-        state.joining = True  # a cold start whose base is another state than this process has
+        state.joining = True  # a cold start whose base differs from the state of this process
     elif step < state.next_step:
         return [f"is told to go on at step {step} with the state of step {state.next_step}"]
     return []

@@ -16,8 +16,8 @@ class SkippedSamples:
     """The reasons that the journals of one run give; ``data`` is the ``data`` field of a start line."""
 
     def __init__(self, run: RecordedRun, data: Mapping[str, object]) -> None:
-        self._poison: set[tuple[int, int]] = set()  # (step, micro-batch)
-        self._seats: dict[int, Mapping[str, int]] = {}  # epoch -> data slot by replica
+        self._poison: set[tuple[int, int]] = set()  # (step, micro-batch) of each poisoned micro-batch
+        self._seats: dict[int, Mapping[str, int]] = {}  # epoch -> replica -> data slot
         self._policy = data.get("policy", "constant")
         self._readers = _integer(data, "redundancy")
         self._waits = data.get("on_loss", "shrink") != "shrink"

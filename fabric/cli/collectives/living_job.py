@@ -122,7 +122,7 @@ class Look:
                 reasons.append(str(error))
                 continue
             self.dumps[process, "torch" if what == _TORCH else what] = body
-            # The server's address says which process it is; the name in the recording is not trusted.
+            # The server's address identifies the process; the name in the recording is not trusted.
             self.read.recordings.append(replace(recording, process=process, main=main, process_state=state))
         if len(reasons) == 2:
             self.read.unread[process] = reasons[-1]

@@ -9,7 +9,7 @@ from fabric.collectives.plain_pickle import BadRecording
 from fabric.collectives.recording import MAX_BYTES, Process, Recording, read_recording
 from fabric.errors import ConfigError
 
-# ``nccl_trace_rank_3``, ``rank3.json``, ``rank3.torch.json``: the last number of the name.
+# The rank is the last number in the file's name: ``nccl_trace_rank_3``, ``rank3.json``, ``rank3.torch.json``.
 _RANK = re.compile(r"(\d{1,6})(?:\.[A-Za-z]\w*)*$", re.ASCII)
 _OTHER_FILES = frozenset((".log", ".txt", ".out", ".err", ".gz", ".zip", ".py"))
 

@@ -29,7 +29,7 @@ from fabric.errors import FabricError
 JOB = "demo"
 TIME_LIMIT_S = 600.0
 LIGHTHOUSE_READY_S = 30.0
-# Short enough that the kill comes in the step after the requested one.
+# A pause so short that the kill comes in the step after the requested step.
 POLL_S = 0.02
 LOG_TAIL_LINES = 8
 MAX_LOG_BYTES = 1 << 16
@@ -148,7 +148,7 @@ class _Supervisor:
 
     def _start_replica(self, name: str) -> None:
         options, out = self._options, self._options.out
-        # Without `fabric run`: on a crowded host a low-priority start may take as long as the whole demo.
+        # Do not use `fabric run`: on a crowded host a low-priority start may take as long as the whole demo.
         command = ["torch.distributed.run", "--standalone", "--nnodes=1", "--nproc-per-node=1"]
         command += ["--max-restarts=100", "--monitor-interval=0.1"]
         command += ["-m", "fabric.cli.demo.trainer", "--steps", str(options.steps)]

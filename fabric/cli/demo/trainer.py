@@ -20,7 +20,7 @@ from fabric.cli.demo.gpt import BYTES, ByteGPT
 
 CONTEXT = 64
 MICRO_BATCH = 2
-# Divisible by two and by three: three replicas have equal shares, and so have the two after a death.
+# Divisible by two and by three: three replicas have equal shares, and after a death two replicas have, too.
 MICRO_BATCHES = 12
 LEARNING_RATE = 1e-3
 

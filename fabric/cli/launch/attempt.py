@@ -24,10 +24,10 @@ class AttemptSpec:
     """The command, environment and layout of one attempt's ranks."""
 
     command: Sequence[str]
-    environment: Mapping[str, str]  # of every rank; each rank also gets its own variables
+    environment: Mapping[str, str]  # environment of every rank; each rank also gets variables of its own
     layout: RankLayout
-    port: int  # of the rendezvous
-    number: int  # attempts before this one
+    port: int  # TCP port of the rendezvous
+    number: int  # number of attempts before this attempt
     run: str  # name of this attempt's torch.distributed world
     replica: str = ""
     log_dir: Path | None = None
@@ -57,7 +57,7 @@ class AttemptSpec:
         environment = {**self.environment, **own}
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # rank 0 holds the store
         if self.layout.ranks > 1:
-            # As torchrun sets it: equal on all hosts, so that they add numbers in the same order.
+            # Set as torchrun sets it, equal on all hosts, so that all hosts add numbers in the same order.
             environment.setdefault("OMP_NUM_THREADS", "1")
         return environment
 
@@ -76,7 +76,7 @@ class RankProcess:
     pidfd: int
     outputs: list[RankOutput] = field(default_factory=list)
     log: IO[bytes] | None = None
-    code: int | None = None  # None while it runs
+    code: int | None = None  # the rank's exit code; None while the rank runs
 
 
 class LaunchAttempt:
@@ -185,6 +185,6 @@ def _die_with(launcher: int) -> Callable[[], None]:
     def ask() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != launcher:
-            os._exit(1)  # the launcher had died before the request
+            os._exit(1)  # the launcher died before this process asked to die with the launcher
 
     return ask

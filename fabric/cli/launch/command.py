@@ -103,7 +103,7 @@ def _command(script: str, arguments: tuple[str, ...], *, module: bool, no_python
         if shutil.which(script) is None:
             raise ConfigError(f"there is no program {script}: correct the command after --no-python")
         return (script, *arguments)
-    # `fabric run` imports torch at low priority, and does not start again in a job that has failed.
+    # `fabric run` imports torch at low priority, and does not start a trainer in a job that has failed.
     fabric_run = (sys.executable, "-m", "fabric.cli.main", "run")
     if module:
         return (*fabric_run, "-m", script, *arguments)

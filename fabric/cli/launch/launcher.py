@@ -44,10 +44,10 @@ class LaunchPlan:
     """The command, layouts and limits of one launcher."""
 
     command: tuple[str, ...]
-    candidates: tuple[RankLayout, ...]  # the preferred one first
+    candidates: tuple[RankLayout, ...]  # layouts that the ranks may get, the preferred layout first
     environment: dict[str, str]
     replica: str
-    restarts: int | None = None  # None: any number
+    restarts: int | None = None  # the most restarts; None: any number
     log_dir: Path | None = None
     leave_file: Path | None = None  # if it exists when the replica finishes, the replica has left this host
     stop_s: float = 30.0  # time from the signal that ends the launcher to SIGKILL
@@ -57,7 +57,7 @@ class LaunchPlan:
 class Deadlines:
     """The signals that the launcher will send to the ranks of an attempt, each at its time."""
 
-    steps: list[tuple[float, int]] = field(default_factory=list)  # (monotonic time, signal), in order
+    steps: list[tuple[float, int]] = field(default_factory=list)  # (monotonic time, signal) to send, in order
 
     def wait_s(self) -> float | None:
         """Return the time to the next signal; None without one."""
@@ -210,7 +210,7 @@ class Launcher:
         if number not in ENDING:
             attempt.signal(number)
         elif self._ended_by:
-            attempt.signal(signal.SIGKILL)  # at the second signal, at once
+            attempt.signal(signal.SIGKILL)  # the second signal kills all ranks at once
         else:
             self._ended_by = number
             log.info("%s: the ranks have %g s to end", signal.Signals(number).name, self._plan.stop_s)
@@ -257,6 +257,6 @@ def launch(plan: LaunchPlan) -> int:
     mark = uuid.uuid4().hex
     plan = replace(plan, environment={**plan.environment, LAUNCH_MARK: mark})
     marked = MarkedProcesses(LAUNCH_MARK, mark)
-    guard = Guard(marked)  # before this process catches signals, which the guard must not do
+    guard = Guard(marked)  # started before this process catches signals: the guard must not
     with contextlib.closing(guard), SignalInbox() as inbox:
         return Launcher(plan, guard, marked, inbox).run()

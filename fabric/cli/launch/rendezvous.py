@@ -29,14 +29,14 @@ class RendezvousPort:
                 reserved.bind(("127.0.0.1", 0))
                 port = int(reserved.getsockname()[1])
                 if port in self._used:
-                    rejected.append(reserved)  # stays bound, so that the kernel offers another port
+                    rejected.append(reserved)  # stays bound, so that the kernel offers another port next
                     continue
                 # Set after the bind: with reuse, the kernel might offer a port that another launcher holds.
                 reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self.close()
                 self._held = reserved if _can_be_listened_on(port) else None
                 if self._held is None:
-                    reserved.close()  # on a kernel without such reuse the port may be taken, but rarely is
+                    reserved.close()  # without such reuse the kernel rarely gives this port away
                 self._used.append(port)
                 return port
         except OSError as error:

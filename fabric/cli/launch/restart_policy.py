@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from fabric.runtime.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, LAYOUT_REFUSED, RESTART
 from fabric.runtime.rank_layout import RankLayout
 
-# Codes after which no restart helps: a mistake, a wrong command line, a program that cannot run or is
-# missing.
+# Exit codes after which no restart helps: a user's mistake, a wrong command line, a program that cannot run
+# or is missing.
 FINAL_CODES = (FAILED, 2, 126, 127)
-# An attempt of this length was healthy: the next begins at once, and the count of quick deaths starts again.
+# After an attempt of this length the next attempt begins at once, and the count of quick deaths is zero.
 HEALTHY_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# The program may have caused one device error. A device with so many errors within this time is excluded.
+# One device error may be the program's fault. A device with this many errors within this time is excluded.
 DEVICE_ERRORS, DEVICE_ERRORS_WITHIN_S = 2, 1800.0
 
 
@@ -26,7 +26,7 @@ class AttemptEnd:
 
     codes: Mapping[int, int]  # exit code of each rank; negative: the signal that killed it
     first: tuple[int, ...] = ()  # ranks that failed first, before the launcher ended any
-    ran_s: float = 0.0  # from the start to the first failure
+    ran_s: float = 0.0  # seconds from the attempt's start to its first failure
 
     @property
     def lost_device(self) -> tuple[int, ...]:
@@ -38,8 +38,8 @@ class AttemptEnd:
 class NextMove:
     """The launcher's decision after an attempt."""
 
-    code: int | None = None  # end with this code; None: start again
-    pause_s: float = 0.0  # before the next attempt
+    code: int | None = None  # the launcher ends with this code; None: it starts the ranks again
+    pause_s: float = 0.0  # seconds before the next attempt
     refused: bool = False  # the script cannot build the layout of this attempt
     why: str = ""  # the reason, in words
 
@@ -50,7 +50,7 @@ class RestartPolicy:
 
     most: int | None = None
     restarts: int = 0
-    _quick: int = field(default=0, init=False)  # quick deaths in a row
+    _quick: int = field(default=0, init=False)  # quick deaths of attempts in a row
 
     def judge(self, end: AttemptEnd) -> NextMove:
         """Return the launcher's next move after this attempt."""

@@ -59,7 +59,7 @@ MainThreadOrder = (
 _PRINTED = {"kept out": " waits", "loops differ": ""}
 Event = io.Event | RankEvent
 _ORDERS = get_args(MainThreadOrder)
-# The effects of a step without faults: they need no event loop, so the thread with the event performs them.
+# A step without faults has only these effects: the thread with the event performs them without an event loop.
 _ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io.Apply, io.TellDigest))
 
 
@@ -84,7 +84,7 @@ class EngineParts:
     buffers: AveragedBuffers
     durable: DurableCheckpoints
     lanes: LaneDirectory | None = None  # where replicas may have unequal layouts of ranks
-    content: ContentDigests | None = None  # digests that do not depend on the layout, for unequal layouts
+    content: ContentDigests | None = None  # digests that do not depend on the layout of ranks
 
 
 class _Informed:
@@ -121,7 +121,7 @@ class Engine:
         self._session: asyncio.Task[None] | None = None
         if parts.fetch_thread.pieces is not None:
             parts.fetch_thread.pieces.newest = lambda: self.newest
-        self._number = 0  # number of the order being performed, where orders have numbers
+        self._number = 0  # number of the order being performed, in a replica of several ranks
         # Returns which buckets of the gradient that backward computes now are final. The session sets it.
         self._readiness: Callable[[], BucketReadiness | None] = lambda: None
         self._performers: dict[type, Callable[[Any], None]] = {
@@ -292,7 +292,7 @@ class Engine:
         """Say goodbye to the lighthouse and the peers."""
         await self._parts.leader.drain(within_s=1.0)
         if self._driver is not None:
-            # Close the core first: it would blame the peers for the links that this process ends now.
+            # Close the core first, or it would blame the peers for the links that this process ends now.
             self._driver.close()
         await self._parts.peers.close()
         if self._session is not None:
@@ -355,7 +355,7 @@ class Engine:
 
     def _start_exchange(self, effect: io.StartExchange) -> None:
         own = self.member.view.own_contribution if self.member is not None else None
-        if own is not None:  # None while backward still computes: the contribution follows later
+        if own is not None:  # None while backward still computes: the session passes the contribution later
             self._round_journal.note_contribution(own)
         self._parts.exchange.start(effect, self._readiness() if effect.streaming else None, self.post)
 

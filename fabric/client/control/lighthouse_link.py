@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _CONNECT_S = 0.9
 _BACKOFF_S = (0.05, 0.5)
-_QUIET_S = 3.0  # log no problem earlier: the lighthouse may start together with its job
+_QUIET_S = 3.0  # Problems are logged only after this time: the lighthouse may start together with its job
 _LEADER_KINDS = LeaderMessage.__args__
 
 
@@ -49,9 +49,9 @@ class LighthouseLink:
         self.waiting_for = ""  # the lighthouse's newest sentence on what the job waits for
         self._problem = ""
         self._reached = False  # a lighthouse has opened a session, or has asked to come back later
-        self._let_in = False  # a session has been open
-        self._refused: dict[str, str] = {}  # address -> its refusal, until one admits this process
-        self._mistaken: set[str] = set()  # addresses whose TLS settings do not fit ours
+        self._let_in = False  # whether a lighthouse has admitted a session of this process
+        self._refused: dict[str, str] = {}  # address -> its refusal, until a lighthouse admits this process
+        self._mistaken: set[str] = set()  # addresses whose TLS settings do not fit this process's settings
         self._logged: set[str] = set()
         self._begun = 0.0
 
@@ -85,8 +85,8 @@ class LighthouseLink:
                     await self._session(http, url, feed)
                 except aiohttp.WSServerHandshakeError as error:
                     if error.status == 429:
-                        # Thousands of members may come back at once. The answer gives the delay; jitter
-                        # spreads them.
+                        # Thousands of members may come back at once. The lighthouse's answer gives a delay;
+                        # jitter spreads the attempts.
                         self._reached = True
                         await asyncio.sleep(come_back_s(error.headers or {}) * jitter.uniform(0.5, 1.0))
                         continue
@@ -104,7 +104,7 @@ class LighthouseLink:
 
     def _note_answer(self, url: str, status: int) -> None:
         """Note that an address answered without a session."""
-        leader = self._dialer.at  # another address, where ``url`` has redirected
+        leader = self._dialer.at  # the leader's address, to which ``url`` may have redirected
         self._problem = f"{leader} answered {status}"
         if status not in (400, 401, 403, 404):
             self._refused.pop(url, None)
@@ -170,7 +170,7 @@ class LighthouseLink:
             sender.cancel()
             await socket.close()
             feed(io.LeaderLost())
-        # The lighthouse ended the session cleanly (fail-over, restart): try its address last.
+        # The lighthouse ended the session without an error (fail-over, restart): try its address last.
 
     async def _send_all(
         self, socket: aiohttp.ClientWebSocketResponse, outbox: "asyncio.Queue[bytes]"

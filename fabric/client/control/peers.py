@@ -31,7 +31,7 @@ from fabric.transport.tcp import CONNECT_S, Listener, ListenerIdentity, dial
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 _DIAL_S = 3.0
-# Connections to several peers often fail at about the same time: wait this long and report them together.
+# Links to several peers often fail at about the same time: the member reports them together after this wait.
 _TOGETHER_S = 0.1
 
 
@@ -95,18 +95,18 @@ class Peers:
         self._token = token
         self._plane = plane
         self._link_s = link_s
-        self._lanes = lanes  # where replicas may have unequal layouts
+        self._lanes = lanes  # the directory of lanes where replicas may have unequal layouts
         self._feed: Callable[[io.Event], None] = lambda _: None
         self._listener = Listener(identity, self._accepted, self._on_connection)
         self._links: dict[ProcessKey, Link] = {}
         self._ring_arrivals: dict[_RingArrival, socket.socket] = {}
         self._epochs: dict[int, _Linking] = {}
-        # One dial per peer, for all epochs that need the link: a second dial would replace the first link.
+        # Dial each peer once for all epochs that need the link: a second dial would replace the first link.
         self._dials: dict[ProcessKey, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._encoded: tuple[PeerMessage | None, bytes] = None, b""
 
-    # Takes the links of this replica's other ranks. Set in a replica of several ranks.
+    # Called with the links of this replica's other ranks. Set in a replica of several ranks.
     on_rank: Callable[[Greeting, socket.socket], None] = staticmethod(lambda _, sock: sock.close())
 
     def _accepted(self) -> Sequence[bytes]:
@@ -193,7 +193,7 @@ class Peers:
     async def _bring_up(self, linking: _Linking) -> None:
         record = linking.record
         if not record.lists(*self._me):
-            # This process leaves when the epoch begins. It makes no links, but others wait for its answer.
+            # This process leaves when the epoch begins. It makes no links, but peers wait for its answer.
             self._feed(io.Linked(record.epoch))
             return
         loop = asyncio.get_running_loop()
@@ -297,7 +297,7 @@ class Peers:
         if task is None:
             task = self._dials[key] = asyncio.create_task(self._link_control(linking.record, member))
             task.add_done_callback(lambda done: self._dialled(key, done))
-        # Shielded: when a newer epoch cancels this wait, that epoch may still need the link.
+        # Shielded: when a newer epoch cancels this wait, the newer epoch may still need the link.
         with self._noted(linking, member):
             await asyncio.shield(task)
 
@@ -349,7 +349,7 @@ class Peers:
                 await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
                 tries += 1
             except FabricError:
-                # The peer answered: it may not know the epoch yet, or a new process may be replacing it.
+                # The peer answered no: it may not know the epoch yet, or a new process may replace it.
                 since = math.inf
                 await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
                 tries += 1
@@ -404,7 +404,7 @@ class Peers:
             self._adopt(key, sock)
             return
         if greeting.kind == "probe":
-            sock.close()  # that this process accepted the connection is the answer
+            sock.close()  # a probe only asks whether this process accepts connections
             return
         arrival = _RingArrival(greeting.epoch, key, greeting.lane)
         stale = self._ring_arrivals.pop(arrival, None)

@@ -26,7 +26,7 @@ from fabric.runtime.driver import Core
 from fabric.transport.greeting import Greeting
 
 _OUTCOMES = get_args(RankEvent)
-# How long an error in the main thread waits for news that another rank is lost, which would explain it.
+# For this long an error in the main thread waits for news of another rank's loss, which would explain it.
 _EXPLAINED_S = 2.0
 # How long rank 0 waits for the loss of another rank before it takes a rank's error for the cause.
 _SETTLED_S = 0.5
@@ -130,7 +130,7 @@ class HeadEngine(RankEngine):
         elif effect.rank:
             self._links.send(effect.rank, effect.command)
         elif isinstance(effect.command.effect, io.Stop) and self._core is not None and self._core.lost:
-            # The orders to stop have gone to the other ranks, and rank 0 stops last.
+            # Rank 0 has sent the orders to stop to the other ranks, and stops last.
             self._end_now(effect.command.effect)
         else:
             self._number = effect.command.number

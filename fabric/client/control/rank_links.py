@@ -53,7 +53,7 @@ class HeadLinks:
         """Take the link of a rank that has dialled."""
         rank = greeting.rank
         if greeting.incarnation != self._incarnation or not 0 < rank < self._size or rank in self._links:
-            sock.close()  # from an earlier process, or not from a rank of this replica
+            sock.close()  # the socket is from an earlier process, or from no rank of this replica
             return
         self._links[rank] = Link(sock, f"rank {rank}")
         if len(self._links) == self._size - 1:

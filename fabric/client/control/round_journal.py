@@ -15,8 +15,8 @@ class RoundJournal:
         self._journal = journal
         # Returns the samples of a step's micro-batches; the session sets it.
         self.samples: Callable[[int, tuple[int, ...]], dict[str, list[int]]] = lambda _step, _ids: {}
-        self._contributed: tuple[int, int] = (0, -1)  # epoch and step of the newest contribution line
-        self._fence: Fence | None = None  # of the newest epoch line
+        self._contributed: tuple[int, int] = (0, -1)  # epoch and step of the contribution line written last
+        self._fence: Fence | None = None  # fence of the epoch line written last
 
     def note_contribution(self, message: Contribution) -> None:
         """Journal a contribution before it leaves this process; an empty one gets no line."""

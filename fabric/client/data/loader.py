@@ -56,11 +56,11 @@ def sample_indices(dataset_size: int, seed: int, start: int, count: int, shard: 
 class SamplePlan:
     """How a data set is cut into steps and micro-batches."""
 
-    dataset_size: int  # 0 for a stream
+    dataset_size: int  # number of samples; 0 for a stream
     global_batch_size: int
     micro_batch_size: int
     seed: int
-    shards: int = 0  # 0: every replica can read all data
+    shards: int = 0  # number of shards; 0: every replica can read all data
     is_stream: bool = False
 
     def __post_init__(self) -> None:
@@ -333,7 +333,7 @@ class Loader:
     def _read(self, step: int, micro_batch: int) -> Any:
         indices = self.slice.cut(self.plan.samples(step, micro_batch))
         if self._stream is not None:
-            # Keep the step before: this member may inherit a part of it while it reads the next step.
+            # Keep the samples of the step before: this member may still inherit a part of that step.
             first = max(0, step - 1) * self.plan.global_batch_size
             return self._collate(self._stream.read(first, indices))
         return self._collate([self._dataset[i] for i in indices])
@@ -350,7 +350,7 @@ class DataReader:
 
     replica: str
     replicas: int  # number of replicas with which the job starts
-    rack: str = ""  # of the replica's host
+    rack: str = ""  # name of the rack of the replica's host
 
 
 def make_loader(

@@ -63,14 +63,14 @@ class Overlap:
         self, gradients: FlatGradients, announce: Callable[[int, float], None], wanted: bool = True
     ) -> None:
         self.stream: BucketReadiness | None = None
-        # A context around each micro-batch but the last: DDP's no_sync.
+        # A context manager around each micro-batch except the last: DDP's no_sync.
         self.without_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self._parameters = [parameter for _, parameter in gradients.parameters]
         self._buckets = {id(p): bucket for bucket in gradients.buckets for _, p in bucket.parameters}
         self._announce = announce
         self._usable = wanted
-        self._backwards_per_micro_batch = 0  # counted in the micro-batch before
-        self._weight = 0.0  # sum over this order's backwards so far
+        self._backwards_per_micro_batch = 0  # number of backward passes in the previous micro-batch
+        self._weight = 0.0  # sum of the weights of this order's backward passes so far
         self._calls = 0
         self._last = False
         self._running = False
@@ -145,7 +145,7 @@ class Overlap:
             return
         missing = self._missing[bucket.begin] = self._missing[bucket.begin] - 1
         if id(parameter) in self._versions or missing < 0:
-            self._changed = True  # activation checkpointing may add to a parameter more than once
+            self._changed = True  # activation checkpointing may add to a parameter's gradient more than once
         if version and parameter.grad is not None:
             self._versions[id(parameter)] = parameter.grad._version  # noqa: SLF001
         if missing == 0 and self.stream is not None:

@@ -34,7 +34,7 @@ class GradientSlot:
     published: bool = False
     labelled: bool = False  # published through shared memory, without a request to the server
     shared: bool = True  # the buffer lies in the server's memory
-    used: int = 0  # number of the slot's last use; 0: never used
+    used: int = 0  # sequence number of the slot's last use; 0: never used
     bytes_digest: str = ""  # digest of the buffer, where the round's digest covers more than the buffer
 
 
@@ -45,9 +45,9 @@ class GradientSlots:
     handle: ServerHandle
     nbytes: int  # of one flat gradient
     layout: str
-    plane: DataPlane  # neighbours of this member may read a slot in place
-    limit_bytes: int = 2**30  # limit for all slots together
-    listening: bool = False  # a replica catches up, so more steps are kept
+    plane: DataPlane  # the data plane, through which neighbours of this member may read a slot in place
+    limit_bytes: int = 2**30  # limit in bytes for all slots together
+    listening: bool = False  # whether a replica catches up: slots of more steps are kept
     _slots: list[GradientSlot] = field(default_factory=list)
     _prepared: GradientSlot | None = None
     _uses: int = 0
@@ -90,7 +90,7 @@ class GradientSlots:
         oldest = self._oldest()
         slot = self._slots[oldest]
         if slot.shared and not slot.used:
-            return slot  # never published, so the server need not withdraw it
+            return slot  # the slot was never published, so the server need not withdraw it
         if slot.shared:
             try:
                 self.handle.begin("gradient", slot.index)
@@ -205,7 +205,7 @@ class GradientSlots:
     def find(self, step: int) -> torch.Tensor:
         """Return the buffer of the newest round of ``step``."""
         # No lock: another thread may hold it while it waits for the server. The main thread asks for the step
-        # that it applies next, and no later round takes that step's slot earlier.
+        # that it applies next, and no later round takes the slot of that step earlier.
         slot = self._newest(step)
         assert slot is not None, f"no round of step {step} was reduced here"
         return slot.buffer

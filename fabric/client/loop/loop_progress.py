@@ -11,7 +11,7 @@ class LoopProgress:
     state_step: int = 0  # number of committed optimizer steps in the state in memory
     until: int = sys.maxsize  # the step at which the user's loop ends
     finished: bool = False  # the job is complete
-    behind: bool = False  # true after a load or a replayed step, until this replica contributes again
+    behind: bool = False  # true from a load or a replayed step until this replica contributes again
     at: tuple[int, int] | None = None  # the step and micro-batch that user code computes
     metrics: dict[str, float] = field(default_factory=dict)  # the user's sums of this step
     samples: dict[int, list[int]] = field(default_factory=dict)  # this step's samples by micro-batch

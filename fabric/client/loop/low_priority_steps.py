@@ -45,11 +45,11 @@ def _wrap(optimizer: torch.optim.Optimizer) -> _Wrapper:
 
     @functools.wraps(original)
     def step(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
-        # A closure is user code, and a mode holds in one thread: both keep the step in this thread.
+        # A closure is user code, and torch's modes hold in one thread: both need the step in this thread.
         own = wrapper.open and not (arguments or named or _is_in_a_mode() or _has_hooks(optimizer))
         return run_low_priority(original) if own else original(*arguments, **named)
 
-    # A scheduler that is made later wraps ``step`` too, and expects a bound method.
+    # A scheduler created later wraps ``step`` too, and expects a bound method.
     before = {"step": optimizer.__dict__["step"]} if "step" in optimizer.__dict__ else {}
     wrapper = _Wrapper(types.MethodType(step, optimizer), before)
     optimizer.step = wrapper.method  # type: ignore[method-assign]

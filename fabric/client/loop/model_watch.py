@@ -10,7 +10,7 @@ import torch
 from fabric.client.loop.unshared_schedulers import UnsharedWatch
 from fabric.errors import ConfigError, StateError
 
-# Steps between two searches for new parameters: a search walks over every module.
+# Number of steps between two searches for new parameters: a search walks over every module.
 LOOK_EVERY = 10
 
 
@@ -44,7 +44,7 @@ class ModelWatch:
     def check(self, step: int) -> None:
         """Check before the exchange of ``step``: other members expect the attached parameters."""
         if not self._scaled:
-            # Now a scaler that the user's code uses has scaled a loss, so the check finds it.
+            # By now a scaler that the user's code uses has scaled a loss, so the check finds this scaler.
             self._scaled = True
             self._unshared.check()
         for name, parameter, shape, dtype in self._attached:

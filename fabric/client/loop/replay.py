@@ -25,7 +25,7 @@ class Replay:
         self._engine = engine
         self._state = state
         self._progress = progress
-        self._replayed = 0  # steps since the state was loaded
+        self._replayed = 0  # number of steps replayed since this process loaded the state
         self._steps: LowPrioritySteps | None = None
 
     def begin(self) -> None:

@@ -57,7 +57,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.rank_layout import RankLayout, parse_layout
 
-# A loop that calls ``exchange`` has no micro-batches: these tokens, one or more per member, replace them.
+# A loop that calls ``exchange`` has no micro-batches: its members share this many tokens instead.
 EXCHANGE_TOKENS = 64
 
 
@@ -99,7 +99,7 @@ class Session:
         self._process = process
         self._empty = EmptySteps(settings.replica, describer.objects.values())
         self._clock = StepClock()
-        first_s = math.inf if process.rank else FIRST_S  # rank 0 logs for all
+        first_s = math.inf if process.rank else FIRST_S  # rank 0 logs for all ranks
         self._wait_logger = WaitLogger(settings.replica, self._describe_wait, first_s)
         self._loader: Loader | None = None
         self._sampler: StepSampler | None = None
@@ -217,7 +217,7 @@ class Session:
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         self._clock.optimizer_s += (
             self._clock.lap()
-        )  # time of the user's code before the micro-batches, such as an evaluation
+        )  # lap: user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):

@@ -38,7 +38,7 @@ class Shutdown:
         self._parts = parts
         self._engine = engine
         self._progress = progress
-        self._unheard: JobEnd | None = None  # the job's end, where no lighthouse has heard of it
+        self._unheard: JobEnd | None = None  # the job's end, where no lighthouse knows of this end yet
         self._pid = os.getpid()
         atexit.register(self._on_exit)
 
@@ -119,7 +119,7 @@ class Shutdown:
         the interpreter's teardown, which can take seconds.
         """
         if os.getpid() != self._pid:
-            return  # a child that was forked in the middle of the job
+            return  # this process is a child that the trainer forked in the middle of the job
         if self._engine.is_running and not isinstance(self._engine, RankEngine):
             self._engine.close()
             with contextlib.suppress(FabricError):
@@ -131,7 +131,7 @@ class Shutdown:
 
         Otherwise the server stays: this replica's next process, or other members, may need its content.
         """
-        self._parts.crash_marker.clear()  # an orderly end is not a death at a micro-batch
+        self._parts.crash_marker.clear()  # an orderly end of the process is not a death at a micro-batch
         newest, handle = self._engine.newest, self._parts.handle
         listed = newest is not None and newest.lists(self._settings.replica, self._process.incarnation)
         if not listed and not self._engine.epoch and not handle.snapshots:

@@ -27,16 +27,16 @@ class TrainingSetup:
     """The values of this process that other members must know, or must have too."""
 
     micro_batches: int  # number of micro-batches in a step
-    data: str  # the data settings that must be equal, in words
+    data: str  # the data settings that must be equal on all members, in words
     layout: str  # digest of the parameters' names, shapes and types
     digest: str  # digest of the initial state; empty where digests are off
-    part: int = 0  # the slice of a micro-batch that this rank computes
+    part: int = 0  # number of the slice of a micro-batch that this rank computes
     sharing: Sharing = EVERYTHING  # how micro-batches are divided among the members
     data_slot: int = -1
-    tensors: tuple[str, ...] = ()  # the parameters behind ``layout``, for people
+    tensors: tuple[str, ...] = ()  # the parameters that ``layout`` digests, in words
     plane: str = ""  # the kind of data plane
     step: int = 0  # step of the initial state
-    cuts: str = ""  # the layout of ranks, where other replicas may have another layout
+    cuts: str = ""  # the layout of ranks, where replicas may have unequal layouts
 
 
 def make_engine(parts: EngineParts, process: ProcessIdentity) -> Engine:

@@ -37,7 +37,7 @@ _PEER_S = 5.0
 _MAX_FRAMES = 100
 _PEER_CREDENTIALS = struct.Struct("iII")
 
-# The interpreter writes to this file while the process lives, so it stays open.
+# The interpreter writes stacks to this file while the process lives, so the file stays open.
 _dump_file: IO[bytes] | None = None
 
 Answers = Mapping[str, Callable[[], Mapping[str, object]]]
@@ -151,7 +151,7 @@ def _write_stacks_on_signal(path: Path) -> None:
     path.unlink(missing_ok=True)
     if _dump_file is None and signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
         return
-    # Append: the server truncates the file before each dump, and appending starts at the new end.
+    # Append to the file: the server truncates it before each dump, and appending starts at the new end.
     descriptor = open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     file = os.fdopen(descriptor, "ab", buffering=0)
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)

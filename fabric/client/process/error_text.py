@@ -6,7 +6,7 @@ import torch
 
 from fabric.model import Poison
 
-# How long a process whose loop has raised waits for the lighthouse to acknowledge the error, seconds.
+# Seconds for which a process whose loop has raised waits until the lighthouse acknowledges the error.
 TELL_S = 5.0
 _MOST_SAMPLES = 32
 _MOST_CHARACTERS = 200

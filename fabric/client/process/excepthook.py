@@ -13,7 +13,7 @@ from types import TracebackType
 from fabric.errors import FabricError, IllegalTransition
 
 _shown_before = sys.excepthook
-# Called with an uncaught exception once it has been shown.
+# Functions called with an uncaught exception after the hook has shown it.
 on_uncaught: list[Callable[[BaseException], None]] = []
 # Functions that may end this process with a better explanation than the uncaught error.
 _waits: list[Callable[[], None]] = []

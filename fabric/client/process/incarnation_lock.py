@@ -13,11 +13,11 @@ from fabric.runtime.private_folder import make_private, open_private
 
 # The lock file holds incarnations, newest first, each in a field of this many bytes.
 _NUMBER_BYTES = 32
-# Earlier incarnations to remember: a process may end before its session opens, so the newest incarnation that
-# the leader knows may be older than the newest on this host.
+# The number of earlier incarnations in the file: a process may end before its session opens, so the newest
+# incarnation that the leader knows may be older than the newest incarnation on this host.
 _REMEMBERED = 16
 
-# The kernel releases the lock when the process ends, so these descriptors stay open.
+# The kernel releases a lock when the process ends, so the descriptors of lock files stay open.
 _claims: list[int] = []
 
 
@@ -60,9 +60,9 @@ def claim_identity(settings: Settings, group: RankGroup | None) -> ProcessIdenti
                 "all ranks of a replica the same FABRIC_REPLICA and FABRIC_JOB"
             )
     newest = max(other["incarnation"] for other in claims)
-    # Every rank writes it: the next process may have fewer ranks, and its incarnation must still be newer.
+    # Every rank writes the file: the next process may have fewer ranks, and its incarnation must be newer.
     _write_newest(_claims[-1], newest)
-    # Only rank 0 commits for the replica, so rank 0's ended processes are those that cannot commit any more.
+    # Only rank 0 commits for the replica: an ended process of rank 0 can commit nothing more.
     return ProcessIdentity(newest, tuple(claims[0]["before"]), group)
 
 

@@ -24,7 +24,7 @@ from fabric.runtime.logs import fields
 
 log = logging.getLogger(__name__)
 
-# The events that also go to the log: those of a start, a failure or an epoch, not those of every step.
+# Events that the journal also writes to the log: starts, failures and epochs, not the events of every step.
 _LOGGED = frozenset(
     ("start", "epoch", "abort", "resume", "outside", "installed", "join", "joined", "catch-up-failed")
 ) | {"blocking-join", "poison", "skipped", "finish"}

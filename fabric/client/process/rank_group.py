@@ -50,7 +50,7 @@ class RankGroup:
         if len(data) > _MAX_BYTES:
             raise ProtocolError(f"{len(data)} bytes are more than ranks tell each other at the start")
         try:
-            # NCCL moves device memory only.
+            # NCCL moves only device memory.
             device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
             length = torch.tensor([len(data)], dtype=torch.int64, device=device)
             lengths = [torch.zeros_like(length) for _ in range(self.size)]

@@ -15,7 +15,7 @@ class StepClock:
     compute_s: float = 0.0
     optimizer_s: float = 0.0
     wait_s: float = 0.0
-    work: dict[int, float] = field(default_factory=dict)  # by micro-batch
+    work: dict[int, float] = field(default_factory=dict)  # micro-batch -> its work
     samples: float = 0.0
     squares: float = 0.0
     micro_batches: int = 0

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
-# A wait longer than this gets a line. The next line comes at least one minute later, then two minutes.
+# The log gets a line for a longer wait. The next line comes at least one minute later, then two minutes.
 FIRST_S = 5.0
 AGAIN_S, LIMIT_S = 60.0, 600.0
 _LONGEST_S = 3600.0  # longest wait for the queue in one call, which takes no infinite timeout
@@ -25,7 +25,7 @@ class WaitLogger:
         self._describe = describe
         self._first_s = first_s
         self._again_s = AGAIN_S
-        self._begun = 0.0  # monotonic seconds
+        self._begun = 0.0  # the time when the wait began, monotonic seconds
         self._logged_at = -math.inf
 
     def begin(self) -> None:

@@ -25,7 +25,7 @@ from fabric.model import Record, SnapshotRef
 from fabric.runtime.config import Settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
-_MOST_LISTED = 16  # number of checkpoints declared to the lighthouse, the newest ones
+_MOST_LISTED = 16  # the trainer declares this many of the newest checkpoints to the lighthouse
 _LOOK_AGAIN_S = 1.0
 # After this time the trainer logs that the listing is slow, and asks the lighthouse whether the job needs it.
 _ANSWER_S = 10.0

@@ -13,9 +13,9 @@ from fabric.errors import FabricError, Gone
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
 
-# The length of a long poll, within the server's limit. After it the core asks again.
+# The length of a long poll, within the server's limit. After this time the core asks again.
 _WAIT_S = 20.0
-# The pause after a failure of this host: every try needs a new epoch, and the next try may fail too.
+# The pause after a fetch failed on this host: every try needs a new epoch, and the next may fail too.
 _PAUSE_S = 1.0
 
 
@@ -31,10 +31,10 @@ class FetchThread:
         pieces: PieceFetcher | None = None,
     ) -> None:
         self._state_loader = state_loader
-        # A cancelled fetcher cannot be used again: its sockets are shut down.
+        # A cancelled fetcher cannot work again: its sockets are shut down.
         self._fetcher = state_loader.make_fetcher()
         self._gradient_bytes = gradient_bytes
-        self.pieces = pieces  # reads gradients of other layouts, for unequal layouts
+        self.pieces = pieces  # reads gradients of other layouts, where replicas have unequal layouts
         self._points = points
         self._worker = Worker("fabric-fetch", on_crash, background=True)
         self._wanted = 0
@@ -42,7 +42,7 @@ class FetchThread:
         self.buffer: torch.Tensor | None = None
         self.state: FetchedState | None = None
         self.gradient: GradientMeta | None = None
-        self.generation = 0  # generation of ``gradient``; the job may be in a newer one
+        self.generation = 0  # generation of ``gradient``; the job may be in a newer generation
 
     def fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
         """Queue the fetch of a snapshot."""
@@ -77,7 +77,7 @@ class FetchThread:
                 post(io.GradientGone(order.step, gone=True, why=str(error)))
             return
         except FabricError as error:
-            # The gradient is not published yet, or no source answers now: the core asks again.
+            # No server has published the gradient yet, or no source answers now: the core asks again.
             if ticket == self._wanted:
                 post(io.GradientGone(order.step, gone=False, why=str(error)))
             return

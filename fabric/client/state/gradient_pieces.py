@@ -20,16 +20,16 @@ from fabric.protocol.rules.lanes import HeldParameter
 from fabric.protocol.rules.layout_text import read_layout
 from fabric.protocol.rules.tensor_region import TensorRegion
 
-# How long to wait for one member's gradient before asking the next member.
+# Seconds of waiting for one member's gradient before asking the next member.
 _TURN_S = 1.0
-# The pause before all members are asked again: a server that is gone refuses without delay.
+# The pause before asking all members again: a server that has ended refuses without delay.
 _PAUSE_S = 0.05
 
 
 class PieceFetcher:
     """Reads gradients for the rank of ``lanes``."""
 
-    # Returns the newest record; the engine sets it.
+    # Returns the newest record; the engine sets this function.
     newest: Callable[[], Record | None] = staticmethod(lambda: None)
 
     def __init__(self, lanes: LaneDirectory) -> None:

@@ -12,13 +12,13 @@ import torch
 
 from fabric.ckpt_server.state.training_state import StateView
 
-_SAMPLE_BYTES = 64  # one line of the cache
+_SAMPLE_BYTES = 64  # size of one line of the processor's cache
 MEANWHILE = (
     " while forward and backward ran, but it is part of the shared state, which is equal on all replicas and "
     "is read meanwhile: change it only where optimizer.step() is, or leave it out (a buffer: "
     "persistent=False)"
 )
-# The message where only the digest differs, so that no tensor can be named.
+# The message where only the digests differ, so that the guard cannot name a tensor.
 UNNAMED = f"a tensor was changed without torch's knowledge{MEANWHILE}"
 
 

@@ -33,7 +33,7 @@ class OverheadBudget:
     """
 
     share: float = 0.02  # copying time per step time; 0: snapshot by age alone
-    max_age_s: float = 600.0  # seconds
+    max_age_s: float = 600.0  # greatest age of the newest snapshot, seconds
     _at: float = field(default=-math.inf, repr=False)
     _cost_s: float = field(default=0.0, repr=False)
     _asked: float = field(default=math.inf, repr=False)

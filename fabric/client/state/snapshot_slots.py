@@ -13,7 +13,7 @@ from fabric.model import SnapshotRef
 
 _SLOTS = 2
 _SMALL_BYTES = 64 << 20  # memory of up to this size is allocated within milliseconds
-_SLACK_BYTES = 64 << 10  # spare room, because numbers in a header get longer
+_SLACK_BYTES = 64 << 10  # spare bytes, because numbers in a header get longer
 
 
 class SnapshotSlots:
@@ -25,7 +25,7 @@ class SnapshotSlots:
         # Keep the server's snapshots as long as possible: overwrite the newest one last.
         self._next = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
         self._preparing = self._lacks = False  # memory is being allocated; the allocation failed
-        # This rank's parts, until all ranks have theirs, by (generation, step): the slot and the manifest.
+        # (generation, step) -> slot and manifest of this rank's part, kept until all ranks have their parts.
         self._unnamed: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
         self._lock = threading.Lock()
 
@@ -49,7 +49,7 @@ class SnapshotSlots:
         """On the snapshot worker: allocate the memory of both slots before a copy needs it."""
         slots, lacks = (self._next, 1 - self._next), True
         self._preparing = not all(self._holds(slot, nbytes) for slot in slots)
-        with contextlib.suppress(FabricError):  # reported when a copy needs it
+        with contextlib.suppress(FabricError):  # the copy that needs the memory reports the error
             for slot in slots:
                 self._copier.prepare(self.memory(slot, nbytes))
             lacks = False

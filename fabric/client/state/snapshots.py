@@ -55,7 +55,7 @@ class Snapshots:
         self._describer = describer
         self._copier = copier
         self._policy = policy
-        self._again_at: float | None = None  # time of the next try after a failure
+        self._again_at: float | None = None  # time of the next try after a failed snapshot
         self._last_failure = ""
         self.job, self.replica = who
         self._taking: PendingSnapshot | None = None  # the snapshot that was begun last
@@ -136,7 +136,7 @@ class Snapshots:
     def _failed(self, step: int, error: FabricError) -> None:
         """Log a failure, unless it repeats the last one, and set the time of the next try."""
         self._again_at = time.monotonic() + _PAUSE_S
-        # Compare without numbers: the slot and the free memory in the message differ every time.
+        # Compare the messages without their numbers: the slot and the free memory differ every time.
         gist = _NUMBERS.sub("", str(error))
         if gist != self._last_failure:
             self._last_failure = gist
@@ -155,7 +155,7 @@ class Snapshots:
 
     def _persist(self, step: int, generation: int) -> None:
         if self.durable is not None:
-            # A lost server loses the snapshot too. The next server writes the next checkpoint.
+            # The end of a server loses its snapshots. The next server writes the next checkpoint.
             with contextlib.suppress(FabricError):
                 self.durable.persist(self.slots.handle, step, generation)
 
@@ -202,7 +202,7 @@ class Snapshots:
                 self.slots.keep_unnamed(generation, step, slot, manifest)
             self._again_at, self._last_failure = None, ""
         except FabricError as error:
-            # Snapshotted without a digest tells the core that there is no snapshot of this step.
+            # The event Snapshotted without a digest tells the core that this step has no snapshot.
             self._failed(step, error)
             self._recover()
         finally:
@@ -242,7 +242,7 @@ class Snapshots:
 
     def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
         """Make the server serve the fetched state in ``slot``, which was loaded."""
-        with contextlib.suppress(FabricError):  # refused where the server serves that slot already
+        with contextlib.suppress(FabricError):  # the server refuses where it serves that slot already
             self.slots.publish(slot, manifest)
 
     def target(self, nbytes: int, beside: SnapshotRef | None = None) -> tuple[int, memoryview]:

@@ -23,8 +23,8 @@ class PendingSnapshot:
     """One snapshot under way."""
 
     state: SnapshotRef  # its digest is empty while unknown
-    started: float  # monotonic seconds
-    created: float  # Unix time
+    started: float  # the time when the copy began, monotonic seconds
+    created: float  # the time when the state was current, Unix time
     guard: MutationGuard
     refused: str = ""  # which tensor was written while it was copied
     digest: str = ""  # digest of the copy, once computed
@@ -75,7 +75,7 @@ class Digests:
         self._copier = copier
         self._reading: tuple[BlockPass, MutationGuard] | None = None
         self._taking: PendingSnapshot | None = None
-        self._last = -1, ""  # step and digest of the last result
+        self._last = -1, ""  # step and digest of the result computed last
 
     def begin(self, step: int, taking: PendingSnapshot | None) -> None:
         """Begin a digest. The state at ``step`` must not change until ``finish`` or ``take`` returns.

@@ -21,7 +21,7 @@ from fabric.ftar.plane import Ring
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _dist: Any = torch.distributed  # its types are not declared
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-# Longer than any of fabric's bounds, so that torch's timeout never comes first.
+# This timeout is longer than any time budget of fabric, so that torch's timeout never comes first.
 _NEVER = timedelta(days=30)
 # The watchdog of the epoch replaces torch's own.
 _TORCH_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}

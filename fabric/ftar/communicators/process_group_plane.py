@@ -99,7 +99,7 @@ class GroupLinks(EpochLinks):
         self._met = threading.Event()
         self._where: Rendezvous | None = None
         self._begun: Communicator | None = None
-        # The watchdog has ended, and has aborted the communicator, if any.
+        # Whether the watchdog has ended; at its end it aborts the communicator, if any.
         self._watched_out = False
         self._threads: list[threading.Thread] = []
 
@@ -195,7 +195,7 @@ class GroupLinks(EpochLinks):
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise RoundAborted(f"the exchange of epoch {self.ring.epoch} did not end within its bound")
-        # Poll at most one second: an exchange may begin meanwhile and set a deadline.
+        # The watchdog polls at least once a second: an exchange may begin meanwhile and set a deadline.
         ready = dict(poll.poll(min(left_s, 1.0) * 1000 + 1))
         assert self.next is not None and self.previous is not None
         if self.previous.fileno() in ready:

@@ -18,8 +18,8 @@ from fabric.runtime.clock import boot_id
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
-# torch's name for the file with the reference counts of shared device memory. The name becomes a path in
-# /dev/shm, so no other form is accepted.
+# The form of torch's name for the file with the reference counts of shared device memory. The name becomes a
+# path in /dev/shm, so the process accepts no other form.
 _COUNTER = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")
 
 
@@ -94,7 +94,7 @@ class CudaDevice:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        # torch rounds page-locked memory up to a power of two: ask for such sizes.
+        # torch rounds page-locked memory up to a power of two: ask for sizes that are powers of two.
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def keep_registered(self, memory: Sequence[torch.Tensor]) -> None:
@@ -202,6 +202,6 @@ class _Watcher:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             event, callback = item
-            with contextlib.suppress(RuntimeError):  # ``event.done`` raises it again for the callback
+            with contextlib.suppress(RuntimeError):  # ``event.done`` raises the error again for the callback
                 event.wait()
             callback()

@@ -122,7 +122,7 @@ class DeviceExchange:
         links, poll = self._links, self._poll
         assert links.next is not None and links.previous is not None
         poll.register(links.next, select.POLLIN | (select.POLLOUT if self._out.blocked else 0))
-        # Do not poll the previous link unless data is due on it: a closed peer would wake us in a loop.
+        # Poll the previous link only when data is due on it: a closed link would wake the poll in a loop.
         wants = self._in.receiving and not self._space.unfinished
         if wants:
             poll.register(links.previous, select.POLLIN)

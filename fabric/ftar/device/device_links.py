@@ -30,8 +30,8 @@ class DeviceLinks(EpochLinks):
         super().__init__(ring, next_socket, previous_socket)
         self.offers = shares and is_shared(next_socket)
         self.expects_offer = shares and is_shared(previous_socket)
-        # Memory for the next member to read, None for TCP; and whether that member can read it, None before
-        # its answer.
+        # ``outbox``: memory for the next member to read, None for TCP. ``accepted``: whether that member can
+        # read it, None before its answer.
         self.outbox: torch.Tensor | None = None
         self.accepted: bool | None = None if self.offers else False
         self.inbox: torch.Tensor | None = None

@@ -155,7 +155,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # a device that is lost records nothing
+            with suppress(RuntimeError):  # torch records no event on a lost device
                 self._device.compute().wait(self._space.abandon())
             raise
 

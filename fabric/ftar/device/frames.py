@@ -24,7 +24,7 @@ CHUNK_BYTES = _CHUNK.size + _DIGEST.size
 _OFFER = struct.Struct("<4sI")
 _OFFER_MAGIC = b"FDO1"
 OFFER_HEAD_BYTES = _OFFER.size
-# A handle is some hundred bytes, more where the allocator's memory can grow.
+# A handle has some hundred bytes, more where the allocator's memory can grow.
 MAX_OFFER_BYTES = 8192
 
 _BACK = struct.Struct("<4sBI")

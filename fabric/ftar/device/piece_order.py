@@ -17,13 +17,13 @@ class DevicePiece:
     """Elements [start, stop) on their way over one link."""
 
     sequence: int
-    hop: int  # number of links that these elements have taken; at hop 0 they are one member's own
+    hop: int  # number of links that these elements have taken; at hop 0 they are a member's own elements
     start: int
     stop: int
-    gather: bool  # the elements are the result
-    last: bool  # the receiver's elements complete the sum
-    everybody: bool  # the arrival proves that all members have entered the exchange
-    needs: int  # number of the received piece that this one forwards, -1 for none
+    gather: bool  # whether the elements are the result
+    last: bool  # whether the receiver's elements complete the sum
+    everybody: bool  # whether the arrival proves that all members have entered the exchange
+    needs: int  # number of the received piece that this piece forwards, -1 for none
 
 
 class PieceOrder(NamedTuple):

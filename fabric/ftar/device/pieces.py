@@ -228,7 +228,7 @@ class Incoming:
 
     def _has_room(self) -> bool:
         piece, space = self._pieces[self.completed], self._space
-        # A chunk read from shared memory needs no slot of ours.
+        # A chunk that this member reads from shared memory needs no slot of this member.
         return (piece.gather or bool(space.free)) and len(self._uses) < space.slots
 
     def _take(self, chunk: frames.ChunkFrame) -> tuple[bool, bool]:

@@ -32,8 +32,8 @@ class DeviceWorkspace:
         self.incoming = _cut(device.staging(chunk_bytes * slots), chunk_bytes)
         self.scratch = device.memory(chunk_bytes)
         self.partial = _cut(device.memory(chunk_bytes * 2 * group), chunk_bytes)
-        # Slots of partial sums that may be overwritten. If a slot has an event, a copy reads it until that
-        # event.
+        # Slots of partial sums that may be overwritten. If a slot has an event, a copy reads the slot until
+        # that event.
         self.free: deque[tuple[int, DeviceEvent | None]] = deque()
         self.unfinished: list[DeviceEvent] = []
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

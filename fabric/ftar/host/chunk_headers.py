@@ -20,8 +20,8 @@ _DIGEST = struct.Struct("<Q")
 _MAGIC = b"FTR4"
 HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 
-# REDUCE: a partial result. GATHER: a result. SEGMENT: memory of later chunks. These go forward. Backward go
-# ABORT and READ, "all memory was read".
+# REDUCE has a partial result, GATHER a result, SEGMENT announces memory of later chunks: these go forward.
+# ABORT, and READ ("all memory was read"), go backward.
 REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
 _PAYLOAD_DIGESTED, _RESULT_IS_STABLE = 1, 2
 MAX_NOTICE_BYTES = 2048
@@ -54,10 +54,10 @@ class ChunkHeader:
     """The header of one chunk."""
 
     spec: ExchangeSpec
-    kind: int  # REDUCE, GATHER, ABORT, SEGMENT or READ
+    kind: int  # the chunk's kind: REDUCE, GATHER, ABORT, SEGMENT or READ
     source: int  # the sender's position
     sequence: int  # number of the chunk in its exchange
-    size: int  # bytes of the payload
+    size: int  # number of bytes of the payload
 
 
 def digest(payload: Payload) -> int:

@@ -54,12 +54,12 @@ class Operands:
     reduction: Reduction
     work: torch.Tensor  # memory from which results are sent on: the result itself, or its staging
     widens: bool = False  # partial results are float32 although the elements are smaller
-    wide: torch.Tensor | None = None  # partial results in float32, where this member keeps any
+    wide: torch.Tensor | None = None  # partial results in float32, where this member keeps partial results
     staged: torch.Tensor | None = None  # copy of own elements for others, None where they read the source
     staged_from: int = 0  # the first element of ``staged``
     digests: dict[int, int] = field(default_factory=dict)  # digests of results to send on, by first element
-    # References to a piece in other members' memory, to be passed on, by first element and whether it is a
-    # result.
+    # (first element, whether the piece is a result) -> references to the piece in other members' memory, to
+    # pass on.
     borrowed: dict[tuple[int, bool], list[SegmentRef]] = field(default_factory=dict)
 
     def item_bytes(self, piece: RingPiece) -> int:

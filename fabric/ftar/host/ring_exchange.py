@@ -32,7 +32,7 @@ class ExchangeResources:
     """The resources that the plane lends to its exchanges: see CpuRing."""
 
     scratch: torch.Tensor  # room for one received piece
-    checksum: bool  # digest every payload on TCP
+    checksum: bool  # whether to digest every payload on TCP
     on_piece: Callable[[int], None]
 
 
@@ -164,7 +164,7 @@ class HostExchange:
         assert links.next is not None and links.previous is not None
         poll.register(links.next, select.POLLIN | (select.POLLOUT if self._sender.blocked else 0))
         if self._receiver.done and self._watches_previous:
-            # The previous member may have ended its link: do not poll it, or the poll returns in a loop.
+            # The previous member may have ended its link: a poll of an ended link would return in a loop.
             poll.unregister(links.previous)
             self._watches_previous = False
         elif not self._receiver.done and not self._watches_previous:

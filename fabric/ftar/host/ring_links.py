@@ -56,7 +56,7 @@ class RingLinks(EpochLinks):
             if previous_socket and is_shared(previous_socket)
             else None
         )
-        # The newest READ message of each member, by position.
+        # The newest READ message of each member, by the member's position.
         self._readers: dict[int, ChunkHeader] = {}
 
     def aborted(self, why: str, about: str) -> None:
@@ -65,7 +65,7 @@ class RingLinks(EpochLinks):
         if self.outbox is not None:
             self.outbox.raise_guard(message)
         if self.previous is not None:
-            # This direction carries few bytes, so its buffer has room.
+            # The backward direction carries few bytes, so its buffer has room.
             with suppress(OSError):
                 self.previous.send(message)
 
@@ -94,7 +94,7 @@ class RingLinks(EpochLinks):
 
     def _send_back(self, message: bytes) -> None:
         if self.inbox is not None:
-            # A previous member whose link has ended does not need the message.
+            # A previous member whose link has ended does not need this message.
             with suppress(OSError):
                 self.inbox.sock.send(message)
 

@@ -191,8 +191,8 @@ def _none_left(capacity: int) -> ConfigError:
 def _map(descriptor: int, capacity: int, protection: int, populate: int) -> torch.Tensor:
     mapped = mmap.mmap(descriptor, capacity, mmap.MAP_SHARED, protection)
     for begin in range(0, capacity, _FAULT_BYTES):
-        # In pieces, because the interpreter lock is held during each. Kernels before 5.14 cannot do it, and
-        # fault the pages in one by one.
+        # Populate pages in pieces, because each call holds the interpreter lock. Kernels before 5.14 cannot
+        # populate pages, and fault the pages in one by one.
         with suppress(OSError):
             mapped.madvise(populate, begin, min(_FAULT_BYTES, capacity - begin))
     if protection & mmap.PROT_WRITE:

@@ -55,9 +55,9 @@ from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece
 
 SUPPORTED = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
-# With longer lists each member on a host with many members would map the memory of all others.
+# The longest list of references: with longer lists each member would map the memory of all others.
 MAX_REFERENCES = 8
-# The number of references, in front of them.
+# The number of references, which stands in front of the references.
 _COUNT = struct.Struct("<Q")
 # One piece announces at most two segments per reference.
 _MOST_DESCRIPTORS = 2 * MAX_REFERENCES
@@ -144,7 +144,7 @@ class Inbox:
         return None
 
     def _map(self, ref: SegmentRef) -> None:
-        # An announcement has the size in place of the offset.
+        # The announcement of a segment has the segment's size in place of the offset.
         if not self._descriptors or len(self._mapped) >= _MOST_SEGMENTS:
             raise ProtocolError("shared memory was announced and none came")
         descriptor = self._descriptors.popleft()

@@ -130,7 +130,7 @@ class ByteReceiver:
             return False, False
         if not count:
             raise EOFError
-        # Only payload of this round counts as progress: an endless row of old chunks must not.
+        # Only payload of this round counts as progress: an endless row of old chunks is no progress.
         counted = self._payload is not None and not self._stale
         self._filled += count
         if self._filled == len(target):

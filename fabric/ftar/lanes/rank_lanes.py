@@ -40,7 +40,7 @@ class RankLanes:
             for number in self.numbers
             for word in sorted({piece.dtype for piece in lanes[number].pieces})
         )
-        self._lowest: dict[tuple[str, TensorRegion], int] = {}  # the copy whose result this rank takes
+        self._lowest: dict[tuple[str, TensorRegion], int] = {}  # piece -> the copy whose result is taken
         for piece in (piece for section in self.sections for piece in section.pieces):
             key = piece.name, piece.region
             self._lowest[key] = min(piece.copy, self._lowest.get(key, piece.copy))

@@ -15,8 +15,8 @@ class LayerMove:
     """One layer that moves to another stage of the same replica."""
 
     layer: int
-    source: int  # stage
-    target: int  # stage
+    source: int  # number of the stage that gives
+    target: int  # number of the stage that gets
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ReplicaPlan:
     replica: str
     incarnation: int  # when the plan was made; 0: the replica was away, and its next start takes the layout
     layout: StageLayout
-    micro_batches: int  # per step
+    micro_batches: int  # number of micro-batches per step
     standbys: tuple[int, ...] = ()  # living ranks that do not compute
     moves: tuple[LayerMove, ...] = ()
     rejoins: bool = False  # whether the replica leaves and comes back in this layout
@@ -40,7 +40,7 @@ class AdaptationPlan:
     version: int
     replicas: tuple[ReplicaPlan, ...]
     leaves: str = ""  # the replica that a drain takes out
-    joins: str = ""  # the spare that takes its place
+    joins: str = ""  # the spare that takes the drained replica's place
 
     @property
     def micro_batches(self) -> int:
@@ -56,7 +56,7 @@ class Adoption:
     """The outcome of an attempt to adopt a plan."""
 
     in_force: AdaptationPlan | None
-    refusal: str = ""  # one sentence; empty: adopted
+    refusal: str = ""  # the reason of a refusal in one sentence; empty: the plan was adopted
 
 
 def adopt(

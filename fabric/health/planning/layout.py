@@ -88,7 +88,7 @@ class ReplicaHealth:
     incarnation: int  # 0: the replica is away
     usual: StageLayout  # the layout of a healthy replica; it says which ranks are wired to which stage
     speeds: tuple[float, ...]  # rank -> throughput relative to a healthy rank; 0: dead
-    micro_batches: int  # per step, at present
+    micro_batches: int  # micro-batches per step at present
     now: StageLayout | None = None  # the layout in force; None: the usual one
 
     @property

@@ -22,7 +22,7 @@ class RemedyKind(StrEnum):
     SHARES = "shares"  # other micro-batches per replica: one write of the record, in force from the next step
     REPARTITION = "repartition"  # one replica comes back with another split of its layers
     EXCLUSION = "exclusion"  # one replica comes back with smaller groups of ranks
-    DRAIN = "drain"  # one replica leaves; a spare takes its place where there is one
+    DRAIN = "drain"  # one replica leaves; a spare takes its place where a spare exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class ActionRules:
     """When a remedy is worth its cost."""
 
     least_gain: float = 0.05  # the least gain of throughput, as a share, for which a remedy is proposed
-    hysteresis: float = 0.03  # two speeds that differ by less, as a share, count as equal
+    hysteresis: float = 0.03  # two speeds count as equal if they differ by less than this share
     rejoin_s: float = 60.0  # how long a replica that changes its layout is away
-    horizon_s: float = 3600.0  # a remedy must gain back its cost within this time
+    horizon_s: float = 3600.0  # a remedy must gain back its cost within this many seconds
     actions_per_hour: int = 6
 
     def __post_init__(self) -> None:
@@ -45,11 +45,11 @@ class ActionRules:
 class JobHealth:
     """The planner's knowledge of a job."""
 
-    micro_batches: int  # of the global batch
+    micro_batches: int  # number of micro-batches of the global batch
     replicas: tuple[ReplicaHealth, ...]
     cut: ModelCut
     spares: tuple[ReplicaHealth, ...] = ()  # replicas that stand by
-    version: int = 0  # of the plan in force
+    version: int = 0  # version of the plan in force
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class Remedy:
     """One action, and why. The limits (`limits`) decide whether it may be done."""
 
     kind: RemedyKind
-    replica: str  # the replica that it changes; empty: several
-    gain: float  # throughput gained on top of the cheaper remedies, as a share
+    replica: str  # the replica that the remedy changes; empty: several replicas
+    gain: float  # throughput gained beyond the cheaper remedies, as a share
     cost_s: float  # time that the job loses by the change
-    reason: str  # one sentence
+    reason: str  # the reason for the remedy in one sentence
     plan: AdaptationPlan
-    undoes: bool = False  # whether it undoes an earlier remedy
-    held: str = ""  # why it may not be done now; empty: it may
+    undoes: bool = False  # whether the remedy undoes an earlier remedy
+    held: str = ""  # why the remedy must wait; empty: it need not wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _level(job: JobHealth) -> JobHealth:
 class _Fleet:
     """The replicas that take part in steps, each in one layout."""
 
-    total: int  # micro-batches
+    total: int  # total number of micro-batches
     hysteresis: float
     layouts: Mapping[str, StageLayout]
     speeds: Mapping[str, tuple[float, ...]]

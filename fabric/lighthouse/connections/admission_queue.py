@@ -12,17 +12,17 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-# The number that the queue admits within the time that a member waits for its connection.
+# The number of members that the queue admits within the time that a member waits for its connection.
 MOST_WAITING = 1000
 _PER_TURN = 8
-# The most that one long turn admits. A long turn admits many, or admitted members would take all the time.
+# The most members that one turn admits. A long turn must admit many, or admitted members take all the time.
 _MOST_PER_TURN = 50
-# Roughly the rate at which a busy lighthouse admits; it only serves to spread new attempts.
+# Roughly the rate at which a busy lighthouse admits members; the rate only spreads new attempts.
 PER_S = 500
 _AGAIN_S = (1, 30)
 # Within so many seconds a waiting connection is admitted, or gives up and connects again.
 _QUEUE_S = 3.0
-# An overload is reported again when its expected end has moved by so much.
+# An overload is reported again when its expected end has moved by this many seconds.
 _LONGER_S = 0.5
 
 
@@ -40,9 +40,9 @@ class AdmissionQueue:
         self._most_waiting = most_waiting
         self._per_s = per_s
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._refused = 0  # since the queue was last empty
+        self._refused = 0  # number of refusals since the queue was last empty
         self._reported_until = 0.0
-        self._turn_at = 0.0  # when the queue last admitted
+        self._turn_at = 0.0  # the time when the queue last admitted a member
 
     async def admit(self) -> int:
         """Wait for admission and return 0; if the queue is full, return at once the seconds until the next
@@ -68,7 +68,7 @@ class AdmissionQueue:
         left = max(_PER_TURN, min(int(took_s * self._per_s), _MOST_PER_TURN))
         while self._waiting and left:
             turn = self._waiting.popleft()
-            if not turn.done():  # the closing of its connection may have cancelled it
+            if not turn.done():  # the closing of the member's connection may have cancelled this turn
                 turn.set_result(None)
                 left -= 1
         if self._waiting:

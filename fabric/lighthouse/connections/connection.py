@@ -36,14 +36,14 @@ _FRAMES = 16
 _TEXT, _BINARY = 0x81, 0x82
 # Checkpoint servers of a large job send their status less often, down to once a second.
 _STATUSES_PER_S = 2000
-# Frames of at least this size are sent at a bounded pace: so many bytes per turn of the loop, bytes per
+# Frames of at least this size are sent at a bounded pace, given as bytes per turn of the loop, bytes per
 # second, and pieces of work per turn (some 20 microseconds each). A first roster for 10,000 members is 1.8
 # GB: sent at once, it would fill the kernel's buffers and the network, and delay heartbeats for seconds.
 _LARGE_BYTES = 16 * 1024
 _PER_TURN_BYTES = 2 << 20
 _PER_S_BYTES = 256 << 20
 _PER_TURN = 200
-# A shorter pause is skipped, because timers are not more precise.
+# A pause shorter than this is skipped, because timers are not more precise.
 _PAUSE_S = 0.001
 
 
@@ -56,8 +56,8 @@ class FrameCache:
     def of(self, message: LeaderMessage, accepts_compression: bool) -> bytes:
         """Return the frame of this message, compressed if long and the receiver ``accepts_compression``."""
         if type(message) is HeartbeatAck:
-            return _frame(_TEXT, wire.encode(message))  # only one member gets it
-        # The message is kept with its frame, so that nothing else can have its id.
+            return _frame(_TEXT, wire.encode(message))  # an acknowledgement goes to a single member
+        # The cache keeps the message with its frame, so that no other message can have its id.
         cached = self._made.get((id(message), accepts_compression))
         if cached is not None:
             return cached[1]
@@ -101,8 +101,8 @@ class MemberConnection:
         self.incarnation = -1
         self.rank = -1  # the rank, on a checkpoint server's connection
         self.accepts_compression = False  # the member understands compressed messages
-        self.address = ""  # the address of the other side
-        self.is_trusted = False  # whether the other side showed the lighthouse's own token
+        self.address = ""  # the address of the member or checkpoint server
+        self.is_trusted = False  # whether the client showed the lighthouse's own token
         self.is_ending = False
         self._socket = socket
         self._transport = transport
@@ -183,7 +183,7 @@ class WorkQueue:
                 work, size = self._waiting.popleft()
                 written, left = written + size, left - 1
                 work()
-        finally:  # the loop logs a piece that fails, and does the other pieces
+        finally:  # after an error the loop logs the piece and does the other pieces
             self._has_turn = False
             if self._waiting:
                 self._take_turn(written / _PER_S_BYTES)

@@ -39,7 +39,7 @@ class FastFrames(asyncio.Protocol):
                 break
             if size == _TWO_BYTES - _MASKED:
                 size, begin = int.from_bytes(data[at + 2 : at + 4], "big"), at + 8
-            if len(data) < begin + size:  # the size itself may not have arrived whole
+            if len(data) < begin + size:  # the frame has not arrived whole, or even its size has not
                 break
             text = _unmasked(data[begin - 4 : begin], data[begin : begin + size])
             if text is None:

@@ -161,7 +161,7 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
     _check_length("adapt", session.adapt, MAX_NAME)
     if len(session.predecessors) > MAX_NAMES:
         raise ProtocolError(f"Session.predecessors must be a list of at most {MAX_NAMES}")
-    if not 0 <= session.autonomy_s <= _MAX_BUDGET_S:  # an older version sends none
+    if not 0 <= session.autonomy_s <= _MAX_BUDGET_S:  # a session of an older version sends no such time
         raise ProtocolError("Session.autonomy_s must be a number of seconds from 0, and at most a year")
     for name in ("exchange_s", "user_code_s"):
         if not 0 < getattr(session, name) <= _MAX_BUDGET_S:

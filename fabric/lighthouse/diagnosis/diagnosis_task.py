@@ -24,7 +24,7 @@ from fabric.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-# The most diagnoses at a time in one job; further failures get none.
+# The most diagnoses at a time in one job; a failure beyond this number gets no diagnosis.
 MOST_AT_ONCE = 4
 # The other members of an aborted round report their aborts within this time.
 _COMPANIONS_S = 0.1
@@ -102,7 +102,7 @@ class DiagnosisTask:
         self._tasks = tasks
         self._tell = tell
         self._keep = keep
-        self._begun: set[int] = set()  # ids of records with a diagnosis under way, done or skipped
+        self._begun: set[int] = set()  # ids of records whose diagnosis is under way, done or skipped
         self._running = 0
         self._stalls: set[tuple[str, int]] = set()
         self._looked = 0.0

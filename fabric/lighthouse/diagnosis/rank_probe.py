@@ -51,7 +51,7 @@ class ProbeTarget:
     rank: int
     url: str  # the base URL of its checkpoint server, as the member names it
     hosts: frozenset[str] = frozenset()  # the addresses from which its processes have connected
-    is_trusted: bool = False  # whether the member showed the lighthouse's own token
+    is_trusted: bool = False  # whether the member showed the lighthouse's own token when it connected
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ async def _get(
     """Return the JSON object at ``url``, or ``{"error": why}``."""
     try:
         host = URL(url).host or ""
-        # The library does not pass an IP address to the resolver, so it is checked here.
+        # The library does not pass an IP address to the resolver, so an IP address is checked here.
         if is_address(host) and not hosts.allow(host, where.hosts):
             raise HostNotAllowed(host)
         async with asyncio.timeout(ask_s), client.get(url, allow_redirects=False) as answer:

@@ -14,7 +14,7 @@ _LOSSES = {
     "shrink": "its part of each step is skipped",
     "stop": "the job stops",
 }
-_NAMED = 4  # a sentence names so many shards and counts the others
+_NAMED = 4  # a sentence names this many shards and counts the other shards
 
 
 def shard_readers(record: Record | None) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ WHOLE_JOB = ""  # the name that stands for all replicas
 # A replica that makes a step longer by less than this is not reported: a shared host's other work costs more.
 FLOOR_S = 0.02
 REPLAN = 1.25  # the advice stays while the replicas are slow by about the same factor
-# A layout of one rank and one layer: to compute shares no other detail is needed.
+# A layout of one rank and one layer: the computation of shares needs no other detail.
 _LAYOUT = StageLayout(((0,),), (1,))
 _CUT = ModelCut(1, can_repartition=False, can_resize=False)
 
@@ -42,8 +42,8 @@ class SlownessEvent:
 class Advice:
     """The shares that would help, and why."""
 
-    micro_batches: Mapping[str, int]  # by replica, of the whole step
-    gain: float  # of throughput, as a share
+    micro_batches: Mapping[str, int]  # micro-batches of the whole step, by replica
+    gain: float  # gain of throughput, as a share
     reason: str
 
 
@@ -53,7 +53,7 @@ class SlownessWatch:
     def __init__(self) -> None:
         self._detector = JobDetector(floor_s=FLOOR_S)
         self._damping, self._job_damping = Damping(), Damping()
-        self._newest_step = 0  # of the times that were used
+        self._newest_step = 0  # the newest step whose times were used
         self._epochs: dict[str, int] = {}  # replica -> the epoch of its newest times
         self._record: Record | None = None
         self._is_settled = False  # whether no member of the record is joining
@@ -86,7 +86,7 @@ class SlownessWatch:
         if newest != beat.epoch or beat.busy:
             return
         if not self._newest_step - MOST_BEHIND < beat.step <= self._newest_step:
-            self._newest_step = beat.step  # a much lower step: the job has begun again
+            self._newest_step = beat.step  # a much lower step shows that the job has begun again
         self._detector.observe(replica, incarnation, beat.step, _work(times), times.compute_s)
 
     def _counts(self, record: Record, replica: str, incarnation: int) -> bool:

@@ -14,12 +14,12 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages.network import Heartbeat, HeartbeatAck, LeaderMessage
 from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_data
 
-_NAMED = 8  # a sentence names so many replicas and counts the others
-# Members wait for each other in every step; only a longer wait is reported.
+_NAMED = 8  # a sentence names this many replicas and counts the other replicas
+# Members wait for each other in every step; the status reports only waits longer than this.
 _WORTH_S = 1.0
-# After this time without a commit every wait is reported.
+# After this many seconds without a commit the status reports every wait.
 _LONG_S = 3.0
-# The leader computes the sentence for members this often, because it must look at every member.
+# Seconds between two computations of the members' sentence, because the leader must look at every member.
 _LOOK_S = 1.0
 
 
@@ -281,7 +281,7 @@ def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
             continue
         if peer.step <= step and now - since >= _WORTH_S:
             awaited.append((since, name, step))
-    # A member that has entered it meanwhile is no longer awaited in the newest heartbeats.
+    # The newest heartbeats no longer name a member that has entered the exchange meanwhile.
     beats = [peer.beat for peer in view.peers.values() if awaited and peer.connected and peer.beat]
     named = {(name, beat.step) for beat in beats for name in beat.waiting_for}
     awaited = [(since, name, step) for since, name, step in awaited if (name, step) in named]

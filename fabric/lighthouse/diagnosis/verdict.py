@@ -35,7 +35,7 @@ class Symptoms:
 
     condemned: Mapping[str, str]  # replica -> why it is evicted
     aborted: Mapping[str, Aborted]
-    names: Sequence[str]  # the roster
+    names: Sequence[str]  # names of the roster's members
     processes: Mapping[str, str]  # replica -> running, stopped, gone, silent or unknown
 
     def concerned(self) -> tuple[str, ...]:
@@ -65,8 +65,8 @@ class RankProbe:
     rank: int = 0
     process: str = "unknown"  # the state of the process, as the kernel reports it
     pid: int = 0
-    says: Mapping[str, Any] | None = None  # the process's own answer; None: it gave none
-    how: str = ""  # how the stack was read
+    says: Mapping[str, Any] | None = None  # the process's own answer; None: the process gave no answer
+    how: str = ""  # how the probe read the stack
     main: Sequence[str] = ()  # the main thread's stack, innermost first
     kernel: str = ""  # the kernel function that the main thread sleeps in
     flight: Sequence[Mapping[str, Any]] = ()  # torch's recorded collectives
@@ -239,7 +239,7 @@ def _did_not_come(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
         for probe in seen
         if probe.replica in (*case.stuck(), *case.condemned) and probe.process == "running"
     ]
-    # A rank that no other rank holds up is judged first.
+    # Judge a rank whose collectives have all ended first: no other rank holds this rank up.
     for probe in [*(x for x in absent if not x.flight or all(map(_is_done, x.flight))), *absent]:
         if not probe.main and not probe.kernel:
             continue

@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
-# A leader stops before its lease can end: by this share of the lease, but at most so many seconds.
+# A leader stops this share of its lease before the lease can end, but at most so many seconds before.
 MARGIN_SHARE = 0.2
 MARGIN_MOST_S = 1.0
 _REVOKE_S = 1.5
-# After so many leases without a turn of the loop, the thread no longer renews the lease.
+# After this many leases without a turn of the event loop, the thread no longer renews the lease.
 STUCK_LEASES = 3.0
 _RETRY_S = (0.05, 1.0)
 _MAX_VALUE_BYTES = 4096
@@ -66,8 +66,8 @@ class Term:
     ) -> None:
         self.store_id = store_id
         self.guard = guard
-        self.ends = 0.0  # when the lease ends
-        self.turned = clock()  # when the loop last turned
+        self.ends = 0.0  # the time when the lease ends
+        self.turned = clock()  # the time when the event loop last turned
         self.is_over = False
         self._clock = clock
         self._resign = resign
@@ -103,10 +103,10 @@ class Term:
 class ElectionHooks:
     """The callbacks of an election; the loop calls them at once and in order."""
 
-    elected: Callable[[Term], None]  # this process leads
-    lost: Callable[[str], None]  # this process no longer leads, and why
-    followed: Callable[[Candidate], None]  # another process leads
-    written: Callable[[str], None]  # the outcome of an attempt to become the leader
+    elected: Callable[[Term], None]  # called when this process begins to lead
+    lost: Callable[[str], None]  # called with the reason when this process no longer leads
+    followed: Callable[[Candidate], None]  # called when another process leads
+    written: Callable[[str], None]  # called with the outcome of an attempt to become the leader
 
 
 class Election:
@@ -246,7 +246,7 @@ class Election:
             line = {kv.key: kv for kv in entries}
             if self._learn(line, term):
                 return
-            with suppress(Compacted):  # the watch began too late: read the queue again
+            with suppress(Compacted):  # the watch began too late: read the queue of candidates again
                 async with aclosing(self._store.watch(self.prefix, revision + 1)) as events:
                     async for event in events:
                         if event.kind == "put":
@@ -314,7 +314,7 @@ class Election:
         """Renew the lease in time until it is lost; return a sentence that says why."""
         logged, connected = "", store is self._store
         renew = sent + lease.ttl_s / 3
-        # Connect at once: at the first renewal no file descriptor may be left.
+        # Connect to the store at once: at the first renewal the process may have no file descriptor left.
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(max(0.0, renew - self._clock())):
                 if not connected:

@@ -12,7 +12,7 @@ from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailab
 from fabric.runtime.background_loop import BackgroundLoop
 from fabric.store import Compare, Operation, Store
 
-# As ``Store.commit``: the same arguments, answer and errors.
+# The arguments, answer and errors are those of ``Store.commit``.
 Commit = Callable[[Sequence[Compare], Sequence[Operation]], Awaitable[int | None]]
 
 

@@ -47,11 +47,11 @@ class GoodputLedger:
     """Call ``observe`` regularly; ``seconds`` are the sums by state. Times are monotonic seconds."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
-    state: str = ""  # empty while nothing is counted
-    _counted: float = 0.0  # the time up to which all is counted
+    state: str = ""  # the job's state; empty while the ledger counts nothing
+    _counted: float = 0.0  # the time up to which the ledger has counted all seconds
     _generation: int = 0
     _step: int = -1
-    _stepped: float = 0.0  # when the newest step was first seen
+    _stepped: float = 0.0  # the time when the ledger first saw the newest step
     _begun: float = 0.0
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
@@ -70,7 +70,7 @@ class GoodputLedger:
         # The first step that is reported may have been committed long ago.
         stepped = look.step > self._step >= 0
         if look.is_recovering:
-            # The time before the failure keeps its state, because the current step is not lost.
+            # The seconds before the failure keep their state, because the current step is not lost.
             self._count(self.state, now)
             self.state, self._stepped = RECOVERING, now
         elif stepped or self.state == RECOVERING:
@@ -153,7 +153,7 @@ class GoodputLedger:
         if self.state in (TRAINING, DEGRADED):
             self.state = state
             self._stepped = min(self._stepped, now - gap)
-            if step >= 0 and generation in (0, self._generation):  # 0: an older release wrote it
+            if step >= 0 and generation in (0, self._generation):  # 0: an older release wrote this
                 self._step = step
             if usual_s and len(self._usual) < _KNOWN:
                 self._usual.extend([usual_s] * _KNOWN)

@@ -28,19 +28,19 @@ _LOOK_S = 0.05
 class ReplicaReturn:
     """The times at which a lost replica came back; 0.0: not yet."""
 
-    started: float = 0.0  # a new process opened its session, or the evicted process knows of its eviction
+    started: float = 0.0  # when a new process opened its session, or the evicted process learned of it
     has_state: float = 0.0
-    joined: float = 0.0  # the time of its first round
+    joined: float = 0.0  # the time of the replica's first round
 
 
 @dataclass(slots=True)
 class RecoveryRecord:
     """One recovery. Times are Unix seconds, 0.0 until they come."""
 
-    id: int  # the id of the event that began it
+    id: int  # the id of the event that began this recovery
     kind: str  # death, abort or cold start
     why: str
-    step: int  # the newest step known at the failure, or the step from which the others went on
+    step: int  # the newest step known at the failure, or the step from which the other replicas went on
     detected: float
     generation: int = 0
     epoch: int = 0
@@ -163,7 +163,7 @@ class Recoveries:
         for member in before.roster:
             if not record.lists(member.replica, member.incarnation) and not member.leaving:
                 if recovery.kind == "abort" and recovery.why != record.reason[:1000]:
-                    # A peer noticed the failure first. The epoch's reason is put before the peer's sentence.
+                    # A peer noticed the failure first. Put the epoch's reason before the peer's sentence.
                     recovery.why = f"{record.reason} ({recovery.why})"[:1000]
                 recovery.kind = "death"
                 self._supersede(member.replica, recovery)
@@ -253,7 +253,7 @@ def _fill_return(
     if back.joined or peer is None or not peer.connected:
         return False
     # A lost process that still lives reports that it knows of the epoch without it. It still has its old
-    # state, so it counts as restored only when it has caught up.
+    # state, so its replica counts as restored only when it has caught up.
     is_lost_one = peer.incarnation == recovery.incarnations.get(replica)
     if is_lost_one and (peer.beat is None or peer.beat.epoch < recovery.epoch):
         return False

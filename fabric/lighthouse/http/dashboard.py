@@ -29,9 +29,9 @@ from fabric.runtime.http.token_file import is_same
 COOKIE = "fabric-page"
 LOGIN = "/login"
 COOKIE_S = 12 * 3600
-# The clocks of lighthouses that take over from each other may differ by so much.
+# The clocks of lighthouses that succeed each other may differ by this many seconds.
 _CLOCK_S = 300
-# WebSockets of trainers and checkpoint servers, which no cookie opens.
+# Paths of WebSockets for trainers and checkpoint servers, which no cookie opens.
 _FOR_PROCESSES = ("/session", "/trainer-status")
 _KINDS = {"index.html": "text/html", "dashboard.js": "text/javascript", "dashboard.css": "text/css"}
 OPEN_PATHS = frozenset({"/", LOGIN, "/dashboard.js", "/dashboard.css"})
@@ -45,7 +45,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-# The longest silence of the stream.
+# The longest silence of the stream of events, in seconds.
 _SILENCE_S = 5.0
 _MAX_LOGIN_BYTES = 8192
 
@@ -62,7 +62,7 @@ def scope_of_cookie(request: web.Request, tokens: Tokens) -> Scope | bool:
     page."""
     expires, _, rest = request.cookies.get(COOKIE, "").partition(".")
     proof, _, job = rest.partition(".")
-    # A cookie that expires later than a new cookie would was made while a clock was wrong.
+    # A cookie that expires later than a new cookie would expire was made while a clock was wrong.
     now = time.time()
     if not expires.isdecimal() or len(expires) > 12 or not now <= int(expires) <= now + COOKIE_S + _CLOCK_S:
         return False

@@ -94,7 +94,7 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
     verdict = epoch.pending_evictions.get(member.replica) or liveness.failure_reason(member, now)
     is_complete = view.is_complete
     if is_complete:
-        status = status if status and status.connected else None  # servers end soon after the job
+        status = status if status and status.connected else None  # checkpoint servers end soon after the job
         verdict = "finished"
     elif not verdict and member.replica in epoch.aborted:
         verdict = f"aborted: {epoch.aborted[member.replica].why}"

@@ -8,7 +8,7 @@ from fabric.errors import FabricError
 
 MOST_FAILURES = 20
 WITHIN_S = 60.0
-# The most addresses kept; the address that failed longest ago is forgotten first.
+# The most addresses kept; the limit first forgets the address that failed longest ago.
 _MOST_ADDRESSES = 4096
 
 

@@ -30,10 +30,10 @@ from fabric.runtime.http.browser_guard import pages_kept_out
 from fabric.runtime.http.http_service import Handler, errors_as_json, json_error, query_integer
 from fabric.store import Store
 
-# Every instance, leader or not, answers these without a token: they reveal nothing about a job.
+# Every lighthouse, leader or not, answers these paths without a token: the answers reveal nothing of a job.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/metrics"}) | dashboard.OPEN_PATHS
 MAX_BODY_BYTES = 64 * 1024
-# A client should ask again after this time; an election takes about a lease.
+# A client should ask again after this many seconds; an election takes about one lease.
 RETRY_AFTER_S = 1
 _MAX_ID = 2**62
 

@@ -27,7 +27,7 @@ from fabric.runtime.http.token_file import LOOK_S, TokenFile, is_same, read_toke
 
 log = logging.getLogger(__name__)
 
-# Requests wait at most so long for the folder; then they use the tokens read before.
+# The longest time that requests wait for the folder; then they use the tokens read before.
 HANG_S = 1.0
 Scope = frozenset[str] | None
 
@@ -35,7 +35,7 @@ Scope = frozenset[str] | None
 @dataclass(frozen=True, slots=True)
 class _TokenEntry:
     stamp: tuple[int, int, int]
-    tokens: tuple[str, ...]  # empty where the file cannot be used
+    tokens: tuple[str, ...]  # the file's tokens; empty where the file cannot be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _FolderScan:
     """The result of one reading of the folder."""
 
     entries: dict[str, _TokenEntry]
-    blind: str = ""  # what could not be read
+    blind: str = ""  # the file or folder that could not be read
 
 
 class Tokens:
@@ -110,7 +110,7 @@ class Tokens:
         elif self._look.blind == _HANGS:
             return
         await asyncio.wait({self._looking}, timeout=HANG_S)
-        await asyncio.sleep(0)  # the result of a finished reading is taken in the next turn
+        await asyncio.sleep(0)  # a finished reading delivers its result in the next turn of the loop
         if self._looking is not None:
             self._see(_FolderScan(self._look.entries, _HANGS))
 

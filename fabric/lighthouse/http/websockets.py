@@ -146,7 +146,7 @@ async def _accept(
     try:
         await socket.prepare(request)
     except ConnectionError as error:
-        # The connection closed while it waited for admission. End as aiohttp does, without a traceback.
+        # The connection closed while the member waited for admission. End as aiohttp does, without traceback.
         raise asyncio.CancelledError from error
     transport = request.transport
     raw = transport.get_extra_info("socket") if transport is not None else None

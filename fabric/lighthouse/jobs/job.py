@@ -70,8 +70,8 @@ class Job:
         self._driver: Driver[io.Event, io.Effect] | None = None
         self._retention = Retention(time.time(), context.clock())
         self._changed = asyncio.Event()  # set when the record changes, then replaced by a new Event
-        self._record: Record | None = None  # as this shell last saw it
-        self._tensors: tuple[str, ...] = ()  # one tuple, which thousands of sessions share
+        self._record: Record | None = None  # the record as this shell last saw it
+        self._tensors: tuple[str, ...] = ()  # descriptions of the parameters, shared by all sessions
         self._answers = WorkQueue()
         self._waits = WaitSentence()
         self.slowness = SlownessWatch()
@@ -336,7 +336,7 @@ class Job:
             return
         changed = self.history.observe(self.view, self.events.newest, self.now)
         if changed:
-            self.look_at_ledger()  # a recovery may be over before the next sample is due
+            self.look_at_ledger()  # a recovery may end before the next sample of the ledger is due
         self._diagnosis.observe(self.view, changed, self.now)
 
     def note(self, kind: str, about: str, why: str, epoch: int | None = None, incident_id: str = "") -> None:
@@ -350,7 +350,7 @@ class Job:
         incarnation = peer.incarnation if peer is not None else None
         where = {"job": self.name, "replica": about, "incarnation": incarnation, "epoch": epoch}
         text = ": ".join(filter(None, (kind, about, event.why)))
-        # The newest step that the core knows; the highest step of all members would cost a look at each.
+        # The newest step that the core knows; a search for the highest step would look at every member.
         log.info("%s", text, extra=fields(**where, step=view.highest_step or 0, incident_id=incident_id))
 
     def _note_incident(self, kind: str, about: str, why: str, incident_id: str) -> None:

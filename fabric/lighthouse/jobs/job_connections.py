@@ -25,8 +25,8 @@ class JobConnections:
     """The open connections of one job; sends messages over them."""
 
     def __init__(self) -> None:
-        self.sessions: dict[str, MemberConnection] = {}  # by replica
-        # Kept for each connection, because a second process with the same replica and rank, which the core
+        self.sessions: dict[str, MemberConnection] = {}  # replica -> the connection of its session
+        # Kept for each connection, because a second process with this replica and rank, which the core
         # refuses, has a checkpoint server, too.
         self.servers: dict[MemberConnection, dict[tuple[str, int], HeardStatus]] = {}
         self.pacer = SendPacer()

@@ -23,11 +23,11 @@ class JobEvent:
     """One event of a job."""
 
     id: int
-    t: float  # Unix seconds
+    t: float  # time of the event, Unix seconds
     kind: str
     epoch: int
-    about: str  # a replica, or empty
-    why: str  # a sentence
+    about: str  # the replica that the event is about, or empty
+    why: str  # why the event happened, in one sentence
     incident_id: str = ""  # of its incident, if any; replicas and checkpoint servers log it, too
 
 

@@ -23,7 +23,7 @@ SAMPLE_S = 0.25
 _SESSIONS_PER_S = 4000
 LEDGER_S = 60.0
 _LEDGER_CHANGED_S = 5.0
-# In a job of many members, recoveries are observed at most this often.
+# In a job of many members, the seconds between two looks at the recoveries.
 _OBSERVE_S = 0.01
 _KEEP_LARGE_S = 1.0
 

@@ -239,7 +239,7 @@ class Jobs:
         recoveries = self._recoveries.setdefault(name, Recoveries())
         if record is not None and not recoveries.kept:
             self._tasks.start(f"recoveries of {name}", self._load_recoveries(name, recoveries))
-        # Always from the store, because another leader may have changed the record meanwhile.
+        # Read the record from the store, because another leader may have changed the record meanwhile.
         job = self.by_name[name] = Job(name, context, stored, events, recoveries)
         job.begin(record)
         if record is not None:

@@ -4,7 +4,7 @@ The record holds the time of day at which the job ended, by the clock of the lea
 may be on another host. Either clock may be wrong, and may be corrected at any time.
 """
 
-# A clock that is wrong when its host starts is assumed to be corrected within a day.
+# If a clock is wrong when its host starts, the retention assumes that it is corrected within a day.
 WITNESSED_S = 86400.0
 
 

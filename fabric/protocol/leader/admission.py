@@ -12,7 +12,7 @@ from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import Healing
 
-# Seconds that an evicted process waits before its readmission, doubled every time.
+# Seconds that an evicted process waits before its readmission, doubled with every eviction.
 READMIT_S = 0.25
 READMIT_LIMIT_S = 30.0
 # After a failed blocking join the newcomer waits this many times as long as the members waited for it.
@@ -23,7 +23,7 @@ READMIT_STALLS = 4.0
 class Backoff:
     """The wait of an evicted process."""
 
-    times: int = 0  # how often it was evicted
+    times: int = 0  # number of evictions of the process
     until: float = 0.0
 
 

@@ -13,11 +13,11 @@ class BaseChoice:
     """Rule 6: knows where each state is held, and which states proved to be of no use."""
 
     state: JobState
-    unusable: dict[SnapshotRef, str] = field(default_factory=dict)  # -> why it could not be loaded
-    mistrusted: dict[SnapshotRef, str] = field(default_factory=dict)  # -> why its state is wrong
+    unusable: dict[SnapshotRef, str] = field(default_factory=dict)  # snapshot -> why no member could load it
+    mistrusted: dict[SnapshotRef, str] = field(default_factory=dict)  # snapshot -> why its state is wrong
     silent_servers: set[str] = field(default_factory=set)  # unconnected servers that delivered no state
     base_loaded_generation: int = 0  # the newest generation whose base a member has loaded
-    steps_lost: int | None = None  # steps that the newest cold start lost; None: not known
+    steps_lost: int | None = None  # number of steps that the newest cold start lost; None: not known
 
     def choose(self, peers: list[Peer]) -> tuple[Base | None, str]:
         """The state with the highest (generation, step); of equal ones memory comes before durable storage.

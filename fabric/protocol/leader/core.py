@@ -200,7 +200,7 @@ class LeaderCore:
         state, before = self.state, self.state.record
         self.writer.writing = None
         if before is not None and self.writer.says_the_same(record, before):
-            state.record = record  # the change concerns no present member
+            state.record = record  # no present member is affected by the change
             return
         is_new_generation = before is None or before.generation != record.generation
         if is_new_generation:
@@ -347,7 +347,7 @@ class LeaderCore:
         if status is None:
             return
         belongs = event.replica in self.state.liveness.peers or self.state.lists(event.replica)
-        if not (belongs or status.deaths or status.durable):  # the process was never admitted
+        if not (belongs or status.deaths or status.durable):  # no epoch has admitted this process
             del self.state.liveness.statuses_of(event.rank)[event.replica]
 
     def on_member(self, event: io.FromMember) -> None:
@@ -367,7 +367,7 @@ class LeaderCore:
             self.progress.last_step_at = self.state.now
             self.rebuilds.note_step()
         if peer.beat is not None and beat.busy != peer.beat.busy:
-            # The work that the member announced is over, or other work with its own time begins.
+            # The work that the member announced has ended, or other work with a time limit of its own begins.
             self.evictions.stragglers.came(peer.session.replica)
         peer.beat = beat
         self.progress.record_empty_step(peer, beat)
@@ -399,7 +399,7 @@ class LeaderCore:
         self.evictions.schedule(name, f"it cannot go on: {message.why}")
 
 
-# Per kind of answer that every member of an epoch gives: the members that have given it.
+# Kind of answer that every member of an epoch gives -> the members that have given this answer.
 _ANSWERS: dict[type, Callable[[LeaderCore], Sized]] = {
     m.Report: lambda leader: leader.state.epoch.reports,
     m.Running: lambda leader: leader.state.epoch.running,
@@ -420,7 +420,7 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.LeaderTick: LeaderCore.on_tick,
 }
 
-# Per kind of message from a member: the part of the core that takes it.
+# Kind of message from a member -> the part of the core that takes this message.
 _FROM_MEMBER: dict[type, Callable[[LeaderCore], Callable[[Peer, Any], None]]] = {
     m.Heartbeat: lambda leader: leader.on_beat,
     m.Running: lambda leader: leader.on_running,

@@ -82,7 +82,7 @@ class Evictions:
         answered = (x for x in record.roster if x.replica in reports and x.replica not in pending)
         if not any(self.state.knows(x) for x in answered):
             return
-        # Count from when this leader could hear the member: not while it was stopped or not yet elected.
+        # Count seconds only while this leader could hear the member: not while stopped or not yet elected.
         waited_s = self.state.now - max(self.state.epoch.since, self.state.liveness.elected)
         for member in record.roster:
             peer = self.state.liveness.peers.get(member.replica)

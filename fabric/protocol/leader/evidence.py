@@ -14,7 +14,7 @@ from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules import host_history, poison
 
-# The most failures in a record, to keep it small: the oldest ones are dropped.
+# The most failures in a record, which keep the record small: the oldest failures are dropped.
 MAX_FAILURES = 256
 MAX_WHY_CHARACTERS = 120
 
@@ -23,11 +23,11 @@ MAX_WHY_CHARACTERS = 120
 class Penalty:
     """A replica or host that failed too often, and is kept out."""
 
-    kind: str  # replica or host
+    kind: str  # whether a replica or a host is kept out
     about: str
     times: int
-    until: float  # Unix seconds
-    why: str  # the reason of its last failure
+    until: float  # the time when the replica or host may return, Unix seconds
+    why: str  # the reason of the last failure of the replica or host
 
     @property
     def sentence(self) -> str:

@@ -32,7 +32,7 @@ class Endings:
     finished: dict[str, int] = field(default_factory=dict)  # replica -> the step at which its loop ended
     end_step: int | None = None  # the step at which the job ended while no lighthouse led
     failure: str = ""  # why the job must stop, until the record holds the reason
-    # Replica -> its incarnation that was told of the failure.
+    # Replica -> the incarnation to which the leader has sent the failure.
     notified_incarnation: dict[str, int] = field(default_factory=dict)
     restart_after_failure: bool = False  # an operator wants the failed job to begin again
 
@@ -118,7 +118,7 @@ class Endings:
         name, record = peer.session.replica, self.state.record
         why = f"{name} failed at step {message.step}: {message.why}"
         if record is None or record.complete or record.failed or not self.state.in_force(peer):
-            # No member computes what this process outside the roster computes, so the job goes on.
+            # No member computes the work of this process outside the roster, so the job goes on.
             self.outbox.record_event("failed outside", name, message.why)
             self.outbox.send(name, m.Rejected(why))
         elif not self.failure and message.fence.generation == record.generation:

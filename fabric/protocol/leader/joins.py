@@ -26,7 +26,7 @@ class Serving:
     epoch: int = 0
     tries: int = 0  # how many snapshots the leader has offered to the newcomer
     again: bool = False
-    gap: int = -1  # its smallest distance to the job's step since the newest snapshot
+    gap: int = -1  # the newcomer's smallest distance to the job's step since its newest snapshot
     gap_at: int = 0  # the job's step when ``gap`` was smallest
     blocking_reason: str = ""  # why the newcomer enters by a blocking join; empty: by replay
     asked: set[str] = field(default_factory=set)
@@ -87,7 +87,7 @@ class Joins:
             elif inside or serving.blocking_reason or self.admission.is_penalised(record, peer):
                 continue
             elif self.admission.out_of_reach(record, peer):
-                continue  # it could not fetch the published gradients
+                continue  # the newcomer could not fetch the published gradients
             elif serving.has_sources:
                 self._watch_gap(record, peer, serving)
             else:
@@ -208,7 +208,7 @@ class Joins:
         if not ready:
             return self.admit_blocking_join(record)
         ready.sort(key=lambda p: p.session.replica)
-        # Spares come last, and only as many as are missing.
+        # Spares are admitted last, and only as many spares as members are missing.
         wanted = [p for p in ready if not self.evidence.stands_by(p)][:room]
         spares = [p for p in ready if self.evidence.stands_by(p)]
         ready = wanted + spares[: max(0, self.limits.full - len(record.roster) - len(wanted))]

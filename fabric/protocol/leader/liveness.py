@@ -15,7 +15,7 @@ from fabric.protocol.messages.rank_messages import rank_of_url
 
 Named = TypeVar("Named", Member, OpenSession)
 
-# Why a process has certainly ended.
+# Reasons why a process has certainly ended.
 GONE = "its process is gone"
 FOUND_GONE = "a newer process of it has registered and found this one gone"
 
@@ -30,11 +30,11 @@ class LivenessConfig:
 
     stopped_s: float = 0.15  # how long the job waits for a stopped trainer
     reconnect_s: float = 3.0  # how long a session may be away while the status says that the trainer runs
-    silence_s: float = 2.0  # how long both sources may be silent
-    lost_s: float = 0.05  # how long a session may be away otherwise
+    silence_s: float = 2.0  # how long both sources of liveness may be silent
+    lost_s: float = 0.05  # how long a session may be away in other cases
     # For this long after an election, a member's return, or a wait in an overload, silence proves no death.
     grace_s: float = 3.0
-    overload_s: float = 300.0  # the time after the election in which waits in an overload count
+    overload_s: float = 300.0  # seconds after the election in which waits of returning members count
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Peer:
     seen: float
     opened: float = 0.0
     beat: Heartbeat | None = None
-    times: StepTimes | None = None  # of the last step whose times were reported
+    times: StepTimes | None = None  # times of the last step that the member reported
     closed: float = 0.0
 
     @property
@@ -86,7 +86,7 @@ class LastStatus:
     durable: tuple[SnapshotRef, ...] = ()
     durable_error: str = ""
     parts: tuple[int, ...] = ()  # for each of ``snapshots``, how many ranks hold a part
-    closed: float = 0.0  # when the connection ended
+    closed: float = 0.0  # the time when the checkpoint server's connection ended
 
     def says(self, status: TrainerStatus) -> bool:
         """Whether ``status`` reports the same trainer state of the same process."""
@@ -104,11 +104,11 @@ class Liveness:
     config: LivenessConfig
     elected: float
     peers: dict[str, Peer] = field(default_factory=dict)  # replica -> the session of its newest process
-    statuses: dict[str, LastStatus] = field(default_factory=dict)  # replica -> the status that counts
+    statuses: dict[str, LastStatus] = field(default_factory=dict)  # replica -> the trainer status that counts
     late_s: float = 0.0  # how much longer silence is tolerated now, see ``tick_was_late``
     returned: float = -math.inf  # when a member last opened its first session after the election
     overloaded_until: float = -math.inf  # the time until which returning members may have to wait
-    began: float = -math.inf  # when the generation began: silence of its members counts from this time
+    began: float = -math.inf  # the time when the generation began: silence of its members counts from then
     _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> the status of that rank's checkpoint server.
     rank_statuses: dict[int, dict[str, LastStatus]] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class Liveness:
         at = (status.ckpt, status.rank)
         is_current = current is not None and current.ckpt == status.ckpt
         if is_current and current is not None and status.incarnation < current.incarnation:
-            return current  # an old status: this server has a newer trainer now
+            return current  # the status is old: this server has a newer trainer now
         same_trainer = current is not None and current.incarnation == status.incarnation
         before = current if is_current or (same_trainer and at not in aside) else aside.get(at)
         after = _last_status(status, before, now)

@@ -20,7 +20,7 @@ class OperatorOrders:
     outbox: LeaderOutbox
     limits: RosterLimits
     writer: RecordWriter
-    draining: dict[str, str] = field(default_factory=dict)  # replica -> by whom and why
+    draining: dict[str, str] = field(default_factory=dict)  # replica -> who drains it, and why
 
     def rescale(self, record: Record) -> bool:
         """Write a forced epoch with the new minimum of members, if that minimum parks or wakes them."""

@@ -48,7 +48,7 @@ def _change_settled_roster(leader: "LeaderCore", record: Record) -> None:
         first_move(SETTLED_RULES, leader, record)
 
 
-# Of these rules the first that applies makes the move, once every member runs in the epoch in force.
+# The first of these rules that applies makes the move, once every member runs in the epoch in force.
 SETTLED_RULES: tuple[PlanRule, ...] = (
     PlanRule("rescale", lambda leader, record: leader.orders.rescale(record)),
     PlanRule("drain", lambda leader, record: leader.orders.drain(record)),
@@ -56,7 +56,7 @@ SETTLED_RULES: tuple[PlanRule, ...] = (
     PlanRule("serve newcomers", _and_go_on(lambda leader, record: leader.joins.serve(record))),
 )
 
-# One pass over a job that has a record and is not complete.
+# The rules of one planning pass over a job that has a record and is not complete.
 PLAN_RULES: tuple[PlanRule, ...] = (
     PlanRule("write overrides", lambda leader, record: leader.writer.write_overrides(record)),
     PlanRule(

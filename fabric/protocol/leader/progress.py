@@ -20,7 +20,7 @@ class Progress:
     last_step_at: float  # when a member last reported a step higher than all before
     highest_step: int | None = None  # of this generation; None: an earlier leader may know a higher step
     empty: tuple[int, int] = (0, -1)  # generation and number of the newest step without data in an event
-    empty_due: float = 0.0  # when the next event about a step without data may follow
+    empty_due: float = 0.0  # the time from which another event about a step without data may follow
 
     def note_step(self, peer: Peer) -> None:
         if self.state.in_force(peer) and self.state.is_of_generation(peer):

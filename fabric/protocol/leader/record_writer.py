@@ -13,7 +13,7 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
 from fabric.protocol.rules.assignment import seated
 
-# The reason in a record is cut here, because the reasons of many members would make the record large.
+# The longest reason in a record: the reasons of many members would make the record large.
 MAX_REASON_CHARACTERS = 1000
 
 
@@ -105,7 +105,7 @@ class RecordWriter:
             announced = self.announcement.record  # the same roster, with its digest cached
         self.announcement = RosterAnnouncement(roster_delta.for_members(record), announced)
         if record.failed:
-            return  # the leader rejects the sessions of a failed job instead
+            return  # the leader instead rejects the sessions of a failed job
         complete = m.Complete(record.fence, record.base.step)
         for replica, peer in self.state.liveness.peers.items():
             self.outbox.send(

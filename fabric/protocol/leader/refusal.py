@@ -41,7 +41,7 @@ def taken(session: OpenSession, liveness: Liveness, record: Record | None, now: 
 def unlike(session: OpenSession, liveness: Liveness) -> str:
     """Refuse a session if another replica has other settings, or asks for the same data slot."""
     for other in liveness.peers.values():
-        # Compare only connected replicas: all replicas of a job may come back with other settings.
+        # Compare only connected replicas: all replicas of a job may come back with new settings.
         if other.session.replica == session.replica or not other.connected:
             continue
         if session.data_slot >= 0 and session.data_slot == other.session.data_slot:

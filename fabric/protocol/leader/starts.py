@@ -72,7 +72,7 @@ class Starts:
         epoch = newest[1] + 1
         sharing = peers[0].session.sharing
         starting = [replace(as_member(p.session), since=epoch) for p in peers]
-        # Above the base's generation too: a durable checkpoint may belong to a job whose record is gone.
+        # Exceed the base's generation too: a durable checkpoint may belong to a job whose record is gone.
         generation = max(newest[0], base.generation) + 1
         self.writer.write(
             Record(

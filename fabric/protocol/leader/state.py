@@ -17,7 +17,7 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.assignment import waits_for_data
 
-# From this many replicas on the leader plans once for many frequent events.
+# In a job of at least this many replicas the leader plans once for many frequent events.
 MANY = 256
 
 
@@ -27,15 +27,15 @@ class LeaderConfig:
 
     policy: Policy = field(default_factory=Policy)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
-    coalesce_s: float = 0.01  # deaths noticed within this time share one epoch
-    rebuild_s: float = 0.1  # from an abort to the same members' new ring; doubled with every try
+    coalesce_s: float = 0.01  # deaths that the leader notices within this time share one epoch
+    rebuild_s: float = 0.1  # pause from an abort to a new ring of the same members; doubled with every try
     rebuild_limit_s: float = 5.0
     complaints_s: float = 0.3  # from the first word of a missing link until the leader answers it
     autonomy_s: float = 1800.0
     autonomy_margin_s: float = 60.0
-    failures: int = 3  # this many within ``failures_s`` keep a replica or a host out; 0: never
+    failures: int = 3  # this many failures within ``failures_s`` keep a replica or a host out; 0: never
     failures_s: float = 1800.0
-    half_life_s: float = 86400.0  # after this time a failure of a host counts half
+    half_life_s: float = 86400.0  # after this time the weight of a host's failure is halved
 
 
 @dataclass(slots=True)
@@ -46,19 +46,19 @@ class EpochState:
     reports: dict[str, m.Report] = field(default_factory=dict)
     decision: m.Resume | None = None
     rows: dict[str, m.Resume] = field(default_factory=dict)  # the decision for each member with a row
-    no_row: m.Resume | None = None  # the decision for all others
+    no_row: m.Resume | None = None  # the decision for all members without a row
     stopped: str = ""  # why the leader cannot decide this epoch: the job needs an operator
     running: dict[str, int] = field(default_factory=dict)  # replica -> a round of this epoch that it entered
     aborted: dict[str, m.Aborted] = field(default_factory=dict)
     aborted_at: float = 0.0
     unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)  # replica -> the members it misses
     complained_at: float = 0.0  # when the first complaint came, or the leader last waited for more
-    cut_off: set[str] = field(default_factory=set)  # left out for a missing link
+    cut_off: set[str] = field(default_factory=set)  # members left out for a missing link
     pending_evictions: dict[str, str] = field(default_factory=dict)
     decided_at: float = 0.0
     not_counted_as_failure: set[str] = field(default_factory=set)  # evicted for an operator, link or state
-    slow_joiners: set[str] = field(default_factory=set)  # their blocking joins took too long
-    cannot_continue: set[str] = field(default_factory=set)  # their state is of no use, or wrong
+    slow_joiners: set[str] = field(default_factory=set)  # members whose blocking joins took too long
+    cannot_continue: set[str] = field(default_factory=set)  # members whose state is of no use, or wrong
     evictions_since: float = 0.0
     # Processes that an epoch since the last forced epoch listed, and that the present record does not list.
     departed: frozenset[ReplicaProcess] = frozenset()

@@ -47,7 +47,7 @@ class CatchUp:
             return
         own, theirs = self._memory.state, message.state
         if own.digest and (own.step, own.digest) == (theirs.step, theirs.digest):
-            # My state equals the members' state, although it is of another generation.
+            # This member's state equals the other members' state, although it is of another generation.
             self._memory.state = MemberState(newest.generation, own.step, own.digest)
         if self._memory.state.generation != newest.generation or theirs.step > own.step:
             self._memory.state.generation = 0
@@ -93,7 +93,7 @@ class CatchUp:
             self._context.stop(1, event.why)
         elif not fetch.void:
             self.fetch = Fetch()
-            # Rule 8: a state of the last generation is of no use, because this one begins from another state.
+            # Rule 8: a state of the last generation is useless: the new generation begins from another state.
             if self._epochs.newest is not None and fetch.generation == self._epochs.newest.generation:
                 self.cannot_catch_up(event.why, event.unusable)
 
@@ -140,7 +140,7 @@ class CatchUp:
             and self._epochs.mode is Mode.OUTSIDE
             and self._session.contact.connected
         ):
-            # Perhaps the job commits no steps; perhaps the servers have other addresses now.
+            # Perhaps the job commits no steps; perhaps the checkpoint servers have other addresses now.
             self._request_state(f"no server delivers the gradient of step {event.step}")
 
     def _request_state(self, why: str) -> None:
@@ -189,7 +189,7 @@ class CatchUp:
             fetch.doing, fetch.void, fetch.generation = "state", False, newest.generation
             self._context.emit(io.FetchState(fetch.wanted, fetch.urls))
         elif self._epochs.is_awaiting():
-            return  # the leader sends the sources
+            return  # the leader sends the state sources
         elif not self._context.config.replay and self._epochs.mode is Mode.OUTSIDE:
             if self._session.contact.connected:
                 self._request_state("I do not catch up by replay")

@@ -108,7 +108,7 @@ class MemberCore:
         context.effects = []
         if not context.stopped:
             self._handlers[type(event)](event)
-            if not isinstance(event, io.RingWaitsFor):  # this event starts no stage
+            if not isinstance(event, io.RingWaitsFor):  # RingWaitsFor starts no stage
                 self._advance()
                 self.link_watch.probe_when_due()
                 if self.session.is_beat_due:  # checked first, because listing the missing members takes long

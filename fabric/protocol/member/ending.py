@@ -21,13 +21,13 @@ from fabric.protocol.member.state import (
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# Once all members have finished, they wait this many seconds for a leader to mark the job complete: with a
+# After all members have finished, each waits this many seconds for a leader to mark the job complete: with a
 # session (its store may be away), and without one (a leader may come back).
 LEADER_S = 30.0
 NO_LEADER_S = 5.0
-# A member remembers at most this many finished processes; beyond it only those in the newest roster.
+# The most finished processes that a member remembers; beyond it only processes in the newest roster.
 MOST_HEARD = 4096
-# The modes of a process whose state is, or was just before, at the job's step.
+# Modes of a process whose state is, or was just before, the state of the job's step.
 _THERE = (Mode.RUN, Mode.ABORTED, Mode.REPORTED)
 _ADVICE = "let it count session.committed_step, so that all loops end at the same step"
 
@@ -51,7 +51,7 @@ class Ending:
         self._rounds = rounds
         self._catch_up = catch_up
         self.finished_peers: dict[ReplicaProcess, tuple[int, int]] = {}  # process -> its (generation, step)
-        self.notified_epochs: set[int] = set()  # epochs whose members I have told that I finished
+        self.notified_epochs: set[int] = set()  # epochs whose members know from me that I finished
         self.all_finished_since = -1.0  # when I learned that all members have finished; negative before
 
     def on_finished(self, event: io.FromPeer, message: m.Finished) -> None:

@@ -11,7 +11,7 @@ from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# Seconds between two probes of the members: while all of them are reached; while a link flaps.
+# Seconds between two probes of the members: while the member reaches all of them; while a link flaps.
 PROBE_S = 5.0
 PROBE_AGAIN_S = 0.5
 # In larger rosters a newcomer probes only members that it could not reach before.
@@ -61,7 +61,7 @@ class LinkWatch:
 
     def on_link_lost(self, event: io.LinkLost) -> None:
         if self._ending.has_said_all(ReplicaProcess(event.replica, event.incarnation)):
-            return  # rule 5: that member leaves, and no round needs it any more
+            return  # rule 5: the other member leaves, and no round needs it any more
         if event.silent:
             self._epochs.links.silent.add(event.replica)
         for record in (self._epochs.current, self._epochs.newest):
@@ -74,7 +74,7 @@ class LinkWatch:
             and self._epochs.current is not None
             and self._epochs.current.lists(event.replica, event.incarnation)
         ):
-            if not self._session.contact.finished:  # otherwise I am in no round
+            if not self._session.contact.finished:  # a member that has finished is in no round
                 self._rounds.abort(f"the link to {event.replica} ended: {event.why}", event.replica)
             return
         newest = self._epochs.newest if self._epochs.mode is not Mode.OUTSIDE else None

@@ -113,7 +113,7 @@ class Membership:
         if not self._is_news(record):
             return
         if self._epochs.newest is not None and record.generation != self._epochs.newest.generation:
-            self._catch_up.want(None)  # the state that is being fetched is of a generation that is over
+            self._catch_up.want(None)  # the fetch under way is of a state whose generation is over
         self._epochs.newest = record
         if self._is_leaving(record):
             self._context.emit(io.LinkUp(record))
@@ -121,7 +121,7 @@ class Membership:
         if not record.lists(self._context.replica, self._context.identity.incarnation):
             if self._epochs.mode is not Mode.OUTSIDE:
                 self._leave(f"epoch {record.epoch} goes on without me: {record.reason}")
-            # Rule 4 of the leader: it admits only newcomers that have heard of this epoch.
+            # Rule 4 of the leader: it admits only newcomers that know the newest epoch.
             self._session.contact.next_beat = self._context.now
             return
         if self._epochs.mode is Mode.OUTSIDE:
@@ -179,11 +179,11 @@ class Membership:
         if self._catch_up.fetch.doing == "asked":
             self._catch_up.fetch.doing = ""
         if self._epochs.is_awaited(record):
-            # The other members wait with their own state, so mine does not count.
+            # The other members wait with their own state, so this member's state does not count.
             self._memory.state.generation = 0
             self._catch_up.want(None)
         elif not record.is_forced and self._memory.state.generation != record.generation:
-            # The leader admitted me for a state that I have lost since.
+            # The leader admitted this member for a state that the member has lost since.
             self._catch_up.cannot_catch_up("I hold no state of this generation any more")
 
     def _is_leaving(self, record: Record) -> bool:
@@ -277,7 +277,7 @@ class Membership:
         self._context.emit(io.WriteJournal("resume", record.epoch, message.step, message.reason))
         outdated = self._memory.state.generation != record.generation and not self._epochs.is_awaited(record)
         if record.cold == record.epoch or outdated:
-            # My state is outdated: the cold start's decision never came, or my fetch of its base failed.
+            # My state is outdated: no decision about the cold start came, or my fetch of its base failed.
             self._start_generation(record)
         prepared = self._rounds.prepared
         if prepared is not None and self._may_commit(prepared, message):

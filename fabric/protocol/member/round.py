@@ -23,9 +23,9 @@ class Round:
     share: tuple[int, ...] = ()  # the micro-batches that this member still has to compute
     contributed: bool = False
     exchanging: bool = False
-    begun: float = -1.0  # when every member had contributed, and none was still catching up
+    begun: float = -1.0  # the time when every member had contributed, and no member was catching up
     gradient_digest: str = ""
-    nonfinite: str = ""  # as in Exchanged
+    nonfinite: str = ""  # as ``nonfinite`` in Exchanged
     nonfinite_input: str = ""
     ready_record: Record | None = None
     contributions: dict[str, Contribution] = field(default_factory=dict)

@@ -59,7 +59,7 @@ class Rounds:
         if round_ is None or not round_.contributed:
             return ()
         if round_.everybody_in() and not round_.gradient_digest:
-            # In a ring of one the data plane's neighbour is this member itself.
+            # In a ring of one member the data plane's neighbour is this member itself.
             other = self.ring_waits_for if self.ring_waits_for != self._context.replica else ""
             return (other,) if other else ()
         return tuple(n for n in round_.missing() if n != self._context.replica)

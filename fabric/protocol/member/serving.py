@@ -35,7 +35,7 @@ class SnapshotServing:
             self._context.emit(
                 io.SendLeader(m.SnapshotMissed(self._epochs.fence(), message.joiner, message.step))
             )
-            # The leader knows an older step of mine: send it this step and each later step at once.
+            # The leader knows only an older step of this member: send this step and each later step at once.
             self._session.contact.next_beat = self._session.contact.asked = self._context.now
             return
         self.promised[message.joiner] = message.step

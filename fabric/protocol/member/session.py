@@ -8,7 +8,7 @@ from fabric.protocol.member.state import Contact, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# A heartbeat names at most this many awaited members; it names others once these have come or were left out.
+# The most awaited members that a heartbeat names; it names others once these have come or were left out.
 MAX_NAMED = 64
 
 
@@ -21,7 +21,7 @@ class LighthouseSession:
         self._epochs = epochs
         self.contact = Contact(last=context.now, next_beat=context.now)
         self.busy = ""  # the long work that the user's code announced, for people
-        self.busy_s = 0.0  # how long that work may last
+        self.busy_s = 0.0  # seconds that the announced work may last
         self.last_times: StepTimes | None = None  # times of the newest step, for the next heartbeat
 
     @property

@@ -65,7 +65,7 @@ class MemberConfig:
 
     min_replicas: int = 1
     autonomy_s: float = 1800.0
-    adapt: str = ""  # the job's mode against slow replicas
+    adapt: str = ""  # the job's mode against slow replicas: "off" or "advise"
     beat_s: float = 1.0
     digest_every: int = 1  # steps between digests of the shared state; 0: never
     retain: bool = True  # the kept gradient survives the exchange, so a retry need not compute it again
@@ -79,7 +79,7 @@ class MemberConfig:
 class MemberState:
     """The training state in this member's memory."""
 
-    generation: int = 0  # 0: a state that no other member confirms
+    generation: int = 0  # generation of this state; 0: no other member confirms the state
     step: int = 0
     digest: str = ""
     committed_digest: str = ""  # the digest of the gradient that led to ``step``
@@ -106,7 +106,7 @@ class KeptGradient:
 class LastRound:
     """The newest round that a member entered."""
 
-    epoch: int = 0  # 0: none
+    epoch: int = 0  # epoch of the round; 0: none
     step: int = 0
     roster: tuple[str, ...] = ()
 
@@ -122,7 +122,7 @@ class Fetch:
     doing: str = ""  # ``asked``, ``state``, ``install``, ``gradient`` or nothing
     void: bool = False  # the result of this fetch is no longer wanted
     generation: int = 0  # the generation to which the state being loaded will belong
-    misses: int = 0  # how often in a row no source had the gradient
+    misses: int = 0  # tries in a row in which no source had the gradient
     wanted: SnapshotRef | None = None  # the state to fetch next
     urls: tuple[str, ...] = ()
     state: SnapshotRef | None = None  # a fetched state, ready to install
@@ -139,13 +139,13 @@ class Contact:
     beaten_epoch: int = -1  # the newest epoch that a heartbeat has named
     asked: float = -math.inf  # when a newcomer last needed to know my step
     connected: bool = False
-    changes: bool = False  # as in ``Epoch.changes``
+    changes: bool = False  # whether the leader understands changes of a roster, as in ``Epoch.changes``
     number: int = 0  # the newest heartbeat's number
     sent: dict[int, float] = field(default_factory=dict)  # when each unanswered heartbeat was sent
     aborted: m.Aborted | None = None  # my newest abort
-    unsaid: bool = False  # whether ``aborted`` was not sent, because there was no session
-    fallen: m.CannotContinue | None = None  # repeated until the leader has answered it
-    failed: m.LoopFailed | None = None  # repeated until the leader has answered it
+    unsaid: bool = False  # whether ``aborted`` is unsent, because there was no session
+    fallen: m.CannotContinue | None = None  # message repeated until the leader has answered it
+    failed: m.LoopFailed | None = None  # message repeated until the leader has answered it
     finished: bool = False
     unheeded: m.Resume | None = None  # a decision after the end of my autonomy; an answer lets it count
 

@@ -22,7 +22,7 @@ class SessionOpened:
     """A member's session began with this message."""
 
     session: OpenSession
-    policy: Policy | None = None  # the policy in force from this event on; None: it stays as it was
+    policy: Policy | None = None  # the policy in force from this event on; None: the policy stays as it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ class RecordEvent:
 
     kind: str
     epoch: int
-    about: str = ""  # a replica
-    why: str = ""  # a sentence
+    about: str = ""  # the replica that the event is about; empty: none
+    why: str = ""  # why the event happened, in one sentence
     incident_id: str = ""  # empty: the event belongs to no change of the roster
 
 

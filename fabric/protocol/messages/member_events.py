@@ -18,7 +18,7 @@ class Ready:
     """The state at ``step`` is complete and the main thread waits."""
 
     step: Int64
-    digest: str = ""  # the state's digest; empty: not taken
+    digest: str = ""  # the state's digest; empty: no digest was taken
     times: StepTimes | None = None
     later: bool = False  # the digest is being taken; TellDigest asks for it
     entries: tuple[tuple[str, str], ...] = ()  # small entries of the state, which members compare
@@ -41,7 +41,7 @@ class Streaming:
     """
 
     step: int
-    weight: float  # of the micro-batches that are being computed
+    weight: float  # the weight of the micro-batches that the trainer computes now
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class LoopRaised:
 class Busy:
     """The user's code announced that its next part takes long."""
 
-    reason: str  # why it takes long; empty: the long part is over
+    reason: str  # why the announced work takes long; empty: the work is over
     at_most_s: float
 
 
@@ -118,7 +118,7 @@ class LinkLost:
     replica: str
     incarnation: int
     why: str
-    silent: bool = False  # no bytes got through any more, although neither side had closed the link
+    silent: bool = False  # the link carried no bytes any more, although neither side had closed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Exchanged:
     step: Int64
     gradient_digest: str
     nonfinite: str = ""  # the first tensor of the sum with an infinity or a NaN; empty without the check
-    nonfinite_input: str = ""  # the first such tensor of my own contribution
+    nonfinite_input: str = ""  # the first tensor of my own contribution that is not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class FetchFailed:
     """No source delivered the state."""
 
     why: str
-    unusable: bool = False  # the state is damaged or unreadable at every source: another try is useless
+    unusable: bool = False  # the state is damaged or unreadable at every source: another try would fail too
     misfit: bool = False  # the state belongs to another model
 
 
@@ -226,7 +226,7 @@ class Snapshotted:
 class RingWaitsFor:
     """The data plane waits for bytes of this member. An abort that follows names the member."""
 
-    replica: str  # empty: the data plane waits for no member
+    replica: str  # the member that the data plane waits for; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,14 +383,14 @@ class Finish:
 
     step: Int64
     alone: str = ""  # why the job is over although no lighthouse has said so; empty: a lighthouse has
-    ended: JobEnd | None = None  # the job's end, to be told to a lighthouse later
+    ended: JobEnd | None = None  # the job's end, which a lighthouse learns later
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
     """End this process."""
 
-    code: Int64  # 75: restart me, 1: do not
+    code: Int64  # exit code 75: restart this process; 1: do not
     reason: str
     poison: tuple[Poison, ...] = ()  # the micro-batches that are the reason, if any are
 
@@ -426,7 +426,7 @@ class CancelFetch:
 class RetainGradients:
     """Keep more published gradients than the last two, because a replica catches up."""
 
-    on: bool  # False: keep the last two again
+    on: bool  # False: keep only the gradients of the last two steps again
 
 
 # --- effects: telling people ------------------------------------------------------------------------------

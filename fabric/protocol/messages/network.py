@@ -20,7 +20,7 @@ from fabric.model import (
     StepTimes,
 )
 
-# Stands in the phase of a heartbeat while links of the epoch are still to be made.
+# The word in a heartbeat's phase while this member still lacks links of the epoch.
 LINKING = ", linking"
 
 # --- member to member ---------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Finished:
 
     fence: Fence
     step: Int64
-    why: str = ""  # why my loop was stopped: others had finished at ``step``; empty: it ended normally
+    why: str = ""  # why another member's finish at ``step`` stopped my loop; empty: it ended normally
 
 
 PeerMessage = Contribution | CommitVote | Finished
@@ -103,7 +103,7 @@ class Resume:
 
     fence: Fence
     step: Int64
-    table: tuple[Assignment, ...]  # only the receiver's row; without a row it computes nothing more
+    table: tuple[Assignment, ...]  # only the receiver's row; a member without a row computes nothing more
     commit_digest: str = ""  # a member one step behind with a gradient of this digest commits it first
     reason: str = ""
 
@@ -131,8 +131,8 @@ class StateSources:
 
     fence: Fence
     state: SnapshotRef
-    urls: tuple[str, ...]  # of checkpoint servers
-    again: bool = False  # the replica did not ask; its replay gets no closer: start again from this state
+    urls: tuple[str, ...]  # base URLs of checkpoint servers that hold the state
+    again: bool = False  # the leader restarts a replay that gets no closer: begin again from this state
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Complete:
 class Rejected:
     """The leader refuses the session."""
 
-    reason: str  # for a person
+    reason: str  # the reason of the rejection, for a person
     retry: bool = False  # the session stays open, but the leader does not admit its replica for now
     poison: tuple[Poison, ...] = ()  # the micro-batches that are the reason, if any are
 
@@ -181,7 +181,7 @@ class OpenSession:
 
     replica: str
     incarnation: Int64
-    generation: Int64  # the generation of my state; 0: I hold only my initial state
+    generation: Int64  # generation of my state; 0: I hold only my initial state
     step: Int64
     digest: str
     epoch: Int64  # the newest epoch I know
@@ -203,7 +203,7 @@ class OpenSession:
     # The parameters in order, for people: "name dtype[shape]"; empty: too many to send.
     tensors: tuple[str, ...] = ()
     roster: str = ""  # digest of the newest roster I hold; empty: an older version, without RosterDelta
-    plane: str = ""  # how gradients are exchanged (host, device, nccl); empty: not said
+    plane: str = ""  # how members exchange gradients (host, device, nccl); empty: not said
     durable: tuple[SnapshotRef, ...] = ()  # complete durable checkpoints that I could load, oldest first
     # Earlier incarnations on this host that have ended by the kernel's evidence, newest first.
     predecessors: tuple[Int64, ...] = ()
@@ -260,7 +260,7 @@ class Aborted:
     step: Int64
     why: str
     about: str = ""  # the peer on which the round failed
-    waiting_for: tuple[str, ...] = ()  # the members that I waited for when the round ended
+    waiting_for: tuple[str, ...] = ()  # the members that I still waited for when the round ended
     stalled: bool = False  # the round took longer than its time budget
     mismatch: bool = False  # the peer ``about`` takes part in another exchange: other parameters or sizes
     unreachable: tuple[str, ...] = ()  # members to which nothing gets through
@@ -303,7 +303,7 @@ class RequestState:
 
     fence: Fence
     why: str
-    lost: bool = False  # I hold no state that is of use
+    lost: bool = False  # I hold no usable state
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class SnapshotNamed:
 
     step: Int64
     generation: Int64
-    done: bool  # whether the part is served
+    done: bool  # whether the checkpoint server serves this rank's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class SnapshotDue:
     """All ranks take a snapshot of the state at ``step`` now. Only rank 0 orders it."""
 
     step: Int64
-    durable: bool = False  # time for a durable checkpoint too
+    durable: bool = False  # whether it is time for a durable checkpoint too
 
 
 RankEvent = (
@@ -102,7 +102,7 @@ class RankCommand:
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
     event: RankEvent
-    number: int = 0  # the command's number, as cancelled fetches may still end; 0: the event names it
+    number: int = 0  # number of the command that this event answers; 0: the event itself names the command
 
 
 _EFFECTS = {kind.__name__: kind for kind in get_args(RankEffect)}
@@ -238,7 +238,7 @@ def seen_by_rank(record: Record, rank: int) -> Record:
 def _seen(member: Member, rank: int) -> Member:
     addresses = member.addresses
     if rank >= len(addresses):
-        # The leader refuses such a session already; this error replaces an IndexError if it ever does not.
+        # The leader refuses such a session; this error replaces an IndexError if a leader ever admits it.
         raise ProtocolError(
             f"{member.replica} has {len(addresses)} ranks and no rank {rank}: start every replica with the "
             "same number of ranks"

@@ -20,7 +20,7 @@ def change(before: Record, after: Record) -> m.RosterDelta:
     if after is before:
         return m.RosterDelta(replace(after, roster=()), after.roster_digest, after.roster_digest)
     old = {x.replica: x for x in before.roster}
-    # Nearly every entry is the same object, and identity is cheaper to test than equality.
+    # Nearly every entry is an unchanged object, and identity is cheaper to test than equality.
     joined = tuple(x for x in after.roster if (entry := old.get(x.replica)) is not x and entry != x)
     left = tuple(name for name in before.names if after.member(name) is None)
     delta = m.RosterDelta(replace(after, roster=()), before.roster_digest, after.roster_digest, joined, left)

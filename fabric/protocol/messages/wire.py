@@ -103,7 +103,7 @@ def encode_value(value: object) -> bytes:
     except UnicodeEncodeError:  # text with half of a character, for instance from a file name
         text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
         return encode_value(decode_value(cls, text.encode(errors="replace"), cls.__name__))
-    if b"null" in data:  # msgspec writes this for a number that is not finite, too
+    if b"null" in data:  # msgspec writes null also for a number that is not finite
         decode_value(cls, data, cls.__name__)
     return data
 

@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 FLOOR_S = 5.0
-# The bound is this many times the duration of the slowest round in a hundred.
+# The time budget is this many times the duration of the slowest round in a hundred.
 MARGIN = 20.0
-# The bound adapts after this many good rounds, and follows the last REMEMBERED ones.
+# The time budget adapts after this many good rounds, and follows the last REMEMBERED rounds.
 ENOUGH = 20
 REMEMBERED = 200
 
@@ -21,7 +21,7 @@ REMEMBERED = 200
 class Budget:
     """The longest times, in seconds."""
 
-    exchange_s: float = 60.0  # from the last member's contribution to the commit
+    exchange_s: float = 60.0  # seconds from the last member's contribution to the commit
     user_code_s: float = 1800.0
 
     @property

@@ -23,7 +23,7 @@ from fabric.model import EVERYTHING, Member, Sharing
 from fabric.protocol.rules.data_slot_placement import place
 from fabric.protocol.rules.spare import hosts_of, settle
 
-_MOST = 1 << 53  # above every number of a data slot
+_MOST = 1 << 53  # larger than the number of any data slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def spread(
     if not members:
         raise ValueError("no member is left to compute the micro-batches")
     given: dict[str, list[int]] = {m.replica: [] for m in members}
-    # Each member's load with one micro-batch more, relative to its share, and its place in the roster.
+    # A member's load with one micro-batch more, relative to the member's share, and its place in the roster.
     # Quotients of small integers have the same order as floats and as fractions.
     queue = [((load.get(m.replica, 0) + 1) / max(m.shares, 1), place) for place, m in enumerate(members)]
     heapq.heapify(queue)

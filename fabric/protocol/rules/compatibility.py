@@ -10,9 +10,9 @@ from fabric.protocol.messages.network import OpenSession
 from fabric.protocol.rules.lanes import lanes_of
 from fabric.protocol.rules.layout_text import read_layout
 
-# The names under which people set some of the data settings.
+# Data setting -> the name of the variable or argument with which the user chooses it.
 _LABELS = {"data_slots": "seats (FABRIC_REPLICAS)", "on_nan": "FABRIC_ON_NAN"}
-# The words for people for each value of ``OpenSession.plane``.
+# Value of ``OpenSession.plane`` -> words for an error message.
 _PLANES = {"host": "in host memory", "device": "on a GPU", "nccl": "through NCCL"}
 
 

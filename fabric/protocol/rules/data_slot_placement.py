@@ -18,11 +18,11 @@ from fabric.protocol.rules.spare import hosts_of, stack_of
 
 # The cost of one shard, by its readers. Pairs of readers in one rack only guide the search.
 _NO_READER, _ONE_RACK, _SHARED_RACK, _PAIR = 1 << 90, 1 << 60, 1 << 30, 1
-# The most readers that one search looks at, from all starting arrangements together: less than a second.
+# The most readers that one search looks at, over all starting arrangements: takes less than a second.
 _EFFORT = 30_000
 _BEGINNINGS = 48
 
-# The rack of the replica on a data slot: "" if it names none, None if the slot is free.
+# Data slot -> the rack of its replica: "" if the replica names none, None if the slot is free.
 _Label = str | None
 
 

@@ -27,7 +27,7 @@ class Evict:
 
     replicas: tuple[str, ...]
     reason: str
-    state: bool = False  # their state is wrong, not only the gradient that they prepared
+    state: bool = False  # whether the members' state is wrong too, not only the prepared gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _redo(record: Record, reports: Mapping[str, Report], step: int, work: Work) 
             continue
         kept = set(report.have) if report.step == step else set()
         if kept & taken:
-            # Two members computed the same micro-batch, because one of them missed a table: the later one in
+            # Two members computed this micro-batch, because one of them missed a table: the later member in
             # roster order drops its gradient.
             dropped.add(member.replica)
             kept = set()
@@ -171,7 +171,7 @@ def _outvoted(record: Record, reports: Mapping[str, Report]) -> Evict | None:
 
 def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Undecidable | None:
     cuts = {x.replica: x.cuts for x in record.roster}
-    alike: dict[tuple[int, str], dict[str, str]] = {}  # by step and layout of ranks
+    alike: dict[tuple[int, str], dict[str, str]] = {}  # (step, layout of ranks) -> digest -> its members
     for name, report in reports.items():
         if report.digest:
             alike.setdefault((report.step, cuts[name]), {})[name] = report.digest

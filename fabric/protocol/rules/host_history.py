@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from fabric.model import HostHistory
 
-# A host reaches this score by two failures within a day, or three within two days.
+# Two failures within a day, or three within two days, give a host this score.
 SUSPECT = 1.5
-# A lower score is forgotten: one failure has this score after a week.
+# A host with a lower score is forgotten: one failure has this score after a week.
 FORGOTTEN = 2.0**-7
 # The most hosts in a record, to keep it small: the least suspect ones beyond it are forgotten.
 MAX_HOSTS = 256

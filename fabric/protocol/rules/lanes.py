@@ -26,7 +26,7 @@ class HeldParameter:
     name: str
     dtype: str
     shape: tuple[int, ...]  # the shape of the whole parameter
-    region: TensorRegion  # the part; empty where a rank holds nothing of a small parameter
+    region: TensorRegion  # the part of the parameter; empty where a rank holds nothing of a small parameter
 
     @property
     def whole(self) -> str:
@@ -55,7 +55,7 @@ class Piece:
 class Lane:
     """Pieces that the same ranks hold, in order of their names and places."""
 
-    holders: tuple[int, ...]  # of each replica the rank that takes part
+    holders: tuple[int, ...]  # for each replica, the rank that takes part
     pieces: tuple[Piece, ...]
 
     @property
@@ -99,7 +99,7 @@ def lanes_of(layouts: Mapping[str, ReplicaLayout]) -> tuple[Lane, ...]:
     Raises ConfigError where a replica does not hold the whole model that the others hold, or cuts a parameter
     into parts that overlap.
     """
-    kinds: dict[ReplicaLayout, str] = {}  # the first replica of each layout
+    kinds: dict[ReplicaLayout, str] = {}  # each layout -> its first replica
     first_alike = [kinds.setdefault(layout, replica) for replica, layout in layouts.items()]
     cuts = {replica: _cuts(replica, layout) for layout, replica in kinds.items()}
     _check_equal_models(cuts)

@@ -79,7 +79,7 @@ def _greedy(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int
         _, count, place = heapq.heappop(heap)
         i = -place
         if i not in left or left[i] != -count or not left[i]:
-            continue  # this member is out already, or the entry is outdated
+            continue  # the member is out already, or the heap's entry is outdated
         del left[i]
         for other in neighbours[i] & left.keys():
             left[other] -= 1

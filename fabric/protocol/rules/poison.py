@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from fabric.model import Death, Poison, ReplicaProcess
 
-# After this many deaths at one micro-batch, no member gets it again.
+# After this many deaths at one micro-batch no member computes the micro-batch again.
 ENOUGH = 2
 # More poisoned micro-batches than this show a bad program, not a bad sample: the job stops.
 MOST = 64

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-_FAR = 1 << 30  # more than any path costs
+_FAR = 1 << 30  # larger than the cost of any path
 
 # Optimal Golomb rulers by number of marks, from 1 mark on. Lengths: OEIS A003022.
 GOLOMB_RULERS: tuple[tuple[int, ...], ...] = (
@@ -141,7 +141,7 @@ def _check(groups: int, redundancy: int) -> None:
 class Patch:
     """The work of the survivors after a failure, before they retry the exchange."""
 
-    compute: dict[int, tuple[int, ...]]  # per group the types to compute now, in ascending order
+    compute: dict[int, tuple[int, ...]]  # group -> the types to compute now, in ascending order
     depth: int  # the stack depth from the next step on
     deeper: bool  # the depth rose, so every survivor computes one more slot per level
 
@@ -251,7 +251,7 @@ class Settlement:
     """The group that computes each type while some groups are absent."""
 
     owner: tuple[int, ...]  # per type; -1 where no host is present
-    depth: int  # the most types that one group computes
+    depth: int  # the most types that any group computes
 
 
 @lru_cache(maxsize=256)
@@ -324,7 +324,7 @@ class _Owners:
         return depth
 
     def _assign(self, homeless: Sequence[int], computed: dict[int, set[int]], depth: int) -> bool:
-        cheap = True  # whether every type so far cost 1, the least possible
+        cheap = True  # whether every type so far cost 1, which is the least possible cost
         for type_ in homeless:
             search = _PathSearch(self.hosts, self.owned, computed, depth, cheap)
             search.run(type_)
@@ -355,8 +355,8 @@ class _PathSearch:
     ) -> None:
         self._hosts, self._owned, self._computed = hosts, owned, computed
         self._depth, self._cheap = depth, cheap
-        self._cost: dict[int, int] = {}  # per group: the cost to reach it with one type too many
-        # Per group reached: the type that it takes, and the group that gives it up (-1: no owner).
+        self._cost: dict[int, int] = {}  # group -> the cost to reach it with one type too many
+        # Reached group -> the type that it takes, and the group that gives up the type (-1: no owner).
         self._via: dict[int, tuple[int, int]] = {}
         self._queue: deque[int] = deque()
         self.goal = -1  # the group with a free slot at the end of the path; -1: there is no path

@@ -86,6 +86,6 @@ class RingRebuilds:
     """The rebuilds of the ring since the last committed step, and the complaints that led to them."""
 
     tries: int = 0
-    blame: Counter[str] = field(default_factory=Counter)  # complaints, by member
+    blame: Counter[str] = field(default_factory=Counter)  # member -> complaints about it
     links: Counter[tuple[str, str]] = field(default_factory=Counter)  # complaints, by ring link
-    stuck: Counter[str] = field(default_factory=Counter)  # stalls without an excuse, by member
+    stuck: Counter[str] = field(default_factory=Counter)  # member -> stalls of it without an excuse

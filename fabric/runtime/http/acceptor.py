@@ -18,10 +18,10 @@ from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot
 
 log = logging.getLogger(__name__)
 
-# At most this many connections are accepted before the loop serves the open ones.
+# The most connections that one turn accepts before the event loop serves the open connections.
 _AT_ONCE = 64
 _HANDSHAKE_S = 20.0
-# The pause after running out of descriptors, because no event reports a free one.
+# The pause after the process ran out of file descriptors, because no event reports a free descriptor.
 _LOOK_AGAIN_S = 0.05
 
 

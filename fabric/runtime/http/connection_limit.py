@@ -85,7 +85,7 @@ class ConnectionLimit:
         self._clock = clock
         self._reported = float("-inf")
         self._open: Count[str] = Count()
-        # Idle connections, the longest idle one first: of all addresses, and by address.
+        # Idle connections of all addresses, and by address, the connection that is idle longest first.
         self._idle: dict[ConnectionSlot, None] = {}
         self._idle_by: dict[str, dict[ConnectionSlot, None]] = {}
 

@@ -51,10 +51,10 @@ _STALL_BYTES = 4 << 20
 # How long we still read a body that we have refused, so that its sender gets the answer and not a reset.
 _LINGER_S = 1.0
 _MOST_AWAY_S = 60.0
-# Thousands of members reconnect at once after a fail-over. The kernel lowers this number to its own limit.
+# Thousands of members reconnect at once after a fail-over. The kernel lowers this backlog to its own limit.
 _BACKLOG = 4096
 
-# The first class that an error is an instance of decides.
+# Error class -> HTTP status: the first class that an error is an instance of decides.
 _STATUSES: tuple[tuple[type[FabricError], int], ...] = (
     (Unauthorized, 401),
     (ProtocolError, 400),

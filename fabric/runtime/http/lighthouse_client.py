@@ -58,7 +58,7 @@ class LighthouseDialer:
         Raises what ``dial`` raises, RedirectRefused, and Unreachable where redirects go in a circle.
         """
         self.at, url = base, URL(base + path, encoded=True)
-        token = self._tokens.shown()  # the file may have a new token
+        token = self._tokens.shown()  # the token file may have a new token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         for _ in range(_MAX_REDIRECTS):
             try:
@@ -73,8 +73,8 @@ class Lighthouses:
     """The lighthouses to ask."""
 
     urls: tuple[str, ...]
-    job: str  # the job to ask about, empty for all
-    token: str  # empty for none
+    job: str  # the job that the request asks about, empty for all jobs
+    token: str  # the job's token, empty for none
     tls: Tls = field(default_factory=Tls)
 
     def path(self, *rest: str) -> str:

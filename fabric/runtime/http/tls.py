@@ -18,8 +18,8 @@ class Tls:
     """The three files of TLS, in PEM: all, or none."""
 
     cert: Path | None = None  # certificate of this process
-    key: Path | None = None  # its key
-    ca: Path | None = None  # the trusted authority
+    key: Path | None = None  # private key of this certificate
+    ca: Path | None = None  # certificate of the trusted authority
 
     @property
     def is_on(self) -> bool:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 MAX_TOKEN_BYTES = 4096
 MOST_TOKENS = 2
-# How often an acceptor checks whether the file has changed.
+# Seconds between two checks of the token file for a change.
 LOOK_S = 1.0
 
 
@@ -50,7 +50,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
 
 def is_same(given: str, token: str) -> bool:
     """Whether ``given`` equals ``token``; the comparison takes the same time for every guess."""
-    # Bytes outside of UTF-8 come as lone surrogates; refuse them instead of raising.
+    # Bytes outside of UTF-8 come as lone surrogates; refuse such bytes instead of raising an error.
     return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
 
 

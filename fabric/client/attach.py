@@ -152,7 +152,7 @@ def _attach(
     chosen = chosen.of_rank(process.rank)
     _set_up_logs(chosen, process)
     lanes = _lanes(chosen, process, parameters, averaged)
-    # Before the checkpoint server is started, which would stay for a process that a wrong path ends.
+    # Open the journal before the checkpoint server starts: a wrong path then leaves no server behind.
     journal = Journal(chosen.journal, chosen.replica, process.incarnation)
     trainer = _Trainer(
         settings=chosen,

@@ -57,7 +57,7 @@ class AllCalls:
     unread: Mapping[Process, str]
     groups: dict[GroupId, GroupCalls] = field(default_factory=dict)
     names: dict[Process, str] = field(default_factory=dict)
-    has_recorded: set[tuple[Process, bool]] = field(default_factory=set)  # with is_own
+    has_recorded: set[tuple[Process, bool]] = field(default_factory=set)  # (process, is_own) of recordings
 
     def name(self, process: Process) -> str:
         return self.names.get(process, process.name)

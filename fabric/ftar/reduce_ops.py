@@ -142,7 +142,7 @@ class Reduction:
             for low in range(0, own.numel(), _BLOCK):
                 block = slice(low, low + _BLOCK)
                 total, other = received[block].float(), own[block].float()
-                # Never write to a received block that came as float32: it is another member's memory.
+                # Never write to a received block that came as float32: it lies in another member's memory.
                 kernel(total.numpy(), other.numpy(), out=other.numpy())
                 if last and self.operation == "mean":
                     np.divide(other.numpy(), np.float32(self.weight), out=other.numpy())

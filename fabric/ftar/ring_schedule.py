@@ -41,7 +41,7 @@ class RingPiece:
     gather: bool  # whether the elements are the result
     start: int
     stop: int
-    last: bool  # the receiver passes it on no further: the sum is complete, or all have the result
+    last: bool  # whether the receiver keeps the piece: the sum is complete, or all have the result
     everybody: bool  # the arrival proves that all members have entered the exchange: all have sent it on
 
 

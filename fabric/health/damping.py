@@ -4,7 +4,7 @@ only once it has lasted."""
 from collections.abc import Collection
 
 SHORT = 30  # number of steps: a slowdown that ends sooner should not have been reported
-FIRST = 5  # steps that a slowdown must last after the first short one; each further short one raises it
+FIRST = 5  # steps that a slowdown must last after one short slowdown; further short slowdowns raise it
 MOST = 40
 CALM = 300  # after this number of steps without a short slowdown, ``needed`` is halved
 

@@ -33,7 +33,7 @@ class UnitDetector:
     def __init__(self, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP) -> None:
         self.predictor = WorkPredictor(warm_up)
         self.alarm = alarm()
-        self._recent: deque[float] = deque(maxlen=RECENT)  # observed / predicted
+        self._recent: deque[float] = deque(maxlen=RECENT)  # observed over predicted time, newest samples
         # Iterations since the alarm's statistic left zero; learnt only when the statistic returns to zero.
         self._doubtful: list[Sequence[Sample]] = []
 

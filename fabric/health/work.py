@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class WorkAmount:
     """The work of one micro-batch, or the sum over several."""
 
-    tokens: float  # or another amount that the user declared; without one, the number of samples
+    tokens: float  # tokens, or another declared amount; without a declaration, the number of samples
     squares: float = 0.0  # sum of the squared lengths of the packed documents; the work of attention
     samples: float = 0.0
     micro_batches: int = 1

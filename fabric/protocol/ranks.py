@@ -103,7 +103,7 @@ class Ranks:
         self._number = 0
         self._main: dict[int, RankEvent] = {}
         self._digested: dict[int, io.Digested] = {}  # the answers to the TellDigest under way
-        self._closing: io.Closing | None = None  # held back until the snapshot under way ends
+        self._closing: io.Closing | None = None  # Closing, held back until the snapshot under way ends
         self._linked: dict[int, set[int]] = {}  # epoch -> ranks that have all links of the epoch
         self._reduced: dict[tuple[int, int], dict[int, io.Exchanged]] = {}  # round -> rank -> its result
         self._fetching = _Fetching()

@@ -60,7 +60,7 @@ class Driver(Generic[EventT, EffectT]):
         self._thread_safe_effects = thread_safe_effects
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._turn = threading.Lock()  # its holder may pass it on to the loop's thread
+        self._turn = threading.Lock()  # the lock's holder may pass it on to the loop's thread
         self._queue: deque[EventT] = deque()
         self._effects: deque[EffectT] = deque()
         self._closed = self._failed = False

@@ -171,7 +171,7 @@ class EtcdStore:
                         delay_s = RECONNECT_FIRST_S
                         for event in answer.events:
                             yield event
-                        # The revision in a "created" answer is the store's, not this watch's.
+                        # The revision in a "created" answer is the store's revision, not the watch's.
                         if answer.events or not answer.created:
                             last = answer.events[-1].revision if answer.events else answer.revision
                             from_revision = max(from_revision, last + 1)

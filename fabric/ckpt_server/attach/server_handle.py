@@ -167,7 +167,7 @@ class ServerHandle:
         if self._gradient_index is None:
             return False
         # While another thread waits for the server's answer, input on the channel is that answer. The other
-        # thread then notices a lost server.
+        # thread notices a lost server, too.
         if self._lock.acquire(blocking=False):
             try:
                 self._line.settle()

@@ -46,7 +46,7 @@ __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaCopyStream", "SnapshotDiges
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
-# The copy has lower priority than other background work: it must not take the cores that the trainer needs.
+# The copying threads have lower priority than other background work: the trainer needs the cores.
 # The thread that waits for the copy helps to copy.
 _NICENESS = 10
 # The caller itself digests up to this many blocks: the scheduler may starve another thread.

@@ -71,7 +71,7 @@ class _Linking:
     rings: list[_RingLink] = field(default_factory=list)  # none in an epoch of one member
     task: "asyncio.Task[None] | None" = None
     done: bool = False
-    unreachable: dict[str, str] = field(default_factory=dict)  # replica -> why no connection came about
+    unreachable: dict[str, str] = field(default_factory=dict)  # replica -> why there is no link to it
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 

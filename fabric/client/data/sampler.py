@@ -55,7 +55,7 @@ class StepSampler(torch.utils.data.Sampler[int]):
         self.per_step = global_batch_size // data_slots
         self._part = cut(global_batch_size, [1] * data_slots)[number]
         self._committed_step = committed_step
-        self._drawn: deque[int] = deque()  # steps whose samples were drawn and are not exchanged yet
+        self._drawn: deque[int] = deque()  # steps of drawn samples that are not exchanged yet
         self._begin()
 
     def _begin(self) -> None:

@@ -46,7 +46,7 @@ class Replay:
         """Load the fetched state, and verify it once loaded. The fetch has verified it as a whole."""
         fetched_state = self._parts.fetch_thread.state
         assert fetched_state is not None
-        # The manifest has the digest of this rank's part, the order that of the whole replica's state.
+        # The manifest has the digest of this rank's part; the order has the digest of the replica's state.
         digest = fetched_state.fetched.manifest["digest"]
         self._parts.points.hit("install", order.step)
         self._state.drop_gradient()

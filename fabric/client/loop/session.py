@@ -363,7 +363,7 @@ class Session:
             self._state.snapshot(generation=0)
         parts.snapshot_worker.submit(parts.slots.reserve)
         part = self._loader.slice.index if self._loader is not None else self._process.rank
-        agreed = {**data, **more, "on_nan": settings.on_nan}  # all members must have equal values
+        agreed = {**data, **more, "on_nan": settings.on_nan}  # settings that must be equal on all members
         gradients = self._state.gradients
         setup = TrainingSetup(
             micro_batches=self._micro_batches,

@@ -212,7 +212,7 @@ def peers_hold_state(settings: Settings) -> bool | None:
     None where no lighthouse answers. Raises Unauthorized.
     """
     lighthouses = Lighthouses(settings.lighthouse, settings.job, settings.token.decode(), settings.tls)
-    with ThreadPoolExecutor(1, "fabric-ask") as pool:  # a separate thread: the caller's may run an event loop
+    with ThreadPoolExecutor(1, "fabric-ask") as pool:  # a thread of its own: the caller may run an event loop
         try:
             job = pool.submit(lighthouses.ask, lighthouses.path()).result()
         except Unreachable:

@@ -35,7 +35,7 @@ class NcclFactory:
             raise ConfigError("this build of torch has no NCCL: use another data plane, or a CUDA build")
         self._device = device
         for name, value in _TORCH_SETTINGS.items():
-            os.putenv(name, value)  # read by torch's native code, when the first communicator is made
+            os.putenv(name, value)  # torch's native code reads it for the first communicator
 
     def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
         """Open a store at a port that the system chooses: see ``CommunicatorFactory``."""

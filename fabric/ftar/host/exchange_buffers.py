@@ -55,7 +55,7 @@ class Operands:
     work: torch.Tensor  # memory from which results are sent on: the result itself, or its staging
     widens: bool = False  # partial results are float32 although the elements are smaller
     wide: torch.Tensor | None = None  # partial results in float32, where this member keeps partial results
-    staged: torch.Tensor | None = None  # copy of own elements for others, None where they read the source
+    staged: torch.Tensor | None = None  # copy of own elements for other members, None without staging
     staged_from: int = 0  # the first element of ``staged``
     digests: dict[int, int] = field(default_factory=dict)  # digests of results to send on, by first element
     # (first element, whether the piece is a result) -> references to the piece in other members' memory, to

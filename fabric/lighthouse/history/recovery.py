@@ -252,7 +252,7 @@ def _fill_return(
     back, peer = recovery.lost[replica], view.peers.get(replica)
     if back.joined or peer is None or not peer.connected:
         return False
-    # A lost process that still lives reports that it knows of the epoch without it. It still has its old
+    # A lost process that still lives reports that it knows of the epoch without it. This process has its old
     # state, so its replica counts as restored only when it has caught up.
     is_lost_one = peer.incarnation == recovery.incarnations.get(replica)
     if is_lost_one and (peer.beat is None or peer.beat.epoch < recovery.epoch):

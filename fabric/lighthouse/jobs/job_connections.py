@@ -26,7 +26,7 @@ class JobConnections:
 
     def __init__(self) -> None:
         self.sessions: dict[str, MemberConnection] = {}  # replica -> the connection of its session
-        # Kept for each connection, because a second process with this replica and rank, which the core
+        # Statuses are kept by connection, because a second process with this replica and rank, which the core
         # refuses, has a checkpoint server, too.
         self.servers: dict[MemberConnection, dict[tuple[str, int], HeardStatus]] = {}
         self.pacer = SendPacer()

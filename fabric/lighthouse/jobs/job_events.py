@@ -28,7 +28,7 @@ class JobEvent:
     epoch: int
     about: str  # the replica that the event is about, or empty
     why: str  # why the event happened, in one sentence
-    incident_id: str = ""  # of its incident, if any; replicas and checkpoint servers log it, too
+    incident_id: str = ""  # id of the event's incident, if any; replicas and checkpoint servers log the id
 
 
 class EventLog:

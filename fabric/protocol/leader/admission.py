@@ -110,7 +110,7 @@ class Admission:
         for name in sorted(record.strangers(peers.keys()) | (self.waiting_outside.keys() & peers.keys())):
             peer = peers[name]
             why = self.kept_out(peer) if peer.connected and name not in self.orders.draining else ""
-            # The session of a process that has ended may stay open for a while: that process does not wait.
+            # The session of an ended process may stay open for a while: an ended process does not wait.
             why = "" if why and self.state.suspicion(peer) else why
             if why == self.waiting_outside.get(name, ""):
                 continue

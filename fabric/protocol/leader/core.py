@@ -290,7 +290,7 @@ class LeaderCore:
         """Accept a session. Keep the facts about a replaced process while the record names that process."""
         member = self.state.record.member(session.replica) if self.state.record is not None else None
         if member is not None:
-            self.state.liveness.note_end(member)  # the replaced session may prove that the process has ended
+            self.state.liveness.note_end(member)  # the session's end may prove that the process has ended
         records = [x for x in (self.state.record, self.writer.writing) if x is not None]
         is_named = former is not None and any(x.lists(*former.process) for x in records)
         self.state.liveness.opened(session, self.state.now, is_named)

@@ -30,7 +30,7 @@ class Serving:
     gap_at: int = 0  # the job's step when ``gap`` was smallest
     blocking_reason: str = ""  # why the newcomer enters by a blocking join; empty: by replay
     asked: set[str] = field(default_factory=set)
-    taken: dict[str, str] = field(default_factory=dict)  # replica -> the digest of its snapshot
+    taken: dict[str, str] = field(default_factory=dict)  # replica -> digest of its snapshot for the newcomer
     missed: set[str] = field(default_factory=set)
     has_sources: bool = False
     asked_at: float = 0.0

@@ -114,7 +114,7 @@ class Liveness:
     rank_statuses: dict[int, dict[str, LastStatus]] = field(default_factory=dict)
     former: dict[ReplicaProcess, Peer] = field(default_factory=dict)  # replaced, but named by the record
     elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)  # of other servers
-    proven_ends: dict[ReplicaProcess, str] = field(default_factory=dict)  # why a process has certainly ended
+    proven_ends: dict[ReplicaProcess, str] = field(default_factory=dict)  # process -> why it has surely ended
 
     def opened(self, session: OpenSession, now: float, is_named: bool) -> None:
         """Take a session. Keep its predecessor's last contact if the record names that process."""

@@ -18,7 +18,7 @@ class Progress:
     state: JobState
     outbox: LeaderOutbox
     last_step_at: float  # when a member last reported a step higher than all before
-    highest_step: int | None = None  # of this generation; None: an earlier leader may know a higher step
+    highest_step: int | None = None  # highest step of this generation; None: not known to this leader
     empty: tuple[int, int] = (0, -1)  # generation and number of the newest step without data in an event
     empty_due: float = 0.0  # the time from which another event about a step without data may follow
 

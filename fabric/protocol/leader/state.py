@@ -30,7 +30,7 @@ class LeaderConfig:
     coalesce_s: float = 0.01  # deaths that the leader notices within this time share one epoch
     rebuild_s: float = 0.1  # pause from an abort to a new ring of the same members; doubled with every try
     rebuild_limit_s: float = 5.0
-    complaints_s: float = 0.3  # from the first word of a missing link until the leader answers it
+    complaints_s: float = 0.3  # from the first complaint about a missing link until the answer
     autonomy_s: float = 1800.0
     autonomy_margin_s: float = 60.0
     failures: int = 3  # this many failures within ``failures_s`` keep a replica or a host out; 0: never
@@ -198,7 +198,7 @@ class JobState:
         knows, entry = self.knows(member), self.addressed(member)
         awaited = member.blocking_join and not knows
         if (entry.joining, entry.blocking_join) == (not knows, awaited):
-            return entry  # nearly every entry: so a new epoch of thousands of members copies few
+            return entry  # nearly every entry stays: a new epoch of thousands of members copies few
         return replace(entry, joining=not knows, blocking_join=awaited)
 
     def deaths(self) -> list[tuple[str, tuple[Death, ...]]]:

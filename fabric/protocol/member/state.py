@@ -94,7 +94,7 @@ class MemberState:
 class KeptGradient:
     """The kept gradient of the current step."""
 
-    have: set[int] = field(default_factory=set)  # its micro-batches, including those under way
+    have: set[int] = field(default_factory=set)  # kept micro-batches, and those under way
     computing: tuple[int, ...] = ()  # the micro-batches that the main thread is adding
     streaming: float = 0.0  # the final weight, while the last backward is under way; 0 before
     weight: float = 0.0

@@ -83,7 +83,7 @@ class Operator:
     who: str
     why: str
     min_replicas: int | None = None  # the new minimum, for scale; None: unchanged, 0: as the sessions ask
-    max_replicas: int | None = None  # the new maximum, in the same way
+    max_replicas: int | None = None  # the new maximum, for scale; None: unchanged, 0: as the sessions ask
 
 
 @dataclass(frozen=True, slots=True)

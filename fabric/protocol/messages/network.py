@@ -283,7 +283,7 @@ class Report:
     committed_digest: str = ""  # the digest of the gradient that led to ``step``; empty: none did
     # The members of this epoch that the round lacked; None: ``round_roster`` holds the round's members.
     round_lacked: tuple[str, ...] | None = None
-    # A vote named another digest than mine, and no majority has mine: no member can commit the round.
+    # A vote named another digest than mine, and no majority has my digest: no member can commit the round.
     disputed: bool = False
     outvoted: bool = False  # in one of my rounds most members named another state digest at ``step``
     unconfirmed: bool = False  # since my admission no state that I updated equalled another member's

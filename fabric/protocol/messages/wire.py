@@ -20,7 +20,7 @@ from fabric.model import PROTOCOL_VERSION, Record
 from fabric.protocol.messages import network
 
 # The most bytes of JSON in a decoded message, so that no peer can flood memory. A report that lists a million
-# micro-batches fits.
+# micro-batches fits within this limit.
 MAX_BYTES = 16 * 1024 * 1024
 # Longer messages and records are compressed. Shorter records can be read with the store's own tools.
 PLAIN_BYTES = 64 * 1024

@@ -68,7 +68,7 @@ def _cost(names: Sequence[str], bad: Mapping[tuple[str, str], int]) -> int:
 class StragglerTracker:
     """How long the others have waited for members that have not come to the exchange."""
 
-    since: dict[str, tuple[int, float]] = field(default_factory=dict)  # member -> the step, and since when
+    since: dict[str, tuple[int, float]] = field(default_factory=dict)  # member -> its step, and since when
 
     def waited_s(self, name: str, step: int, now: float) -> float:
         """Note that a member waits for ``name`` in ``step``; return for how many seconds others have."""
@@ -87,5 +87,5 @@ class RingRebuilds:
 
     tries: int = 0
     blame: Counter[str] = field(default_factory=Counter)  # member -> complaints about it
-    links: Counter[tuple[str, str]] = field(default_factory=Counter)  # complaints, by ring link
+    links: Counter[tuple[str, str]] = field(default_factory=Counter)  # complaints, by link of the ring
     stuck: Counter[str] = field(default_factory=Counter)  # member -> stalls of it without an excuse

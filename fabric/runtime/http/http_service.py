@@ -45,10 +45,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 IDLE_S = 60.0
 # A request's body must arrive within this time: the bodies that we read are small.
 BODY_S = 10.0
-# A reader is cut off if it takes less than _STALL_BYTES of an answer in STALL_S: the rest costs memory.
+# A reader is cut off if it takes fewer than _STALL_BYTES of an answer in STALL_S: the answer costs memory.
 STALL_S = 60.0
 _STALL_BYTES = 4 << 20
-# How long we still read a body that we have refused, so that its sender gets the answer and not a reset.
+# Seconds for which the service still reads a refused body, so that the sender gets the answer, not a reset.
 _LINGER_S = 1.0
 _MOST_AWAY_S = 60.0
 # Thousands of members reconnect at once after a fail-over. The kernel lowers this backlog to its own limit.

@@ -327,8 +327,8 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("change", "sentence"),
         [
-            ({"files": {"../x": {"nbytes": 1, "digest": "0" * 32}}}, "files that cannot be"),
-            ({"files": {"/etc/passwd": {"nbytes": 1, "digest": "0" * 32}}}, "files that cannot be"),
+            ({"files": {"../x": {"nbytes": 1, "digest": "0" * 32}}}, "impossible names or sizes"),
+            ({"files": {"/etc/passwd": {"nbytes": 1, "digest": "0" * 32}}}, "impossible names or sizes"),
             ({"files": {}}, "does not list fabric-0.json"),
             ({"ranks": 0}, "number of ranks"),
             ({"ranks": 10**9}, "number of ranks"),

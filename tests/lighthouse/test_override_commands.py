@@ -56,7 +56,7 @@ async def test_joins_are_paused_and_resumed_over_a_fail_over(http, tmp_path, job
     ):
         members = await start_job(http, first.url, count=2, job=job)
         done = fabric("pause", *common(first, job), "--why", "maintenance", "--who", "ann")
-        assert done.returncode == 0 and "admits nobody now" in done.stdout, done.stderr
+        assert done.returncode == 0 and "admits no replica now" in done.stdout, done.stderr
         late = await newcomer(http, first.url, "r9", members, job=job)
         reason = (await late.next(m.Rejected)).reason
         assert "paused by ann: maintenance" in reason and "fabric resume" in reason

@@ -96,7 +96,7 @@ async def test_an_admitted_process_outlives_every_refusal(status, caplog):
         stub.status = status
         await stub.has_been_asked(5)
         assert not refused
-        said = [r for r in caplog.records if "trains on meanwhile" in r.message]
+        said = [r for r in caplog.records if "goes on training without a lighthouse" in r.message]
         assert len(said) == 1, "once, not at every try"
         sessions = events.count(io.LeaderConnected())
         stub.status = 101

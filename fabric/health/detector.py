@@ -232,6 +232,11 @@ class JobDetector:
             self._speed(name, watched) for name, watched in sorted(self._replicas.items()) if watched.newest
         ]
 
+    def notes(self) -> dict[str, str]:
+        """Why the declared work of a replica is not used, by replica."""
+        units = {name: watched.unit for name, watched in sorted(self._replicas.items())}
+        return {name: unit.predictor.note for name, unit in units.items() if unit.predictor.note}
+
     def _speed(self, name: str, watched: _Replica) -> ReplicaSpeed:
         assert watched.newest is not None
         unit = watched.unit

@@ -256,3 +256,18 @@ def test_the_number_of_slow_replicas_is_a_metric():
     families = {x.name: x for x in text_string_to_metric_families(metrics.render().decode())}
     (sample,) = families["fabric_lighthouse_slow_replicas"].samples
     assert (sample.labels, sample.value) == ({"job": "gpt"}, 2.0)
+
+
+def test_a_job_of_more_members_than_are_compared_costs_no_time_and_accuses_none(monkeypatch):
+    monkeypatch.setattr("fabric.lighthouse.diagnosis.slowness.MOST_MEMBERS", 2)
+    fleet = Fleet()
+    fleet.run(80)
+    assert fleet.run(20, r1=2.0) == []
+    assert fleet.watch.to_json(fleet.view)["replicas"] == {}
+
+
+def test_replicas_are_judged_at_most_four_times_a_second():
+    fleet = Fleet()
+    assert fleet.watch.is_due(100.0)
+    fleet.watch.look(fleet.view, 100.0)
+    assert not fleet.watch.is_due(100.2) and fleet.watch.is_due(100.25)

@@ -4,7 +4,8 @@ Times count only while the job runs undisturbed: not from a joining member or a 
 member joins, and not from the first step of an epoch. A member that may have failed is not compared.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ OFF = "off"
 WHOLE_JOB = ""  # the name that stands for all replicas
 # A replica that makes a step longer by less than this is not reported: a shared host's other work costs more.
 FLOOR_S = 0.02
+# Above this number of members no times are compared: one report costs 0.05 ms, on the loop of all heartbeats.
+MOST_MEMBERS = 1000
 REPLAN = 1.25  # the advice stays while the replicas are slow by about the same factor
 # A layout of one rank and one layer: the computation of shares needs no other detail.
 _LAYOUT = StageLayout(((0,),), (1,))
@@ -48,15 +51,16 @@ class Advice:
 
 
 class SlownessWatch:
-    """``hear`` every heartbeat with times; ``look`` a few times a second."""
+    """``hear`` every heartbeat with times; ``look`` when ``is_due``, as it visits all replicas."""
 
     def __init__(self) -> None:
         self._detector = JobDetector(floor_s=FLOOR_S)
         self._damping, self._job_damping = Damping(), Damping()
+        self._looked_at = -math.inf
         self._newest_step = 0  # the newest step whose times were used
         self._epochs: dict[str, int] = {}  # replica -> the epoch of its newest times
         self._record: Record | None = None
-        self._is_settled = False  # whether no member of the record is joining
+        self._is_settled = False  # whether the record's members are compared: none is joining
         self._slow: dict[str, Slowdown] = {}
         self._advice: Advice | None = None
         self._planned: dict[str, float] = {}  # replica -> the factor for which the advice was planned
@@ -92,14 +96,20 @@ class SlownessWatch:
     def _counts(self, record: Record, replica: str, incarnation: int) -> bool:
         if record is not self._record:
             self._record, self._planned = record, {}
-            self._is_settled = not any(member.joining or member.leaving for member in record.roster)
+            self._is_settled = len(record.roster) <= MOST_MEMBERS and not any(
+                member.joining or member.leaving for member in record.roster
+            )
             self._detector.keep([member.replica for member in record.roster])
         return self._is_settled and record.lists(replica, incarnation)
 
+    def is_due(self, now: float) -> bool:
+        """Whether to ``look`` again: at most four times a second, with 1,000 replicas once a second."""
+        return now - self._looked_at >= max(0.25, len(self._epochs) / 1000)
+
     def look(self, view: LeaderView, now: float) -> list[SlownessEvent]:
         """Judge all replicas again; return the new events."""
-        record = view.record
-        if record is None or view.is_complete or self.mode(view) == OFF:
+        record, self._looked_at = view.record, now
+        if record is None or view.is_complete or self.mode(view) == OFF or len(record.roster) > MOST_MEMBERS:
             self._slow, self._planned, self._advice = {}, {}, None
             return []
         failed = {m.replica for m in record.roster if view.liveness.failure_reason(m, now)}
@@ -118,13 +128,13 @@ class SlownessWatch:
             for name in before
             if name not in self._slow
         ]
-        return events + self._notes_of(self._detector.speeds()) + self._advise(view, record, failed)
+        return events + self._new_notes() + self._advise(view, record, failed)
 
-    def _notes_of(self, speeds: Sequence[ReplicaSpeed]) -> list[SlownessEvent]:
+    def _new_notes(self) -> list[SlownessEvent]:
         """Report once for each replica that its declared work does not predict its times."""
-        fresh = [x for x in speeds if x.note and x.replica not in self._notes]
-        self._notes.update(x.replica for x in fresh)
-        return [SlownessEvent("work ignored", x.replica, x.note) for x in fresh]
+        fresh = {name: note for name, note in self._detector.notes().items() if name not in self._notes}
+        self._notes.update(fresh)
+        return [SlownessEvent("work ignored", name, note) for name, note in fresh.items()]
 
     def _advise(self, view: LeaderView, record: Record, failed: set[str]) -> list[SlownessEvent]:
         """Plan shares for the slow replicas; plan again when these or their factors have changed."""

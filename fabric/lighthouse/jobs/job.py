@@ -152,9 +152,6 @@ class Job:
     def look_at_ledger(self) -> GoodputLedger:
         """Return the goodput ledger, up to now."""
         self.servers.look(self.view, self.now, self.note)
-        if self.is_running:
-            for event in self.slowness.look(self.view, self.now):
-                self.note(event.kind, event.about, event.why)
         return self.history.sample(self.view, self.now, keep=self.is_running)
 
     def begin(self, record: Record | None) -> None:
@@ -303,6 +300,9 @@ class Job:
             self._observe()
         if self.history.is_sample_due(len(self.connections.sessions), now):
             self.look_at_ledger()
+        if self.is_running and self.slowness.is_due(now):
+            for change in self.slowness.look(self.view, now):
+                self.note(change.kind, change.about, change.why)
 
     def answer(self, asker: object, event: io.Event) -> None:
         """Give an outcome to the core that ordered the write or read, but not to a later core."""

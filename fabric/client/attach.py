@@ -57,6 +57,7 @@ from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of
 from fabric.protocol.rules.layout_text import layout_text, read_layout
 from fabric.runtime import config, logs
 from fabric.runtime.config import Settings, parse_replicas
+from fabric.runtime.exit_codes import FAILED, RESTART
 from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
@@ -120,7 +121,7 @@ def attach(
     except FabricError as error:
         sys.stderr.write(f"fabric: {error}\n")
         # Exit code 75 asks for a restart: a stopped or full checkpoint server may answer the next process.
-        raise SystemExit(75 if isinstance(error, ServerLost) else 1) from None
+        raise SystemExit(RESTART if isinstance(error, ServerLost) else FAILED) from None
 
 
 def _attach(
@@ -386,6 +387,6 @@ def _crash(replica: str, crash_marker: CrashMarker) -> Callable[[BaseException],
         sys.stderr.write(f"fabric: {replica}: internal error: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
         crash_marker.clear()
-        os._exit(75)
+        os._exit(RESTART)
 
     return crash

@@ -42,6 +42,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.network import CommitVote, Contribution
 from fabric.protocol.messages.rank_messages import NameSnapshot, RankEvent
 from fabric.runtime.driver import Core, Driver
+from fabric.runtime.exit_codes import RESTART
 from fabric.runtime.failpoints import Failpoints
 
 # Effects that are orders to the trainer's main thread.
@@ -261,8 +262,8 @@ class Engine:
         """Stop this process for a defect in the core or a thread; its launcher starts it again."""
         reason = f"internal error in {type(error).__name__}: {error}"
         self._parts.crash_marker.clear()
-        self._parts.journal.write("stop", code=75, reason=reason)
-        self.orders.put(io.Stop(75, reason))
+        self._parts.journal.write("stop", code=RESTART, reason=reason)
+        self.orders.put(io.Stop(RESTART, reason))
 
     async def _main(self, bind: str, ports: str, ready: "queue.SimpleQueue[BaseException | int]") -> None:
         parts = self._parts

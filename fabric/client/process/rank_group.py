@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from fabric.errors import ConfigError, ProtocolError
 from fabric.runtime.config import launched_ranks
+from fabric.runtime.exit_codes import RESTART
 
 _MAX_BYTES = 1 << 20
-RESTART = 75
 
 
 @dataclass(frozen=True, slots=True)

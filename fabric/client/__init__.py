@@ -1,6 +1,7 @@
 """The trainer's API: ``session = fabric.client.attach(model, optimizer)``, then loops as in docs/api.md."""
 
 from fabric.client.attach import attach
+from fabric.client.data.sampler import StepSampler
 from fabric.client.loop.ddp import ddp
 from fabric.client.loop.session import Session
 from fabric.client.loop.solo import SoloSession
@@ -17,6 +18,7 @@ __all__ = [
     "SnapshotPolicy",
     "SoloSession",
     "Step",
+    "StepSampler",
     "attach",
     "ddp",
     "layout",

@@ -19,6 +19,7 @@ from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.client.control.engine import EngineParts
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
+from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import (
@@ -77,6 +78,7 @@ class Choices:
     snapshots: SnapshotPolicy | None = None
     unshared: str = "refuse"
     step: int = 0
+    sampler: StepSampler | None = None
 
     def __post_init__(self) -> None:
         if self.buffers not in BUFFERS:
@@ -98,30 +100,36 @@ def attach(
     snapshots: SnapshotPolicy | None = None,
     unshared: str = "refuse",
     step: int = 0,
+    sampler: StepSampler | None = None,
     **arguments: Any,
 ) -> "Session | SoloSession":
     """Join this process to the job that the environment (or ``arguments``) names.
 
     ``optimizer``: one, several in a sequence, or several by name; all of them are part of the shared state.
-    ``state``: further objects of the shared state, each with ``state_dict`` and ``load_state_dict``.
+    ``state``: further objects of the shared state: with ``state_dict`` and ``load_state_dict``, dicts, or
+    instances of ``torch.Generator``.
     ``buffers``: for buffers that forward passes change (BatchNorm). ``refuse`` them, ``average`` them by
     weight at the commit (they are shared state then), or ``ignore`` them (each replica keeps its own).
     ``snapshots``: a policy that says when to take a snapshot, instead of the settings' policy.
     ``unshared``: ``refuse`` or ``ignore`` a learning rate scheduler or scaler that is not in ``state``.
     ``step``: the step at which a new job begins, such as that of a checkpoint that you have loaded. A replica
     that joins takes the job's step instead.
+    ``sampler``: the sampler of ``session.exchange``, where a DataLoader needed it before the session.
 
     ``arguments`` are the fields of ``fabric.runtime.config.Settings``. A mistake of the user ends the process
     with one sentence and exit code 1. With FABRIC_DISABLE=1 the session uses no service.
     """
     install_excepthook()
     try:
-        choices = Choices(buffers, snapshots, unshared, step)
-        return _attach(model, optimizer, dict(state or {}), choices, arguments)
+        choices = Choices(buffers, snapshots, unshared, step, sampler)
+        session = _attach(model, optimizer, dict(state or {}), choices, arguments)
     except FabricError as error:
         sys.stderr.write(f"fabric: {error}\n")
         # Exit code 75 asks for a restart: a stopped or full checkpoint server may answer the next process.
         raise SystemExit(RESTART if isinstance(error, ServerLost) else FAILED) from None
+    if sampler is not None:
+        session.draw_from(sampler)
+    return session
 
 
 def _attach(
@@ -132,6 +140,8 @@ def _attach(
     arguments: Mapping[str, Any],
 ) -> "Session | SoloSession":
     chosen = config.settings(**arguments)
+    if choices.sampler is not None:
+        choices.sampler.check(chosen)
     optimizers = optimizers_by_name(optimizer)
     refuse_optimizers(optimizers.values())
     group = RankGroup.find()

@@ -11,9 +11,9 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samplers import step_sampler
 
 from fabric.client.data.loader import Loader, SamplePlan, SampleSlice
-from fabric.client.data.sampler import StepSampler
 from fabric.model import EVERYTHING, Member, Sharing
 from fabric.protocol.rules.assignment import Work, cut, hand_round, lost_parts, share_out
 
@@ -176,7 +176,8 @@ def test_batches_drawn_ahead_count_for_their_own_step_alone(ahead, script):
     data_slots, size, batch = 3, 60, 6
     at = [0]
     samplers = [
-        StepSampler(size, batch, 1, (data_slot, data_slots), lambda: at[0]) for data_slot in range(data_slots)
+        step_sampler(size, batch, 1, (data_slot, data_slots), lambda: at[0])
+        for data_slot in range(data_slots)
     ]
     drawing = [iter(sampler) for sampler in samplers]
     drawn: list[list[list[int]]] = [[] for _ in samplers]

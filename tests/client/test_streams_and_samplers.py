@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samplers import step_sampler
 
-from fabric.ckpt_server.state.training_state import StateDescriber
+import fabric.client
+from fabric.ckpt_server.state.training_state import StateDescriber, host_bytes, restore
 from fabric.cli.audit.sample_order import DataOrder
 from fabric.client.data.iterable_stream import IterableStream
 from fabric.client.data.loader import (
@@ -16,11 +18,13 @@ from fabric.client.data.loader import (
     make_loader,
     parse_options,
 )
-from fabric.client.data.sampler import SoloSampler, StepSampler
+from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
 from fabric.client.gradients.learning_rate import PresenceFactor
-from fabric.errors import ConfigError, FabricError
+from fabric.client.loop.shared_state import shared_state
+from fabric.errors import ConfigError, FabricError, StateError
 from fabric.model import Base, Member, Record
+from fabric.runtime.config import Settings
 
 
 class Counting:
@@ -144,7 +148,7 @@ def test_the_seats_share_a_step_without_gap_or_overlap_as_the_verifier_has_it(
 ):
     size, batch = data_slots * each * more + min(left, data_slots * each - 1), data_slots * each
     samplers = [
-        StepSampler(size, batch, 7, (data_slot, data_slots), lambda: 0) for data_slot in range(data_slots)
+        step_sampler(size, batch, 7, (data_slot, data_slots), lambda: 0) for data_slot in range(data_slots)
     ]
     order = DataOrder(samplers[0].describe())
     for data_slot, sampler in enumerate(samplers):
@@ -157,7 +161,7 @@ def test_the_seats_share_a_step_without_gap_or_overlap_as_the_verifier_has_it(
 
 def test_batches_drawn_for_a_past_step_are_discarded():
     at = [0]
-    sampler = StepSampler(48, 4, 0, (0, 2), lambda: at[0])
+    sampler = step_sampler(48, 4, 0, (0, 2), lambda: at[0])
     drawn = iter(sampler)
     for _ in range(2 * sampler.per_step):  # a DataLoader draws for two steps ahead
         next(drawn)
@@ -172,7 +176,7 @@ def test_batches_drawn_for_a_past_step_are_discarded():
 
 def test_a_pass_ends_after_its_whole_steps_and_the_next_begins_where_the_job_is():
     at = [0]
-    sampler = StepSampler(10, 4, 0, (0, 2), lambda: at[0])
+    sampler = step_sampler(10, 4, 0, (0, 2), lambda: at[0])
     assert len(sampler) == 4 and len(list(sampler)) == 4
     at[0] = 3
     assert list(sampler) == sampler.indices(3)
@@ -181,7 +185,7 @@ def test_a_pass_ends_after_its_whole_steps_and_the_next_begins_where_the_job_is(
 def loop(sampler, batch_size, accumulate=1, workers=0, steps=40):
     """A user's loop; the steps that were exchanged until it is over, by whether they count."""
     session_step = [0]
-    sampler._committed_step = lambda: session_step[0]
+    sampler.bind(lambda: session_step[0])
     done, gathered = [], []
     while session_step[0] < steps:
         loader = torch.utils.data.DataLoader(range(48), batch_size, sampler=sampler, num_workers=workers)
@@ -194,8 +198,8 @@ def loop(sampler, batch_size, accumulate=1, workers=0, steps=40):
     return done
 
 
-def sampler_of(kind=StepSampler, data_slots=2):
-    return kind(48, 16, 3, (0, data_slots), lambda: 0)
+def sampler_of(data_slots=2, alone=False):
+    return step_sampler(48, 16, 3, (0, data_slots), lambda: 0, alone)
 
 
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(8, 1), (4, 2), (1, 8)])
@@ -223,7 +227,7 @@ def test_a_loop_that_computes_another_number_than_per_step_is_refused_with_both(
 
 def test_forgotten_accumulation_is_noticed_although_workers_draw_ahead():
     """Two workers' batches are on their way; what was drawn falls behind what was exchanged all the same."""
-    sampler = StepSampler(480, 16, 3, (0, 2), lambda: 0)
+    sampler = step_sampler(480, 16, 3, (0, 2), lambda: 0)
     drawn = iter(sampler)
     for _ in range(16):  # two steps ahead
         next(drawn)
@@ -241,14 +245,14 @@ def test_a_step_in_which_the_sampler_drew_no_sample_is_refused():
 
 
 def test_alone_a_loop_of_whole_steps_gets_the_steps_of_the_job():
-    sampler = sampler_of(SoloSampler, data_slots=1)
+    sampler = sampler_of(data_slots=1, alone=True)
     assert loop(sampler, 16, steps=9) == [(True, sampler.indices(step)) for step in range(9)]
 
 
 @pytest.mark.parametrize("batch_size", [8, 12, 24, 48])
 def test_alone_a_loop_of_any_batch_size_goes_through_the_passes_in_order(batch_size):
     """As without fabric: no sample is left out, and none comes twice in a pass."""
-    sampler = sampler_of(SoloSampler, data_slots=1)
+    sampler = sampler_of(data_slots=1, alone=True)
     done = loop(sampler, batch_size, steps=3 * 48 // batch_size)
     drawn = [i for _, indices in done for i in indices]
     assert len(drawn) == 3 * 48
@@ -256,6 +260,81 @@ def test_alone_a_loop_of_any_batch_size_goes_through_the_passes_in_order(batch_s
         own = drawn[48 * number : 48 * (number + 1)]
         assert own == [i for step in range(3 * number, 3 * number + 3) for i in sampler.indices(step)]
         assert sorted(own) == list(range(48))
+
+
+# --- a sampler that is made before the session ----------------------------------------------------------
+
+
+def test_a_sampler_that_is_made_first_follows_the_session_that_is_attached_later():
+    chosen = Settings(replica="r1", replicas="2")
+    sampler = StepSampler(48, global_batch_size=16, seed=3, settings=chosen)
+    loader = torch.utils.data.DataLoader(range(48), sampler.per_step, sampler=sampler)
+    assert len(loader) == 3
+    with pytest.raises(FabricError, match=r"has no session yet: give it to attach\(..., sampler=\)"):
+        next(iter(loader))
+    sampler.check(chosen)
+    sampler.bind(lambda: 4)
+    assert next(iter(loader)).tolist() == sampler.indices(4)
+    assert sampler.indices(4) == step_sampler(48, 16, 3, (1, 2), lambda: 4).indices(4)
+
+
+@pytest.mark.parametrize("other", [{"replica": "r0"}, {"replicas": "4"}, {"disable": True}])
+def test_a_sampler_that_was_made_for_another_replica_is_refused_at_attach(other):
+    chosen = {"replica": "r1", "replicas": "2"}
+    sampler = StepSampler(48, global_batch_size=16, settings=Settings(**chosen))
+    with pytest.raises(ConfigError, match=r"draws part 1 of 2, and this replica has part \d of \d: set"):
+        sampler.check(Settings(**{**chosen, **other}))
+
+
+def test_attach_binds_the_sampler_that_was_made_before(monkeypatch):
+    monkeypatch.setenv("FABRIC_DISABLE", "1")
+    sampler = StepSampler(12, global_batch_size=4, seed=1)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(range(12), sampler.per_step, sampler=sampler)
+    session = fabric.client.attach(model, optimizer, sampler=sampler)
+    drawn = []
+    for batch in loader:
+        model(torch.ones(1, 2)).sum().backward()
+        session.exchange(weight=4)
+        drawn += batch.tolist()
+    assert sorted(drawn) == list(range(12)) and session.committed_step == 3
+
+
+# --- dicts and generators in the shared state -------------------------------------------------------------
+
+
+def test_dicts_and_generators_are_shared_state_and_stay_the_same_objects():
+    generator, progress = torch.Generator().manual_seed(5), {"epoch": 3, "best": {"loss": 0.5}}
+    objects = shared_objects({"progress": progress, "generator": generator})
+    file = file_of(StateDescriber(objects).capture(7))
+    expected = torch.rand(4, generator=generator)
+    progress |= {"epoch": 9, "best": None}
+    assert restore(memoryview(file), objects) == 7
+    assert progress == {"epoch": 3, "best": {"loss": 0.5}}
+    assert torch.equal(torch.rand(4, generator=generator), expected)
+
+
+def test_a_dict_that_refuses_its_state_is_as_it_was():
+    progress = {"epoch": 3}
+    file = file_of(StateDescriber(shared_objects({"progress": {"step": 1}})).capture(7))
+    with pytest.raises(StateError, match="progress has the entry 'epoch' here and the snapshot has not"):
+        restore(memoryview(file), shared_objects({"progress": progress}))
+    assert progress == {"epoch": 3}
+
+
+def test_what_has_no_state_is_refused_with_what_may_be_given():
+    with pytest.raises(ConfigError, match=r"is a int without state_dict and load_state_dict: give an object"):
+        shared_objects({"epoch": 3})
+
+
+def shared_objects(state):
+    objects = shared_state(torch.nn.Linear(1, 1), {}, state, "refuse")
+    return {name: value for name, value in objects.items() if name != "model"}
+
+
+def file_of(view):
+    return bytearray(view.header + b"".join(bytes(host_bytes(tensor)) for _, tensor in view.tensors))
 
 
 # --- buffers and the learning rate ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``session.sampler``: the data order for the DataLoader of a loop that is not ``session.steps``.
+"""``StepSampler``: the data order for the DataLoader of a loop that is not ``session.steps``.
 
 The sampler uses policy shrink: the global batch of a step is cut into one part per data slot. This replica
 draws the part of its data slot. The part of an absent replica is skipped, which the commit records. A pass
@@ -11,37 +11,69 @@ are discarded: their gradient gets no weight.
 A loop whose batch size times its accumulation differs from ``per_step`` is refused with both numbers. Too few
 samples show in the number drawn. Too many samples show only in the DataLoader's batch size, because a
 DataLoader may draw ahead without limit.
+
+With FABRIC_DISABLE=1 this process draws the whole global batch. A loop that takes ``per_step`` samples for
+each step then gets the same steps as the job. A loop with another batch size goes through every pass in
+order, as with any sampler.
 """
 
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler
 
-from fabric.client.data.loader import sample_indices
-from fabric.errors import ConfigError
+from fabric.client.data.loader import data_slot_of, sample_indices
+from fabric.errors import ConfigError, FabricError
 from fabric.protocol.rules.assignment import cut
+from fabric.runtime import config
+from fabric.runtime.config import Settings, parse_replicas
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """The part of every global batch that this process draws: number ``data_slot`` of ``data_slots``."""
+
+    data_slot: int
+    data_slots: int
+    alone: bool = False  # FABRIC_DISABLE=1: this process draws the whole global batch
+
+    @classmethod
+    def of(cls, settings: Settings, data_slot: int | None) -> "BatchPart":
+        """Return the part of the replica that ``settings`` name. Raises ConfigError."""
+        if settings.disable:
+            return cls(0, 1, alone=True)
+        replicas = parse_replicas(settings.replicas)[1]
+        return cls(data_slot_of(settings.replica, replicas, data_slot), replicas)
 
 
 class StepSampler(torch.utils.data.Sampler[int]):
     """The indices of this data slot, from the committed step to the end of the pass over the data.
 
     Every step gives ``per_step`` indices, which must equal the loop's batch size times its accumulation.
-    ``committed_step`` returns the job's step.
+    The sampler may be made before the session: give it to ``attach(..., sampler=)`` then.
     """
 
     def __init__(
         self,
         size: int,
+        *,
         global_batch_size: int,
-        seed: int,
-        data_slot: tuple[int, int],
-        committed_step: Callable[[], int],
+        seed: int = 0,
+        data_slot: int | None = None,
+        settings: Settings | None = None,
     ) -> None:
-        number, data_slots = data_slot
+        """Make the sampler of a data set with ``size`` samples. Raises ConfigError.
+
+        ``data_slot``: the number of the part, by default the number at the end of the replica's id.
+        ``settings``: those that ``attach`` gets, by default those of the environment.
+        """
+        self._asked_slot = data_slot
+        self.part = BatchPart.of(settings or config.settings(), data_slot)
+        data_slots = self.part.data_slots
         if not 0 < global_batch_size <= size or global_batch_size % data_slots:
             raise ConfigError(
                 f"global_batch_size {global_batch_size} must be from 1 to the data set's size, {size}, and a "
@@ -50,13 +82,35 @@ class StepSampler(torch.utils.data.Sampler[int]):
         if seed < 0:
             raise ConfigError("the seed must not be negative")
         self.size, self.global_batch_size, self.seed = size, global_batch_size, seed
-        self.data_slot, self.data_slots = number, data_slots
         self.steps_per_pass = size // global_batch_size
         self.per_step = global_batch_size // data_slots
-        self._part = cut(global_batch_size, [1] * data_slots)[number]
-        self._committed_step = committed_step
+        self._range = cut(global_batch_size, [1] * data_slots)[self.part.data_slot]
+        self._step_of_job: Callable[[], int] | None = None
         self._drawn: deque[int] = deque()  # steps of drawn samples that are not exchanged yet
+        # Alone: the first step of the next iteration, where the loop's batches are not whole steps.
+        self._begun, self._whole_steps = 0, True
         self._begin()
+
+    def check(self, settings: Settings) -> None:
+        """Raise ConfigError unless the sampler was made for the replica that ``settings`` name."""
+        part = BatchPart.of(settings, self._asked_slot)
+        if part != self.part:
+            raise ConfigError(
+                f"the sampler draws part {self.part.data_slot} of {self.part.data_slots}, and this replica "
+                f"has part {part.data_slot} of {part.data_slots}: set FABRIC_REPLICA and FABRIC_REPLICAS in "
+                "the environment before StepSampler is made"
+            )
+
+    def bind(self, step_of_job: Callable[[], int]) -> None:
+        """Follow the session whose committed step ``step_of_job`` returns."""
+        self._step_of_job = step_of_job
+
+    def _committed_step(self) -> int:
+        if self._step_of_job is None:
+            raise FabricError(
+                "the sampler has no session yet: give it to attach(..., sampler=) before the first batch"
+            )
+        return self._step_of_job()
 
     def _begin(self) -> None:
         """Begin an iteration, and forget the samples drawn in the one before: the loop never uses them."""
@@ -69,6 +123,9 @@ class StepSampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self._begin()
+        if self.part.alone:
+            yield from self._pass_alone()
+            return
         number = self._committed_step() // self.steps_per_pass
         while True:
             step = self._committed_step() + len(self._drawn)
@@ -76,6 +133,14 @@ class StepSampler(torch.utils.data.Sampler[int]):
                 return
             self._drawn.append(step)
             yield from self._counted(step)
+
+    def _pass_alone(self) -> Iterator[int]:
+        step = self._committed_step() if self._whole_steps else self._begun
+        number = step // self.steps_per_pass
+        while step // self.steps_per_pass == number:
+            self._begun = step + 1
+            yield from self._counted(step)
+            step += 1
 
     def _counted(self, step: int) -> Iterator[int]:
         for index in self.indices(step):
@@ -87,13 +152,17 @@ class StepSampler(torch.utils.data.Sampler[int]):
         number, within = divmod(step, self.steps_per_pass)
         start = number * self.size + within * self.global_batch_size
         batch = sample_indices(self.size, self.seed, start, self.global_batch_size)
-        return batch[self._part.start : self._part.stop]
+        return batch[self._range.start : self._range.stop]
 
     def take(self, step: int) -> bool:
         """Return whether the oldest batches that the loop drew are those of ``step``, which it exchanges now.
 
-        Raises ConfigError where the loop did not draw a whole step.
+        Raises ConfigError where the loop did not draw a whole step. Alone, all samples drawn count.
         """
+        if self.part.alone:
+            self._whole_steps = self._whole_steps and not self._mistake()
+            self._exchanged += 1
+            return True
         mistake = self._mistake()
         if mistake:
             raise ConfigError(
@@ -122,36 +191,9 @@ class StepSampler(torch.utils.data.Sampler[int]):
             "global_batch_size": self.global_batch_size,
             "micro_batch_size": self.per_step,
             "seed": self.seed,
-            "data_slots": self.data_slots,
-            "micro_batches": self.data_slots,
+            "data_slots": self.part.data_slots,
+            "micro_batches": self.part.data_slots,
         }
-
-
-class SoloSampler(StepSampler):
-    """The sampler with FABRIC_DISABLE=1: this process draws the whole global batch.
-
-    A loop that takes ``per_step`` samples for each step gets the same steps as the job. A loop with another
-    batch size goes through every pass in order, as with any sampler.
-    """
-
-    _begun = 0  # first step of the next iteration, where the loop's batches are not whole steps
-    _whole = True
-
-    def __iter__(self) -> Iterator[int]:
-        self._begin()
-        step = self._committed_step() if self._whole else self._begun
-        number = step // self.steps_per_pass
-        while step // self.steps_per_pass == number:
-            self._begun = step + 1
-            yield from self._counted(step)
-            step += 1
-
-    def take(self, step: int) -> bool:
-        """Count the samples drawn, and accept them whatever their step."""
-        if self._whole and self._mistake():
-            self._whole = False
-        self._exchanged += 1
-        return True
 
 
 def _batch_sizes(sampler: StepSampler) -> list[int]:

@@ -23,7 +23,6 @@ from fabric.client.data.loader import (
     DataReader,
     Loader,
     SampleSlice,
-    data_slot_of,
     describe_sharing,
     make_loader,
     parse_options,
@@ -172,14 +171,18 @@ class Session:
     ) -> StepSampler:
         """Make the sampler of this replica's part of every step, for the DataLoader of a loop of your own.
 
-        The loop takes ``global_batch_size / replicas`` indices, then calls ``exchange``. ``data_slot``: the
-        number of the part, by default the number at the end of the replica's id. Raises ConfigError.
+        The loop takes ``sampler.per_step`` indices, then calls ``exchange``. Arguments as for StepSampler.
         """
-        number = data_slot_of(self.settings.replica, self._replicas, data_slot)
-        self._sampler = StepSampler(
-            size, global_batch_size, seed, (number, self._replicas), lambda: self._progress.state_step
+        sampler = StepSampler(
+            size, global_batch_size=global_batch_size, seed=seed, data_slot=data_slot, settings=self.settings
         )
-        return self._sampler
+        self.draw_from(sampler)
+        return sampler
+
+    def draw_from(self, sampler: StepSampler) -> None:
+        """Let ``exchange`` count the samples that ``sampler`` draws."""
+        sampler.bind(lambda: self._progress.state_step)
+        self._sampler = sampler
 
     def steps(self, data: Loader, until: int) -> Iterator[Step]:
         """Yield steps, from the job's committed step to committed step ``until``; see Step."""
@@ -215,9 +218,7 @@ class Session:
         assert self._loader is not None
         order, crash_marker = self._first_order, self._parts.crash_marker
         following = order.micro_batches if isinstance(order, io.Compute) else ()
-        self._clock.optimizer_s += (
-            self._clock.lap()
-        )  # lap: user code before the micro-batches, such as an evaluation
+        self._clock.optimizer_s += self._clock.lap()  # user code before them, such as an evaluation
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
@@ -252,12 +253,10 @@ class Session:
         tokens. The part of a member that died is skipped (policy ``shrink``).
         """
         sampler = self._sampler
-        if not self._engine.is_running and sampler is None:
-            sharing = Sharing("shrink", EXCHANGE_TOKENS)
-            self._start({"micro_batches": EXCHANGE_TOKENS}, {"loop": "exchange"}, sharing)
-        elif not self._engine.is_running and sampler is not None:
-            sharing = Sharing("shrink", sampler.data_slots)
-            self._start(sampler.describe(), {"loop": "exchange"}, sharing, sampler.data_slot)
+        if not self._engine.is_running:
+            data = sampler.describe() if sampler is not None else {"micro_batches": EXCHANGE_TOKENS}
+            data_slot = sampler.part.data_slot if sampler is not None else -1
+            self._start(data, {"loop": "exchange"}, Sharing("shrink", data["micro_batches"]), data_slot)
         has_data = sampler is None or sampler.take(self._progress.state_step)
         step = Step(self, self._progress.state_step)
         parameters = [parameter for _, parameter in self._state.gradients.parameters]
@@ -276,8 +275,6 @@ class Session:
                 self._clock.count(0, WorkAmount(weight, 0.0, weight))
             order = self._computed(order, weight if held and not contributed else 0.0)
             contributed = True
-        if isinstance(order, io.Finish):
-            self._too_late(order)
         self._end_step(step, order)
         return step
 

@@ -18,12 +18,14 @@ def shared_state(
     buffers: str,
 ) -> dict[str, object]:
     """Return the objects of the shared state by name. Raises ConfigError for one that cannot be shared."""
+    state = {name: with_state(value) for name, value in state.items()}
     for name, value in state.items():
         if name == "model" or name in optimizers:
             raise ConfigError(f'state has the name "{name}", which is taken: use another one')
         if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
             raise ConfigError(
-                f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict: wrap it"
+                f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict: give "
+                "an object that has both, a dict or a torch.Generator"
             )
     changing = changing_buffers(model)
     if changing and buffers == "refuse":
@@ -53,6 +55,45 @@ def optimizers_by_name(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer
             f"{'none' if wrong is None else 'a ' + type(wrong).__name__}"
         )
     return {f"optimizer.{name}": value for name, value in named.items()}
+
+
+def with_state(value: Any) -> Any:
+    """Return ``value`` as an object with a state: a dict and a ``torch.Generator`` have no ``state_dict``."""
+    if type(value) is dict:
+        return SharedDict(value)
+    return SharedGenerator(value) if isinstance(value, torch.Generator) else value
+
+
+class SharedDict:
+    """The user's dict as shared state. The dict stays the same object; loading replaces its content."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> dict[Any, Any]:
+        """Return the dict as it is now."""
+        return self._values
+
+    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
+        """Put the content of ``state`` into the dict."""
+        kept = dict(state)  # ``state`` may be the dict itself
+        self._values.clear()
+        self._values.update(kept)
+
+
+class SharedGenerator:
+    """A ``torch.Generator`` as shared state."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the generator's state."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Let the generator go on as the one whose state this is."""
+        self._generator.set_state(state["generator"].cpu())
 
 
 class WithoutBuffers:

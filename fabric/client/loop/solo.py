@@ -9,11 +9,14 @@ import torch
 from fabric.ckpt_server.state.training_state import capture
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import seed_everything
-from fabric.client.data.sampler import SoloSampler, StepSampler
+from fabric.client.data.sampler import StepSampler
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import FabricError
 from fabric.protocol.messages.rank_messages import replica_share
+from fabric.runtime.config import Settings
 from fabric.runtime.rank_layout import RankLayout
+
+_ALONE = Settings(disable=True)
 
 
 class SoloStep:
@@ -103,8 +106,14 @@ class SoloSession:
         self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
     ) -> StepSampler:
         """As Session.sampler. This process draws the whole global batch, in batches of any size."""
-        self._sampler = SoloSampler(size, global_batch_size, seed, (0, 1), lambda: self.committed_step)
-        return self._sampler
+        sampler = StepSampler(size, global_batch_size=global_batch_size, seed=seed, settings=_ALONE)
+        self.draw_from(sampler)
+        return sampler
+
+    def draw_from(self, sampler: StepSampler) -> None:
+        """As Session.draw_from."""
+        sampler.bind(lambda: self.committed_step)
+        self._sampler = sampler
 
     def steps(self, data: Loader, until: int) -> Iterator[SoloStep]:
         while self.committed_step < until:

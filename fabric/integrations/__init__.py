@@ -1,0 +1,1 @@
+"""Training frameworks with fabric inside: one module per framework, an optional extra, imported by name."""

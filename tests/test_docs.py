@@ -18,7 +18,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *NOTES.glob(
 NOT_DOCUMENTED = {
     "FABRIC_TEST_POINTS",
     "FABRIC_LAUNCH_MARK",  # marks the processes of one launcher
-    "FABRIC_DEMO_MARK",  # marks the demo's own processes, so that it ends no others
+    "FABRIC_GUARD_MARK",  # marks the processes that a demo or a drill started, so that it ends no others
 }
 NOT_A_PART = {"__pycache__"}
 

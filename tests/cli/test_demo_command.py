@@ -16,13 +16,14 @@ from cli.journals import STEPS, VICTIM, SyntheticRun
 from click.testing import CliRunner
 from rich.console import Console
 
+from fabric.audit.journal_follower import JournalFollower
 from fabric.cli.demo.command import demo
 from fabric.cli.demo.folder import MARKER, claimed
-from fabric.cli.demo.journal_follower import JournalFollower, ReplicaView
-from fabric.cli.demo.processes import Processes
 from fabric.cli.demo.progress import DemoProgress
+from fabric.cli.demo.replica_view import ReplicaView
 from fabric.cli.demo.supervise import last_words
 from fabric.errors import ConfigError
+from fabric.runtime.guarded_processes import Processes
 
 
 def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
@@ -129,7 +130,7 @@ def test_descendants_in_other_sessions_are_ended_too(processes: Processes, tmp_p
 SUPERVISOR = """
 import os, signal, sys
 from pathlib import Path
-from fabric.cli.demo.processes import Processes
+from fabric.runtime.guarded_processes import Processes
 processes = Processes(os.environ)
 processes.start("pair", ["parent", sys.argv[1], sys.argv[2]], Path(sys.argv[3]))
 print(processes.mark, flush=True)

@@ -11,8 +11,8 @@ import pytest
 from cli.journals import STEPS, VICTIM, SyntheticRun
 from rich.console import Console
 
-from fabric.cli.audit.journal import read_run
-from fabric.cli.audit.verify import Verdict, judge
+from fabric.audit.journal import read_run
+from fabric.audit.verify import Verdict, judge
 from fabric.cli.demo.charts import nice_ticks
 from fabric.cli.demo.report import render, write_report
 from fabric.cli.demo.tables import print_tables

@@ -9,9 +9,9 @@ import pytest
 from cli.journals import KILL_STEP, STEPS, VICTIM, Entry, SyntheticRun, to_bytes
 from click.testing import CliRunner
 
-from fabric.cli.audit.journal import JournalLine, RecordedRun, parse_journal, read_run
-from fabric.cli.audit.replica_walk import walk
-from fabric.cli.audit.verify import Verdict, compare_losses, judge, verify, write_summary
+from fabric.audit.journal import JournalLine, RecordedRun, parse_journal, read_run
+from fabric.audit.replica_walk import walk
+from fabric.audit.verify import Verdict, compare_losses, judge, verify, write_summary
 from fabric.cli.demo.command import demo
 from fabric.errors import ConfigError
 

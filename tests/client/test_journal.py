@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fabric.cli.audit.journal import parse_journal
+from fabric.audit.journal import parse_journal
 from fabric.client.process.journal import Journal
 
 

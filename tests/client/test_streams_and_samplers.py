@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from samplers import step_sampler
 
 import fabric.client
+from fabric.audit.sample_order import DataOrder
 from fabric.ckpt_server.state.training_state import StateDescriber, host_bytes, restore
-from fabric.cli.audit.sample_order import DataOrder
 from fabric.client.data.iterable_stream import IterableStream
 from fabric.client.data.loader import (
     DataReader,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from job import DEADLINE_S, Job
 
-from fabric.cli.audit.journal import read_run
-from fabric.cli.audit.verify import judge
+from fabric.audit.journal import read_run
+from fabric.audit.verify import judge
 
 
 @dataclass

@@ -5,8 +5,8 @@ import time
 
 from job import Job
 
-from fabric.cli.audit.journal import read_run
-from fabric.cli.audit.verify import judge
+from fabric.audit.journal import read_run
+from fabric.audit.verify import judge
 
 EVERY, STEPS = 4, 24
 

@@ -6,8 +6,8 @@ import urllib.error
 from job import Job
 from test_failures import finals
 
-from fabric.cli.audit.journal import read_run
-from fabric.cli.audit.verify import judge
+from fabric.audit.journal import read_run
+from fabric.audit.verify import judge
 
 EVERY, STEPS = 4, 30
 

@@ -11,8 +11,8 @@ import torch
 from job import Job
 from test_failures import finals
 
-from fabric.cli.audit.journal import read_run
-from fabric.cli.audit.verify import judge
+from fabric.audit.journal import read_run
+from fabric.audit.verify import judge
 
 STEPS = 30
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric.cli.audit.verify import compare_losses
+from fabric.audit.verify import compare_losses
 
 # Largest difference of the mean loss measured over runs of 120 steps: see docs/demo.md.
 TOLERANCE = 1e-5

@@ -7,8 +7,8 @@ import signal
 import pytest
 from job import Job
 
-from fabric.cli.audit.journal import read_run
-from fabric.cli.audit.verify import judge
+from fabric.audit.journal import read_run
+from fabric.audit.verify import judge
 
 STEPS = 60
 # For jobs that a killed or stopped replica must find when it comes back, whenever that is.

@@ -13,10 +13,10 @@ from layout_trainer import GLOBAL_BATCH, build
 from rank_job import RankJob
 from test_layouts import recoverable
 
+from fabric.audit.journal import read_run
+from fabric.audit.verify import judge
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.cli.audit.journal import read_run
-from fabric.cli.audit.verify import judge
 
 STEPS = 36
 

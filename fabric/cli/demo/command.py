@@ -13,7 +13,7 @@ from typing import NoReturn
 import click
 from rich.console import Console
 
-from fabric.cli.audit.verify import verify
+from fabric.audit.verify import verify
 from fabric.cli.demo.folder import claimed
 from fabric.cli.demo.supervise import DemoOptions, supervise
 from fabric.errors import ConfigError, FabricError

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fabric.cli.demo.journal_follower import ReplicaView
+from fabric.cli.demo.replica_view import ReplicaView
 
 _STYLES = {"training": "green", "catching up": "yellow", "killed": "bold red", "finished": "dim"}
 

@@ -11,10 +11,10 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from fabric.cli.audit.audit import Evidence
-from fabric.cli.audit.journal import JournalLine, ReplicaJournal, lines_of
-from fabric.cli.audit.summary import mean_loss, step_gaps
-from fabric.cli.audit.verify import Verdict
+from fabric.audit.audit import Evidence
+from fabric.audit.journal import JournalLine, ReplicaJournal, lines_of
+from fabric.audit.summary import mean_loss, step_gaps
+from fabric.audit.verify import Verdict
 from fabric.cli.demo.charts import ChartMark, LossPoint, RosterSpan, bars, colour, curves, rosters
 from fabric.cli.demo.tables import TextTable, failure_rows, join_rows
 

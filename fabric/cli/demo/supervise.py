@@ -16,15 +16,16 @@ from typing import Any
 
 from rich.console import Console
 
-from fabric.cli.audit.audit import absent
-from fabric.cli.audit.journal import read_run
-from fabric.cli.audit.verify import judge, write_summary
-from fabric.cli.demo.journal_follower import JournalFollower, ReplicaView
-from fabric.cli.demo.processes import Processes
+from fabric.audit.audit import absent
+from fabric.audit.journal import read_run
+from fabric.audit.journal_follower import JournalFollower
+from fabric.audit.verify import judge, write_summary
 from fabric.cli.demo.progress import DemoProgress
+from fabric.cli.demo.replica_view import ReplicaView
 from fabric.cli.demo.report import write_report
 from fabric.cli.demo.tables import print_tables
 from fabric.errors import FabricError
+from fabric.runtime.guarded_processes import Processes
 
 JOB = "demo"
 TIME_LIMIT_S = 600.0

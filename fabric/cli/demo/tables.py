@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from fabric.cli.audit.summary import RunSummary
+from fabric.audit.summary import RunSummary
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ the end. A killed process may stop anywhere, a finished process may not. ``audit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fabric.cli.audit.journal import JournalLine
+from fabric.audit.journal import JournalLine
 
 # Two threads of a trainer write journal lines. The thread that reads the clock first may write second.
 CLOCK_SLACK_S = 0.1

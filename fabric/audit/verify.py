@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fabric.cli.audit.audit import Evidence, audit, gather
-from fabric.cli.audit.journal import RecordedRun, read_run
-from fabric.cli.audit.summary import RunSummary, losses, summarise
+from fabric.audit.audit import Evidence, audit, gather
+from fabric.audit.journal import RecordedRun, read_run
+from fabric.audit.summary import RunSummary, losses, summarise
 from fabric.errors import ConfigError
 
 SUMMARY_FILE = "summary.json"
@@ -28,10 +28,10 @@ class Verdict:
     broken: tuple[str, ...]
 
 
-def judge(run: RecordedRun) -> Verdict:
-    """Judge the run that ``read_run`` has read."""
+def judge(run: RecordedRun, *, is_over: bool = True) -> Verdict:
+    """Judge the run that ``read_run`` has read; ``is_over``: every replica must have finished."""
     evidence = gather(run)
-    return Verdict(evidence, summarise(evidence), tuple(audit(evidence)))
+    return Verdict(evidence, summarise(evidence), tuple(audit(evidence, is_over=is_over)))
 
 
 def verify(directory: Path) -> Verdict:

@@ -1,4 +1,4 @@
-"""The processes of a demo run, which a mark in their environment identifies.
+"""The processes that a supervisor starts and ends, which a mark in their environment identifies.
 
 A launcher starts trainers in sessions of their own, and a trainer starts a checkpoint server that outlives
 it. So process groups do not cover all of them, but every descendant inherits the mark.
@@ -19,7 +19,7 @@ from pathlib import Path
 import fabric
 from fabric.runtime.marked_processes import MarkedProcesses
 
-MARK = "FABRIC_DEMO_MARK"
+MARK = "FABRIC_GUARD_MARK"
 
 
 class Processes:
@@ -89,7 +89,7 @@ def guard(mark: str) -> "subprocess.Popen[bytes]":
 
     Its input ends when it is closed, or when this process has ended for any reason."""
     return subprocess.Popen(
-        [sys.executable, "-m", "fabric.cli.demo.processes", mark],
+        [sys.executable, "-m", "fabric.runtime.guarded_processes", mark],
         stdin=subprocess.PIPE,
         # The folder from which this package is imported, installed or not.
         cwd=Path(fabric.__file__).resolve().parent.parent,

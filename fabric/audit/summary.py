@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from fabric.cli.audit.audit import Evidence, count_samples, digests_equal, finished
-from fabric.cli.audit.journal import JournalLine, lines_of
+from fabric.audit.audit import Evidence, count_samples, digests_equal, finished
+from fabric.audit.journal import JournalLine, lines_of
 
 
 @dataclass(frozen=True, slots=True)

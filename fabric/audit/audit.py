@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fabric.cli.audit.journal import JournalLine, RecordedRun, ReplicaJournal, lines_of
-from fabric.cli.audit.replica_walk import walk
-from fabric.cli.audit.sample_order import DataOrder
-from fabric.cli.audit.skips import SkippedSamples
+from fabric.audit.journal import JournalLine, RecordedRun, ReplicaJournal, lines_of
+from fabric.audit.replica_walk import walk
+from fabric.audit.sample_order import DataOrder
+from fabric.audit.skips import SkippedSamples
 
 # A state is (generation, step); a commit is (replica, generation, epoch, step).
 StepKey = tuple[int, int]
@@ -85,8 +85,11 @@ def gather(run: RecordedRun) -> Evidence:
     return Evidence(run, commits, states, contributions)
 
 
-def audit(evidence: Evidence) -> list[str]:
-    """Return a sentence for every broken promise; empty when the run kept all promises."""
+def audit(evidence: Evidence, *, is_over: bool = True) -> list[str]:
+    """Return a sentence for every broken promise; empty when the run kept all promises.
+
+    ``is_over``: the job has ended, so every replica must have finished.
+    """
     broken: list[str] = []
     for journal in evidence.run.journals.values():
         broken.extend(journal.broken)
@@ -97,7 +100,8 @@ def audit(evidence: Evidence) -> list[str]:
     broken.extend(_exactly_once(evidence))
     broken.extend(_contributed(evidence))
     broken.extend(_nothing_lost(evidence))
-    broken.extend(_ends(evidence))
+    if is_over:
+        broken.extend(_ends(evidence))
     broken.extend(_supervised(evidence.run))
     return list(dict.fromkeys(broken))[:MAX_SENTENCES]
 

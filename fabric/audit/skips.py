@@ -8,7 +8,7 @@ list every skipped micro-batch.
 
 from collections.abc import Iterable, Mapping
 
-from fabric.cli.audit.journal import JournalLine, RecordedRun, lines_of
+from fabric.audit.journal import JournalLine, RecordedRun, lines_of
 from fabric.protocol.rules.spare import hosts_of
 
 

@@ -1,0 +1,101 @@
+"""All records of one drill: the journals, the faults, the recovery records, the drill's observations.
+
+Times are Unix seconds. A recovery record comes from the lighthouse, so only the fields listed here are read,
+with their types checked.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from fabric.audit.journal import RecordedRun
+from fabric.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class InjectedFault:
+    """One fault of a drill."""
+
+    name: str  # the fault's name in the table of faults
+    targets: tuple[str, ...]  # the replicas that the fault hits; empty: the fault hits another process
+    began: float
+    ended: float  # when the drill had undone the fault; ``began`` for a fault that undoes itself
+    about: str = ""  # the process that was hit, if it is not a replica's
+    observed: str = ""  # the drill's evidence that the fault happened; empty: none
+    undone: str = ""  # the drill's evidence that the fault is over; empty: none
+    pids: Mapping[str, int] = field(default_factory=dict)  # by target: the process that was hit
+    kills: bool = False  # whether the fault ends the processes ``pids``
+
+    @property
+    def title(self) -> str:
+        """The name of this fault in a sentence."""
+        about = ", ".join(self.targets) or self.about
+        return f"{self.name} {about}" if about else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class StepSighting:
+    """The lighthouse's status said at ``t`` that ``replica`` had the state of step ``step``."""
+
+    t: float
+    replica: str
+    step: int
+
+
+class LostReplica(msgspec.Struct, frozen=True):
+    """One lost replica of a recovery record; 0.0: not yet."""
+
+    joined: float = 0.0
+
+
+class RecoveryFacts(msgspec.Struct, frozen=True):
+    """The fields of a recovery record that the judge compares with the journals; 0.0: not yet."""
+
+    kind: str
+    detected: float
+    step: int = 0
+    epoch: int = 0
+    step_committed: float = 0.0
+    steps_lost: int = 0
+    why: str = ""
+    incident_id: str = ""
+    lost: dict[str, LostReplica] = {}
+
+
+def read_recoveries(entries: Sequence[object]) -> tuple[RecoveryFacts, ...]:
+    """Check the recovery records of a lighthouse. Raises ProtocolError for another form."""
+    try:
+        return tuple(msgspec.convert(entry, RecoveryFacts) for entry in entries)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(
+            f"the lighthouse sent a recovery record that cannot be used ({error}): "
+            "run a drill of the lighthouse's version"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class DrillRecord:
+    """Everything that the judge reads."""
+
+    run: RecordedRun
+    ended: float  # the judge takes no line of a journal after this time
+    faults: tuple[InjectedFault, ...] = ()
+    recoveries: tuple[RecoveryFacts, ...] | None = None  # None: the lighthouse was not asked
+    sightings: tuple[StepSighting, ...] = ()
+    is_over: bool = True  # whether the job has finished
+
+    def evidence(self) -> RecordedRun:
+        """Return the run up to ``ended``, with the kills of this drill as the supervisor's events."""
+        journals = {
+            name: replace(journal, lines=tuple(line for line in journal.lines if line.t <= self.ended))
+            for name, journal in self.run.journals.items()
+        }
+        kills: list[Mapping[str, Any]] = [
+            {"event": "kill", "t": fault.began, "replica": replica, "pid": pid}
+            for fault in self.faults
+            if fault.kills
+            for replica, pid in fault.pids.items()
+        ]
+        return RecordedRun(journals, (*self.run.supervisor, *kills))

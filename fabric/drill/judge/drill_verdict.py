@@ -1,0 +1,177 @@
+"""The verdict on a drill: each expectation with its measured value, each fault with its cost."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fabric.audit.audit import Evidence
+from fabric.audit.summary import RunSummary
+from fabric.audit.verify import Verdict, judge
+from fabric.drill.judge.disagreements import disagreements
+from fabric.drill.judge.drill_record import DrillRecord, InjectedFault
+from fabric.drill.judge.expectations import DEFAULTS, Expectation, MeasureUnit, parse_expectation
+from fabric.drill.judge.timelines import DrillTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One expectation after the drill."""
+
+    expectation: str
+    holds: bool
+    value: float | None  # None: the drill has no record from which to measure it
+    shown: str  # the value for people
+    why: str = ""  # the reason of a failure, or why there is no value, in one sentence
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCost:
+    """The cost of one fault for the job; None where no record shows it."""
+
+    fault: InjectedFault
+    stall_s: float | None
+    rejoined_s: dict[str, float]  # by target; infinity: the replica never returned
+    timeline: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DrillVerdict:
+    """The whole result. ``mistakes``: faults that did nothing, or whose end the drill has not seen."""
+
+    outcomes: tuple[Outcome, ...]
+    costs: tuple[FaultCost, ...]
+    mistakes: tuple[str, ...]
+    broken: tuple[str, ...]
+    disagreements: tuple[str, ...]
+    summary: RunSummary
+    evidence: Evidence
+    median_step_s: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the job met every expectation and the drill did all that it should do."""
+        return not self.mistakes and all(outcome.holds for outcome in self.outcomes)
+
+
+def judge_drill(record: DrillRecord, expectations: Sequence[str] = ()) -> DrillVerdict:
+    """Judge a drill by ``expectations``, or by the default ones. Raises ConfigError for an unreadable one.
+
+    The checker of the journals is that of ``fabric demo verify``. An expectation that was asked for and that
+    no record measures has failed; a default one is passed over.
+    """
+    wanted = [parse_expectation(text) for text in expectations or DEFAULTS]
+    verdict = judge(record.evidence(), is_over=record.is_over)
+    times = DrillTimes(record, verdict.evidence)
+    differing = disagreements(record, verdict.evidence, verdict.summary)
+    measures = _Measures(record, verdict, times, differing)
+    return DrillVerdict(
+        outcomes=tuple(measures.outcome(wish, is_asked=bool(expectations)) for wish in wanted),
+        costs=tuple(_cost(fault, times) for fault in record.faults),
+        mistakes=tuple(_mistakes(record)),
+        broken=verdict.broken,
+        disagreements=tuple(differing),
+        summary=verdict.summary,
+        evidence=verdict.evidence,
+        median_step_s=times.median_step_s,
+    )
+
+
+class _Measures:
+    """The measured values of one drill, with the reason of each bad value."""
+
+    def __init__(
+        self, record: DrillRecord, verdict: Verdict, times: DrillTimes, differing: Sequence[str]
+    ) -> None:
+        self._record, self._summary, self._times = record, verdict.summary, times
+        self._evidence, self._broken, self._differing = verdict.evidence, verdict.broken, differing
+
+    def outcome(self, wish: Expectation, *, is_asked: bool) -> Outcome:
+        """Measure the value that ``wish`` bounds, and compare it."""
+        value = self._value(wish.measure)
+        if value is None:
+            why = f"nothing in the records of this drill measures {wish.measure}"
+            return Outcome(wish.text, not is_asked, None, "not measured", why)
+        holds = wish.holds(value)
+        return Outcome(
+            wish.text, holds, value, _shown(value, wish.unit), "" if holds else self._why(wish, value)
+        )
+
+    def _value(self, measure: str) -> float | None:
+        summary, times = self._summary, self._times
+        if not self._evidence.commits:
+            # A run without a commit kept no sample, but it cannot show that it counts samples right.
+            return 0.0 if measure == "steps" else None
+        waits = {"standstill": times.standstills, "unexplained_wait": times.unexplained}
+        if measure in waits:
+            return max((gap.seconds for gap in waits[measure]()), default=None)
+        if measure == "stall":
+            return times.stall_s()
+        if measure == "rejoined":
+            return max(
+                (times.rejoined_s(f, name) for f in self._record.faults for name in f.targets), default=None
+            )
+        if measure.startswith("samples") and self._evidence.order() is None:
+            return None
+        if measure == "sources_agree" and self._record.recoveries is None and not self._record.sightings:
+            return None
+        values = {
+            "promises_kept": not self._broken,
+            "digests_equal": summary.digests_equal,
+            "samples_exactly_once": not summary.samples_skipped and not summary.samples_repeated,
+            "sources_agree": not self._differing,
+            "steps": summary.steps,
+            "steps_lost": summary.steps_lost,
+            "samples_skipped": summary.samples_skipped,
+            "samples_repeated": summary.samples_repeated,
+            "restarts": len(times.unexplained_ends()),
+        }
+        return float(values[measure])
+
+    def _why(self, wish: Expectation, value: float) -> str:
+        summary = self._summary
+        if wish.measure == "promises_kept":
+            return self._broken[0]
+        if wish.measure == "sources_agree":
+            return self._differing[0]
+        if wish.measure == "samples_exactly_once":
+            return f"{summary.samples_skipped} samples are skipped and {summary.samples_repeated} repeated"
+        if wish.measure == "restarts" and value:
+            return self._times.unexplained_ends()[0]
+        if wish.measure == "rejoined" and math.isinf(value):
+            return self._missing()
+        return f"{wish.measure} is {_shown(value, wish.unit)}, and {wish.text} was expected"
+
+    def _missing(self) -> str:
+        faults = self._record.faults
+        name, fault = next(
+            (name, f) for f in faults for name in f.targets if math.isinf(self._times.rejoined_s(f, name))
+        )
+        return f"{name} never returned after {fault.title}"
+
+
+def _shown(value: float, unit: MeasureUnit) -> str:
+    if unit is MeasureUnit.TRUTH:
+        return "yes" if value else "no"
+    if unit is MeasureUnit.COUNT:
+        return str(int(value))
+    return "never" if math.isinf(value) else f"{value:.3f} s"
+
+
+def _mistakes(record: DrillRecord) -> list[str]:
+    """Return a sentence for each fault that the drill did not see happen, or did not see end."""
+    mistakes = [
+        f"{fault.title} was injected, and the drill saw no effect of it"
+        for fault in record.faults
+        if not fault.observed
+    ]
+    mistakes += [
+        f"{fault.title} was to end, and the drill has not seen its end"
+        for fault in record.faults
+        if not fault.undone
+    ]
+    return mistakes
+
+
+def _cost(fault: InjectedFault, times: DrillTimes) -> FaultCost:
+    rejoined = {name: times.rejoined_s(fault, name) for name in fault.targets}
+    return FaultCost(fault, times.stall_s(fault), rejoined, tuple(times.timeline(fault)))

@@ -1,0 +1,176 @@
+"""Times of commits, by replica and for the whole job, from which the judge measures waits."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fabric.audit.audit import Evidence, finished
+from fabric.audit.journal import JournalLine, lines_of
+from fabric.drill.judge.drill_record import DrillRecord, InjectedFault
+
+# A process may write its last line shortly before the time at which the drill dates its fault.
+_SLACK_S = 1.0
+# The events of a journal that a fault's timeline shows, and the most lines of a timeline.
+_NOTED = ("start", "abort", "epoch", "resume", "outside", "join", "joined", "finish", "stop")
+MAX_NOTES = 60
+
+
+@dataclass(frozen=True, slots=True)
+class CommitGap:
+    """The time between two live commits of one process, or from its last commit to the drill's end."""
+
+    replica: str
+    start: float
+    seconds: float
+    is_open: bool = False  # no commit ended this gap
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+class DrillTimes:
+    """The times of one drill. ``evidence`` is of ``record.evidence()``."""
+
+    def __init__(self, record: DrillRecord, evidence: Evidence) -> None:
+        self.record, self._evidence = record, evidence
+        self.gaps = [*self._closed_gaps(), *self._open_gaps()]
+        closed = [gap.seconds for gap in self.gaps if not gap.is_open]
+        self.median_step_s = statistics.median(closed) if closed else 0.0
+
+    def survivors_gaps(self) -> list[CommitGap]:
+        """Return the gaps of processes that no fault hit meanwhile."""
+        return [gap for gap in self.gaps if not any(hits(fault, gap) for fault in self.record.faults)]
+
+    def stall_s(self, fault: InjectedFault | None = None) -> float | None:
+        """Return the longest stall of a survivor, in all or in one fault's time; None where none was."""
+        gaps = self.survivors_gaps()
+        if fault is not None:
+            gaps = [gap for gap in gaps if gap.end >= fault.began and gap.start <= fault.ended]
+        return max((max(0.0, gap.seconds - self.median_step_s) for gap in gaps), default=None)
+
+    def standstills(self) -> list[CommitGap]:
+        """Return the times between two commits of the whole job, up to the drill's end."""
+        times = sorted(line.t for lines in self._evidence.commits.values() for line in lines)
+        if not times:
+            return []
+        if not self.record.is_over:
+            times.append(max(self.record.ended, times[-1]))
+        return [CommitGap("", before, after - before) for before, after in pairwise(times)]
+
+    def unexplained(self) -> list[CommitGap]:
+        """Return the standstills, each without the time of faults and recoveries."""
+        spans = [(fault.began, max(fault.ended, self._recovered(fault))) for fault in self.record.faults]
+        spans += [
+            (recovery.detected, recovery.step_committed or self.record.ended)
+            for recovery in self.record.recoveries or ()
+        ]
+        return [CommitGap("", gap.start, gap.seconds - _covered(gap, spans)) for gap in self.standstills()]
+
+    def rejoined_s(self, fault: InjectedFault, replica: str) -> float:
+        """Return the seconds from the fault's end to the replica's next live commit; infinity: none came."""
+        journal = self._evidence.run.journals.get(replica)
+        after = [
+            line.t - fault.ended
+            for line in lines_of(journal.lines if journal is not None else (), "commit")
+            if line.t >= fault.ended and not line.flag("replay") and not self._is_killed(fault, line)
+        ]
+        return max(0.0, min(after, default=math.inf))
+
+    def unexplained_ends(self) -> list[str]:
+        """Return a sentence for each process that ended although no fault hit its replica."""
+        sentences = []
+        for name, journal in self._evidence.run.journals.items():
+            groups = journal.incarnations()
+            for number, lines in enumerate(groups):
+                is_last = number == len(groups) - 1
+                if finished(lines) or (is_last and not self.record.is_over):
+                    continue
+                if not any(self._explains(fault, lines) for fault in self.record.faults):
+                    pid = lines[0].fields.get("pid")
+                    sentences.append(f"process {pid} of {name} ended, and no fault of the drill had hit it")
+        return sentences
+
+    def timeline(self, fault: InjectedFault) -> list[str]:
+        """Return what the replicas noted from the fault to their next commits, in seconds after it."""
+        notes: list[tuple[float, str]] = []
+        until = max(self._recovered(fault), *(self._back(fault, name) for name in fault.targets), 0.0)
+        for name, journal in self._evidence.run.journals.items():
+            notes += [
+                (line.t - fault.began, f"{name}: {_note(line)}")
+                for line in lines_of(journal.lines, *_NOTED)
+                if fault.began <= line.t <= until
+            ]
+        return [f"{seconds:.3f} s {text}" for seconds, text in sorted(notes)[:MAX_NOTES]]
+
+    def _back(self, fault: InjectedFault, replica: str) -> float:
+        seconds = self.rejoined_s(fault, replica)
+        return self.record.ended if math.isinf(seconds) else fault.ended + seconds
+
+    def _explains(self, fault: InjectedFault, lines: Sequence[JournalLine]) -> bool:
+        """Whether the fault may have ended the process that wrote these lines."""
+        replica, last = lines[0].replica, lines[-1].t
+        if fault.kills and fault.pids.get(replica) == lines[0].fields.get("pid"):
+            return True
+        back = fault.ended + self.rejoined_s(fault, replica)
+        return replica in fault.targets and fault.began - _SLACK_S <= last <= back
+
+    def _is_killed(self, fault: InjectedFault, line: JournalLine) -> bool:
+        """Whether the line is of the process that the fault killed, written around its death."""
+        if not fault.kills or line.replica not in fault.pids:
+            return False
+        journal = self._evidence.run.journals[line.replica]
+        starts = [x for x in lines_of(journal.lines, "start") if x.number <= line.number]
+        return bool(starts) and starts[-1].fields.get("pid") == fault.pids[line.replica]
+
+    def _recovered(self, fault: InjectedFault) -> float:
+        """Return when the job committed again after the fault's end."""
+        times = [line.t for lines in self._evidence.commits.values() for line in lines]
+        return min((t for t in times if t >= fault.ended), default=self.record.ended)
+
+    def _lives(self) -> Iterator[tuple[JournalLine, ...]]:
+        for journal in self._evidence.run.journals.values():
+            yield from journal.incarnations()
+
+    def _closed_gaps(self) -> Iterator[CommitGap]:
+        for lines in self._lives():
+            for before, after in pairwise(lines_of(lines, "commit", "join", "outside")):
+                if all(line.event == "commit" and not line.flag("replay") for line in (before, after)):
+                    yield CommitGap(before.replica, before.t, after.mono - before.mono)
+
+    def _open_gaps(self) -> Iterator[CommitGap]:
+        if self.record.is_over:
+            return
+        for journal in self._evidence.run.journals.values():
+            groups = journal.incarnations()
+            last = lines_of(groups[-1], "commit") if groups else []
+            if last and not finished(groups[-1]):
+                yield CommitGap(journal.replica, last[-1].t, max(0.0, self.record.ended - last[-1].t), True)
+
+
+def hits(fault: InjectedFault, gap: CommitGap) -> bool:
+    """Whether the fault hit the replica of this gap during the gap."""
+    return gap.replica in fault.targets and gap.end >= fault.began and gap.start <= fault.ended
+
+
+def _covered(gap: CommitGap, spans: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds of the gap that lie in one of the spans."""
+    covered, until = 0.0, gap.start
+    for first, last in sorted(spans):
+        start, end = max(first, until), min(last, gap.end)
+        if end > start:
+            covered += end - start
+            until = end
+    return covered
+
+
+def _note(line: JournalLine) -> str:
+    """Describe one line of a journal in a few words."""
+    if line.event == "epoch":
+        kind = "forced" if line.flag("forced") else "planned"
+        return f"{kind} epoch {line.integer('epoch')} with {', '.join(line.fields['roster'])}"
+    place = f" at step {line.integer('step')}" if "step" in line.fields else ""
+    why = str(line.fields.get("why") or line.fields.get("reason") or "")[:120]
+    return f"{line.event}{place}{': ' + why if why else ''}"

@@ -23,9 +23,7 @@ _LIVENESS = LivenessConfig()
 
 
 @click.command()
-@click.option(
-    "--store", required=True, help="sqlite:///PATH, etcd://HOST:PORT,HOST:PORT, etcds://... or memory:"
-)
+@click.option("--store", required=True, help="sqlite:///PATH, etcd://HOST:PORT,HOST:PORT or etcds://...")
 @store_access_options
 @click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default="0", show_default=True, help="Port, range such as 8600-8609, or 0 for any.")

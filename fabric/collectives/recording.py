@@ -22,7 +22,6 @@ _INTEGER = re.compile(r"-?\d{1,19}", re.ASCII)
 # Stack frames of these libraries do not show where the user's program is.
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/fabric/(?:client|ftar)/|^<frozen ")
 
-SCHEDULED, STARTED, DONE = "scheduled", "started", "done"
 OWN_BACKEND = "fabric"
 
 
@@ -66,19 +65,14 @@ class RecordedCollective:
     output_sizes: tuple[tuple[int, ...], ...]
     input_dtypes: tuple[str, ...]
     output_dtypes: tuple[str, ...]
-    state: str
+    is_pending: bool  # the process is still in the call
     has_failed: bool = False  # the call was given up before its end, by a time-out or an aborted round
     created_ns: int = 0  # Unix time by the clock of the call's host; 0 where unknown
-    completed_ns: int = 0
     duration_ms: float | None = None
     is_p2p: bool = False  # the call is a send or receive, numbered by its own process
     peer: int | None = None  # the other rank of a send or receive, within the group
     at: str = ""  # file, line and function of the user's program
     note: str = ""
-
-    @property
-    def is_pending(self) -> bool:
-        return self.state != DONE
 
     @property
     def words(self) -> str:
@@ -244,7 +238,7 @@ def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
     if (match := _PEER.fullmatch(operation)) is not None:
         # ``send 0->1`` and ``recv 1<-0``: the recording process comes first, its peer second.
         operation, peer, is_p2p = match[1], int(match[3]), True
-    state, has_failed = _state(entry, backend)
+    is_pending, has_failed = _state(entry, backend)
     duration = entry.get("duration_ms")
     if isinstance(duration, bool) or not isinstance(duration, int | float | None):
         raise BadRecording("its duration_ms is no number")
@@ -257,10 +251,9 @@ def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
         output_sizes=_sizes(entry, "output_sizes"),
         input_dtypes=_texts(entry, "input_dtypes"),
         output_dtypes=_texts(entry, "output_dtypes"),
-        state=state,
+        is_pending=is_pending,
         has_failed=has_failed,
         created_ns=_integer(entry, "time_created_ns", default=0),
-        completed_ns=_integer(entry, "time_discovered_completed_ns", default=0),
         duration_ms=None if duration is None else float(duration),
         is_p2p=is_p2p,
         peer=peer,
@@ -269,16 +262,15 @@ def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
     )
 
 
-def _state(entry: Mapping[Any, Any], backend: str) -> tuple[str, bool]:
-    """The state, and whether the call failed. Gloo's state stays ``scheduled``; ``retired`` says it ended."""
+def _state(entry: Mapping[Any, Any], backend: str) -> tuple[bool, bool]:
+    """Whether the call is pending, and whether it failed. Gloo's state stays ``scheduled``; ``retired`` says
+    that it ended."""
     state, is_retired = entry.get("state"), entry.get("retired", False) is True
     if state == "completed":
-        return DONE, False
+        return False, False
     if state not in ("scheduled", "started"):
         raise BadRecording(f"its state is {_short(state)!r}")
-    if is_retired:
-        return DONE, backend != "gloo"
-    return str(state), False
+    return not is_retired, is_retired and backend != "gloo"
 
 
 def _with_coalesced(calls: list[RecordedCollective]) -> tuple[RecordedCollective, ...]:
@@ -294,9 +286,7 @@ def _with_coalesced(calls: list[RecordedCollective]) -> tuple[RecordedCollective
         if call.operation == "coalesced" or call.operation.endswith("_coalesced"):
             launches[key] = call
         elif (launch := launches.get(key)) is not None:
-            result[place] = replace(
-                call, state=launch.state, has_failed=launch.has_failed, completed_ns=launch.completed_ns
-            )
+            result[place] = replace(call, is_pending=launch.is_pending, has_failed=launch.has_failed)
     return tuple(result)
 
 

@@ -138,7 +138,7 @@ def check_settings(settings: LighthouseSettings) -> None:
 async def _serve(
     settings: LighthouseSettings, tokens: Tokens, on_death: Callable[[str, BaseException], None]
 ) -> None:
-    store = open_store(settings.store, access=settings.store_access)
+    store = _handle(settings)
     async with AsyncExitStack() as stack:
         await _connect(store, settings.store_wait_s)
         stack.push_async_callback(store.close)
@@ -148,7 +148,9 @@ async def _serve(
         traces = Traces(settings.otlp) if settings.otlp else None
         if traces is not None:
             stack.push_async_callback(asyncio.to_thread, traces.close)
-        parts, settled = _assemble(store, settings, tasks, tokens, _writer(settings, stack))
+        writer = StoreThread(_handle(settings))
+        stack.push_async_callback(writer.close)
+        parts, settled = _assemble(store, settings, tasks, tokens, writer.commit)
         parts.jobs.traces = traces
         runner, port = await serve(
             make_app(parts, tokens, (settings.advertise, settings.bind)),
@@ -175,7 +177,7 @@ async def _serve(
 
 
 def _assemble(
-    store: Store, settings: LighthouseSettings, tasks: Tasks, tokens: Tokens, commit: Commit | None
+    store: Store, settings: LighthouseSettings, tasks: Tasks, tokens: Tokens, commit: Commit
 ) -> tuple[LighthouseParts, asyncio.Event]:
     """Make the parts, and an event that is set when requests can be answered for the first time."""
     metrics = LighthouseMetrics()
@@ -212,18 +214,9 @@ def _assemble(
     return parts, settled
 
 
-def _handle(settings: LighthouseSettings) -> Store | None:
-    """Make another handle on the store, for another thread; None for a store in memory."""
-    return None if settings.store == "memory:" else open_store(settings.store, access=settings.store_access)
-
-
-def _writer(settings: LighthouseSettings, stack: AsyncExitStack) -> Commit | None:
-    handle = _handle(settings)
-    if handle is None:
-        return None
-    writer = StoreThread(handle)
-    stack.push_async_callback(writer.close)
-    return writer.commit
+def _handle(settings: LighthouseSettings) -> Store:
+    """Make a handle on the store; each thread needs its own."""
+    return open_store(settings.store, access=settings.store_access)
 
 
 async def _connect(store: Store, wait_s: float) -> None:

@@ -1,7 +1,6 @@
 """Models of failure policies: what a job gains from each policy, and which policy to run.
 
 - `closed_forms`: the published formulas, each with its source;
-- `endurance`: how many failures a layout masks, exact or by Monte Carlo;
 - `failures`: when units fail and how long their repair takes;
 - `engine` and `policies`: one simulator for every policy, step by step;
 - `pipelines`, `pipeline_policies` and `pipeline_runs`: pipeline-parallel replicas whose devices fail;

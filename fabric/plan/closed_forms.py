@@ -40,11 +40,10 @@ def masked_failures_replication(groups: int, redundancy: int) -> float:
     return math.gamma(1 + 1 / redundancy) * groups * math.pow(redundancy / groups, 1 / redundancy)
 
 
-def mean_overhead(groups: int, masked: float, patch_stacks: float = 0.0) -> float:
-    """S_bar: the mean number of stacks per step, the mean of c(k) over k < floor(mu), plus the mean number of
-    patch stacks per step (rho)."""
+def mean_overhead(groups: int, masked: float) -> float:
+    """S_bar without patch stacks: the mean number of stacks per step, the mean of c(k) over k < floor(mu)."""
     count = min(max(1, math.floor(masked)), groups - 1)
-    return math.fsum(stack_depth_bound(groups, k) for k in range(count)) / count + patch_stacks
+    return math.fsum(stack_depth_bound(groups, k) for k in range(count)) / count
 
 
 def optimal_interval(save_s: float, up_s: float, restart_s: float) -> float:
@@ -82,13 +81,7 @@ class JointOptimum:
 
 
 def joint_objective(
-    groups: int,
-    redundancy: int,
-    *,
-    save_s: float,
-    restart_s: float,
-    mtbf_s: float,
-    patch_stacks: float = 0.0,
+    groups: int, redundancy: int, *, save_s: float, restart_s: float, mtbf_s: float
 ) -> JointOptimum:
     """J(r) = S_bar / A(T_c*), with T_f = mu(N, r) * m; ``mtbf_s`` is m, the mean time between failures of the
     whole system."""
@@ -96,7 +89,7 @@ def joint_objective(
     masked = masked_failures(groups, redundancy)
     up_s = max(masked, 1.0) * mtbf_s
     interval_s = optimal_interval(save_s, up_s, restart_s)
-    overhead = mean_overhead(groups, masked, patch_stacks)
+    overhead = mean_overhead(groups, masked)
     share = 1.0 if interval_s == 0 else availability(interval_s, save_s, up_s, restart_s)
     return JointOptimum(redundancy, interval_s, share, overhead, overhead / share)
 
@@ -107,18 +100,12 @@ def best_redundancy(
     save_s: float,
     restart_s: float,
     mtbf_s: float,
-    patch_stacks: float = 0.0,
     most: int = 26,
 ) -> JointOptimum:
     """argmin of J(r) over r = 2 .. ``most``; rulers of up to 26 marks are known. The smaller r wins a tie."""
     candidates = range(2, max(3, min(most, groups - 1) + 1))
     return min(
-        (
-            joint_objective(
-                groups, r, save_s=save_s, restart_s=restart_s, mtbf_s=mtbf_s, patch_stacks=patch_stacks
-            )
-            for r in candidates
-        ),
+        (joint_objective(groups, r, save_s=save_s, restart_s=restart_s, mtbf_s=mtbf_s) for r in candidates),
         key=lambda optimum: optimum.objective,
     )
 

@@ -1,7 +1,7 @@
-"""The control store: a few guarded keys behind one interface, in memory, in SQLite or in etcd.
+"""The control store: a few guarded keys behind one interface, in SQLite or in etcd.
 
-``base`` has the interface and the values, ``open`` turns a URL into a store. The backends are ``memory`` (for
-tests), ``sqlite`` with ``sqlite_file`` (all lighthouses on one machine) and ``etcd`` with ``etcd_http``,
+``base`` has the interface and the values, ``open`` turns a URL into a store. The backends are
+``sqlite`` with ``sqlite_file`` (all lighthouses on one machine) and ``etcd`` with ``etcd_http``,
 ``etcd_wire`` and ``etcd_access`` (production).
 """
 

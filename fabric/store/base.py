@@ -4,7 +4,8 @@ The problem: several lighthouses decide about one job, any of them may die in mi
 answer is lost may still be applied. The mechanism is small on purpose. The store holds a few small keys, each
 with the revisions of its creation and of its last change. A transaction applies all of its operations or
 none, guarded by those revisions. The end of a lease deletes the keys put under it. A watch resumes from a
-revision. Three backends (memory, SQLite, etcd) keep the same promises and pass the same contract suite.
+revision. The backends (SQLite, etcd, and one in memory for tests) keep the same promises and pass the same
+contract suite.
 
 The error of a write is *definite* (``StoreError``: the store did not apply the write) or *indefinite*
 (``StoreIndefinite``: the outcome is unknown, so read again before deciding anything). A failed guard is a

@@ -8,14 +8,13 @@ from fabric.errors import ConfigError
 from fabric.store.base import Store
 from fabric.store.etcd import EtcdStore
 from fabric.store.etcd_access import EtcdAccess
-from fabric.store.memory import MemoryStore
 from fabric.store.sqlite import SqliteStore
 
 ATTEMPT_TIMEOUT_S = 3.0
 WATCH_SILENCE_S = 20.0
 ETCD_PORT = 2379
 
-_EXAMPLES = "sqlite:///var/lib/fabric/store.db, etcd://host:2379,other:2379, etcds://host:2379 or memory:"
+_EXAMPLES = "sqlite:///var/lib/fabric/store.db, etcd://host:2379,other:2379 or etcds://host:2379"
 
 
 def open_store(
@@ -29,21 +28,18 @@ def open_store(
 
     ``sqlite:`` is followed by ``//`` and a path, absolute when it begins with a slash; several slashes count
     as one. ``etcd://`` is followed by comma-separated ``host[:port]``; ``etcds://`` is the same over TLS.
-    ``access`` holds the credentials for etcd (the URL sets its ``tls``). ``memory:`` is a new, empty store of
-    this process. ``attempt_timeout_s`` bounds each attempt at an endpoint, or the wait for a file's lock;
-    ``watch_silence_s`` is how long an etcd watch may be silent before its connection is replaced. Raises
-    ConfigError.
+    ``access`` holds the credentials for etcd (the URL sets its ``tls``). ``attempt_timeout_s`` bounds each
+    attempt at an endpoint, or the wait for a file's lock; ``watch_silence_s`` is how long an etcd watch may
+    be silent before its connection is replaced. Raises ConfigError.
     """
     for name, value in (("attempt_timeout_s", attempt_timeout_s), ("watch_silence_s", watch_silence_s)):
         if not 0 < value <= 3600:
             raise ConfigError(f"{name} is {value}, it must be above 0 and at most 3600 seconds.")
-    scheme, colon, rest = url.partition(":")
+    scheme, _, rest = url.partition(":")
     if access is not None and access != EtcdAccess() and scheme not in ("etcd", "etcds"):
         raise ConfigError(
             f"Certificates and users are for etcd, the store is {_shown(url)!r}: leave them out."
         )
-    if colon and scheme == "memory" and not rest:
-        return MemoryStore()
     if scheme == "sqlite" and rest.startswith("//"):
         return SqliteStore(_path(url, rest[2:]), attempt_timeout_s=attempt_timeout_s)
     if scheme in ("etcd", "etcds") and rest.startswith("//"):

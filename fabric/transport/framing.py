@@ -28,33 +28,28 @@ class FrameParser:
 
     def __init__(self, limit_bytes: int = MAX_FRAME_BYTES) -> None:
         self._limit_bytes = limit_bytes
-        self._pending = bytearray()
-
-    @property
-    def pending_bytes(self) -> int:
-        """The number of bytes held of an unfinished frame."""
-        return len(self._pending)
+        self.pending = bytearray()  # the bytes of an unfinished frame
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[bytes]:
         """Return the payloads that ``data`` completes, ``b""`` for a goodbye.
 
         Raises ProtocolError at a length over the limit; the stream cannot be used after that.
         """
-        self._pending += data
+        self.pending += data
         payloads: list[bytes] = []
         start = 0
-        while len(self._pending) - start >= HEADER_BYTES:
+        while len(self.pending) - start >= HEADER_BYTES:
             body = start + HEADER_BYTES
-            length = int.from_bytes(self._pending[start:body], "big")
+            length = int.from_bytes(self.pending[start:body], "big")
             if length > self._limit_bytes:
-                self._pending.clear()
+                self.pending.clear()
                 raise ProtocolError(
                     f"a message announces {length} bytes, over the limit of {self._limit_bytes}: "
                     "the other side is not fabric, or of another version"
                 )
-            if len(self._pending) - body < length:
+            if len(self.pending) - body < length:
                 break
-            payloads.append(bytes(self._pending[body : body + length]))
+            payloads.append(bytes(self.pending[body : body + length]))
             start = body + length
-        del self._pending[:start]
+        del self.pending[:start]
         return payloads

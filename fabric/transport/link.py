@@ -18,8 +18,10 @@ from collections import deque
 from collections.abc import Callable
 
 from fabric.errors import ProtocolError
-from fabric.transport.framing import GOODBYE, MAX_FRAME_BYTES, FrameParser, frame
-from fabric.transport.interface import OnClosed, OnMessage
+from fabric.transport.framing import GOODBYE, FrameParser, frame
+
+OnMessage = Callable[[bytes], None]
+OnClosed = Callable[[str], None]
 
 # Limit of bytes that wait for a slow peer: many times the size of all messages of an epoch.
 QUEUE_LIMIT_BYTES = 16 * 1024 * 1024
@@ -29,26 +31,21 @@ _SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Link:
-    """A MessageLink over a connected stream socket, which it owns and makes non-blocking.
+    """Ordered messages to and from one peer, over a connected stream socket, which the link owns.
 
     Construct it inside the running loop. Sending works at once and from any thread, reading begins with
-    ``run``; everything else is for the loop's thread.
+    ``run``; everything else is for the loop's thread. A link that ends without a goodbye means that the
+    peer's process or host has died.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        peer: str,
-        queue_limit_bytes: int = QUEUE_LIMIT_BYTES,
-        frame_limit_bytes: int = MAX_FRAME_BYTES,
-    ) -> None:
+    def __init__(self, sock: socket.socket, peer: str, queue_limit_bytes: int = QUEUE_LIMIT_BYTES) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._guard = threading.Lock()  # guards the outbox, and keeps the socket open while a thread sends
         self._sock = sock
         self._peer = peer
-        self._outbox = _Outbox(sock, queue_limit_bytes, frame_limit_bytes)
-        self._inbox = _Inbox(frame_limit_bytes)
+        self._outbox = _Outbox(sock, queue_limit_bytes)
+        self._inbox = _Inbox()
         self._reason = ""
         self.silent = False  # the link ended because the peer's host no longer answered
         self._leaving = False
@@ -64,14 +61,20 @@ class Link:
 
     @property
     def reason(self) -> str:
+        """Why the link closed, in one sentence; empty while it is open."""
         return self._reason
 
     @property
     def clean(self) -> bool:
+        """Whether the peer has sent a goodbye."""
         return self._inbox.clean
 
     def send(self, data: bytes) -> bool:
-        """Queue one message: see MessageLink."""
+        """Queue one message; on a closed link queue nothing and return False.
+
+        Never blocks. A peer that does not read closes the link when the queue is over its limit.
+        Raises ProtocolError for an empty or oversized message, which is the caller's mistake.
+        """
         with self._guard:
             if self._reason or self._leaving or self._outbox.failure:
                 return False
@@ -85,7 +88,11 @@ class Link:
         return not self._reason and not self._outbox.failure
 
     async def run(self, on_message: OnMessage, on_closed: OnClosed) -> None:
-        """Deliver messages until the link closes: see MessageLink."""
+        """Deliver messages in order until the link closes, then call ``on_closed(reason)`` once.
+
+        A ProtocolError of ``on_message`` closes the link with that reason. Any other exception closes it,
+        calls ``on_closed``, and is raised here.
+        """
         try:
             self._start_reading()
             self._on_message = on_message
@@ -98,7 +105,7 @@ class Link:
             on_closed(self._reason)
 
     async def close(self, linger_s: float = 1.0) -> None:
-        """Close cleanly: see MessageLink."""
+        """Send queued messages and a goodbye; wait at most ``linger_s`` for the peer to close too."""
         if not self._reason and not self._leaving:
             with self._guard:
                 self._leaving = True
@@ -112,7 +119,7 @@ class Link:
             self.abort(f"closed here; {self._peer} did not close its side within {linger_s:g} s")
 
     def abort(self, reason: str) -> None:
-        """Close at once: see MessageLink."""
+        """Close at once; queued messages may be lost."""
         if self._reason:
             return
         self._loop.remove_reader(self._sock)
@@ -199,8 +206,8 @@ class Link:
 class _Inbox:
     """Complete messages that are not delivered yet. A goodbye sets ``clean`` and must be the last frame."""
 
-    def __init__(self, frame_limit_bytes: int) -> None:
-        self._parser = FrameParser(frame_limit_bytes)
+    def __init__(self) -> None:
+        self._parser = FrameParser()
         self.messages: deque[bytes] = deque()
         self.clean = False
 
@@ -217,10 +224,9 @@ class _Inbox:
 class _Outbox:
     """Frames that the socket has not taken yet, in order, with a bound on their bytes."""
 
-    def __init__(self, sock: socket.socket, limit_bytes: int, frame_limit_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
         self._sock = sock
         self._limit_bytes = limit_bytes
-        self._frame_limit_bytes = frame_limit_bytes
         self._frames: deque[memoryview] = deque()
         self._ending = False
         self.queued_bytes = 0
@@ -232,7 +238,7 @@ class _Outbox:
         return self.queued_bytes > self._limit_bytes
 
     def add(self, payload: bytes) -> None:
-        self._append(frame(payload, self._frame_limit_bytes))
+        self._append(frame(payload))
 
     def end(self) -> None:
         """Queue the goodbye; send nothing after it."""

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 
 from fabric.ckpt_server.durable.manifest import MANIFEST, MARKER, Attempt, attempts_to_delete, parse_manifest
 from fabric.ckpt_server.durable.reader import (
+    RankShardFile,
     find_checkpoint,
     list_checkpoints,
     open_checkpoint,
-    open_rank_shard,
 )
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
@@ -109,7 +109,8 @@ class TestRoundTrip:
         train(one)
         file, _ = write_one(url, one)
         found = list_checkpoints(Storage(url).at("job"), "job").complete[-1]
-        with open_rank_shard(found, 0) as rank_shard:
+        with ExitStack() as stack:
+            rank_shard = RankShardFile(found, 0, stack)
             read = bytes(rank_shard.read(0, rank_shard.nbytes))
             assert bytes(rank_shard.read(100, 333)) == file[100:333]
         assert torch.equal(load(read)["model/0.weight"], one["model"][0].weight)

@@ -26,14 +26,14 @@ def test_both_forms_give_the_same_recording():
     assert by_pickle == read_recording(json.dumps(body).encode(), RANK, "x")
     assert by_pickle.groups == {"0": Group("0", "default_pg", (0, 1))}
     done, started, scheduled = by_pickle.collectives
-    assert (done.state, started.state, scheduled.state) == ("done", "started", "scheduled")
+    assert [call.is_pending for call in (done, started, scheduled)] == [False, True, True]
     assert started.words == "broadcast (number 2 of group 0 (default_pg))"
     assert done.at == "/home/user/train.py:41 train", "frames of the library are left out"
 
 
 def test_a_retired_call_of_nccl_that_is_not_completed_was_given_up():
     [call] = read(dump([entry(1, state="started", retired=True)], GROUPS)).collectives
-    assert (call.state, call.has_failed) == ("done", True)
+    assert (call.is_pending, call.has_failed) == (False, True)
 
 
 def test_calls_of_a_coalesced_launch_have_its_state():
@@ -44,7 +44,7 @@ def test_calls_of_a_coalesced_launch_have_its_state():
         entry(4, "send 0->1", state="scheduled", p2p_seq_id=2),
     ]
     send, receive, _, lone = read(dump(calls, GROUPS)).collectives
-    assert (send.state, receive.state, lone.state) == ("done", "done", "scheduled")
+    assert [call.is_pending for call in (send, receive, lone)] == [False, False, True]
     assert (send.peer, receive.operation, receive.words) == (
         1,
         "recv",

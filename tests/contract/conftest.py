@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from memory_store import MemorySpace, MemoryStore
 from store_harness import Backend
 
 from fabric.store.base import Store
-from fabric.store.memory import MemorySpace, MemoryStore
 from fabric.store.open import open_store
 
 

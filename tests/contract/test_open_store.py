@@ -6,7 +6,6 @@ import pytest
 
 from fabric.errors import ConfigError
 from fabric.store.etcd import EtcdStore
-from fabric.store.memory import MemoryStore
 from fabric.store.open import open_store
 from fabric.store.sqlite import SqliteStore
 
@@ -40,18 +39,12 @@ def test_an_etcd_url_names_endpoints(url: str, endpoints: tuple[str, ...]) -> No
     assert store._endpoints == endpoints
 
 
-def test_memory_stores_are_separate() -> None:
-    one, two = open_store("memory:"), open_store("memory:")
-    assert isinstance(one, MemoryStore) and isinstance(two, MemoryStore)
-    assert one.space is not two.space
-
-
 @pytest.mark.parametrize(
     "url",
     [
         "",
         "x",
-        "memory:shared",
+        "memory:",
         "sqlite:",
         "sqlite:x.db",
         "sqlite://",
@@ -92,6 +85,6 @@ def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
 def test_a_timeout_that_makes_no_sense_is_refused(timeout_s: float) -> None:
     with pytest.raises(ConfigError, match="attempt_timeout_s"):
-        open_store("memory:", attempt_timeout_s=timeout_s)
+        open_store("etcd://a", attempt_timeout_s=timeout_s)
     with pytest.raises(ConfigError, match="watch_silence_s"):
-        open_store("memory:", watch_silence_s=timeout_s)
+        open_store("etcd://a", watch_silence_s=timeout_s)

@@ -6,12 +6,12 @@ from contextlib import aclosing
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_store import MemorySpace, MemoryStore
 from store_harness import Backend, soon, take, wait_for
 
 from fabric.errors import Compacted, LeaseGone, StoreError
 from fabric.store import base
 from fabric.store.base import STORE_ID_KEY, Compare, Delete, KeyValue, Put, Store, WatchEvent
-from fabric.store.memory import MemorySpace, MemoryStore
 
 SHORT_TTL_S = 0.3  # etcd makes a second or two of it
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load
 from sharded_trainer import example
 from tiny_trainer import build
 
-from fabric.ckpt_server.durable.reader import DurableCheckpoint, list_checkpoints, open_rank_shard
+from fabric.ckpt_server.durable.reader import DurableCheckpoint, RankShardFile, list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.state.training_state import capture
 
@@ -205,7 +206,8 @@ def test_the_ranks_of_a_replica_write_one_checkpoint_and_begin_again_from_it(zyg
         dcp.load(wanted, checkpoint_id=found.storage.url, no_dist=True)
         parts = []
         for rank in (0, 1):
-            with open_rank_shard(found, rank) as lane:
+            with ExitStack() as stack:
+                lane = RankShardFile(found, rank, stack)
                 parts.append(load(bytes(lane.read(0, lane.nbytes))))
         for name, tensor in wanted["model"].items():
             assert torch.equal(tensor, torch.cat([part[f"model/{name}"] for part in parts])), name

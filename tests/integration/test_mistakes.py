@@ -504,9 +504,21 @@ COMMANDS = [
     (("demo", "--steps", "0"), 2, "--steps must be between 1 and"),
     (("demo", "--kill-at", "500"), 2, "--kill-at must be between 1 and 119"),
     (("demo", "verify", "no-such-run"), 2, "no-such-run"),
-    (("lighthouse", "--store", "memory:", "--token-file", "empty"), 1, "the token file empty is empty"),
-    (("lighthouse", "--store", "memory:", "--bind", "0.0.0.0"), 1, "without a token would serve anybody"),
-    (("lighthouse", "--store", "memory:", "--port", "many"), 1, 'the port "many" cannot be used'),
+    (
+        ("lighthouse", "--store", "sqlite://{stores}/store.db", "--token-file", "empty"),
+        1,
+        "the token file empty is empty",
+    ),
+    (
+        ("lighthouse", "--store", "sqlite://{stores}/store.db", "--bind", "0.0.0.0"),
+        1,
+        "without a token would serve anybody",
+    ),
+    (
+        ("lighthouse", "--store", "sqlite://{stores}/store.db", "--port", "many"),
+        1,
+        'the port "many" cannot be used',
+    ),
     (("lighthouse",), 2, "Missing option '--store'"),
     (("status",), 1, "no lighthouse is named"),
     (("status", "--lighthouse", "http://127.0.0.1:{closed}"), 1, "nobody listens there"),
@@ -515,9 +527,10 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("arguments", "code", "expected"), COMMANDS, ids=lambda v: str(v)[:60])
-def test_a_command_that_cannot_be(tmp_path, arguments, code, expected):
+def test_a_command_that_cannot_be(tmp_path, tmp_path_factory, arguments, code, expected):
     (tmp_path / "empty").touch()
-    words = [a.format(closed=closed_port()) for a in arguments]
+    stores = tmp_path_factory.mktemp("stores")
+    words = [a.format(closed=closed_port(), stores=stores) for a in arguments]
     found, said = fabric(*words, cwd=tmp_path)
     assert found == code, said
     assert expected in " ".join(said.split())

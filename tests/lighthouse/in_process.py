@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from memory_store import MemorySpace, MemoryStore
+
 from fabric.errors import StoreError
 from fabric.lighthouse.connections.admission_queue import AdmissionQueue
 from fabric.lighthouse.election.election import Candidate, Election, ElectionHooks, boot_time
@@ -17,7 +19,6 @@ from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.runtime.http.http_service import serve
 from fabric.runtime.tasks import Tasks
 from fabric.store import Compare, Operation, Store
-from fabric.store.memory import MemorySpace, MemoryStore
 
 # Test members do not beat all the time, and the machine may be loaded: silence must not evict them.
 PATIENT = LivenessConfig(silence_s=60.0)

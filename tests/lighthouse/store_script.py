@@ -8,6 +8,8 @@ import asyncio
 import selectors
 from dataclasses import dataclass, field
 
+from memory_store import MemorySpace, MemoryStore
+
 from fabric.errors import FabricError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections.connection import MemberConnection
 from fabric.lighthouse.election.election import Election, ElectionHooks, Term
@@ -21,7 +23,6 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.runtime.tasks import Tasks
 from fabric.store import Put
-from fabric.store.memory import MemorySpace, MemoryStore
 
 LEASE_S = 5.0
 REPLICAS = ("r0", "r1", "r2")

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from in_process import Clock, lighthouse_on
 from lighthouse_support import LighthouseProcess, WireMember, close_all, eventually, start_job
+from memory_store import MemorySpace, MemoryStore
 from protocol.makers import record_of
 
 from fabric.client.control.lighthouse_link import LighthouseLink
@@ -21,7 +22,6 @@ from fabric.protocol.messages import wire
 from fabric.runtime.config import Settings
 from fabric.runtime.http.http_service import come_back_s
 from fabric.store import open_store
-from fabric.store.memory import MemorySpace, MemoryStore
 
 
 async def test_connections_are_admitted_in_order_with_turns_for_others_between():

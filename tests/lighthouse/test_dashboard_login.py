@@ -5,11 +5,11 @@ import time
 import pytest
 from aiohttp.test_utils import make_mocked_request
 from in_process import TroubledStore, lighthouse_on
+from memory_store import MemorySpace
 
 from fabric.lighthouse.http import dashboard
 from fabric.lighthouse.http.login_limit import MOST_FAILURES, WITHIN_S, LoginTries, TooManyTries
 from fabric.lighthouse.http.tokens import Tokens
-from fabric.store.memory import MemorySpace
 
 TOKENS = Tokens("own")
 

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import WSMsgType
 from in_process import Clock, TroubledStore, lighthouse_on
 from lighthouse_support import close_all, eventually, get, start_job
+from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections.connection import NOT_THE_LEADER, MemberConnection
@@ -19,7 +20,6 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.store import Delete, Put, open_store
-from fabric.store.memory import MemorySpace, MemoryStore
 
 ELECTION = "/fabric/ns/election/"
 

@@ -9,12 +9,12 @@ import pytest
 from etcd_process import EtcdMember, free_ports, require_etcd
 from in_process import Instance, lighthouse_on
 from lighthouse_support import close_all, eventually, get, start_job
+from memory_store import MemorySpace, MemoryStore
 
 from fabric.lighthouse.connections.connection import NOT_THE_LEADER
 from fabric.lighthouse.jobs.job_store import record_key
 from fabric.protocol.messages import wire
 from fabric.store import STORE_ID_KEY, Delete, Store, StoreUnavailable, open_store
-from fabric.store.memory import MemorySpace, MemoryStore
 
 # So long that no renewal comes during the test: only the key itself tells the leader.
 LEASE_S = 3600.0

@@ -210,6 +210,6 @@ async def test_operator_commands_reach_the_leader_through_a_follower(http, tmp_p
 
 
 def test_the_ready_file_names_the_process(tmp_path):
-    with process(tmp_path, "memory:", "ns") as lighthouse:
+    with process(tmp_path, f"sqlite://{tmp_path}/store.db", "ns") as lighthouse:
         body = json.loads(lighthouse.ready_file.read_text())
         assert body["pid"] == lighthouse.process.pid and body["url"].startswith("http://127.0.0.1:")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from in_process import lighthouse_on
 from lighthouse_support import WireMember, close_all, eventually, headers, start_job
+from memory_store import MemorySpace, MemoryStore
 from test_recovery_records import beat_step
 
 from fabric.errors import ProtocolError
@@ -24,7 +25,6 @@ from fabric.lighthouse.history.ledger import (
 )
 from fabric.lighthouse.jobs.job_store import ledger_of
 from fabric.store import Put
-from fabric.store.memory import MemorySpace, MemoryStore
 
 
 class Watch:

@@ -4,6 +4,7 @@ import pytest
 from aiohttp import web
 from in_process import TroubledStore, lighthouse_on
 from lighthouse_support import WireMember, WireStatus, close_all, eventually, get, start_job
+from memory_store import MemorySpace
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections.connection import DEFECT, MALFORMED, FrameCache, MemberConnection
@@ -12,7 +13,6 @@ from fabric.model import SnapshotRef
 from fabric.protocol.leader.core import MANY
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.protocol.messages import network as m
-from fabric.store.memory import MemorySpace
 
 
 @pytest.fixture

@@ -78,7 +78,9 @@ class TestLighthouseRefuses:
     """In this process, through the entry point: a start of a process for each would take long."""
 
     @pytest.fixture(autouse=True)
-    def command(self, monkeypatch, capsys):
+    def command(self, monkeypatch, capsys, tmp_path):
+        self.store = f"sqlite://{tmp_path}/store.db"
+
         def run(*arguments: object) -> str:
             monkeypatch.setattr(sys, "argv", ["fabric", "lighthouse", *map(str, arguments)])
             with pytest.raises(SystemExit) as ended:
@@ -105,21 +107,21 @@ class TestLighthouseRefuses:
         assert "does not exist" in self.refusal("--store", f"sqlite://{tmp_path}/no/store.db")
 
     def test_a_taken_port_is_refused(self, taken_port):
-        assert "taken by another process" in self.refusal("--store", "memory:", "--port", taken_port)
+        assert "taken by another process" in self.refusal("--store", self.store, "--port", taken_port)
 
     def test_a_missing_or_empty_token_file_is_refused(self, tmp_path):
         empty = tmp_path / "empty"
         empty.touch(mode=0o600)
-        assert "cannot be read" in self.refusal("--store", "memory:", "--token-file", tmp_path / "none")
-        assert "is empty" in self.refusal("--store", "memory:", "--token-file", empty)
+        assert "cannot be read" in self.refusal("--store", self.store, "--token-file", tmp_path / "none")
+        assert "is empty" in self.refusal("--store", self.store, "--token-file", empty)
 
-    def test_a_memory_store_that_listens_for_other_hosts_needs_a_token(self):
-        assert "without a token" in self.refusal("--store", "memory:", "--bind", "0.0.0.0")
+    def test_a_lighthouse_that_listens_for_other_hosts_needs_a_token(self):
+        assert "without a token" in self.refusal("--store", self.store, "--bind", "0.0.0.0")
 
     def test_a_ready_file_that_cannot_be_written_is_refused(self, tmp_path):
-        assert "ready file" in self.refusal("--store", "memory:", "--ready-file", tmp_path / "no" / "ready")
+        assert "ready file" in self.refusal("--store", self.store, "--ready-file", tmp_path / "no" / "ready")
         (tmp_path / "folder").mkdir()
-        assert "ready file" in self.refusal("--store", "memory:", "--ready-file", tmp_path / "folder")
+        assert "ready file" in self.refusal("--store", self.store, "--ready-file", tmp_path / "folder")
 
     @pytest.mark.parametrize(
         "arguments",
@@ -138,7 +140,7 @@ class TestLighthouseRefuses:
         ids=" ".join,
     )
     def test_unusable_options_are_refused(self, arguments):
-        assert self.refusal("--store", "memory:", *arguments)
+        assert self.refusal("--store", self.store, *arguments)
 
 
 def test_a_lighthouse_waits_for_a_store_that_is_late(tmp_path, request):
@@ -291,7 +293,7 @@ async def test_brackets_in_text_of_other_processes_are_not_markup(lighthouse, ht
 
 def test_the_ready_file_ends_with_the_lighthouse(tmp_path):
     """One that was left said that a lighthouse was ready at an address of yesterday."""
-    with LighthouseProcess(tmp_path, "memory:") as lighthouse:
+    with LighthouseProcess(tmp_path, f"sqlite://{tmp_path}/store.db") as lighthouse:
         assert lighthouse.ready_file.exists()
         lighthouse.end()
         assert not lighthouse.ready_file.exists()

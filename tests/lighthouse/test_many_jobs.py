@@ -44,7 +44,7 @@ def shared(tmp_path_factory):
     (folder / "..data").mkdir()  # as in a mounted secret
     (folder / "empty").touch(mode=0o600)
     arguments = ("--job-tokens", str(folder))
-    with LighthouseProcess(path, "memory:", arguments=arguments) as process:
+    with LighthouseProcess(path, f"sqlite://{path}/store.db", arguments=arguments) as process:
         yield process
 
 
@@ -116,7 +116,9 @@ async def test_a_jobs_token_lists_that_job_alone(shared, http):
 
 async def test_a_job_token_is_added_and_removed_without_a_restart(http, tmp_path):
     folder = folder_of(tmp_path)
-    with LighthouseProcess(tmp_path, "memory:", arguments=("--job-tokens", str(folder))) as lighthouse:
+    with LighthouseProcess(
+        tmp_path, f"sqlite://{tmp_path}/store.db", arguments=("--job-tokens", str(folder))
+    ) as lighthouse:
         url = f"{lighthouse.url}/v1/jobs/late"
         assert (await get(http, url, "token-of-late"))[0] == 401
 
@@ -133,7 +135,9 @@ async def test_a_job_token_is_added_and_removed_without_a_restart(http, tmp_path
 
 
 async def test_the_lighthouses_own_setting_bounds_what_a_job_may_have(http, tmp_path):
-    with LighthouseProcess(tmp_path, "memory:", arguments=("--max-replicas", "5000")) as lighthouse:
+    with LighthouseProcess(
+        tmp_path, f"sqlite://{tmp_path}/store.db", arguments=("--max-replicas", "5000")
+    ) as lighthouse:
         member, *_ = await start_job(http, lighthouse.url, count=1, job="large", data_slot=1500)
         url = f"{lighthouse.url}/v1/jobs/large"
         assert (await get(http, url))[1]["policy"]["max_replicas"] == 5000
@@ -148,7 +152,7 @@ async def test_the_lighthouses_own_setting_bounds_what_a_job_may_have(http, tmp_
 
 async def test_quotas_are_refused_with_a_remedy(http, tmp_path):
     with LighthouseProcess(
-        tmp_path, "memory:", arguments=("--max-jobs", "1", "--max-replicas", "2")
+        tmp_path, f"sqlite://{tmp_path}/store.db", arguments=("--max-jobs", "1", "--max-replicas", "2")
     ) as lighthouse:
         members = await start_job(http, lighthouse.url, count=2, job="first")
         third = await WireMember(http, lighthouse.url, "r2", job="first", replicas="2").open()
@@ -171,7 +175,9 @@ async def test_quotas_are_refused_with_a_remedy(http, tmp_path):
 
 
 async def test_more_replicas_than_the_lighthouse_allows_are_not_waited_for(http, tmp_path):
-    with LighthouseProcess(tmp_path, "memory:", arguments=("--max-replicas", "2")) as lighthouse:
+    with LighthouseProcess(
+        tmp_path, f"sqlite://{tmp_path}/store.db", arguments=("--max-replicas", "2")
+    ) as lighthouse:
         members = [
             await WireMember(http, lighthouse.url, name, job="eager", replicas="3").open()
             for name in ("r0", "r1")
@@ -225,5 +231,5 @@ def test_impossible_settings_of_jobs_are_refused(tmp_path):
         (("--retain-s", "0"), "retain-s is 0"),
         (("--failures", "-1"), "failures is -1"),
     ):
-        done = fabric("lighthouse", "--store", "memory:", *arguments)
+        done = fabric("lighthouse", "--store", f"sqlite://{tmp_path}/store.db", *arguments)
         assert done.returncode == 1 and said in done.stderr, done.stderr

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from in_process import lighthouse_on
 from lighthouse_support import WireMember, WireStatus, close_all, eventually, headers, start_job
+from memory_store import MemorySpace, MemoryStore
 from protocol.test_leader import runs, started
 
 from fabric.errors import ProtocolError
@@ -26,7 +27,6 @@ from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.store.base import MAX_VALUE_BYTES
-from fabric.store.memory import MemorySpace, MemoryStore
 
 PHASES = ("detected", "epoch_committed", "links_up", "step_committed")
 

@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import Instance, TroubledStore, lighthouse_on
 from lighthouse_support import DEADLINE_S, WireMember, start_job
+from memory_store import MemorySpace
 
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
-from fabric.store.memory import MemorySpace
 
 HUNT = int(os.environ.get("FABRIC_FUZZ", "0"))
 FUZZ = settings(

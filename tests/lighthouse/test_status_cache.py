@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 import pytest
 from in_process import Clock, lighthouse_on
 from lighthouse_support import close_all, eventually, start_job
+from memory_store import MemorySpace, MemoryStore
 
 from fabric.lighthouse.http import routes, status_cache
-from fabric.store.memory import MemorySpace, MemoryStore
 
 VIEWERS = 6
 

@@ -12,7 +12,7 @@ def test_the_lighthouse_notifies_systemd_until_its_event_loop_hangs(tmp_path, mo
         systemd.settimeout(DEADLINE_S)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "60000")
-        with LighthouseProcess(tmp_path, "memory:") as lighthouse:
+        with LighthouseProcess(tmp_path, f"sqlite://{tmp_path}/store.db") as lighthouse:
             heard = {systemd.recv(100) for _ in range(10)}
             assert heard == {b"READY=1", b"WATCHDOG=1"}
             lighthouse.send(signal.SIGSTOP)

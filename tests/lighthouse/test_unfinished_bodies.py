@@ -6,9 +6,9 @@ from urllib.parse import urlsplit
 import pytest
 from in_process import TroubledStore, lighthouse_on
 from lighthouse_support import TOKEN, eventually, get
+from memory_store import MemorySpace
 
 from fabric.lighthouse.http.tokens import Tokens
-from fabric.store.memory import MemorySpace
 
 
 @pytest.mark.parametrize("path", ["/login", "/v1/jobs/j/drain", "/v1/jobs/j/pause"])

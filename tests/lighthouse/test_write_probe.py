@@ -9,18 +9,18 @@ import pytest
 from etcd_process import EtcdMember, free_ports, require_etcd, wait_until
 from in_process import lighthouse_on
 from lighthouse_support import eventually
+from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.election.store_probe import WriteProbe
 from fabric.store import Delete, Put, Store, open_store
-from fabric.store.memory import MemorySpace, MemoryStore
 
 KEY = "/fabric/ns/probe"
 
 
-@pytest.mark.parametrize("url", ["memory:", "sqlite"])
-async def test_a_store_with_room_is_asked_and_nothing_is_written(url, tmp_path):
-    store = open_store(f"sqlite://{tmp_path}/store.db" if url == "sqlite" else url)
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+async def test_a_store_with_room_is_asked_and_nothing_is_written(kind, tmp_path):
+    store = open_store(f"sqlite://{tmp_path}/store.db") if kind == "sqlite" else MemoryStore(MemorySpace())
     await store.connect()
     before = await store.list("/")
     assert await WriteProbe(store, KEY).ask() == ""

@@ -33,10 +33,6 @@ def test_the_depth_bound_rises_with_the_failures():
     assert [forms.stack_depth_bound(7, k) for k in range(7)] == [1, 2, 2, 2, 3, 4, 7]
 
 
-def test_a_patch_adds_to_the_overhead():
-    assert forms.mean_overhead(200, 105.12, 0.2) == pytest.approx(forms.mean_overhead(200, 105.12) + 0.2)
-
-
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [

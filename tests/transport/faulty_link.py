@@ -1,4 +1,4 @@
-"""A wrapper that makes any MessageLink misbehave, from a seed: delays, stalls, sudden ends.
+"""A wrapper that makes any Link misbehave, from a seed: delays, stalls, sudden ends.
 
 Order is kept whatever the delay, as on a real stream: a network delays and cuts, it does not reorder or
 lose single messages of a link. A stalled direction holds its messages until it is released.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fabric.errors import ProtocolError
-from fabric.transport.interface import MessageLink, OnClosed, OnMessage
+from fabric.transport.link import Link, OnClosed, OnMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Lane:
 class FaultyLink:
     """``inner`` with ``faults`` drawn from ``rng``; the same seed and messages give the same faults."""
 
-    def __init__(self, inner: MessageLink, rng: random.Random, faults: LinkFaults) -> None:
+    def __init__(self, inner: Link, rng: random.Random, faults: LinkFaults) -> None:
         self._inner = inner
         self._rng = rng
         self._faults = faults
@@ -67,7 +67,7 @@ class FaultyLink:
         return self._inner.clean
 
     def send(self, data: bytes) -> bool:
-        """Send after a drawn delay, or cut the link instead: see MessageLink."""
+        """Send after a drawn delay, or cut the link instead: see Link."""
         if self._inner.reason:
             return False
         if self._rng.random() < self._faults.cut_probability:
@@ -78,7 +78,7 @@ class FaultyLink:
         return not self._inner.reason
 
     async def run(self, on_message: OnMessage, on_closed: OnClosed) -> None:
-        """Deliver with the delays and stalls of the incoming direction: see MessageLink."""
+        """Deliver with the delays and stalls of the incoming direction: see Link."""
         inner = self._loop.create_task(self._inner.run(self._arrive, self._end))
         try:
             while not inner.done() or (self._in.waiting and not self._in.stalled):
@@ -96,14 +96,14 @@ class FaultyLink:
             await inner
 
     async def close(self, linger_s: float = 1.0) -> None:
-        """Send messages under way first, then close the inner link: see MessageLink."""
+        """Send messages under way first, then close the inner link: see Link."""
         while self._out.waiting and not self._inner.reason:
             self._inner.send(self._out.waiting.popleft()[1])
         self._out.stop_timer()
         await self._inner.close(linger_s)
 
     def abort(self, reason: str) -> None:
-        """Close at once: see MessageLink."""
+        """Close at once: see Link."""
         self._out.stop_timer()
         self._in.stop_timer()
         self._in.waiting.clear()

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from fabric.errors import ProtocolError
 from fabric.transport.framing import HEADER_BYTES, MAX_FRAME_BYTES, frame
-from fabric.transport.interface import OnClosed, OnMessage
-from fabric.transport.link import QUEUE_LIMIT_BYTES
+from fabric.transport.link import QUEUE_LIMIT_BYTES, OnClosed, OnMessage
 
 
 @dataclass(slots=True)
@@ -45,7 +44,7 @@ class _End:
 
 
 class MemoryLink:
-    """One end; made in pairs by ``memory_pair``. Reading begins with ``run``: see MessageLink."""
+    """One end; made in pairs by ``memory_pair``. Reading begins with ``run``: see Link."""
 
     def __init__(self, peer: str, mine: _End, theirs: _End, limits_bytes: tuple[int, int]) -> None:
         self._peer = peer
@@ -66,7 +65,7 @@ class MemoryLink:
         return self._mine.clean
 
     def send(self, data: bytes) -> bool:
-        """Queue one message: see MessageLink."""
+        """Queue one message: see Link."""
         if self._mine.reason or self._mine.leaving or self._theirs.reason:
             return False
         queued_bytes = self._theirs.queued_bytes + len(frame(data, self._frame_limit_bytes))
@@ -79,7 +78,7 @@ class MemoryLink:
         return True
 
     async def run(self, on_message: OnMessage, on_closed: OnClosed) -> None:
-        """Deliver messages until the link closes: see MessageLink."""
+        """Deliver messages until the link closes: see Link."""
         mine = self._mine
         try:
             while True:
@@ -97,7 +96,7 @@ class MemoryLink:
             on_closed(mine.reason)
 
     async def close(self, linger_s: float = 1.0) -> None:
-        """Close cleanly: see MessageLink."""
+        """Close cleanly: see Link."""
         if not self._mine.reason and not self._mine.leaving:
             self._mine.leaving = True
             self._theirs.clean = True
@@ -111,7 +110,7 @@ class MemoryLink:
             self.abort(f"closed here; {self._peer} did not close its side within {linger_s:g} s")
 
     def abort(self, reason: str) -> None:
-        """Close at once, like the end of a process: see MessageLink."""
+        """Close at once, like the end of a process: see Link."""
         if self._mine.reason:
             return
         self._mine.finish(reason)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 from faulty_link import FaultyLink, LinkFaults
-from memory_link import memory_pair
+from memory_link import MemoryLink, memory_pair
 
 from fabric.errors import ProtocolError
-from fabric.transport.interface import MessageLink
 from fabric.transport.link import Link
 
-Pair = tuple[MessageLink, MessageLink]
+AnyLink = Link | MemoryLink | FaultyLink
+Pair = tuple[AnyLink, AnyLink]
 LIMIT_BYTES = 1024 * 1024
 
 
@@ -53,7 +53,7 @@ async def pair(request: pytest.FixtureRequest):
 class Ear:
     """Runs a link, collects what it delivers, and counts its endings."""
 
-    def __init__(self, link: MessageLink) -> None:
+    def __init__(self, link: AnyLink) -> None:
         self.link = link
         self.messages: list[bytes] = []
         self.reasons: list[str] = []

@@ -6,7 +6,7 @@ digests of the snapshot. An error names the file that is wrong.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,9 +104,9 @@ def list_checkpoints(storage: Storage, job: str) -> CheckpointListing:
 
 
 class RankShardFile:
-    """One rank's part of a checkpoint as a safetensors file, the one snapshotted; use it in a ``with`` block.
+    """One rank's part of a checkpoint as a safetensors file, the one snapshotted, until ``stack`` closes.
 
-    ``manifest`` is that of the snapshot.
+    ``manifest`` is that of the snapshot. Raises StateError that names the damaged or missing file.
     """
 
     def __init__(self, checkpoint: DurableCheckpoint, rank: int, stack: ExitStack) -> None:
@@ -203,13 +203,6 @@ class RankShardFile:
         if name not in self._open:
             self._open[name] = self._stack.enter_context(self.storage.open(name))
         return self._open[name]
-
-
-@contextmanager
-def open_rank_shard(checkpoint: DurableCheckpoint, rank: int) -> Iterator[RankShardFile]:
-    """Give one rank's part. Raises StateError that names the damaged or missing file."""
-    with ExitStack() as stack:
-        yield RankShardFile(checkpoint, rank, stack)
 
 
 def find_checkpoint(storage: Storage, job: str, state: SnapshotRef) -> DurableCheckpoint:

@@ -23,8 +23,6 @@ class LaneRing:
     lane: int
     next_rank: int
     next_member: Member
-    previous_rank: int
-    previous_member: Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +82,7 @@ class LaneDirectory:
         rank_lanes = RankLanes(lanes, place, self.rank, self.layout.ranks[self.rank])
         after = (place + 1) % len(record.roster)
         rings = tuple(
-            LaneRing(
-                number,
-                lanes[number].holders[after],
-                record.roster[after],
-                lanes[number].holders[place - 1],
-                record.roster[place - 1],
-            )
+            LaneRing(number, lanes[number].holders[after], record.roster[after])
             for number in rank_lanes.numbers
         )
         cuts = "\n".join(sorted({x.cuts for x in record.roster}))

@@ -112,8 +112,8 @@ class ElectionHooks:
 class Election:
     """Stands for election until cancelled. ``leader`` is the leader as the store last named it.
 
-    ``lease_store``: another handle on the store, for the thread that renews the lease. Without it (a store in
-    memory) the loop renews.
+    ``lease_store``: another handle on the store, for the thread that renews the lease. Without it (in
+    tests) the loop renews.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The store in memory, for tests of the lighthouse; it keeps the same promises as the other stores.
+"""The store in memory: it keeps the same promises as the stores of fabric.
 
 ``MemorySpace`` is the store itself, ``MemoryStore`` one handle on it; several handles of one process and one
 event loop share a space, as several lighthouses share etcd. Nothing here awaits between reading and writing,

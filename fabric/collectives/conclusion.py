@@ -25,6 +25,7 @@ class Conclusion:
     about: tuple[str, ...]
     why: str
     evidence: tuple[str, ...] = ()
+    has_ended: bool = False  # all calls in this mismatch have ended, so they hold no process up
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -31,7 +31,7 @@ def _compare(everything: AllCalls, present: Present) -> Conclusion | None:
         return None
     if _parted(present, lambda call: call.operation):
         # If all calls have ended, they did fit: some libraries have two names for one operation.
-        if all(not call.is_pending and not call.has_failed for call in present.values()):
+        if _have_ended(present):
             return None
         return _conclusion(everything, present, OPERATION, lambda call: call.operation)
     if _parted(present, _dtypes):
@@ -44,6 +44,10 @@ def _compare(everything: AllCalls, present: Present) -> Conclusion | None:
 def _parted(present: Present, key: Callable[[RecordedCollective], Hashable]) -> bool:
     """Whether processes have different keys; the key None fits every key."""
     return len({k for call in present.values() if (k := key(call)) is not None}) > 1
+
+
+def _have_ended(present: Present) -> bool:
+    return all(not call.is_pending and not call.has_failed for call in present.values())
 
 
 def _dtypes(call: RecordedCollective) -> Hashable:
@@ -80,11 +84,12 @@ def _conclusion(
         parts.append(f"{everything.listed(sides[side])} {tense} in {what}")
     place = present[sides[usual][0]].place_words
     why = f"{' where '.join(parts[:3])}, at one place of the sequence ({place})"
-    if all(not call.is_pending and not call.has_failed for call in present.values()):
+    has_ended = _have_ended(present)
+    if has_ended:
         why += "; it ended all the same, so its result may be wrong"
     evidence = [_evidence(everything, process, present[process]) for process in odd]
     evidence += [_evidence(everything, p, present[p]) for p in present if p not in odd]
-    return Conclusion(verdict, tuple(everything.name(p) for p in odd), why, bounded(evidence))
+    return Conclusion(verdict, tuple(everything.name(p) for p in odd), why, bounded(evidence), has_ended)
 
 
 def _evidence(everything: AllCalls, process: Process, call: RecordedCollective) -> str:

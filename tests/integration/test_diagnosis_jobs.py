@@ -62,16 +62,14 @@ def ranks_diagnosed(zygote, tmp_path, how: str) -> dict:
 def test_the_diagnosis_names_a_rank_that_does_not_enter_its_replicas_collective(zygote, tmp_path):
     said = ranks_diagnosed(zygote, tmp_path, "absent")
     assert (said["verdict"], said["about"]) == ("absent rank", ["r1"])
-    assert "r1 rank 1 has not come to all_reduce of [[3]]" in said["why"] and "stay_away" in said["why"]
+    assert "r1 rank 1 has not come to all_reduce (number" in said["why"] and "stay_away" in said["why"]
     assert {seen["rank"] for seen in said["seen"]} == {0, 1}
 
 
 def test_the_diagnosis_names_ranks_whose_collectives_do_not_match(zygote, tmp_path):
     said = ranks_diagnosed(zygote, tmp_path, "mismatch")
     assert said["verdict"] == "mismatched operation or sizes"
-    assert (
-        "r1 is in broadcast of [[3]]" in said["why"] and "r1 rank 1 is in all_reduce of [[5]]" in said["why"]
-    )
+    assert "r1 rank 0 is in broadcast" in said["why"] and "r1 rank 1 is in all_reduce" in said["why"]
 
 
 def test_the_diagnosis_names_a_slow_link(zygote, tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from fabric.collectives.recording import Process, parse_recording
 from fabric.lighthouse.diagnosis.verdict import (
     ABSENT,
     CUT_LINK,
@@ -44,9 +45,16 @@ def op(number, name="gloo:all_reduce", sizes=((4,),), done=False, **more):
         "profiling_name": name,
         "input_sizes": [list(size) for size in sizes],
         "input_dtypes": ["Float"],
+        "state": "completed" if done else "scheduled",
         "retired": done,
         **more,
     }
+
+
+def rank(number, *entries, main=()):
+    """The probe of a rank of b that runs, and what torch has recorded there."""
+    recording = parse_recording({"entries": entries}, Process("b", number), f"rank {number}")
+    return RankProbe("b", number, "running", recording=recording, main=main)
 
 
 CIRCLE = {
@@ -113,21 +121,22 @@ CIRCLE = {
             "b",
             case({"b": "in user code"}),
             [
-                RankProbe("b", 0, "running", flight=[op(1, done=True), op(2)]),
-                RankProbe("b", 1, "running", flight=[op(1, done=True), op(2, sizes=((8,),))]),
+                rank(0, op(1, done=True), op(2)),
+                rank(1, op(1, done=True), op(2, sizes=((8,),))),
             ],
             MISMATCH,
-            "b is in all_reduce of [[4]] (number 2) where b rank 1 is in all_reduce of [[8]]",
+            "b rank 0 is in all_reduce of 4 Float where b rank 1 is in all_reduce of 8 Float",
         ),
         (
             "b",
             case({"b": "in user code"}),
             [
-                RankProbe("b", 0, "running", flight=[op(1, done=True), op(2)], main=AT),
-                RankProbe("b", 1, "running", flight=[op(1, done=True)], main=AT),
+                rank(0, op(1, done=True), op(2), main=AT),
+                rank(1, op(1, done=True), main=AT),
             ],
             ABSENT,
-            "b rank 1 has not come to all_reduce of [[4]] (number 2), in which b waits: its main",
+            "b rank 1 has not come to all_reduce (number 2 of group 0 (default_pg)), in which b rank 0 waits:"
+            " its main thread is at /job/train.py:12",
         ),
         (
             "a b c",
@@ -175,10 +184,9 @@ def test_finished_or_uneven_operations_are_not_a_mismatch():
     for one, other in (
         (op(1, done=True), op(1, sizes=((8,),), done=True)),
         (op(1, "gloo:all_to_all"), op(1, "gloo:all_to_all", sizes=((8,),))),
-        (op(1, is_p2p=True), op(1, "gloo:send", is_p2p=True)),
+        (op(1, is_p2p=True, p2p_seq_id=1), op(1, "gloo:send", is_p2p=True, p2p_seq_id=1)),
     ):
-        seen = [RankProbe("b", 0, "running", flight=[one]), RankProbe("b", 1, "running", flight=[other])]
-        assert diagnose(known, seen).verdict != MISMATCH
+        assert diagnose(known, [rank(0, one), rank(1, other)]).verdict != MISMATCH
 
 
 def test_a_link_to_a_dead_process_is_not_called_slow():
@@ -187,11 +195,12 @@ def test_a_link_to_a_dead_process_is_not_called_slow():
 
 
 def test_a_diagnosis_keeps_bounded_parts_of_every_probe():
-    flight = [op(i, sizes=((4,) * 1000,)) for i in range(200)]
+    entries = [op(i, "x" * 9999, sizes=((4,) * 60,) * 50) for i in range(200)]
+    recording = parse_recording({"entries": entries}, Process("b", 0), "b")
     says = {"phase": "x" * 10_000, "step": "no step", "ring_waits_for": ["?"] * 1000}
     loud = [
         RankProbe(
-            "b", i, "running", 1, says, "signal", ("f" * 10_000,) * 50, "k" * 9999, flight, "p" * 99_999
+            "b", i, "running", 1, says, "signal", ("f" * 10_000,) * 50, "k" * 9999, recording, "p" * 99_999
         )
         for i in range(16)
     ]

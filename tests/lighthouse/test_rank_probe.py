@@ -56,6 +56,27 @@ async def test_a_checkpoint_server_is_asked_where_its_process_has_connected_from
         ]
 
 
+ENTRY = {
+    "process_group": ["0", "default_pg"],
+    "collective_seq_id": 3,
+    "profiling_name": "gloo:all_reduce",
+    "state": "scheduled",
+}
+
+
+@pytest.mark.parametrize(("more", "numbers"), [({}, [3]), ({"collective_seq_id": "three"}, None)])
+async def test_a_recording_is_read_without_its_members_and_a_damaged_one_is_not_kept(more, numbers):
+    body = {"entries": [ENTRY | more], "pg_config": {"0": {"ranks": str([*range(20_000)])}}}
+    async with server(json.dumps(body).encode()) as (port, _):
+        (seen,) = await ask([ProbeTarget("r0", 1, f"http://127.0.0.1:{port}", HERE)], shown("of-the-job"))
+    if numbers is None:
+        assert seen.recording is None
+    else:
+        assert [call.number for call in seen.recording.collectives] == numbers
+        assert (seen.recording.process.replica, seen.recording.process.rank) == ("r0", 1)
+        assert not any(group.ranks for group in seen.recording.groups.values())
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize("came_from", [frozenset(), frozenset({"192.0.2.7"}), frozenset({"no address"})])
 async def test_a_probe_shows_the_token_to_known_addresses_only(host, came_from):

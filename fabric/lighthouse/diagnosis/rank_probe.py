@@ -15,6 +15,8 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from fabric.collectives.plain_pickle import BadRecording
+from fabric.collectives.recording import Process, Recording, parse_recording
 from fabric.lighthouse.diagnosis.allowed_hosts import (
     AllowedHosts,
     ConfinedResolver,
@@ -108,7 +110,7 @@ async def _rank(where: ProbeTarget, access: ProbeAccess, ask_s: float) -> RankPr
         how=how,
         main=main,
         kernel=kernel,
-        flight=_entries(flight),
+        recording=_recording(flight, where),
         problem="; ".join(dict.fromkeys(problems)),
     )
 
@@ -173,11 +175,16 @@ def _main_thread(stacks: Mapping[str, Any]) -> tuple[str, tuple[str, ...], str]:
     return how, main_frames, sleeps
 
 
-def _entries(flight: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def _recording(flight: Mapping[str, Any], where: ProbeTarget) -> Recording | None:
+    """Read torch's recording, but not its list of groups, which could name millions of members."""
     entries = flight.get("entries")
-    if not isinstance(entries, list):
-        return ()
-    return tuple(entry for entry in entries[-_LAST_COLLECTIVES:] if isinstance(entry, dict))
+    if not isinstance(entries, list) or not entries:
+        return None
+    process = Process(where.replica, where.rank)
+    try:
+        return parse_recording({"entries": entries[-_LAST_COLLECTIVES:]}, process, where.url)
+    except BadRecording:
+        return None
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -5,15 +5,17 @@ rank that did not enter the exchange, mend a program whose ranks call different 
 network. Any other failure is unknown, and the diagnosis shows all probes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fabric.collectives.conclusion import ABSENT, DTYPE, OPERATION, SIZES
+from fabric.collectives.recording import Process, Recording
+from fabric.collectives.report import explain
 from fabric.protocol.messages.network import Aborted
 from fabric.protocol.rules.wait_graph import root_waiters
 
 STOPPED = "stopped process"
-ABSENT = "absent rank"
 MISMATCH = "mismatched operation or sizes"
 SLOW_LINK = "slow link"
 CUT_LINK = "cut link"
@@ -25,8 +27,6 @@ _FRAMES = 10
 _FRAME_CHARACTERS = 120
 _SENTENCE = 300
 _NAMED = 100
-# Operations whose sizes may differ between ranks.
-_UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class RankProbe:
     how: str = ""  # how the probe read the stack
     main: Sequence[str] = ()  # the main thread's stack, innermost first
     kernel: str = ""  # the kernel function that the main thread sleeps in
-    flight: Sequence[Mapping[str, Any]] = ()  # torch's recorded collectives
+    recording: Recording | None = None  # torch's recorded collectives; None: none, or unread
     problem: str = ""  # why a part of the probe is missing
 
     @property
@@ -84,10 +84,15 @@ class RankProbe:
         round_ = self.says.get("round")
         return not isinstance(round_, Mapping) or round_.get("contributed") is True
 
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether the rank is in a recorded collective that has not ended."""
+        return self.recording is not None and any(x.is_pending for x in self.recording.collectives)
+
     def to_json(self) -> dict[str, Any]:
         """Return the bounded form for the recovery record."""
         says = self.says or {}
-        last = self.flight[-1] if self.flight else None
+        last = self.recording.collectives[-1] if self.recording is not None else None
         return {
             "replica": self.replica,
             "rank": self.rank,
@@ -99,7 +104,7 @@ class RankProbe:
             "how": self.how,
             "main": [frame[-_FRAME_CHARACTERS:] for frame in self.main[:_FRAMES]],
             "kernel": self.kernel[:80],
-            "collective": _collective(last)[:_FRAME_CHARACTERS] if last is not None else "",
+            "collective": f"{last.words} of {last.shape_words}"[:_FRAME_CHARACTERS] if last else "",
             "problem": self.problem[:_SENTENCE],
         }
 
@@ -166,17 +171,8 @@ def _mismatched(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     for name, aborted in sorted(case.aborted.items()):
         if aborted.mismatch:
             return MISMATCH, tuple(dict.fromkeys(n for n in (name, aborted.about) if n)), aborted.why
-    for first, second in _pairs(seen):
-        theirs = {_key(entry): entry for entry in second.flight}
-        for entry in first.flight:
-            other = theirs.get(_key(entry))
-            if other is not None and not (_is_done(entry) and _is_done(other)) and _differ(entry, other):
-                why = (
-                    f"{first.name} is in {_collective(entry)} where {second.name} is in {_collective(other)}"
-                    f"{_at(first)}"
-                )
-                return MISMATCH, (first.replica,), why
-    return None
+    finding = _in_collectives(seen, OPERATION, SIZES, DTYPE)
+    return (MISMATCH, *finding) if finding is not None else None
 
 
 def _gone(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
@@ -204,13 +200,8 @@ def _cut_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
 
 def _behind_in_collectives(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     """Judge: a rank has not entered a collective in which another rank of its replica waits."""
-    for first, second in [*_pairs(seen), *((b, a) for a, b in _pairs(seen))]:
-        there = {_key(entry) for entry in second.flight}
-        missing = [e for e in first.flight if not _is_done(e) and _key(e) not in there]
-        if missing and second.flight:
-            why = f"{second.name} has not come to {_collective(missing[0])}, in which {first.name} waits"
-            return ABSENT, (second.replica,), why + _at(second)
-    return None
+    finding = _in_collectives(seen, ABSENT)
+    return (ABSENT, *finding) if finding is not None else None
 
 
 def _slow_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
@@ -240,7 +231,7 @@ def _did_not_come(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
         if probe.replica in (*case.stuck(), *case.condemned) and probe.process == "running"
     ]
     # Judge a rank whose collectives have all ended first: no other rank holds this rank up.
-    for probe in [*(x for x in absent if not x.flight or all(map(_is_done, x.flight))), *absent]:
+    for probe in [*(x for x in absent if not x.is_in_collective), *absent]:
         if not probe.main and not probe.kernel:
             continue
         stuck = (
@@ -263,35 +254,16 @@ def _at(probe: RankProbe) -> str:
     return f": its main thread sleeps in {probe.kernel}" if probe.kernel else ""
 
 
-def _pairs(seen: Sequence[RankProbe]) -> Iterable[tuple[RankProbe, RankProbe]]:
-    """Pair each rank that has recorded collectives with the next such rank of its replica."""
-    by_replica: dict[str, list[RankProbe]] = {}
-    for probe in seen:
-        by_replica.setdefault(probe.replica, []).append(probe)
-    for ranks in by_replica.values():
-        ranks.sort(key=lambda probe: probe.rank)
-        yield from ((ranks[0], other) for other in ranks[1:])
+def _in_collectives(seen: Sequence[RankProbe], *verdicts: str) -> tuple[tuple[str, ...], str] | None:
+    """Compare the recorded collectives; return replicas and a sentence for the first of these verdicts.
 
-
-def _key(entry: Mapping[str, Any]) -> tuple[str, str]:
-    return str(entry.get("process_group")), str(entry.get("collective_seq_id"))
-
-
-def _is_done(entry: Mapping[str, Any]) -> bool:
-    return bool(entry.get("retired"))
-
-
-def _differ(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    if entry.get("is_p2p") or other.get("is_p2p"):
-        return False
-    name = str(entry.get("profiling_name"))
-    if name != str(other.get("profiling_name")):
-        return True
-    sizes = entry.get("input_sizes") != other.get("input_sizes")
-    types = entry.get("input_dtypes") != other.get("input_dtypes")
-    return types or (sizes and not any(word in name for word in _UNEVEN))
-
-
-def _collective(entry: Mapping[str, Any]) -> str:
-    name = str(entry.get("profiling_name", "a collective")).rpartition(":")[2]
-    return f"{name} of {entry.get('input_sizes')} (number {entry.get('collective_seq_id')})"
+    A mismatch of calls that have all ended holds nobody up. A rank without a recording is not blamed.
+    """
+    recordings = [probe.recording for probe in seen if probe.recording is not None]
+    report = explain(recordings)
+    probes = {report.calls.name(Process(x.replica, x.rank)): x for x in seen if x.recording is not None}
+    for conclusion in report.conclusions:
+        blamed = [probes[name] for name in conclusion.about if name in probes]
+        if conclusion.verdict in verdicts and not conclusion.has_ended and blamed:
+            return tuple(dict.fromkeys(x.replica for x in blamed)), conclusion.why + _at(blamed[0])
+    return None

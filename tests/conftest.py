@@ -6,7 +6,7 @@ import etcd_process
 import pytest
 from hypothesis import HealthCheck, settings
 
-# On a loaded machine any example may take half a minute to make or to try; that says nothing about the test.
+# No deadline per example: on a loaded machine hypothesis may take half a minute for one example.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("here")
 

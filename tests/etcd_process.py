@@ -90,7 +90,7 @@ class EtcdMember:
         assert self.process is not None
         assert self.process.poll() is None, f"etcd ended: {self.log.read_text(errors='replace')[-2000:]}"
         if self.tls:
-            # Only tests of certificates want it, and they are about who may speak: listening is enough.
+            # Only the tests of certificates need this, and for them a listening etcd is enough.
             with suppress(OSError), socket.create_connection(("127.0.0.1", self.client_port), timeout=2):
                 return True
             return False

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # a second of every rank's first optimizer; starts no thread
+import torch._dynamo  # imported early: this import takes a second at a rank's first optimizer
 import torch.distributed as dist
 from server_support import start_server
 from torch.distributed.device_mesh import init_device_mesh
@@ -129,7 +129,7 @@ def take(objects: dict[str, Any], sources: list[list[str]], digest: str, durable
     except StateError as error:
         return {"error": str(error), "untouched": capture(objects, 0).digest() == before}
     sums = whole_sums(objects)
-    train(objects, 1)  # the optimizer's state is of use
+    train(objects, 1)  # one step, so that the optimizer has state
     fetched = sum(sum(part.sources.values()) for part in parts)
     return {"fetched": fetched, "nbytes": manifest["nbytes"], "digest": manifest["digest"], "sums": sums}
 
@@ -160,7 +160,7 @@ def fork(told: dict[str, Any]) -> tuple[int, int]:
     except BaseException:  # noqa: BLE001  (the child must never return into the parent's loop)
         traceback.print_exc()
     finally:
-        os._exit(0)  # as a trainer that is killed: nothing is closed or said
+        os._exit(0)  # end as a killed trainer: close nothing, send nothing
 
 
 def main() -> None:

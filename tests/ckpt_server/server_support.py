@@ -132,7 +132,7 @@ def no_more_descriptors(left: int = 0, pid: int = 0) -> Iterator[int]:
     taken = {int(name) for name in os.listdir(f"/proc/{pid or 'self'}/fd")}  # noqa: PTH208 - names, not paths
     lowest = next(number for number in itertools.count() if number not in taken)
     if not pid:
-        os.close(lowest := os.dup(0))  # to list them took one
+        os.close(lowest := os.dup(0))  # listing the descriptors took one descriptor
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest + left, before[1]))
     try:

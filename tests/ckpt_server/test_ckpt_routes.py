@@ -23,7 +23,7 @@ from server_support import (
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 
-# Several pieces of a transfer, and not a whole number of them.
+# The size is several pieces of a transfer, and no multiple of a piece.
 NBYTES = 9_500_001
 FILE = snapshot_file(NBYTES)
 STEP = 120
@@ -33,7 +33,7 @@ STEP = 120
 def url(served: ServerHandle) -> str:
     publish(served, 0, snapshot_file(1000, 1), STEP - 10)
     publish(served, 1, FILE, STEP)
-    # The same step of an older generation counts for nobody who does not ask for it.
+    # Requests without a generation never get the same step of an older generation.
     publish(served, 2, snapshot_file(1000, 2), STEP, generation=0)
     publish_gradient(served, 0, b"abcdefghij", STEP - 1)
     publish_gradient(served, 1, b"0123456789", STEP, weight=0.1 + 0.2)
@@ -176,7 +176,7 @@ def test_the_listing_names_every_snapshot_with_its_size_digest_and_age(url):
     assert listed[2]["nbytes"] == len(FILE)
     assert listed[2]["digest"] == manifest_of(FILE, STEP)["digest"]
     assert listed[2]["created"] == 1.5e9
-    # Of the state, by the time that its manifest says, not of the publication a moment ago.
+    # The age counts from the state's time in the manifest, not from its publication.
     assert abs(time.time() - 1.5e9 - listed[2]["age_s"]) < 3600
 
 
@@ -337,7 +337,7 @@ def test_the_curl_lines_of_the_documentation(attach, tmp_path):
     assert target.read_bytes() == FILE
     with safe_open(target, "numpy") as found:
         assert set(found.keys()) == {"a", "b"}
-    # An interrupted download goes on where it stopped.
+    # An interrupted download continues at the byte where it stopped.
     target.write_bytes(FILE[:1_000_000])
     curl("-H", header, "-C", "-", "-o", str(target), f"{handle.url}/v1/snapshots/latest/data")
     assert target.read_bytes() == FILE

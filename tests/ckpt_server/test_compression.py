@@ -33,7 +33,7 @@ from fabric.errors import ProtocolError
 from fabric.model import SnapshotRef
 
 STEP = 1200
-COUNT = 6_000_001  # elements: several blocks, and no whole number of pieces
+COUNT = 6_000_001  # number of elements: several blocks, and no multiple of a piece
 WEIGHTS = np.random.default_rng(1).normal(0, 0.02, COUNT).astype(np.float32)
 FILE = build_preamble([("w", "F32", (COUNT,), WEIGHTS.nbytes)], "{}") + WEIGHTS.tobytes()
 DATA = f"/v1/snapshots/{STEP}/data"
@@ -154,7 +154,7 @@ def frame(width: int, nbytes: int, compressed: bytes, follow: int | None = None)
     return struct.pack("<B3xII", width, nbytes, len(compressed) if follow is None else follow) + compressed
 
 
-BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 28))  # some kilobytes that want to be 256 MiB
+BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 28))  # some kilobytes that decompress to 256 MiB
 STREAMED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1000))
 WIDE = zstandard.ZstdCompressor(
     compression_params=zstandard.ZstdCompressionParameters(window_log=27, write_content_size=False)
@@ -333,7 +333,7 @@ def test_a_slow_link_brings_a_state_compressed_and_says_so(served):
     finally:
         link.close()
     assert target == file
-    # Zeros are a thousand times less when compressed: no load on this machine hides that.
+    # Compression makes zeros a thousand times smaller, so it wins under any load on this machine.
     assert fetched.compression.startswith("compressed: the link gives"), fetched.compression
     assert link.passed < 0.7 * nbytes
 
@@ -353,7 +353,7 @@ def test_compressed_bytes_are_verified_after_decompression(served, url, monkeypa
     target = bytearray(before)
     state = SnapshotRef(1, STEP, manifest_of(FILE, STEP)["digest"])
     fetcher = StateFetcher()
-    fetcher.same_host = False  # what is read from memory is not compressed
+    fetcher.same_host = False  # a fetch from the same host's memory is never compressed
     fetched = fetcher.fetch_state([url], state, lambda _: memoryview(target))
     assert target == FILE and not fetched.warnings
     assert fetched.compression.startswith("compressed" if offers else "plain")

@@ -94,7 +94,7 @@ class TestRoundTrip:
     def test_torch_and_fabric_both_bring_the_state_back_bit_for_bit(self, url):
         one, other = objects(1), objects(2)
         train(one)
-        train(other, steps=1)  # its optimizer has state to load into
+        train(other, steps=1)  # one step gives the optimizer state to load into
         file, state = write_one(url, one)
         assert bring_back(url, state) == file
         folder = open_checkpoint(Storage(url).at("job").at(Attempt(1, 3, "r0", 7).folder)).storage.url

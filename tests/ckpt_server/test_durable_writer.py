@@ -32,7 +32,7 @@ from fabric.errors import StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.failpoints import Failpoints
 
-# From the first byte of the data to the deletion of what is old.
+# The failpoints lie between the first byte of data and the deletion of old checkpoints.
 POINTS = ("begin", "data", "shards", "marker", "complete", "tidy")
 
 
@@ -82,7 +82,7 @@ def test_a_writer_killed_at_any_point_leaves_the_earlier_checkpoint_whole_and_th
         url = str(tmp_path / point)
         write_one(url, one, 4, keep=9)
         write_one(url, one, 5, keep=9)
-        # Forked, because starting one takes seconds; the other tests here start it as the server does.
+        # Fork the writer, because starting a process takes seconds; other tests start it as the server does.
         order = DurableJob(url, "job", "r0", 9, keep=2)
         arguments = (order, manifest, memoryview(bytearray(file)), Failpoints(f"durable-{point}=kill"))
         process = get_context("fork").Process(target=write, args=arguments)
@@ -95,7 +95,7 @@ def test_a_writer_killed_at_any_point_leaves_the_earlier_checkpoint_whole_and_th
         for found in before.complete:
             assert len(bring_back(url, found.state)) > 1000
         assert len(before.unfinished) == (0 if complete else 1), point
-        # Half-written, it is never gone on with: its successor has a folder of its own.
+        # No writer continues a half-written checkpoint: the next writer uses a new folder.
         order = DurableJob(url, "job", "r0", 10, keep=2)
         assert write(order, manifest, memoryview(bytearray(file)), Failpoints("")).warnings == ()
         listing = list_checkpoints(Storage(url).at("job"), "job")

@@ -68,8 +68,8 @@ class Origin:
         self.mangle: Callable[[int, bytes], bytes] = lambda begin, data: data
         self.on_data: Callable[[int], None] = lambda number: None  # called before the n-th data request
         self.headers: dict[str, str] = {}
-        self.stop_after: int | None = None  # bytes of a body, then the connection ends
-        self.hang = threading.Event()  # set: bodies stop after one block until ``go``
+        self.stop_after: int | None = None  # the connection ends after this many bytes of a body
+        self.hang = threading.Event()  # while set, bodies stop after one block
         self.go = threading.Event()
         self.status = 0
         self.gradients: dict[int, tuple[bytes, dict[str, str]]] = {}
@@ -225,7 +225,7 @@ def test_connections_are_kept_for_the_next_fetch_and_dialled_again_where_closed(
     fetch, urls = fetcher(), [origin.url for origin in two]
     fetch.fetch_state(urls, ref(two[0]), Memory())
     opened = [len(origin.connections) for origin in two]
-    assert max(opened) <= 2  # the manifest's is one of the two streams'
+    assert max(opened) <= 2  # one of the two streams reuses the manifest's connection
     fetch.fetch_state(urls, ref(two[0]), Memory())
     assert all(len(origin.connections) <= 2 for origin in two)
     for origin in two:
@@ -264,7 +264,7 @@ def test_a_byte_flipped_in_flight_is_fetched_elsewhere_and_named(origins, positi
     memory = Memory()
     done = fetcher(streams_per_source=1).fetch_state([liar.url, honest.url], ref(honest), memory)
     assert memory.buffer == honest.file
-    for warning in done.warnings:  # none where the honest source happened to serve that block
+    for warning in done.warnings:  # no warning if the honest source happened to serve the damaged block
         assert warning.startswith(f"{liar.url} sent wrong bytes for block {position // BLOCK} of")
     liar.close()
     honest.close()
@@ -317,7 +317,8 @@ def test_the_fetch_goes_on_when_a_source_stops_sending(origins, timeout_s: float
     stalled, survivor = origins(2)
     stalled.hang.set()
     memory = Memory()
-    fetch = fetcher(timeout_s=timeout_s)  # by the timeout, or reclaimed by an idle stream long before it
+    # the range ends by the timeout, or an idle stream takes it over earlier
+    fetch = fetcher(timeout_s=timeout_s)
     fetch.fetch_state([stalled.url, survivor.url], ref(survivor), memory)
     assert memory.buffer == survivor.file
 
@@ -515,7 +516,7 @@ def test_cancel_ends_everything_at_once(origins) -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    for _ in two:  # a stream each, at least
+    for _ in two:  # at least one stream per source
         assert arrived.acquire(timeout=10)
     fetch.cancel()
     thread.join(10)
@@ -595,7 +596,7 @@ def test_gradient_arrives_verified_over_one_connection(origins) -> None:
         assert (meta.epoch, meta.weight, meta.layout, meta.nbytes) == (4, 0.1 + 0.2, "abcd", 1234)
         assert meta.meta == {"lr": [1, 2]}
     assert len(origin.connections) == 1
-    for connection in origin.connections:  # the server has closed it: dial again
+    for connection in origin.connections:  # the server has closed this connection: dial again
         connection.shutdown(socket.SHUT_RDWR)
     assert fetch.fetch_gradient([origin.url], generation=1, step=2, into=memoryview(into)).step == 2
     fetch.close()

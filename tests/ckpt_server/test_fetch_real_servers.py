@@ -58,7 +58,7 @@ def test_state_comes_from_both_servers(pair):
     fetcher.close()
     assert bytes(fetched[0]) == file
     assert set(found.sources) == {handle.url for handle in pair}
-    # The joining replica publishes the fetched state as it came, and is a source too.
+    # The joining replica publishes the fetched state unchanged, and becomes a source.
     pair[1].begin("snapshot", 0)
     pair[1].publish_snapshot(0, found.manifest)
 

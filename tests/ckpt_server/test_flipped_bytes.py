@@ -183,7 +183,7 @@ def target(served: ServerHandle) -> tuple[str, int]:
 
 @pytest.mark.parametrize("kind", FLIPS)
 def test_no_flipped_byte_in_transit_is_accepted(target, kind, monkeypatch):
-    if kind == "compressed state":  # from the first range on
+    if kind == "compressed state":  # compress from the first range on
         for name in ("_FIRST_PLAIN", "_MIN_BYTES", "GAIN"):
             monkeypatch.setattr(link_speed, name, 0)
         monkeypatch.setattr(link_speed, "FAST_BYTES_S", 1e15)
@@ -203,13 +203,14 @@ def test_no_flipped_byte_in_transit_is_accepted(target, kind, monkeypatch):
         where = (kind, ("up", "down")[way], offset, mask)
         if outcome.error:
             assert outcome.data == b"", where
-            return "refused" if proxy.flipped else ""  # not: the host was slower than our patience
+            # an unflipped body means that the host was slower than PATIENCE_S
+            return "refused" if proxy.flipped else ""
         assert proxy.flipped, where
         assert outcome.data == clean.data, where
         assert outcome.told == clean.told, where
         if outcome.warned or len(proxy.record[UP]) > lengths[UP]:
             return "fetched again"
-        # In a zstd frame there are bits that mean nothing.
+        # Some bits of a zstd frame have no meaning.
         assert heads[way][offset] or kind == "compressed state", f"{where}: a flip in a body went unnoticed"
         return "without effect"
 

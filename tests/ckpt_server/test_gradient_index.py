@@ -69,7 +69,7 @@ def test_a_waiting_reader_gets_the_gradient_of_a_new_entry(attach):
 
 def test_a_slot_that_is_read_may_not_be_written_before_the_server_has_ended_that(attach):
     handle = attach()
-    nbytes = 40_000_000  # more than sockets hold
+    nbytes = 40_000_000  # more bytes than the sockets' buffers hold
     write(handle, 0, 1, nbytes)
     connection = connect(handle.url)
     connection.request("GET", "/v1/gradients/1")
@@ -160,6 +160,6 @@ def test_slots_publish_by_entry_except_during_a_catch_up(attach):
         assert steps(slots.handle)[-2:] == [step - 1, step][step == 0 :]
         newest = fetch(slots.handle.url, f"/v1/gradients/{step}")
         assert newest.body == bytes([step]) * NBYTES
-    # The first rounds have to ask for their memory, and so have more slots than before.
+    # The first rounds request their memory from the server; later rounds reuse it.
     assert quietly[:2] == [False, False] and quietly[3] and quietly[4:6] == [False, False] and quietly[-1]
     ring.close()

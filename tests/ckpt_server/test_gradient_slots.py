@@ -48,7 +48,7 @@ def test_rounds_go_on_while_the_server_allocates_a_large_slot(attach, plane):
 
     told = []
     trainer = threading.Thread(target=rounds, daemon=True)
-    with slots.handle._lock:  # held for as long as the server needs for its answer
+    with slots.handle._lock:  # hold the lock for as long as the server needs for its answer
         trainer.start()
         trainer.join(timeout=20)
     assert told == [True] * 6 and served(slots, range(6)) == [4, 5]
@@ -60,7 +60,7 @@ def test_a_late_publication_does_not_label_the_round_of_another_epoch(attach, pl
     old = PreparedRound(1, 5, f"{5:032x}", 1.0, (("r0", (0,)),))
     slots.for_round(1, 5).buffer[:] = 5
     redone = slots.for_round(2, 5)
-    redone.buffer[:] = 6  # half of it is reduced when the keeper gets there
+    redone.buffer[:] = 6  # half of the buffer is reduced when the other thread reads it
     slots.publish(1, old)
     assert not slots.label(1, old)
     assert served(slots, range(10)) == [] and not redone.published
@@ -94,7 +94,7 @@ def served(slots: GradientSlots, steps: range) -> list[int]:
 @pytest.mark.parametrize(
     ("limit_bytes", "kept"),
     [
-        (1, 5),  # gradients larger than the limit: as many as a fetch of the state may take
+        (1, 5),  # gradients larger than the limit: as many slots as a fetch of the state may need
         (10 * NBYTES, 9),
     ],
 )

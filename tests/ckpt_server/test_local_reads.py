@@ -110,7 +110,7 @@ def test_a_source_on_this_host_is_asked_first_and_the_other_sources_when_it_fail
     target = bytearray(len(FILE))
     found = fetched(StateFetcher(), [other.url, holder.url], target)
     assert found.sources == {other.url: 0, holder.url: len(FILE)}
-    # A source that is nearer and wrong: its memory is changed under the manifest that it gave.
+    # The source on the same host is damaged: its memory no longer matches its manifest.
     holder.allocate("snapshot", 0, len(FILE))[20_000_000] ^= 1
     target = bytearray(len(FILE))
     found = fetched(StateFetcher(), [other.url, holder.url], target)
@@ -175,7 +175,7 @@ def test_a_reader_keeps_the_memory_of_a_server_that_is_killed_during_the_read(ho
     target = bytearray(len(FILE))
     with pytest.raises(
         StateError
-    ):  # after the first range it is seen to be gone, and what is left has no source
+    ):  # after the first range the source is gone, so the remaining ranges have no source
         StateFetcher(range_bytes=8 << 20).fetch_state([holder.url], STATE, lambda _: memoryview(target))
     assert target[: 8 << 20] == FILE[: 8 << 20]
 

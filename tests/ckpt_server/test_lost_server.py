@@ -36,7 +36,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
 from fabric.runtime.failpoints import Failpoints
 
-NOBODY = "http://127.0.0.1:9"  # discard: nothing listens there
+NOBODY = "http://127.0.0.1:9"  # the discard port: no process listens there
 
 
 def kill_server(handle: ServerHandle) -> None:
@@ -195,7 +195,7 @@ class TestAServerThatIsStopped:
                 call()
         assert handle.ensure() is False and asked == ["begin"]
         stopped.go_on()
-        # The same process, with what it held.
+        # The trainer is attached to the same server process, which still holds its snapshots.
         assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [3] and handle.pid == before
         publish(handle, 1, snapshot_file(1 << 20), 4)
         assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [3, 4]
@@ -301,7 +301,7 @@ class TestAServerThatIsStopped:
             slots.for_round(1, step).buffer[:] = step
             with contextlib.suppress(FabricError):
                 slots.publish(1, hold(step))
-        # One was withdrawn already, for the round that came next.
+        # The server had already withdrawn one gradient, for the next round.
         changed = [i for i, buffer in enumerate(held) if bytes(buffer.numpy()) != shared[i]]
         assert len(changed) == 1
         stopped.go_on()

@@ -16,7 +16,7 @@ from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.wire.channel_protocol import SOCKET_NAME
 
 NBYTES = 300_000
-# As a process that may have few descriptors, of which only a part is allowed at first.
+# The server may raise its limit of descriptors from HAS to MAY.
 MAY, HAS = 256, 128
 
 
@@ -48,7 +48,7 @@ def stand_idle(url: str, says: bytes, stack: ExitStack, count: int = 600) -> Non
     place = urlsplit(url)
     assert place.hostname and place.port
     for number in range(count):
-        # From several addresses: a share for each is not enough to keep the server reachable.
+        # Connect from several addresses: the share of one address alone does not protect the server.
         one = socket.create_connection((place.hostname, place.port), 30, (f"127.0.0.{number % 8 + 2}", 0))
         stack.callback(one.close)
         one.sendall(says)
@@ -63,7 +63,7 @@ def test_a_thousand_idle_connections_cut_off_no_request(narrow_server, run_dir, 
             stand_idle(handle.url, says, stack)
             assert fetch(handle.url, "/healthz").json == {"ok": True}
             assert fetch(handle.url, "/v1/snapshots/latest/data", **asked).body == snapshot_file(NBYTES)
-        # The trainer goes on, and so does the next one.
+        # The trainer can still publish, and so can the next trainer.
         publish(handle, 1, snapshot_file(NBYTES, 2), 2)
         handle.close()
         second = attach(token_file=token_file, incarnation=2)

@@ -48,7 +48,7 @@ PROVOKED = {
     "412": {"If-Match": '"0123456789abcdef0123456789abcdef"'},
     "416": {"Range": "bytes=999999999999-"},
 }
-# Of a trainer that answers, or of none: tests/ckpt_server/test_debug_probe.py has real ones.
+# These routes need a trainer's recording; tests/ckpt_server/test_debug_probe.py has real recordings.
 RECORDINGS = ("/debug/flight", "/debug/exchange")
 ELSEWHERE = {("/debug/stacks", "409"), *((path, status) for path in RECORDINGS for status in ("404", "409"))}
 MALFORMED = {
@@ -169,7 +169,8 @@ def malformed(parameter: dict) -> list[str]:
     return MALFORMED.get(name) or MALFORMED["enum" if "enum" in schema else schema["type"]]
 
 
-NEVER_MALFORMED = {"If-Match", "If-None-Match", "Accept-Encoding", "tensor"}  # any text is one
+# for these parameters any text is well formed
+NEVER_MALFORMED = {"If-Match", "If-None-Match", "Accept-Encoding", "tensor"}
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS if parameters(path)])
@@ -204,7 +205,7 @@ def test_a_line_that_is_too_long_is_refused_and_the_next_one_served(url, path):
                 line.shutdown(socket.SHUT_WR)
                 answered = line.recv(65536)
             except OSError:
-                continue  # it hung up in the middle of it: refused as well
+                continue  # the server closed the connection in the middle of the request: a refusal too
             assert re.match(rb"HTTP/1\.[01] 4(00|13|31) |$", answered), answered[:80]
     assert ask(url, path).status in (200, 504)
 

@@ -64,7 +64,7 @@ def test_a_dead_trainers_server_ends_and_leaves_no_memory(run_dir, victims, poin
             else:
                 end(server)
         if "trainer" in victims:
-            # The trainer's launcher knows that it is dead; the server finds out, and ends.
+            # The launcher has reaped the dead trainer; the server must notice the death and end.
             wait_for(lambda: not alive(trainer.pid), "the trainer's end")
             wait_for(lambda: not alive(server), "the server's end")
         else:

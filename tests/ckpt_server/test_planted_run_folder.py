@@ -18,7 +18,7 @@ from fabric.runtime.config import Settings
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 NOBODY = 65534
-# Answers whatever it is asked as a checkpoint server would, and writes what it was told.
+# This program answers requests as a checkpoint server would, and records them in a file.
 ATTACK = """
 import os, socket, sys
 os.setresuid(65534, 65534, 65534)

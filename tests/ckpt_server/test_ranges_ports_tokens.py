@@ -91,9 +91,9 @@ def stat(state: str, flags: int, threads: int) -> str:
         ("t", 0, 1, "stopped"),
         ("Z", 0, 1, "gone"),
         ("X", 0, 1, "gone"),
-        ("R", 0x4 | 0x400, 40, "gone"),  # killed, its memory is still being freed
+        ("R", 0x4 | 0x400, 40, "gone"),  # the process was killed, and the kernel still frees its memory
         ("D", 0x4, 1, "gone"),
-        ("Z", 0x4, 40, "running"),  # the first thread ended alone
+        ("Z", 0x4, 40, "running"),  # only the process's first thread has ended
     ],
 )
 def test_letters_of_the_kernel_are_read_as_process_states(state, flags, threads, verdict):
@@ -120,7 +120,7 @@ async def test_process_states_of_the_kernel_of_real_processes_is_noticed_without
     child.kill()
     await until("gone")
     await child.wait()
-    assert trainer.state == "gone"  # reaped: nothing is left to look at
+    assert trainer.state == "gone"  # the trainer is reaped, so /proc shows nothing of it
     trainer.attach(child.pid, 2)
     assert trainer.state == "gone"
     trainer.attach(os.getpid(), 3)

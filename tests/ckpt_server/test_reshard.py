@@ -111,7 +111,8 @@ def test_each_rank_reads_the_slices_that_it_needs(zygote, fsdp2, tmp_path, rung)
     told = fsdp2.told | ({"durable": fsdp2.durable} if rung == "storage" else {})
     for one in zygote.run(tmp_path / "new", "fsdp", 4, WIDTH, **told):
         assert one.get("sums") == fsdp2.said[0]["sums"], one
-        seams = 2 * 2 + 2 * 6  # the two headers, and both ends of the six large tensors
+        # a rank may read one block too many at the two headers and at both ends of six large tensors
+        seams = 2 * 2 + 2 * 6
         assert one["nbytes"] < total / 3.5
         assert one["fetched"] <= one["nbytes"] + seams * BLOCK
         assert one["fetched"] < 0.8 * total

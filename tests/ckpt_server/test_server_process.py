@@ -83,7 +83,7 @@ def test_a_killed_trainer_leaves_its_snapshots_and_the_next_one_finds_them(run_d
         first.do("publish", slot=0, nbytes=NBYTES, step=40)
         first.do("publish", slot=1, nbytes=NBYTES, step=50)
         first.do("gradient", slot=0, nbytes=1000, step=50)
-        # Begun and never published: whatever was written there is worth nothing.
+        # The trainer begins a snapshot and never publishes it, so the server must not serve the slot.
         first.do("begin", slot=0)
         first.signal(signal.SIGKILL)
         url = first.hello["url"]
@@ -125,7 +125,7 @@ def test_a_server_without_descriptors_says_so_and_goes_on(attach):
     first = attach()
     publish(first, 0, snapshot_file(NBYTES), 3)
     sentence = r"cannot watch process \d+ \(Too many open files\): raise its limit on open files"
-    # One is left, which the connection takes.
+    # One descriptor is left, and the connection takes it.
     with no_more_descriptors(1, first.pid), pytest.raises(Refused, match=sentence):
         attach(incarnation=2)
     publish(first, 1, snapshot_file(NBYTES), 4)
@@ -263,7 +263,7 @@ def test_a_trainer_that_dies_while_its_child_holds_the_channel_is_not_attached(r
         [sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True
     ) as trainer:
         assert trainer.stdout is not None
-        # One line, not all: the child keeps the pipe open too.
+        # Read one line, not until the end of file: the child keeps the pipe open too.
         child, server = map(int, trainer.stdout.readline().split())
         try:
             assert trainer.wait() == -signal.SIGKILL
@@ -357,7 +357,7 @@ def test_a_server_that_does_not_start_in_time_is_ended_and_reported(run_dir, att
         hurried.setattr("fabric.ckpt_server.attach.server_handle.ATTACH_S", 0.001)
         with pytest.raises(ServerLost, match=r"did not start in time|could not be attached"):
             attach()
-    # The lock is free again, so nothing was left behind.
+    # The lock is free again: the failed start left nothing behind.
     assert attach().ensure() is False
 
 

@@ -92,7 +92,7 @@ def test_a_reader_of_a_withdrawn_snapshot_is_refused_and_does_not_get_the_older_
     path = told["url"].removeprefix(handle.url)
     for answer in (fetch(handle.url, path), fetch(handle.url, "/v1/snapshots/2/manifest")):
         assert (answer.status, answer.json["gone"], answer.json["available"]) == (409, True, [1])
-    # A reader of "the latest" names the snapshot by its tag, and is refused the older one.
+    # A reader of "latest" sends the snapshot's tag; the server refuses to send the older snapshot instead.
     assert fetch(handle.url, "/v1/snapshots/latest/data", If_Match=tag).status == 412
     assert HostMemory.find(place, state, "", told["nbytes"]) is None
 
@@ -143,7 +143,7 @@ def test_an_answer_that_counts_as_sent_refers_to_the_memory_no_more(attach):
     """Where an answer just does not fit into the kernel's buffers, its end could wait in the server's,
     with the request already done. How much fits is scanned by the size of the reader's buffer."""
     handle = attach()
-    size = (4 << 20) + 131071  # ends in a small piece, which is sent in another way
+    size = (4 << 20) + 131071  # the last piece is small, and the server sends small pieces in another way
     memory = handle.allocate("gradient", 0, size)
     for received in range(16, 160, 4):
         handle.begin("gradient", 0)
@@ -167,7 +167,7 @@ def test_begin_unless_read_leaves_a_slot_that_has_readers(attach):
     assert handle.begin("snapshot", 0, unless_read=True) is False
     assert handle.begin("snapshot", 1, unless_read=True) is True
     assert reader.read_rest() == file
-    # A fetch in ranges pauses between them; then the slot is free again.
+    # A fetch pauses between two ranges; when the pause is too long, the slot is free again.
     wait_for(lambda: handle.begin("snapshot", 0, unless_read=True), "the reader's end")
     assert fetch(handle.url, "/v1/snapshots").json == []
 
@@ -218,7 +218,7 @@ def test_void_withdraws_everything(attach):
     handle.void()
     assert len(reader.read_rest()) < len(file)
     assert fetch(handle.url, "/v1/snapshots").json == fetch(handle.url, "/v1/gradients").json == []
-    # Steps may be redone: a voided gradient is not "gone for good".
+    # Members may redo a step, so the server must not call a withdrawn gradient "gone".
     assert fetch(handle.url, "/v1/gradients/4").json["gone"] is False
     publish_gradient(handle, 0, b"y", 4)
     assert fetch(handle.url, "/v1/gradients/4").body == b"y"
@@ -304,7 +304,7 @@ def test_a_waiting_reader_gets_the_gradient_when_it_is_published(attach):
     publish_gradient(handle, 1, b"two", 2)
     threads[0].join()
     assert answers[2].body == b"two"
-    # Step 3 will not come in this generation any more.
+    # After this gradient, step 3 cannot come in this generation any more.
     publish_gradient(handle, 2, b"four", 4)
     threads[1].join()
     assert (answers[3].status, answers[3].json["gone"]) == (409, True)

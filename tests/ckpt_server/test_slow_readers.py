@@ -58,7 +58,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
     async def little_room(request: web.Request, _: web.StreamResponse) -> None:
         assert request.transport is not None
-        # The kernel would take megabytes for a reader that reads nothing.
+        # Make the buffer small: the kernel would buffer megabytes for a reader that reads nothing.
         request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     app.on_response_prepare.append(little_room)

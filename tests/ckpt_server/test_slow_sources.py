@@ -68,7 +68,7 @@ def test_a_gradient_comes_from_the_next_source_and_the_slow_one_is_asked_last(or
         found = hurried.fetch_gradient(urls, generation=1, step=step, into=into, wait_s=FOREVER_S)
         assert found.source == good.url and into == body
     assert [len(slow.asked), len(good.asked)] == [1, 2]
-    # Where nobody else has it the slow one is asked all the same.
+    # If no other source has the gradient, the fetcher still asks the slow source.
     del good.gradients[4]
     slow.gradient = lambda request: Origin.gradient(slow, request)
     assert hurried.fetch_gradient(urls, generation=1, step=4, into=into).source == slow.url

@@ -48,7 +48,8 @@ def check(view: StateView, target: Any, digests: Any) -> None:
     assert digests.digest == view.digest() == file_digest(memoryview(file))
     cuts = range(0, len(file), BLOCK_BYTES)
     assert digests.blocks == tuple(xxhash.xxh3_64_hexdigest(file[cut : cut + BLOCK_BYTES]) for cut in cuts)
-    told = b"".join(int(block, 16).to_bytes(8, "big") for block in digests.blocks)  # as docs/http.md says
+    # the digest as docs/http.md defines it
+    told = b"".join(int(block, 16).to_bytes(8, "big") for block in digests.blocks)
     sizes = len(file).to_bytes(8, "big") + (4 << 20).to_bytes(8, "big")
     assert digests.digest == xxhash.xxh3_128_hexdigest(sizes + told)
 
@@ -94,7 +95,7 @@ def test_into_shared_memory_and_out_again(copier: CpuCopier) -> None:
     with mmap.mmap(file, view.nbytes) as memory:
         os.close(file)
         slot = memoryview(memory)
-        for _ in range(2):  # the slot is used again
+        for _ in range(2):  # the second snapshot uses the same slot
             copier.start(view, slot)
             copier.fence()
             digests = copier.join()
@@ -119,7 +120,7 @@ def test_after_the_fence_the_state_may_change(copier: CpuCopier) -> None:
 def test_a_starved_pool_does_not_stop_the_trainer(copier: CpuCopier) -> None:
     gate = threading.Event()
     for _ in range(2):
-        copier._pool.submit(gate.wait, 60)  # the scheduler gives our threads nothing
+        copier._pool.submit(gate.wait, 60)  # keep the copying threads busy, as a starving scheduler would
     view = capture({"x": Tensors(*(filled(BLOCK_BYTES, seed=n) for n in range(4)))}, 1)
     target = bytearray(view.nbytes)
     try:
@@ -159,7 +160,7 @@ def test_an_error_in_a_thread_comes_out_of_join_and_the_next_copy_works(copier, 
     with monkeypatch.context() as patch:
         patch.setattr(CopyPass, "_take", burn)
         copier.start(view, memoryview(bytearray(view.nbytes)))
-        copier.fence()  # keeps it for join
+        copier.fence()  # the fence keeps the error for ``join``
         with pytest.raises(StateError, match="the memory burns"):
             copier.join()
     target = bytearray(view.nbytes)
@@ -195,7 +196,8 @@ class LazyLane:
         self.error: Exception | None = None
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() * tensor.dtype.itemsize > 4  # step counters are on the host
+        # larger tensors are on the device, step counters on the host
+        return tensor.numel() * tensor.dtype.itemsize > 4
 
     def register(self, memory: Bytes) -> None:
         self.log.append("register")
@@ -241,7 +243,8 @@ def test_device_copy_is_ordered_by_events() -> None:
     copier.start(view, memoryview(target))
     copier.fence()
     digests = copier.join()
-    assert lane.log == ["register", "begin", "copy", "copy", "copy", "end", "hold"]  # three small ones in one
+    # three small tensors go in one copy
+    assert lane.log == ["register", "begin", "copy", "copy", "copy", "end", "hold"]
     assert lane.happened.is_set()
     check(view, target, digests)
     copier.start(view, memoryview(target))

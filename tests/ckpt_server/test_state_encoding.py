@@ -234,7 +234,7 @@ def _file(keys: list[tuple[str, str]]) -> bytes:
 
 @pytest.mark.parametrize("word", ["$set", "$frozenset", "$map", "$counter"])
 def test_keys_that_were_chosen_to_collide_are_refused_before_a_set_is_made_of_them(word: str) -> None:
-    prime = (1 << 61) - 1  # all its multiples have the hash 0
+    prime = (1 << 61) - 1  # in Python all multiples of this prime have the hash 0
     keys = [prime * number for number in range(1, 201)]
     node = {word: keys if "set" in word else [[key, 1] for key in keys]}
     with pytest.raises(StateError, match="more than 64 keys have the same hash"):

@@ -107,7 +107,7 @@ async def test_the_status_follows_a_trainer_that_stops_goes_on_dies_and_is_repla
             await one.until(lambda p: p.trainer == "running")
             first.signal(signal.SIGSTOP)
             await one.until(lambda p: p.trainer == "stopped")
-            first.signal(signal.SIGKILL)  # not reaped yet: a zombie is gone too
+            first.signal(signal.SIGKILL)  # the trainer is not reaped: a zombie counts as gone too
             gone = await one.until(lambda p: p.trainer == "gone")
             assert (gone.incarnation, gone.snapshots) == (11, with_snapshot.snapshots)
         async with trainer(run_dir, incarnation=12, lighthouse=[one.url]):

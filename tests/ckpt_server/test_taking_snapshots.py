@@ -45,7 +45,7 @@ def keeper():
 
 @pytest.fixture
 def model():
-    return torch.nn.Linear(1000, 6000)  # six blocks, so that threads digest it
+    return torch.nn.Linear(1000, 6000)  # six blocks, so that threads digest the state
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_without_memory_there_is_no_snapshot_and_the_trainer_goes_on(taken, keep
 def test_both_slots_have_their_memory_when_the_first_snapshot_is_there_and_keep_it(taken, keeper, model):
     snapshots, handle = taken
     found = []
-    for step in (1, 2, 10**17):  # the header of the last is longer
+    for step in (1, 2, 10**17):  # the file's header is longer at the last step
         snapshots.start(ref(step), keeper.submit, lambda event: None)
         snapshots.wait_copied()
         keeper.settle(within_s=30)
@@ -146,10 +146,10 @@ def test_a_large_states_memory_is_there_before_a_step_could_wait_for_it(attach, 
         snapshots = Snapshots(handle, describer, copier, EverySteps(3), WHO, False, lambda: None)
         large["optimizer"].step()
         nbytes = describer.capture(1).nbytes
-        # Nothing is due: all the more time.
+        # No snapshot is due yet, so the server allocates memory early.
         assert not snapshots.is_due(1, jobs.append) and len(jobs) == 1
         assert not handle.holds("snapshot", 0, nbytes)
-        # It is not had by step 3, then it is.
+        # The memory is not yet allocated at step 3, and is allocated afterwards.
         assert not snapshots.is_due(3, jobs.append) and len(jobs) == 1
         jobs.pop()()
         assert handle.holds("snapshot", 0, nbytes) and handle.holds("snapshot", 1, nbytes)
@@ -386,7 +386,7 @@ def test_on_a_device_a_write_behind_the_fence_is_allowed(on_device, keeper, mode
     snapshots.wait_copied()
     assert lane.held.is_set() and not done.is_set()
     with torch.no_grad():
-        model.weight.add_(0.0)  # an update that the device makes after the copy, which it has yet to make
+        model.weight.add_(0.0)  # the device runs this update after the copy, and has not yet run the copy
     lane.go.set()
     assert done.wait(30)
     assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [1]

@@ -25,8 +25,8 @@ from fabric.errors import ProtocolError
 STEP = 900
 CUBE = torch.arange(40 * 30 * 50, dtype=torch.float64).reshape(
     40, 30, 50
-)  # two pieces of a gathered transfer
-SHARD = torch.arange(20, dtype=torch.float32).reshape(4, 5)  # rows 4 to 8 of ten
+)  # the slice spans two pieces of a gathered transfer
+SHARD = torch.arange(20, dtype=torch.float32).reshape(4, 5)  # this rank's shard: rows 4 to 8 of ten
 SHARDED = {"model": {"w": {"$shard": [{"$tensor": "shard"}, {"shape": [10, 5], "offset": [4, 0]}]}}}
 TENSOR = f"/v1/snapshots/{STEP}/tensors"
 

@@ -115,7 +115,7 @@ def test_a_long_first_line_is_cut_off_before_it_is_kept(served):
     peer = Raw(served)
     peer.send(b"x" * (MAX_FIRST_LINE_BYTES * 3))
     answer = peer.answer()
-    # The refusal may be lost with the reset that the unread rest provokes.
+    # The unread rest of the line may cause a reset, and the reset may destroy the refusal.
     assert answer is None or "over the limit" in answer["error"]
     peer.close()
 
@@ -176,7 +176,7 @@ def fuzzed(served: ServerHandle) -> Iterator[Raw]:
 def test_every_request_gets_one_answer(fuzzed, op, fields):
     answer = fuzzed.ask(op=op, **fields)
     assert answer["ok"] is True or (answer["error"] and "defect" not in answer["error"])
-    # The next answer belongs to the next request.
+    # The server's next answer must belong to the next request.
     assert "there is no operation 'probe'" in fuzzed.ask(op="probe")["error"]
 
 

@@ -110,7 +110,8 @@ def test_file_is_valid_safetensors_aligned_and_its_digest_the_live_one() -> None
     sizes = {"F32": 4, "I64": 8}
     assert all(span.begin % sizes.get(span.dtype, 1) == 0 for span in header.tensors)
     assert file_digest(memoryview(file)) == view.digest()
-    assert "head.weight" not in "".join(loaded)  # tied to the embedding: stored once
+    # this parameter is tied to the embedding, and the file stores it once
+    assert "head.weight" not in "".join(loaded)
 
 
 def test_equal_states_are_equal_bytes_whatever_order_dicts_were_filled_in() -> None:
@@ -242,7 +243,8 @@ def test_scaler_and_a_step_counter_that_goes_back() -> None:
     file = to_bytes(fresh)
     veteran["scaler"].scale(torch.ones(1))
     train(veteran, 2)
-    restore(memoryview(file), veteran)  # a cold start may go back to where the optimizer had no state
+    # a cold start may go back to a step at which the optimizer had no state
+    restore(memoryview(file), veteran)
     verify(veteran, 0, fresh.digest())
     assert not veteran["optimizer"].state
 

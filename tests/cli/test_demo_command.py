@@ -107,7 +107,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 
 def until_both_live(processes: Processes) -> None:
-    # A process in the midst of its exec has no environment yet, so none can tell whose it is.
+    # Wait for both processes: during its exec a process has no environment that could show its mark.
     until(lambda: len(processes.living()) == 2)
 
 
@@ -199,7 +199,7 @@ def test_a_journal_is_followed_as_it_grows(tmp_path: Path) -> None:
     content = b"".join(json.dumps(entry).encode() + b"\n" for entry in SyntheticRun().entries[VICTIM])
     said: list[str] = []
     with path.open("ab", buffering=0) as file:
-        # Seven bytes at a time: every line is torn somewhere.
+        # Write seven bytes at a time, so that every line arrives in pieces.
         for start in range(0, len(content), 7):
             file.write(content[start : start + 7])
             said.extend(filter(None, map(view.apply, follower.poll())))

@@ -13,8 +13,8 @@ import pytest
 
 DEADLINE_S = 120
 
-# Plays a rank: its part of this attempt is a word of $PLAY, such as "75 0" for two attempts. It writes down
-# what it was started with, and says by a file that it is ready.
+# This program plays a rank: a word of $PLAY gives its exit code in each attempt, such as "75 0" for two. The
+# program records its arguments and environment, and makes a file when it is ready.
 RANK = """
 import os, signal, subprocess, sys, time
 folder, rank = os.environ["NOTES"], os.environ["RANK"]

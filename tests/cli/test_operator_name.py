@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from fabric.cli import operate
 from fabric.cli.lighthouse_options import Lighthouses
 
-# As in the image: the user has a number, and nothing in the environment or in /etc/passwd names it.
+# In a container image the user has a number, but no name in the environment or in /etc/passwd.
 _AS_A_NUMBER = """
 import os
 from fabric.cli.operate import _me

@@ -32,11 +32,11 @@ def end(*codes: int, first: tuple[int, ...] | None = None, ran_s: float = 1.0) -
         ((2,), None, 2),
         ((126,), None, 126),
         ((127, 127), None, 127),
-        # Its peer was lost before it could attach, and torch's error ended it.
+        # The rank lost its peer before it could attach, and torch's error ended the rank.
         ((-9, 1), (0,), None),
         ((-9, 1), (0, 1), None),
         ((76, 1), (0,), None),
-        # It said 1 first; the launcher has ended the other one.
+        # One rank ended with 1 first, and the launcher then ended the other rank.
         ((1, -15), (0,), 1),
         ((75,), None, None),
         ((75, 75), None, None),

@@ -10,7 +10,7 @@ import pytest
 
 from fabric.runtime.priority import LOW_PRIORITY
 
-# Says at which niceness torch is imported, in whatever thread that is.
+# This program prints the niceness of the thread that imports torch.
 WATCH = """
 import os, sys, threading
 class Watch:
@@ -83,7 +83,7 @@ def test_torch_is_imported_at_low_priority_and_the_script_runs_at_its_usual_one(
 def test_a_scripts_exit_code_and_output_are_its_own(folder, source, code, says, monkeypatch):
     script = folder / "train.py"
     script.write_text(source)
-    # Nothing to import: that takes seconds, and is another test's.
+    # The script imports nothing, because imports take seconds; another test checks imports.
     words = f"import sys; sys.argv = ['fabric', 'run', {str(script)!r}]\n"
     words += "import fabric.cli.main, fabric.cli.run\nfabric.cli.run._import = lambda: None\n"
     words += "fabric.cli.main.main()"

@@ -20,7 +20,7 @@ from fabric.cli.terminal_text import all_printable, printable
 from fabric.errors import ProtocolError
 
 ROOT = Path(__file__).resolve().parents[2]
-# Clears the screen, and writes a line that nobody has said.
+# This text would clear a terminal's screen and write a false line.
 EVIL = "r1\x1b[2J\x1b]0;mine\x07\nall is well\x9b1m\u202e"
 
 

@@ -42,7 +42,8 @@ class Seeking(Positions):
 @dataclass
 class Replica:
     loader: Loader
-    kept: dict[int, list[int]] = field(default_factory=dict)  # by micro-batch of the step that is computed
+    # micro-batch of the step under way -> its samples
+    kept: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -130,7 +131,7 @@ class Job:
 
 names = st.sampled_from(NAMES)
 deaths = st.lists(st.tuples(names, st.integers(0, MICRO_BATCHES)), max_size=2)
-# The joins before a step, the deaths in it, and the steps by which the job then goes on (or back).
+# For each step: the joins before it, the deaths in it, and the steps by which the job then moves.
 steps = st.tuples(st.sets(names, max_size=2), deaths, st.sampled_from([1, 1, 1, 0, -1, -2, 3]))
 
 
@@ -190,7 +191,7 @@ def test_batches_drawn_ahead_count_for_their_own_step_alone(ahead, script):
             while len(drawn[data_slot]) <= ahead:
                 some = list(islice(drawing[data_slot], per_step))
                 if len(some) < per_step:
-                    return  # the pass is over
+                    return  # the pass over the data is over
                 drawn[data_slot].append(some)
             own = drawn[data_slot].pop(0)
             if samplers[data_slot].take(at[0]):

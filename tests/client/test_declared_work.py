@@ -38,7 +38,7 @@ def test_undeclared_work_is_the_number_of_samples():
     begun.add_weight()
     assert begun.take_work(4) == WorkAmount(4.0, 0.0, 4.0)
     begun.add_weight(work=9)
-    begun.begin(4)  # the next micro-batch has its own
+    begun.begin(4)  # the next micro-batch has its own declared work
     assert begun.take_work(4) == WorkAmount(4.0, 0.0, 4.0)
 
 
@@ -75,5 +75,5 @@ def test_time_that_does_not_count_is_left_out_of_the_lap(monkeypatch):
     clock.leave_out(4.0)
     assert clock.lap() == 6.0
     now[0] = 112.0
-    clock.leave_out(50.0)  # a part of it was counted before
+    clock.leave_out(50.0)  # a part of this time was counted before
     assert clock.lap() == 0.0

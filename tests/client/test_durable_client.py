@@ -24,7 +24,7 @@ from fabric.runtime.config import Settings
 from fabric.runtime.failpoints import Failpoints
 
 RECORD = record_of("a b c", epoch=1)
-NOBODY = "http://127.0.0.1:9"  # discard: nothing listens there
+NOBODY = "http://127.0.0.1:9"  # the discard port: no process listens there
 
 
 def durable(url: str, replica: str = "a", group=None, **settings) -> DurableCheckpoints:

@@ -93,7 +93,7 @@ def test_a_state_loaded_and_replayed_at_low_priority_equals_the_other_members_bi
 
 
 def test_a_low_priority_operation_uses_as_many_threads_as_in_the_main_thread():
-    # A sum over many elements is cut by their number, and its bits are those of the cut.
+    # torch cuts a large sum by the number of threads, so this number decides the sum's bits.
     assert run_low_priority(torch.get_num_threads) == torch.get_num_threads()
 
 

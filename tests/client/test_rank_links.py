@@ -22,9 +22,9 @@ async def test_messages_of_a_rank_before_rank_0_listens_are_heard():
     for rank, (mine, theirs) in enumerate(pairs, 1):
         links.accept(greeting(rank), theirs)
         mine.sendall(frame(encode_outcome(ready)))
-    pairs[1][0].close()  # rank 2 dies as early
+    pairs[1][0].close()  # rank 2 dies at the same early moment
     await links.wait()
-    for _ in range(10):  # the loop has every chance to read, and to lose, what arrived
+    for _ in range(10):  # let the event loop read the message that arrived: it must not lose this message
         await asyncio.sleep(0)
     told = asyncio.Event()
 

@@ -31,7 +31,7 @@ def test_snapshots_take_as_much_time_as_the_budget_allows_and_no_more(step_s, co
     assert found[0] == (1000.0 + step_s, 1), "the state before the first step is worth nothing"
     for interval in intervals(found):
         assert cost_s <= 0.02 * interval + 1e-6
-        # No rarer than the budget asks for: the first boundary at which it is paid.
+        # The policy takes a snapshot at the first step boundary at which the budget allows one.
         assert interval <= max(cost_s / 0.02 + step_s, step_s) + 1e-6
 
 

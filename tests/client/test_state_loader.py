@@ -44,7 +44,7 @@ class Host:
     url = "http://own"
     job, replica = "job", "r0"
 
-    # As ``Snapshots``, as its slots, and as their server.
+    # This class stands for ``Snapshots``, its slots and the checkpoint server.
     @property
     def slots(self) -> "Host":
         return self
@@ -64,7 +64,7 @@ class Host:
             raise ServerLost("this host's own server has ended, and no other can be started")
         return 0, memoryview(self.memory)
 
-    # As ``StateFetcher``.
+    # This class has the methods of ``StateFetcher``.
     def fetch_manifest(self, url: str, step: int, generation: int) -> dict:
         assert url == self.url
         return manifest()
@@ -120,7 +120,7 @@ def test_the_loaded_and_the_unusable_states_whatever_the_sources_do(monkeypatch)
     seen = set()
     for own, kinds, durable, has_place in worlds():
         if not kinds and not durable:
-            continue  # the leader names somebody
+            continue  # the leader names at least one source
         host = Host(own, dict(zip(URLS, kinds, strict=False)), has_place)
         storage = Storage()
         told, transfer = fetch(host, storage, monkeypatch, durable)
@@ -137,13 +137,13 @@ def test_the_loaded_and_the_unusable_states_whatever_the_sources_do(monkeypatch)
         else:
             assert isinstance(told, io.FetchFailed) and not told.misfit, what
             assert transfer.state is None and host.writes == [], what
-            if "good" in kinds:  # trouble of this host's own says nothing about the state
+            if "good" in kinds:  # an error on this host proves nothing about the state
                 assert not told.unusable and "own server" in told.why and storage.asked == 0, what
             else:
                 damaged = "unusable" in kinds and set(kinds) <= {"unusable", "gone"}
                 assert told.unusable == (durable or damaged), what
                 assert storage.asked == durable, what
-                # Every rung's reason is in the sentence.
+                # The error names every source with its reason.
                 assert all(url in told.why for url in host.sources), what
                 assert ("storage holds no such checkpoint" in told.why) == durable, what
     assert seen == {"StateFetched", "FetchFailed"}

@@ -163,10 +163,10 @@ def test_batches_drawn_for_a_past_step_are_discarded():
     at = [0]
     sampler = step_sampler(48, 4, 0, (0, 2), lambda: at[0])
     drawn = iter(sampler)
-    for _ in range(2 * sampler.per_step):  # a DataLoader draws for two steps ahead
+    for _ in range(2 * sampler.per_step):  # a DataLoader draws two steps ahead
         next(drawn)
     assert sampler.take(0)
-    at[0] = 5  # away meanwhile, and caught up to step 5
+    at[0] = 5  # meanwhile the replica was away and caught up to step 5
     third = [next(drawn), next(drawn)]
     assert third == sampler.indices(6), "one batch is still on its way, for step 5"
     assert not sampler.take(5), "that one was drawn for step 1"

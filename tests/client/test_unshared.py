@@ -17,7 +17,7 @@ def optimizer():
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
-    # torch does not wrap the optimizer's step for this one.
+    # For this scheduler torch does not wrap the optimizer's ``step``.
     "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 5)], [2]

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import gloo_rank
 
-# Processes are forked from one that has imported torch, and dynamo, which a pickle dump needs.
+# Fork the processes from a process that has imported torch, and dynamo, which a pickle dump needs.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
-DEADLINE_S = 180.0  # for something of a second, because the machine may be loaded
+DEADLINE_S = 180.0  # an operation usually takes a second, but the machine may be loaded
 
 
 class GlooWorld:

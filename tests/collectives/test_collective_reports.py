@@ -131,7 +131,7 @@ def test_a_mismatch_that_ended_is_told_with_a_warning():
 @pytest.mark.parametrize(
     ("operation", "changes"),
     [
-        ("all_reduce", {"size": (32, 32)}),  # another shape of as many elements
+        ("all_reduce", {"size": (32, 32)}),  # another shape with the same number of elements
         ("all_to_all_single", {"size": (512,)}),
         ("gather", {"input_sizes": [[4]], "output_sizes": []}),
         ("all_gather_v", {"size": (512,)}),

@@ -22,15 +22,15 @@ def explained(folder: Path, ranks: int, trouble: str, *, one_by_one: bool = Fals
         world.get_into_trouble(one_by_one=one_by_one)
         by_json = explain(recordings(world.files("json")))
         by_pickle = explain(recordings(world.files("pickle")))
-    # Between the two forms a call may have learned that the process at its other end is gone.
+    # Between the pickle and the JSON dump a call may have noticed that its peer is gone.
     assert one_by_one or by_json.conclusions[0].why == by_pickle.conclusions[0].why
     assert by_json.conclusions[0].verdict == by_pickle.conclusions[0].verdict
-    return by_pickle  # it has the lines of the program, which the JSON has not
+    return by_pickle  # the pickle has the lines of the program, which the JSON lacks
 
 
 def test_ranks_that_call_in_the_same_order_lead_to_no_mismatch(tmp_path):
     report = explained(tmp_path, 3, "in_order")
-    # On a loaded machine one of them may come last time after time.
+    # On a loaded machine the same process may come last every time.
     assert {c.verdict for c in report.conclusions} <= {"nothing found", "straggler"}
     assert [len(x.collectives) for x in report.calls.recordings] == [8, 8, 8]
 

@@ -69,7 +69,7 @@ class TcpProxy:
                 writer.write(chunk)
                 await writer.drain()
             if self.mode == "hold":
-                # The client has hung up; the request must still be heard out.
+                # The client has closed its connection; the proxy must still read the whole request.
                 await asyncio.wait_for(self.answered.wait(), 10)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

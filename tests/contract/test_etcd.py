@@ -74,7 +74,7 @@ async def test_a_write_whose_answer_is_dropped_is_indefinite(
         with pytest.raises(StoreIndefinite, match="may or may not"):
             await store.commit(guard, [Put(prefix + "a", b"mine")])
         proxy.mode = "pass"
-        # Reading again resolves it: it was applied.
+        # A second read shows that the store applied the write.
         found = await store.get(prefix + "a")
         assert found is not None and found.value == b"mine"
         assert found == await direct.get(prefix + "a")
@@ -103,7 +103,7 @@ async def test_an_indefinite_write_is_not_tried_on_another_endpoint(
         proxy.mode = "drop"
         with pytest.raises(StoreIndefinite):
             await store.commit([], [Put(prefix + "a", b"1")])
-        # The next call begins with the other endpoint, and sees one write, not two.
+        # The next call begins with the other endpoint, and must see one write, not two.
         assert (await store.list(prefix))[1] == before + 1
         assert await store.commit([], [Put(prefix + "b", b"1")]) == before + 2
 
@@ -163,7 +163,7 @@ async def test_an_only_endpoint_that_drops_reads_is_unavailable(proxy: TcpProxy,
         proxy.cut()
         with pytest.raises(StoreUnavailable, match="check that etcd runs"):
             await store.get(prefix + "a")
-        # The renewal may well have been done.
+        # The store may have renewed the lease although its answer was lost.
         with pytest.raises(StoreIndefinite):
             await store.keep_alive(lease.id)
 
@@ -179,7 +179,7 @@ async def test_a_watch_resumes_where_its_connection_was_cut(
             for index in range(1, 4):
                 connections = proxy.connections
                 proxy.cut()
-                # Written while there is no watch, or just as it comes back.
+                # Write while no watch is connected, or just when the watch comes back.
                 await direct.commit([], [Put(prefix + "a", str(index).encode())])
                 await direct.commit([], [Put(prefix + "b", b""), Delete(prefix + "b")][:1])
                 await direct.commit([], [Delete(prefix + "b")])
@@ -294,7 +294,7 @@ async def test_a_write_to_a_dead_endpoint_was_certainly_not_applied(tmp_path: Pa
             etcd.start()
             found = await store.get(prefix + "a")
             assert found is not None and found.value == b"1"
-            # A connection kept from before the restart must not make this write look lost.
+            # A connection opened before the restart must not make this write look lost.
             assert await store.commit([], [Put(prefix + "a", b"3")])
 
 
@@ -303,7 +303,7 @@ async def test_no_endpoint_at_all_is_one_sentence(listening: bool) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         if listening:
-            silent.listen()  # accepts, and never answers
+            silent.listen()  # this endpoint accepts connections and never answers
         address = "{}:{}".format(*silent.getsockname())
         store = open_store(f"etcd://{address}", attempt_timeout_s=0.3)
         with pytest.raises(StoreUnavailable, match=address):
@@ -320,7 +320,7 @@ async def test_a_wiped_etcd_is_another_store(tmp_path: Path, prefix: str) -> Non
         etcd.stop()
         etcd.data.rename(tmp_path / "wiped")
         etcd.start()
-        # Before and after somebody has given the new store its id.
+        # The error must come before and after another process has given the new store its id.
         with pytest.raises(StoreError, match="wiped or replaced"):
             await store.commit([Compare(prefix + "a", mod_revision=0)], [Put(prefix + "a", b"old")])
         assert await other.connect() != first_id
@@ -370,7 +370,7 @@ async def leader_of(members: list[EtcdMember]) -> EtcdMember:
 
 async def test_a_frozen_leader_does_not_stop_the_others(cluster: list[EtcdMember], prefix: str) -> None:
     leader = await leader_of(cluster)
-    # The store begins with the one that will freeze.
+    # The client begins with the etcd member that will freeze.
     url = "etcd://" + ",".join(member.address for member in sorted(cluster, key=lambda m: m is not leader))
     async with connected(url, attempt_timeout_s=1.0) as store:
         revision = await store.commit([], [Put(prefix + "a", b"1")])

@@ -63,7 +63,7 @@ async def test_a_user_with_a_password_is_let_in_and_its_token_is_renewed(tmp_pat
         async with aclosing(store.watch("/test/", revision + 1)) as watch:
             await store.commit([], [Put("/test/b", b"1")])
             await take(watch, 1)
-            # etcd keeps tokens in memory: a restarted one knows none of them.
+            # etcd keeps tokens in memory, so a restarted etcd knows none of the old tokens.
             member.stop()
             member.start()
             assert await store.commit([], [Put("/test/b", b"2")]), "a write with an old token is made again"

@@ -201,7 +201,7 @@ async def test_a_watch_goes_on_after_passing_errors() -> None:
         (503, "no endpoints available"),
         (200, json.dumps({"error": {"grpc_code": 14, "message": "etcdserver: no leader"}}) + "\n"),
         (200, json.dumps({"result": {"header": HEADER, "canceled": True}}) + "\n"),
-        # "created" tells where the store is, and progress how far the watch is.
+        # "created" has the store's revision, and a progress notice the watch's revision.
         (200, json.dumps({"result": {"header": {**HEADER, "revision": "20"}, "created": True}}) + "\n"),
         (200, json.dumps({"result": {"header": {**HEADER, "revision": "6"}}}) + "\n"),
         (200, json.dumps({"result": {"header": HEADER, "events": [event]}})),

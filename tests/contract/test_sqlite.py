@@ -45,7 +45,7 @@ async def connected(path: Path, **options: float) -> AsyncIterator[Store]:
 def worker(path: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, str(WORKER), str(path), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(WORKER.parents[2])}
-    # Nothing is buffered here: ``communicate`` would lose what ``readline`` had read ahead.
+    # Open the pipe unbuffered: ``communicate`` would lose bytes that ``readline`` had read ahead.
     process = subprocess.Popen(
         command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     )
@@ -110,7 +110,7 @@ async def test_a_process_killed_in_mid_commit_leaves_nothing_of_it(path: Path) -
         assert before is not None
         with worker(path, "hold") as process:
             assert await asyncio.to_thread(line_of, process) == "in commit"
-            # Readers are not disturbed by it.
+            # The unfinished transaction does not disturb readers.
             found = await store.get("/left")
             assert found is not None and found.value == b"0"
             process.kill()
@@ -132,7 +132,7 @@ async def test_a_process_killed_while_it_commits_leaves_whole_transactions(path:
             left, right = await store.get("/left"), await store.get("/right")
             assert left is not None and right is not None
             assert (left.value, left.mod_revision) == (right.value, right.mod_revision)
-            # Every confirmed key is there; at most the unfinished one may be there too.
+            # The file must hold every confirmed key, and may hold the unconfirmed last key.
             assert int(left.value) in (int(told), int(told) + 1)
             async with aclosing(store.watch("/", left.mod_revision)) as watch:
                 assert {event.key_value.value for event in await take(watch, 2)} == {left.value}
@@ -184,7 +184,7 @@ async def test_a_quiet_watch_is_not_overtaken_by_the_history_of_other_keys(
             for _ in range(12):
                 await store.commit([], [Put("/noise", b"")])
                 await take(noise, 1)
-                # The quiet watch has been woken with the other one; let it look.
+                # The write woke the quiet watch too; give that watch a turn.
                 await store.get("/quiet")
             await store.commit([], [Put("/quiet", b"1")])
             assert (await waiting).key_value.key == "/quiet"
@@ -349,7 +349,7 @@ def without_root() -> Iterator[None]:
 
 @pytest.mark.parametrize("what", ["file", "directory"])
 def test_read_only_storage_is_one_sentence(what: str) -> None:
-    # Not below tmp_path, which only its owner may enter.
+    # Use a folder outside tmp_path, because only the owner may enter tmp_path.
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "store.db"
         if what == "file":

@@ -12,7 +12,7 @@ import pytest
 from fabric.errors import StoreError
 from fabric.store.sqlite import SqliteStore
 
-# The byte of SQLite's shared memory that stands for "a writer is at work", held by another user.
+# Another user's process tries to lock the byte of SQLite's shared memory that means "a writer works".
 LOCK = """
 import fcntl, os, sys
 os.setresuid(65534, 65534, 65534)

@@ -13,7 +13,7 @@ from fabric.errors import Compacted, LeaseGone, StoreError
 from fabric.store import base
 from fabric.store.base import STORE_ID_KEY, Compare, Delete, KeyValue, Put, Store, WatchEvent
 
-SHORT_TTL_S = 0.3  # etcd makes a second or two of it
+SHORT_TTL_S = 0.3  # etcd rounds this up to a second or two
 
 
 async def put(store: Store, key: str, value: bytes, lease: int = 0) -> int:
@@ -266,7 +266,7 @@ async def test_a_lease_expires_without_anybody_watching(backend: Backend, prefix
         return await other.get(prefix + "a") is None
 
     await wait_for(is_gone, "the key of the expired lease to be deleted")
-    # And its place is free for the next one.
+    # After the lease's end another process can create the key.
     assert await other.commit([Compare(prefix + "a", create_revision=0)], [Put(prefix + "a", b"2")])
 
 
@@ -308,7 +308,7 @@ async def test_an_unknown_lease_applies_nothing(store: Store, prefix: str) -> No
     with pytest.raises(LeaseGone):
         await store.commit([], [Put(prefix + "a", b"1"), Put(prefix + "b", b"1", lease=123_456_789)])
     assert (await store.list(prefix))[0] == []
-    # A failed guard is the answer even then.
+    # The answer must be the failed guard, although the put is impossible too.
     guard = [Compare(prefix + "a", create_revision=77)]
     assert await store.commit(guard, [Put(prefix + "b", b"1", lease=123_456_789)]) is None
 
@@ -340,7 +340,7 @@ async def test_a_watch_tells_the_past_then_the_present_in_order(backend: Backend
 async def test_a_watch_leaves_nothing_out_and_repeats_nothing(backend: Backend, prefix: str) -> None:
     watcher, writer = await backend.open(), await backend.open()
     _, revision = await watcher.list(prefix)
-    count = 150  # more than any backend reads at once
+    count = 150  # more keys than any backend reads at once
 
     async def write() -> None:
         for index in range(count // 3):

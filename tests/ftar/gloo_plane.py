@@ -16,7 +16,7 @@ from fabric.errors import ConfigError
 from fabric.ftar.communicators.process_group_plane import Communicator, GroupPlane, Rendezvous
 from fabric.ftar.plane import Ring
 
-_dist: Any = torch.distributed  # its types are not declared
+_dist: Any = torch.distributed  # torch does not declare the types of this module
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -52,7 +52,7 @@ class GlooFactory:
         options = _dist.ProcessGroupGloo._Options()
         options._timeout = self._collective
         if rendezvous.host.startswith("127."):
-            # Else gloo looks its own host name up, which need not lead back here.
+            # Without a host name gloo looks up its own name, which may lead to another host.
             options._devices = [_dist.ProcessGroupGloo.create_device(hostname=rendezvous.host)]
         else:
             options._devices = [_dist.ProcessGroupGloo.create_default_device()]

@@ -53,7 +53,7 @@ class SimulatedStream:
 
     def __init__(self, device: "SimulatedDevice") -> None:
         self.device = device
-        # Work to run, an event of another stream to wait for, or an event of this one that happens.
+        # The stream's queue: work to run, events of other streams to wait for, and own events to set.
         self.queue: deque[_Work | SimulatedEvent] = deque()
 
     def run(self, work: _Work) -> None:
@@ -243,7 +243,8 @@ class SimulatedDevice:
                 )
                 if self._closed:
                     return
-                # The newest first: what was enqueued before and is no dependency comes later than one thinks.
+                # Run the newest wanted event first, so that earlier work without a dependency runs as late as
+                # possible.
                 self._step(self._wanted[-1])
 
     def _step(self, event: SimulatedEvent) -> None:
@@ -259,7 +260,7 @@ class SimulatedDevice:
             self._happen(head)
             return
         try:
-            # Unlocked, so that the host goes on meanwhile; nobody else takes work from a stream.
+            # Unlock, so that the host goes on; only this thread takes work from a stream.
             self.turn.release()
             try:
                 head()

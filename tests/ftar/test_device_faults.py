@@ -53,7 +53,7 @@ def test_an_abort_ends_the_exchange_at_every_member_with_its_cause(form):
             with pytest.raises(RoundAborted, match="the leader says so") as aborted:
                 future.result(WAIT_S)
             assert aborted.value.about == "m2"
-        # A late member hears of it from its links.
+        # A member that begins late learns of the abort from its links.
         with pytest.raises(RoundAborted, match="the leader says so"):
             members.submit(2, 1, 0, sources[2], torch.zeros(1000)).result(WAIT_S)
         with pytest.raises(RoundAborted, match="the leader says so"):
@@ -66,7 +66,7 @@ def test_an_abort_does_not_wait_for_the_device_and_the_next_exchange_does(form):
     with DeviceMembers(2, **FORMS[form]) as members:
         members.install(1)
         sources, results = ones(2), [torch.zeros(1000) for _ in range(2)]
-        members.devices[0].pause()  # as if its GPU were in the midst of a long backward
+        members.devices[0].pause()  # as if this member's GPU still ran a long backward
         futures = [members.submit(i, 1, 0, sources[i], results[i]) for i in range(2)]
         wait_until(lambda: members.devices[0].is_asked and members.planes[1].waiting_for == "m0")
         members.planes[0].abort(1, "no longer wanted")
@@ -236,7 +236,7 @@ def test_corrupted_bytes_and_foreign_bytes_are_noticed(peer):
 @pytest.mark.parametrize("peer", [{"shares": False, "exchange_s": 0.2}], indirect=True)
 def test_a_silent_neighbour_is_named_after_the_bound(peer):
     future = start(peer)
-    # In a ring of two the first chunk already went through everybody's hands.
+    # In a ring of two the first chunk proves that both members have entered the exchange.
     peer.next.sendall(frames.pack(frames.with_digest(chunk(), bytes(CHUNK))) + bytes(CHUNK))
     with pytest.raises(RoundAborted, match="m1 stalled") as aborted:
         future.result(WAIT_S)
@@ -328,7 +328,7 @@ def fork_victim(pairs, pieces: int, signal_number: int, **options) -> int:
                 sock.close()
         plane = DeviceRing(SimulatedDevice(), **SMALL, **options, on_piece=on_piece)
         plane.install(Ring(1, VICTIM, names(WORLD)), *pairs[VICTIM])
-        # numpy fills it: torch's thread pool does not survive a fork.
+        # numpy fills the tensor, because torch's thread pool does not survive a fork.
         source = torch.from_numpy(np.full(1000, 2.0, dtype=np.float32))
         plane.all_reduce(1, 0, source, torch.from_numpy(np.zeros(1000, dtype=np.float32)))
     except BaseException:  # noqa: BLE001 - a fork must never return into the test runner

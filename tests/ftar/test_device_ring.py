@@ -50,7 +50,7 @@ def test_every_member_gets_the_documented_bits(world, form):
         (dtype, operation)
         for dtype in DTYPE_CODES
         for operation in ("sum", "mean", "min", "max")
-        if dtype.is_floating_point or operation != "mean"  # integers have none
+        if dtype.is_floating_point or operation != "mean"  # integers have no mean
     ],
 )
 def test_every_type_and_operation_gives_the_documented_bits(dtype, operation, form):
@@ -94,7 +94,7 @@ def test_the_copy_waits_for_enqueued_work_of_the_compute_stream(form):
         expected = documented(values, Reduction())
         after = [torch.zeros(1000) for _ in range(2)]
         for i in range(2):
-            # And what is queued behind the exchange comes behind it.
+            # Work enqueued after the exchange must run after it.
             members.devices[i].compute().run(lambda i=i: after[i].copy_(results[i]))
             members.devices[i].compute().record().wait()
         assert all(same_bits(x, expected) for x in after)

@@ -125,7 +125,7 @@ def test_an_abort_ends_the_exchange_everywhere_and_the_next_epoch_has_its_own_co
             with pytest.raises(RoundAborted, match="the leader says so") as aborted:
                 future.result(WAIT_S)
             assert aborted.value.about == "m2"
-        # The watchdog of each ends its own communicator, once; the notice went around.
+        # Each member's watchdog aborts its own communicator once, because all members got the abort.
         wait_until(lambda: all(factory.made[1].aborted == 1 for factory in groups.factories))
         with pytest.raises(RoundAborted, match="the leader says so"):
             groups.planes[2].all_reduce(1, 0, torch.ones(10), torch.zeros(10))

@@ -46,7 +46,7 @@ def test_a_member_forwards_only_what_it_has_received(length, world, chunk):
             assert (sent.start, sent.stop) == (received.start, received.stop)
 
 
-@settings(deadline=None)  # a busy machine makes single examples slow
+@settings(deadline=None)  # on a busy machine single examples are slow
 @given(LENGTHS, st.integers(2, 9), st.integers(0, 300))
 def test_the_schedule_run_on_sets_gives_all_members_everything_once(length, world, chunk):
     """Each element carries the list of members added to it; hop by hop, as the ring would."""

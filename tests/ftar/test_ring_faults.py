@@ -285,7 +285,7 @@ def test_the_cause_of_an_abort_reaches_all_members_in_the_exchange():
             with pytest.raises(RoundAborted, match="m3 is evicted") as aborted:
                 future.result(WAIT_S)
             assert aborted.value.about == "m3"
-            # Every member knows for whom it waited, whichever member ended the exchange.
+            # Every member names the member that it waited for, whichever member ended the exchange.
             assert aborted.value.waited_for == f"m{(i - 1) % 6}"
 
 

@@ -50,14 +50,14 @@ def fork_victim(pairs: Pairs, after_operations: int, signal_number: int) -> int:
 
             return wrapper
 
-        # A receiver of bytes may turn to its socket twice in a pump: for a header, and what came behind it.
+        # A ByteReceiver may read its socket twice in a pump: for a header, and for the payload after it.
         operations = [(ByteSender, "pump"), (ByteReceiver, "_receive")]
         operations += [(ReferenceSender, "pump"), (ReferenceReceiver, "pump")]
         for end, name in operations:
             setattr(end, name, counted(getattr(end, name)))
         plane = CpuRing(chunk_bytes=CHUNK_BYTES)
         plane.install(Ring(1, VICTIM, names(WORLD)), *pairs[VICTIM])
-        # numpy fills it: torch's thread pool does not survive a fork.
+        # numpy fills the tensor, because torch's thread pool does not survive a fork.
         plane.all_reduce(
             1, 1, torch.from_numpy(np.full(LENGTH, 2.0, dtype=np.float32)), retain_gradients=False
         )
@@ -80,9 +80,9 @@ def check_next_epoch(members: RingMembers, gradients: dict[int, torch.Tensor]) -
     assert all(same_bits(buffers[i], expected) for i in SURVIVORS)
 
 
-# On TCP a piece takes more operations: of shared memory all that others need is told before the last counts.
-# Later than this the member before the victim may have finished: then nobody on the ring tells the one who
-# waits for it; control links do, which are not there here.
+# The victim dies at one of these operations. Later the member before the victim may have finished, and no
+# member of the ring would report the death; this test has no control links. On TCP a piece takes more
+# operations, hence the case of 62.
 COUNTS = [(n, p) for n in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55) for p in PLANES] + [(62, "tcp")]
 
 

@@ -170,7 +170,7 @@ def slow_reader(monkeypatch):
     keep = Operands.keep
 
     def slow_keep(operands, piece, received, lent):
-        if float(operands.source[-1]) == 7.0:  # the fold leaves a member's last segment to the next one
+        if float(operands.source[-1]) == 7.0:  # the fold leaves a member's last segment to the next member
             reading.set()
             assert go_on.wait(WAIT_S)
         keep(operands, piece, received, lent)
@@ -327,7 +327,7 @@ def open_files() -> set[tuple[str, int]]:
     """This process's descriptors, with their inodes; those of other tests may close at any moment."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor is closed already
             found.add((link.name, link.stat().st_ino))
     return found
 
@@ -342,7 +342,8 @@ def test_descriptors_do_not_pile_up_over_epochs():
             for plane in members.planes.values():
                 plane.retire(epoch)
             for thread in threading.enumerate():
-                if thread.name == "fabric-unmap":  # it holds descriptors until it has unmapped
+                # this thread holds descriptors until it has unmapped the memory
+                if thread.name == "fabric-unmap":
                     thread.join()
             counts.append(len(open_files() - before))
         assert counts[0] and counts[1:] == counts[1:2] * 4

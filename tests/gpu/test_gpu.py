@@ -57,7 +57,7 @@ def test_registered_host_memory_is_copied_to_without_blocking_and_released():
     event.wait()
     assert (slot == 9).all()
     device.keep_registered([])
-    device.keep_registered([slot])  # again: it was let go
+    device.keep_registered([slot])  # register the released memory again
     device.close()
 
 
@@ -65,7 +65,8 @@ def test_memory_that_cannot_be_registered_leaves_no_error_behind():
     device = CudaDevice()
     slot = torch.zeros(1 << 20, dtype=torch.uint8)
     device.keep_registered([slot])
-    CudaDevice().keep_registered([slot])  # registered already: refused, and only logged
+    # the driver refuses a second registration, and fabric only logs this
+    CudaDevice().keep_registered([slot])
     assert torch.ones(10, device="cuda").sum().item() == 10
     device.close()
 

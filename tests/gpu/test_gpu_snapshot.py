@@ -29,7 +29,7 @@ def test_cuda_snapshot_while_the_optimizer_goes_on() -> None:
         view = capture(objects, number)
         digest = view.digest()
         copier.start(view, memoryview(target))
-        step()  # changes every tensor; the copy must not see it
+        step()  # this step changes every tensor, and the copy must not see the change
         digests = copier.join()
         assert digests.digest == digest
         assert file_digest(memoryview(target)[: view.nbytes]) == digest

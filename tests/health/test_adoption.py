@@ -123,9 +123,10 @@ def test_a_veto_of_a_replica_holds_every_remedy_for_that_replica():
 def test_a_spent_budget_holds_everything_until_an_action_is_an_hour_old():
     assert next_action(held(acted_s=(9_000, 9_500))) is None
     assert held(acted_s=(9_000, 9_500))[0].held == "the budget of 2 actions per hour is spent"
-    assert next_action(held(acted_s=(6_400, 9_500))) is not None  # exactly an hour ago
+    assert next_action(held(acted_s=(6_400, 9_500))) is not None  # the older remedy was exactly an hour ago
     assert next_action(held(acted_s=(6_401, 9_500))) is None
-    assert next_action(held(acted_s=(9_500, 20_000))) is None  # by a clock that is ahead
+    # one time is in the future, by a clock that is ahead
+    assert next_action(held(acted_s=(9_500, 20_000))) is None
     assert next_action(held(budget=0)) is None
 
 

@@ -14,7 +14,7 @@ from fabric.health.localise import Scope
 from fabric.health.pipeline import PipelineSchedule
 from fabric.health.work import WorkAmount
 
-# By its path: with benchmarks/ on the path, its protocol.py would hide tests/protocol.
+# Load the module by its file: with benchmarks/ in sys.path its protocol.py would hide tests/protocol.
 STREAMS = Path(__file__).parent.parent.parent / "benchmarks" / "health_streams.py"
 spec = importlib.util.spec_from_file_location("health_streams", STREAMS)
 streams = sys.modules["health_streams"] = importlib.util.module_from_spec(spec)

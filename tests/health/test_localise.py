@@ -64,7 +64,7 @@ def test_the_slowest_of_a_slow_fleet_is_accused():
 
 def test_a_failed_replica_is_left_out_and_compared_with_by_none():
     assert localise(job(3, 1, 1, r0=5.0), failed={"r0"}) == []
-    # Without the failed ones r1 has nothing to be compared with but the prediction.
+    # Without the failed replica r0, r1 can be compared only with its prediction.
     (slowdown,) = localise(job(2, 1, 1, r0=1.5, r1=1.5), failed={"r0"})
     assert slowdown.scope is Scope.JOB
 

@@ -147,7 +147,7 @@ def test_a_replica_that_lost_one_rank_of_four_comes_back_with_two():
     assert entry.layout.layers == (4, 8)  # the stage of two ranks gets half as many layers
     assert entry.standbys == (2,)
     assert entry.incarnation == 0 and entry.donors == ("r0",)
-    assert remedy.cost_s == 0  # it is away anyway
+    assert remedy.cost_s == 0  # the change costs nothing, because the replica is away already
     assert remedy.plan.micro_batches == 16 and 0 < entry.micro_batches < 8
     assert "groups of 2+4 and not 4+4 ranks" in remedy.reason
 

@@ -156,6 +156,34 @@ class OperatorOverrides:
     min_replicas: Int64 = 0  # replaces the minimum that sessions ask for; 0: as the sessions ask
     max_replicas: Int64 = 0  # replaces the maximum that sessions ask for; 0: as the sessions ask
     scaled: str = ""  # who scaled the job, and why
+    adapt: str = ""  # replaces FABRIC_ADAPT of the sessions: "off", "advise" or "act"; empty: as they ask
+    vetoed: tuple[str, ...] = ()  # replicas whose shares no leader lowers
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSpeed:
+    """One process whose share follows its measured speed."""
+
+    replica: str
+    incarnation: Int64
+    speed: Int64  # thousandths of a healthy member's speed, 1 to 1000
+    asked: Int64 = 1  # the share that the process asked for
+
+    @property
+    def process(self) -> ReplicaProcess:
+        return ReplicaProcess(self.replica, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """The shares that a leader has written against slow members, and its recent actions."""
+
+    speeds: tuple[MemberSpeed, ...] = ()  # the slow members; empty: each member has the share it asked for
+    gain: float = 0.0  # predicted gain of throughput, as a share
+    cost_s: float = 0.0  # predicted time that the job loses by the change
+    reason: str = ""
+    micro_batches: Int64 = 0  # micro-batches of a step, of which each slow member keeps at least one
+    acted: tuple[float, ...] = ()  # when leaders lowered a share in the last hour, Unix seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +236,7 @@ class Record:
     ended: float = 0.0  # when the job was complete, Unix seconds; 0: not known
     autonomy_s: float = 0.0  # the longest that any member may commit without a lighthouse; 0: not known
     hosts: tuple[HostHistory, ...] = ()  # the hosts that failed in the last days
+    adaptation: Adaptation = Adaptation()  # changes only with the epoch
 
     # Properties cached because every message needs them. These properties are not compared, stored or sent.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fabric.model import Record
 from fabric.protocol.leader import plan, refusal
+from fabric.protocol.leader.adaptations import Adaptations
 from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.decisions import Decisions
@@ -76,6 +77,7 @@ class LeaderCore:
         self.joins: Joins = Joins(state, outbox, limits, writer, self.admission, evidence)
         self.rebuilds: RingRebuilder = RingRebuilder(state, outbox, writer, self.evictions)
         self.decisions: Decisions = Decisions(state, outbox, self.bases, self.evictions)
+        self.adaptations: Adaptations = Adaptations(state, outbox, limits, writer)
         self.timer: plan.PlanTimer = plan.PlanTimer()
 
     @property
@@ -241,6 +243,9 @@ class LeaderCore:
         else:
             self.state.epoch.not_counted_as_failure.add(event.replica)
             self.evictions.schedule(event.replica, f"evicted by {event.who}: {event.why}")
+
+    def on_advised(self, event: io.SharesAdvised) -> None:
+        self.adaptations.on_advised(event)
 
     # --- sessions and trainer statuses -----------------------------------------------------------------
 
@@ -417,6 +422,7 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.WriteFailed: LeaderCore.on_write_failed,
     io.Operator: LeaderCore.on_operator,
     io.AcceptQueueFull: LeaderCore.on_accept_queue_full,
+    io.SharesAdvised: LeaderCore.on_advised,
     io.LeaderTick: LeaderCore.on_tick,
 }
 

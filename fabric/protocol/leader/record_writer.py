@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field, replace
 
-from fabric.model import Member, Record, incident_id_of
+from fabric.model import Adaptation, Member, Record, incident_id_of
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.outbox import LeaderOutbox
@@ -12,6 +12,7 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
 from fabric.protocol.rules.assignment import seated
+from fabric.protocol.rules.shares import asked_share, for_roster, with_shares
 
 # The longest reason in a record: the reasons of many members would make the record large.
 MAX_REASON_CHARACTERS = 1000
@@ -72,10 +73,18 @@ class RecordWriter:
         self.outbox.emit(io.WriteRecord(record, self.state.record))
 
     def write_epoch(
-        self, record: Record, roster: tuple[Member, ...], forced: bool, why: str, incident_id: str = ""
+        self,
+        record: Record,
+        roster: tuple[Member, ...],
+        forced: bool,
+        why: str,
+        incident_id: str = "",
+        adaptation: Adaptation | None = None,
     ) -> None:
         epoch = record.epoch + 1
-        proven = tuple(self.state.proven(x) for x in roster)
+        adaptation = for_roster(adaptation or record.adaptation, roster)
+        asked = [self.asked(record, x) for x in roster]
+        proven = with_shares([self.state.proven(x) for x in roster], asked, adaptation)
         self.write(
             replace(
                 record,
@@ -87,8 +96,16 @@ class RecordWriter:
                 incident_id=incident_id or incident_id_of(epoch),
                 poison=self.evidence.known_poison(record) if forced else record.poison,
                 min_replicas=self.limits.overrides.min_replicas,
+                adaptation=adaptation,
             )
         )
+
+    def asked(self, record: Record, member: Member) -> int:
+        """The share that this process asked for: by its session, else by ``record``."""
+        peer = self.state.liveness.peers.get(member.replica)
+        if peer is not None and peer.incarnation == member.incarnation:
+            return peer.session.shares
+        return asked_share(record, member)
 
     def write_complete(self, record: Record, step: int) -> None:
         base = replace(record.base, step=step)

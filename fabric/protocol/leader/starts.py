@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from fabric.model import DURABLE, Base, Record, counted, incident_id_of
+from fabric.model import DURABLE, Adaptation, Base, Record, counted, incident_id_of
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
@@ -89,6 +89,7 @@ class Starts:
                 sharing=sharing,
                 poison=self.evidence.known_poison(record) if record is not None else (),
                 min_replicas=self.limits.overrides.min_replicas,
+                adaptation=Adaptation(acted=record.adaptation.acted if record is not None else ()),
             )
         )
 

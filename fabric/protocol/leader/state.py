@@ -36,6 +36,7 @@ class LeaderConfig:
     failures: int = 3  # this many failures within ``failures_s`` keep a replica or a host out; 0: never
     failures_s: float = 1800.0
     half_life_s: float = 86400.0  # after this time the weight of a host's failure is halved
+    actions_per_hour: int = 6  # how often leaders may lower shares within an hour
 
 
 @dataclass(slots=True)
@@ -262,7 +263,7 @@ class RosterLimits:
         return min(self.overrides.max_replicas or self.state.config.policy.start_replicas, self.most)
 
     def apply(self, event: io.Operator) -> None:
-        """Pause, resume or scale; the same order again changes nothing."""
+        """Pause, resume, scale or adapt; the same order again changes nothing."""
         orders, by = self.overrides, f"by {event.who}: {event.why}"
         if event.action == "pause":
             orders = orders if orders.paused else replace(orders, paused=by)
@@ -270,6 +271,12 @@ class RosterLimits:
             orders = replace(orders, paused="")
         elif event.action == "scale":
             orders = self._scaled(event, by)
+        elif event.action == "adapt":
+            orders = replace(orders, adapt=event.mode)
+        elif event.action == "veto":
+            orders = replace(orders, vetoed=tuple(sorted({*orders.vetoed, event.replica})))
+        elif event.action == "allow":
+            orders = replace(orders, vetoed=tuple(x for x in orders.vetoed if x != event.replica))
         self.overrides = orders
 
     def _scaled(self, event: io.Operator, by: str) -> OperatorOverrides:

@@ -318,6 +318,16 @@ class LeaderView:
         """Whether the next leader would not know the newest overrides."""
         return self._core.writer.has_unwritten_overrides
 
+    @property
+    def adapt_mode(self) -> str:
+        """The job's mode against slow replicas; empty: this leader does not know it yet."""
+        return self._core.adaptations.mode
+
+    @property
+    def shares_held(self) -> str:
+        """Why the leader does not follow the newest advice about shares, in a sentence, or empty."""
+        return self._core.adaptations.held
+
     def objection(self, asked: io.Operator) -> str:
         """Why the leader refuses this order, in a sentence, or empty."""
         return self._core.orders.objection(asked)

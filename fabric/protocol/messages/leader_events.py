@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fabric.model import Policy, Record
+from fabric.model import MemberSpeed, Policy, Record
 from fabric.protocol.messages.network import LeaderMessage, MemberMessage, OpenSession, TrainerStatus
 
 # --- events -----------------------------------------------------------------------------------------
@@ -78,12 +78,13 @@ class WriteFailed:
 class Operator:
     """An operator's command."""
 
-    action: str  # drain, evict, admit, pause, resume, scale or retry (a job that has failed)
-    replica: str  # the subject of drain, evict and admit; admit takes a host too
+    action: str  # drain, evict, admit, pause, resume, scale, adapt, veto, allow or retry (a failed job)
+    replica: str  # the subject of drain, evict, admit, veto and allow; admit takes a host too
     who: str
     why: str
     min_replicas: int | None = None  # the new minimum, for scale; None: unchanged, 0: as the sessions ask
     max_replicas: int | None = None  # the new maximum, for scale; None: unchanged, 0: as the sessions ask
+    mode: str = ""  # the new mode, for adapt
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,17 @@ class AcceptQueueFull:
     """Too many members connect at once: some of them wait in the queue, for ``seconds`` more."""
 
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharesAdvised:
+    """The detector advises shares for the members of ``epoch``; with no speeds, the shares they asked for."""
+
+    epoch: int
+    speeds: tuple[MemberSpeed, ...]
+    gain: float  # predicted gain of throughput, as a share
+    cost_s: float  # predicted time that the job loses by the change
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +122,7 @@ Event = (
     | WriteFailed
     | Operator
     | AcceptQueueFull
+    | SharesAdvised
     | LeaderTick
 )
 

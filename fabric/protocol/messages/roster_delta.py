@@ -6,13 +6,13 @@ member that does not hold the old roster, or computes another new roster, asks f
 
 from dataclasses import replace
 
-from fabric.model import Member, Record
+from fabric.model import Adaptation, Member, Record
 from fabric.protocol.messages import network as m
 
 
 def for_members(record: Record) -> Record:
-    """Remove the evidence against replicas and hosts that failed, which concerns only leaders."""
-    return replace(record, failures=(), hosts=())
+    """Remove the evidence against failed and slow replicas and hosts, which concerns only leaders."""
+    return replace(record, failures=(), hosts=(), adaptation=Adaptation())
 
 
 def change(before: Record, after: Record) -> m.RosterDelta:

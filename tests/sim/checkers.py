@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sim.cold_checks import ColdStarts
     from sim.penalties import Penalties
     from sim.server import Gradient
+    from sim.share_checks import ShareChecks
     from sim.trainer import Trainer
 
 
@@ -60,6 +61,7 @@ class Checks:
         self.leader = 0  # the newest election
         self.penalties: Penalties | None = None  # where failures are remembered
         self.cold_starts: ColdStarts | None = None
+        self.shares: ShareChecks | None = None  # where shares follow speeds
         self.late: set[str] = set()  # processes that committed in a generation that was over
         self.decisions: dict[int, m.Resume] = {}
         # (generation, step) -> digest of the state under a commit
@@ -99,6 +101,8 @@ class Checks:
             self._follows(before, after)
             self._let_in(before, after)
         if self.penalties is not None and before and (wrong := self.penalties.written(before, after)):
+            raise Violation(wrong)
+        if self.shares is not None and (wrong := self.shares.written(before, after)):
             raise Violation(wrong)
         if before is not None:
             self._forget_rounds(before, after)

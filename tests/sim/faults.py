@@ -342,6 +342,24 @@ class Faults:
         least, most = sorted(self.world.clockwork.random.choices(range(1, len(self.world.hosts) + 1), k=2))
         self._operate("scale", "", least, most)
 
+    # --- what only worlds with slow replicas have: see ``adapt_worlds`` -----------------------------
+
+    def _slow_replica(self, name: str, _: str) -> None:
+        """Its process computes slowly from now on, until it ends or is well again."""
+        self.world.slow_down(name)
+
+    def _well_again(self, name: str, _: str) -> None:
+        self.world.slow.clear()
+
+    def _veto(self, name: str, _: str) -> None:
+        self._operate("veto", name)
+
+    def _allow(self, name: str, _: str) -> None:
+        self._operate("allow", name)
+
+    def _adapt_mode(self, _: str, __: str) -> None:
+        self.world.say_mode(self.world.clockwork.random.choice(("off", "advise", "act", "act")))
+
     # --- what only mixed worlds have: see ``mixed_worlds`` -------------------------------------------
 
     def _stuck_lighthouse(self, _: str, __: str) -> None:

@@ -68,6 +68,8 @@ class Lighthouse(Process):
             self.clockwork.trace(self.name, f"elected {revision}")
             if record is not None and record.overrides != OperatorOverrides():
                 self.clockwork.counts["orders: known to the next leader"] += 1
+            if record is not None and record.adaptation.speeds:
+                self.clockwork.counts["shares: known to the next leader"] += 1
             self.feed(io.Elected(self.store.name, record, 1e9 + self.clockwork.now + self.world.time_error()))
             chance = random.Random(f"crowd {self.clockwork.seed}/{revision}")
             if chance.random() < 0.25:
@@ -158,6 +160,8 @@ class Lighthouse(Process):
         record = self.core.state.record if self.core is not None else None
         if kind == "resume":
             self.world.happened("decided", "")
+        elif kind == "shares":
+            self.world.happened("shares", "")
         elif kind == "epoch" and record is not None:
             if record.cold == record.epoch and record.epoch > 1:
                 self.world.happened("cold start", "")

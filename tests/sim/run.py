@@ -14,6 +14,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from sim import coverage
+from sim.adapt_worlds import AdaptWorld
 from sim.cold_worlds import cold_world
 from sim.durable_worlds import DurableWorld
 from sim.end_worlds import EndWorld
@@ -43,6 +44,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "cold": cold_world,
     "links": LinkWorld,
     "calm": CalmWorld,
+    "adapt": AdaptWorld,
 }
 
 

@@ -40,7 +40,7 @@ class Adaptations:
 
     def adapt(self, record: Record) -> bool:
         """Take back shares that an operator no longer wants, or follow the advice."""
-        if self.state.is_parked(record) or any(x.joining or x.leaving for x in record.roster):
+        if self.state.is_parked(record) or any(x.leaving or not self.state.knows(x) for x in record.roster):
             return False
         return self._take_back(record) or self._follow(record)
 

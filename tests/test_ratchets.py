@@ -28,12 +28,12 @@ LIMITS = {
     "reads of a core's fields by a shell": 0,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 58_609,
+    "lines of fabric/": 58_877,
 }
 
 MAX_ATTRIBUTES = 20
-# A message of the wire, the stored record, and the environment: each field is a named fact with a line of its own.
-# A split would only add a level to the JSON and the tables that people read.
+# A message of the wire, the stored record, and the environment: each field is a named fact with a line of its
+# own. A split would only add a level to the JSON and the tables that people read.
 FLAT_VALUES = {"OpenSession", "Record", "Settings"}
 VAGUE_LOCALS = {"found", "said", "told", "known", "mine", "whole", "one"}
 HEADLESS = re.compile(r"(?:Who|What|Whoever|Whom|Of those|Nobody|Whichever)\b")

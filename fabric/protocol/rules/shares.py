@@ -1,8 +1,8 @@
 """The shares of members whose speeds differ: a pure function of (record in force, roster, speeds).
 
-While a member is slow, the share of every member is its asked share times its speed in thousandths; a healthy
-member, and so each newcomer, has the speed 1000. When no member is slow, every share is the asked one. So the
-shares of a roster mean the same whoever joins, leaves or dies.
+While a member is slow, the share of every member is its asked share times its speed in thousandths. A healthy
+member and each newcomer have the speed 1000. While all members are healthy, every share is the asked one. So
+joins, drains and deaths do not change what a share means.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _SWITCHES = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
-    # Without these it looks for its maker's servers at every start.
+    # Without these options the browser contacts its maker's servers at every start.
     *("--disable-background-networking", "--disable-component-update", "--disable-quic"),
     *("--disable-dev-shm-usage", "--hide-scrollbars", "--force-device-scale-factor=1"),
 )

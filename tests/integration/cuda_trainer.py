@@ -20,7 +20,7 @@ def main() -> None:
     step_s = float(os.environ.get("TINY_STEP_S", "0.02"))
     for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "60"))):
         if len(session.members) < int(os.environ.get("FABRIC_REPLICAS", "1")):
-            time.sleep(step_s * 6)  # degraded: leave a restarted replica the time to come back
+            time.sleep(step_s * 6)  # while a member is missing, give the restarted replica time to come back
         for x, y in step:
             time.sleep(step_s / 4)
             step.backward(torch.nn.functional.mse_loss(model(x.cuda()), y.cuda()))

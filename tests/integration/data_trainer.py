@@ -76,9 +76,9 @@ def train(dataset: object, after: Callable[[object], None] = lambda step: None, 
     for step in session.steps(data, until):
         leave_time(session, until - step.number, PAUSE_S)
         if isinstance(dataset, OnSomeHosts):
-            dataset.ranges = data.shards  # with racks they are known from the first step on
+            dataset.ranges = data.shards  # with racks the shards are known from the first step on
         for x, y in step:
-            time.sleep(PAUSE_S)  # stands for a device that computes
+            time.sleep(PAUSE_S)  # this pause stands for a device that computes
             step.backward(torch.nn.functional.mse_loss(model(x), y))
         optimizer.step()
         if scheduler is not None:

@@ -17,7 +17,7 @@ from ftar.simulated_device import SimulatedDevice
 
 def main() -> None:
     device = SimulatedDevice(immediate=True)
-    # The one place where the client chooses: parameters on a CUDA device go the same way with CudaDevice.
+    # The client chooses its backend here; for parameters on a CUDA device it chooses CudaDevice.
     sys.modules["fabric.client.attach"].choose_backend = lambda found, gradients, on_piece: device_backend(
         device, found, gradients, on_piece
     )

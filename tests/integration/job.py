@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples"
-DEADLINE_S = 180.0  # for something of a second or two, because the machine may be loaded
+DEADLINE_S = 180.0  # such a wait usually takes a second or two, but the machine may be loaded
 
 
 class StartedProcess(int):
@@ -39,7 +39,7 @@ class Zygote:
         )
         self._started: queue.Queue[StartedProcess] = queue.Queue()
         self._living: dict[int, StartedProcess] = {}
-        self._statuses: dict[int, int] = {}  # by the number of the start
+        self._statuses: dict[int, int] = {}  # number of the start -> its exit status
         self._numbers = itertools.count()
         self.changed = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -87,7 +87,7 @@ class Job:
     starts: dict[str, int] = field(default_factory=dict)
     later_points: dict[str, list[str]] = field(default_factory=dict)
     bind: str = "127.0.0.1"
-    inside: tuple[str, ...] = ()  # what the lighthouse's command line begins with
+    inside: tuple[str, ...] = ()  # the words that come first on the lighthouse's command line
 
     def __enter__(self) -> "Job":
         self.folder.mkdir(parents=True, exist_ok=True)

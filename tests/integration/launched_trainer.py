@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-os.environ["SHARDED_RANK"] = os.environ["RANK"]  # for the samples, which leave time to who is away
+# the samples pause by this rank, which gives an absent replica time
+os.environ["SHARDED_RANK"] = os.environ["RANK"]
 from layout_trainer import GLOBAL_BATCH, make
 from sharded_trainer import MICRO_BATCH, Paced, example
 
@@ -24,7 +25,7 @@ class Samples(Paced):
     def __init__(self) -> None:
         super().__init__(example("fsdp2").samples(64))
         rank, _, step = os.environ.get("LAUNCHED_DEVICE", "").partition("@")
-        # Each time at another micro-batch: two deaths at one are the fault of its samples.
+        # Die at another micro-batch each time: two deaths at one micro-batch would be poison.
         later = 2 * int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self.fails_at = int(step) + later if rank == os.environ["RANK"] else None
 

@@ -16,7 +16,8 @@ def end_slowly() -> None:
 
 
 def main() -> None:
-    atexit.register(end_slowly)  # before the session's own, so that it runs after that
+    # registered before the session's own function, so it runs after that function
+    atexit.register(end_slowly)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))
     tiny_trainer.main()

@@ -16,7 +16,7 @@ from fabric.runtime import priority
 
 def main() -> None:
     torch.set_num_threads(1)
-    priority._ran_and_waited = lambda: (0.0, 0.0)  # also on a crowded host
+    priority._ran_and_waited = lambda: (0.0, 0.0)  # low priority holds also on a crowded host
     model, _, _ = build(64)
     first, *rest = model.parameters()
     plain = torch.optim.AdamW([first], lr=1e-2)
@@ -29,7 +29,7 @@ def main() -> None:
     for step in session.steps(data, until=int(os.environ["EXAMPLE_STEPS"])):
         computed = 0
         for x, y in step:
-            time.sleep(float(os.environ["EXAMPLE_PAUSE_S"]))  # stands for a device that computes
+            time.sleep(float(os.environ["EXAMPLE_PAUSE_S"]))  # this pause stands for a device that computes
             step.backward(torch.nn.functional.mse_loss(model(x), y))
             computed += 1
         plain.step()

@@ -101,8 +101,9 @@ def plain_loop() -> None:
     session = fabric.client.attach(model, optimizer)
     until, mine = int(os.environ.get("TINY_STEPS", "30")), int(os.environ["FABRIC_REPLICA"][1:])
     while session.committed_step < until:
-        time.sleep(float(os.environ.get("TINY_STEP_S", "0.02")))  # stands for a device that computes
-        # Each replica's own gradient is the constant mine + 1, so that the average tells who took part.
+        # this pause stands for a device that computes
+        time.sleep(float(os.environ.get("TINY_STEP_S", "0.02")))
+        # Each replica's own gradient is a constant (its number + 1), so the average shows who contributed.
         (model.weight.sum() * (mine + 1)).backward()
         step = session.exchange(weight=float(os.environ.get("ODD_WEIGHT", "1")))
         average = model.weight.grad.flatten()

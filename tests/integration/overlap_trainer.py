@@ -45,7 +45,7 @@ def watch_the_exchange() -> None:
 def wrapped(model: torch.nn.Module) -> torch.nn.Module:
     with tempfile.NamedTemporaryFile() as rendezvous:
         distributed.init_process_group("gloo", init_method=f"file://{rendezvous.name}", rank=0, world_size=1)
-    # The last layer makes a bucket for both; the first one's two parameters do for r1 alone.
+    # The last layer is a bucket at both replicas; the first layer's two parameters are one bucket at r1 only.
     bucket_bytes = 100 if os.environ["FABRIC_REPLICA"] == "r0" else 500
     return DistributedDataParallel(
         model, bucket_cap_mb=bucket_bytes / 2**20, gradient_as_bucket_view=bucket_bytes == 100
@@ -54,7 +54,8 @@ def wrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 def main() -> None:
     torch.set_num_threads(1)
-    attaching = importlib.import_module("fabric.client.attach")  # the package has a function of that name
+    # import by name, because the package has a function ``attach`` too
+    attaching = importlib.import_module("fabric.client.attach")
     attaching.FlatGradients = functools.partial(FlatGradients, bucket_bytes=BUCKET_BYTES)
     watch_the_exchange()
     how, me = os.environ["OVERLAP"], os.environ["FABRIC_REPLICA"]
@@ -69,14 +70,14 @@ def main() -> None:
         if session.overlap.stream is None:
             return
         if how == "ddp" and not first.is_set():
-            first.set()  # DDP has its real buckets only from the second time on
+            first.set()  # DDP has its final buckets only from the second backward on
             return
         member, deadline = session._engine.member.view, time.monotonic() + DEADLINE_S
         while not reduced.wait(0.01) and time.monotonic() < deadline:
             if member.round is None or len(session.members) == 1:
-                return  # aborted meanwhile, or alone: nothing is exchanged
+                return  # the round was aborted, or this member is alone: there is no exchange
             if member.round.step == member.first_step:
-                return  # a newcomer enters its first round when the others' contributions tell it which
+                return  # a newcomer learns its first round from the others' contributions
         print(f"overlapped {reduced.is_set()}", flush=True)
 
     inner[1].register_full_backward_hook(in_the_midst)

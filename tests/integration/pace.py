@@ -7,7 +7,7 @@ import time
 import fabric.client
 
 _PATIENT_S = 4.0
-# So near the end a newcomer that replays is waited for, too: it may be slower than the members.
+# In this many last steps the trainers also wait for a replaying newcomer, which may be slow.
 _LAST_STEPS = 6
 
 
@@ -17,7 +17,8 @@ def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None
     the very end it only needs one that could not join without it: one that replays is given time to come up.
 
     TINY_PATIENT_STEPS says in how many steps before the end; 0: in none, for nobody is to come."""
-    patient_steps = int(os.environ.get("TINY_PATIENT_STEPS", "0"))  # not that of the zygote
+    # read here, because the zygote has another environment
+    patient_steps = int(os.environ.get("TINY_PATIENT_STEPS", "0"))
     if len(session.members) >= int(os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1]):
         return
     time.sleep(step_s * 6)

@@ -17,8 +17,8 @@ class RankJob(Job):
     ranks have ended."""
 
     ranks: int = 2
-    sizes: dict[str, int] = field(default_factory=dict)  # ranks of replicas that have another number
-    layouts: dict[str, str] = field(default_factory=dict)  # ``SHARDED`` of replicas that have their own
+    sizes: dict[str, int] = field(default_factory=dict)  # replica -> its number of ranks, where it differs
+    layouts: dict[str, str] = field(default_factory=dict)  # replica -> its own value of ``SHARDED``
     groups: dict[str, list[str]] = field(default_factory=dict)
 
     def start(self, replica: str, points: str = "", rank: int = 0, **more: str) -> int:
@@ -27,7 +27,7 @@ class RankJob(Job):
         ranks = self.sizes.get(replica, self.ranks)
         if replica in self.layouts:
             more = {"SHARDED": self.layouts[replica], **more}
-        for name in self.groups.get(replica, ())[ranks:]:  # it has come back with fewer ranks
+        for name in self.groups.get(replica, ())[ranks:]:  # the replica has come back with fewer ranks
             self.pids.pop(name, None)
         self.groups[replica] = [f"{replica}.{k}" for k in range(ranks)]
         for k, name in enumerate(self.groups[replica]):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Imported before any fork, like everything that takes a second to import.
+# Import this module before any fork, because the import takes a second.
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
@@ -43,7 +43,7 @@ class Paced(torch.utils.data.Dataset):
         self.samples = samples
         self.step_s = float(os.environ.get("TINY_STEP_S", "0.03"))
         self.until = int(os.environ.get("TINY_STEPS", "60"))
-        self.left_to = -1  # the step in which it was given time last
+        self.left_to = -1  # the last step in which this trainer paused for an absent replica
         rank, _, step = os.environ.get("SHARDED_RAISES", "").partition("@")
         self.raises_at = int(step) if rank == os.environ["SHARDED_RANK"] else -1
         self.sessions: list = []

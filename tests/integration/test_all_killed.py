@@ -25,7 +25,7 @@ def test_replicas_killed_all_at_once_resume_from_the_newest_recoverable_state(zy
         for replica in job.pids:
             job.kill(replica)
         job.wait_for(lambda: all(job.ended(r) is not None for r in job.pids), "everybody's death")
-        # The trainers are gone and their memory is not: the same state, older and older.
+        # The trainers are dead, but their servers still hold the state, which gets older.
         job.wait_for(lambda: recoverable(job)["age_s"] > 0.3, "the state to age")
         left = recoverable(job)
         entries = [
@@ -41,12 +41,12 @@ def test_replicas_killed_all_at_once_resume_from_the_newest_recoverable_state(zy
             g: [e for r in job.pids for e in job.events(r, "commit") if e["generation"] == g] for g in (1, 2)
         }
         assert {e["step"] for e in commits[2]} == set(range(left["step"], STEPS))
-        # No server had to send it: each replica took it from its own server's memory.
+        # No server sent the state: each replica took it from its own server's memory.
         for replica, server in zip(job.pids, servers, strict=True):
             (join,) = [e for e in job.events(replica, "join") if e["step"] == left["step"]][:1]
             held = any(s["step"] == left["step"] for s in entries if s["server"] == server)
             assert (list(join["sources"]) == ["own memory"]) == held, join
-        # The steps to redo were committed after that state was taken, within its age.
+        # The lost steps were committed after the state was taken, so within the state's age.
         lost = [e for e in commits[1] if e["step"] >= left["step"]]
         assert all(e["t"] >= min(taken) for e in lost)
         assert len({e["step"] for e in lost}) <= EVERY + 1, "every fourth step, and the one being copied"

@@ -52,7 +52,7 @@ def job(zygote, tmp_path_factory):
     with Job(zygote, tmp_path_factory.mktemp("curl"), environment=environment) as job:
         job.start_all({"r0": f"forward@{HELD_STEP}=wait:{job.folder / 'go-on'}"})
         job.wait_for(lambda: len(job.events("r0", "commit")) == HELD_STEP, "the steps before")
-        # The page's own preparation, so that this is tested too.
+        # Run the page's own commands for the token file, so that the test covers them too.
         prepare = next(b for b in re.findall(r"```\n(.*?)```", PAGE.read_text(), re.DOTALL) if "umask" in b)
         line = next(line for line in prepare.splitlines() if "umask" in line)
         subprocess.run(["bash", "-euc", line], cwd=job.folder, check=True)
@@ -122,7 +122,7 @@ def first_line(job: Job, command: str) -> str:
     return line
 
 
-# Those of the last section change the job: they come last on the page, and last in this file.
+# The examples of the page's last section change the job, so they run last.
 AFTERWARDS = [e for e in EXAMPLES if "/recoveries" in e.command]
 ASKING = [e for e in EXAMPLES if (" -d '" not in e.command or "/login" in e.command) and e not in AFTERWARDS]
 TELLING = [e for e in EXAMPLES if " -d '" in e.command and "/login" not in e.command]
@@ -228,7 +228,7 @@ def test_the_file_is_safetensors_and_has_its_digest(job):
     def journalled() -> list[str]:
         return [e["digest"] for e in job.events("r1", "state") if e["step"] == described["step"]]
 
-    # r0 is held in the midst of that step and writes the digest down when it ends; r1 is ahead of it there.
+    # A failpoint holds r0 in the middle of this step; r0 journals the digest when the step ends.
     job.wait_for(journalled, "the digest of that step in the journal")
     assert journalled() == [described["digest"]]
     tensors = load_file(path)
@@ -320,7 +320,7 @@ def test_the_operator_commands_of_the_page_work(job):
     (job.folder / "go-on").touch()
     job.wait_for(lambda: job.ended("r2") is not None, "the end of the drained one")
     said = (job.folder / "r2.log").read_text()
-    # On a busy machine it has waited before, and said so.
+    # On a busy machine the replica may have logged a wait before this line.
     assert said.endswith("fabric: r2: drained: the others go on without this replica\n")
     assert job.ended("r2") == 0
     epochs = job.events("r0", "epoch")

@@ -38,7 +38,7 @@ def log_in(browser: Browser, job: Job) -> None:
     browser.type("#token", job.token.read_text().strip())
     browser.press(ENTER)
     browser.wait_for(lambda: "every member runs" in browser.text("#waiting"), "the job")
-    browser.console()  # the refusal that made it ask is there
+    browser.console()  # the console shows the refusal after which the page asked for the token
 
 
 def row(browser: Browser, replica: str) -> str:
@@ -84,7 +84,7 @@ def test_the_page_shows_a_kill_and_a_return(job, browser):
 def test_a_person_decides_by_keyboard(job, browser):
     log_in(browser, job)
     browser.run("document.querySelector('[data-key=\"drain r2\"]').focus()")
-    # The focus stays where it was, although every heartbeat redraws the table.
+    # The focus must stay on its element, although every heartbeat updates the table.
     before = step(browser)
     browser.wait_for(lambda: step(browser) > before + 2, "the page to be drawn anew")
     assert browser.run("return document.activeElement.dataset.key") == "drain r2"
@@ -117,7 +117,7 @@ def test_a_button_stays_under_the_pointer_while_the_page_is_redrawn(job, browser
     assert browser.run("return document.activeElement.dataset.key") == "evict r1", "where one was"
 
 
-# A job of many replicas, as the page gets it: what the real one's view says, for more of them.
+# The page gets the status of the real job, with its replicas copied many times.
 MANY = """
 const count = arguments[0], rounds = arguments[1];
 watch = () => {};  // nothing of the real job comes in between
@@ -139,7 +139,7 @@ return [...all, ...rows()];
 """
 
 
-# The view of the real job, with hosts as ``hosts_that_failed`` lists them; then what the table shows.
+# The page gets the status of the real job with failed hosts; the script returns the table's text.
 HOSTS = """
 const shown = (hosts, complete) => {
   showJob({ ...structuredClone(state.view), hosts, complete });
@@ -182,7 +182,7 @@ def test_a_page_of_many_replicas_names_who_is_in_trouble_and_draws_the_first_and
     words = "Committed steps: the furthest: 1500, the last: 1499"
     assert shown == [300, "Not as they should be: r5", 2, words, 3, ""]
     assert not browser.console(), "no error in the console"
-    # One that went long ago is drawn no more.
+    # The page no longer shows a replica that left long ago.
     browser.open(f"{job.url}/?job=<b>none</b>")
     browser.wait_for(lambda: "every member runs" in browser.text("#waiting"), "the job")
     assert browser.text("#notice") == "There is no job <b>none</b> here; this is test."
@@ -202,7 +202,7 @@ def test_a_person_sets_how_many_there_may_be_and_pauses_joins(job, browser):
         browser.run(script, field, value)
     browser.click("#act-do")
     browser.wait_for(lambda: "at most 1 replicas cannot be" in browser.text("#act-error"), "the refusal")
-    browser.console()  # the refusal is there
+    browser.console()  # the console shows the refusal
     browser.run(script, "#most", "2")
     browser.click("#act-do")
     browser.wait_for(lambda: "Scaled by bea: budget." in browser.text("#paused"), "what the page says")

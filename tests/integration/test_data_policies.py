@@ -58,7 +58,7 @@ def test_shrink_skips_the_share_of_the_dead_and_records_it(zygote, tmp_path):
         assert found[8]["skipped"] == [4, 5, 6, 7] and found[8]["weight"] == 16
         assert not found[STEPS - 1]["skipped"], "back on its seat it computes its share again"
         assert summary.samples_skipped == 2 * sum(len(e["skipped"]) for e in found.values())
-        # The factor sqrt(present / all) is taken back after every step.
+        # Fabric removes the factor sqrt(present / all) from the learning rate after every step.
         assert {tuple(report(job, r)["lr"]) for r in ("r0", "r1", "r2")} == {tuple(report(job, "r0")["lr"])}
 
 
@@ -84,7 +84,7 @@ def test_buffers_are_averaged_and_equal_everywhere(zygote, tmp_path, point):
         assert joined_again(job, "r1", 8)
         found = [report(job, r)["buffers"] for r in ("r0", "r1", "r2")]
         assert found[0] == found[1] == found[2]
-        # Twelve micro-batches per step, of whichever members.
+        # A step has twelve micro-batches, whichever members compute them.
         assert found[0]["1.num_batches_tracked"] == 12 * STEPS
         assert abs(found[0]["1.running_mean"]) > 0
 
@@ -95,7 +95,7 @@ def poison_of(step, micro_batch):
     return str(SamplePlan(100, 24, 2, 3).samples(step, micro_batch)[0])
 
 
-# Sample indices come again in later passes over the data, so the job ends before the second one (step 4).
+# The job ends at step 4, before the second pass over the data, in which sample indices repeat.
 SHORT = {"TINY_STEPS": "4", "TINY_PATIENT_STEPS": "0"}
 
 
@@ -166,7 +166,7 @@ def test_an_exception_at_a_sample_fails_the_job_and_is_not_retried(zygote, tmp_p
                 f"fabric: {replica}: {raised[0]} failed at step 2: "
             )
             assert f"ValueError: this sample cannot be decoded (at micro-batch 5, samples {index}" in lines[0]
-        # A launcher that starts one again is told so, however often; `fabric run` needs no torch for that.
+        # `fabric run` refuses every restart of the failed job, without importing torch.
         for _ in range(2):
             job.start("r1", DATA_BAD="")
             job.wait_for(lambda: job.ended("r1") is not None, "the end of r1")
@@ -174,7 +174,7 @@ def test_an_exception_at_a_sample_fails_the_job_and_is_not_retried(zygote, tmp_p
         why = "; when that is mended say `fabric retry --job test --why ...` and start the replicas again"
         assert job.said("r1").count(why) == 2
         assert_fabric_run_imports_no_torch(job)
-        # Somebody says that the sample is mended now, and starts them again.
+        # The operator runs `fabric retry` and starts the replicas again.
         retry = [sys.executable, "-m", "fabric", "retry", "--why", "the sample is mended"]
         environ = {**os.environ, **job.trainer_environment("r0")}
         subprocess.run(retry, env=environ, check=True, timeout=60, capture_output=True)
@@ -217,7 +217,8 @@ def test_seven_replicas_with_three_readers_per_shard_mask_three_deaths(zygote, t
         digests = finals(job)
         assert len({digests[replica] for replica in alive}) == 1
         found = commits(job, "r0")
-        # Two micro-batches per shard: one shard each at first; two for the busiest with three of seven away.
+        # A shard has two micro-batches. At first each replica computes one shard; with three of seven
+        # replicas away, the busiest computes two.
         assert {len(ids) for ids in found[4]["contributions"].values()} == {2}
         assert max(len(ids) for ids in found[STEPS - 1]["contributions"].values()) == 4
         for step in range(STEPS):
@@ -299,9 +300,9 @@ def test_a_sampler_feeds_a_loop_that_we_do_not_own(zygote, tmp_path):
         assert found[7]["contributions"] == {"r0": [0], "r1": [1], "r2": [2]} and not found[7]["skipped"]
         assert found[8]["skipped"] == [1] and found[8]["weight"] == 16
         assert found[STEPS - 1]["weight"] == 24
-        # Every step's parts are disjoint, and nobody took a part of another step.
+        # The parts of a step are disjoint, and no replica computed a part of another step.
         for step in (7, 8, STEPS - 1):
-            parts = {}  # of a round that was retried the last one counts
+            parts = {}  # if a round was retried, its last line counts
             for replica, tokens in found[step]["contributions"].items():
                 for e in job.events(replica, "contribute"):
                     if e["step"] == step and tokens:

@@ -15,7 +15,7 @@ import pytest
 
 from fabric.audit.verify import compare_losses
 
-# Largest difference of the mean loss measured over runs of 120 steps: see docs/demo.md.
+# docs/demo.md has the largest measured difference of the mean loss, over runs of 120 steps.
 TOLERANCE = 1e-5
 STEPS = 36
 

@@ -83,7 +83,7 @@ def test_a_fetched_gradient_comes_up_from_host_memory_and_an_aborted_round_is_fo
     backend.scatter(gradients, fetched, 2.0)
     device.compute().record().wait()
     assert all((p.grad == 3).all() for _, p in gradients.parameters)
-    # The slot of a round that was held is still good when a later one was aborted.
+    # The slot of an earlier round keeps its result when a later round is aborted.
     with pytest.raises(KeyboardInterrupt), backend.round(fetched) as flat:
         backend.run(lambda: flat.fill_(77))
         raise KeyboardInterrupt

@@ -55,7 +55,7 @@ def test_a_job_that_runs_is_accused_of_nothing(zygote, tmp_path):
         job.wait_for(lambda: len(job.events("r0", "commit")) > 3, "the first steps")
 
         def is_well() -> bool:
-            # On a loaded machine one step may last from one look to the next.
+            # On a loaded machine one step may last from the first look of `fabric diagnose` to the second.
             report = asked(job, "--settle-s", "0.5")
             return {c["verdict"] for c in report["conclusions"]} <= {"nothing found", "straggler"}
 

@@ -72,7 +72,7 @@ def load_with_torch(folder: str) -> dict:
     model, optimizer, scheduler = build(64)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
-    optimizer.step()  # so that there is state to load into
+    optimizer.step()  # one step, so that the optimizer has state to load into
     objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     wanted = {name: x.state_dict() for name, x in objects.items()}
     dcp.load(wanted, checkpoint_id=folder, no_dist=True)

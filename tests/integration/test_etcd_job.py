@@ -37,7 +37,7 @@ def test_the_leading_lighthouse_of_two_dies_and_the_other_goes_on(zygote, tmp_pa
     environment = {"TEST_STORE": etcd_url, "TEST_NAMESPACE": "two", "TINY_STEPS": "120"}
     with Job(zygote, tmp_path, environment=environment) as job:
         leader, leader_url = job.lighthouse, job.url
-        job.start_lighthouse()  # from now on job.lighthouse is the follower, which ends with the job
+        job.start_lighthouse()  # after this call job.lighthouse is the follower, which ends with the job
         try:
             job.environment["FABRIC_LIGHTHOUSE"] = f"{job.url},{leader_url}"
             job.start_all()

@@ -13,7 +13,8 @@ def logged(job: Job, name: str) -> list[dict]:
 
 
 def test_the_incident_id_of_a_failure_appears_in_the_logs_of_all_services(zygote, tmp_path, monkeypatch):
-    monkeypatch.setenv("FABRIC_LOG", "json")  # of the lighthouse; the trainers get it with their settings
+    # for the lighthouse; the trainers' settings have the variable too
+    monkeypatch.setenv("FABRIC_LOG", "json")
     with Job(zygote, tmp_path, environment={"FABRIC_LOG": "json", "TINY_STEPS": "40"}) as job:
         job.start_all({"r1": "ring@8=kill"})
         finish_and_check(job, 40)

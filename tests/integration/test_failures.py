@@ -11,7 +11,7 @@ from fabric.audit.journal import read_run
 from fabric.audit.verify import judge
 
 STEPS = 60
-# For jobs that a killed or stopped replica must find when it comes back, whenever that is.
+# With this setting the job does not end before a killed or stopped replica is back.
 PATIENT = {"TINY_PATIENT_STEPS": "30"}
 
 

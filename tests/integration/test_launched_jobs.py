@@ -15,7 +15,7 @@ from layout_trainer import GLOBAL_BATCH, build
 from rank_job import RankJob
 
 STEPS = 36
-# Without `fabric run`, which imports torch at low priority: on a crowded host the test would take minutes.
+# Start without `fabric run`: its low-priority imports would take minutes on a crowded host.
 AT_ONCE = ["--ranks", "2", "--no-python", sys.executable]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=100", "--monitor-interval=0.1"]
 

@@ -31,7 +31,7 @@ def recoverable(job: RankJob) -> int:
     try:
         found = job.status()["recoverable"]
     except urllib.error.HTTPError as error:
-        assert error.code == 404, error  # nobody has spoken of the job yet
+        assert error.code == 404, error  # the lighthouse does not know the job yet
         return -1
     return -1 if found is None else found["step"]
 

@@ -17,7 +17,7 @@ def states(job: Job, replica: str) -> dict[int, str]:
 
 
 def test_a_joining_replica_replays_at_low_priority_and_then_steps_in_the_main_thread(zygote, tmp_path):
-    # The test ends the job when it has seen enough, so the number of steps does not matter.
+    # The test ends the job after the join, so the number of steps does not matter.
     environment = {
         "TEST_TRAINER": "low_priority_trainer",
         "EXAMPLE_STEPS": "100000",

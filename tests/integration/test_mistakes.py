@@ -221,7 +221,7 @@ def pair(zygote, tmp_path):
         yield job
         hold.touch()
         finish_and_check(job, 40)
-        # The job has one epoch and no restart.
+        # All commits belong to one epoch: the job had no restart.
         assert {e["epoch"] for r in ("r0", "r1") for e in job.events(r, "commit")} == {1}
         assert job.starts["r0"] == job.starts["r1"] == 1
 
@@ -244,7 +244,7 @@ def test_a_joiner_whose_tensors_differ(pair, what):
     said = refused(pair, "r2", **odd(what))
     assert re.search(r"r2 has other parameters \(names, shapes, dtypes or their order\) than r[01]", said)
     assert TENSORS[what] in said
-    # The others are not disturbed; who looks at the job is told.
+    # The other replicas go on, and the job's events show the refusal.
     told = [e for e in pair.told("session refused") if e["about"] == "r2"]
     assert told and TENSORS[what] in told[0]["why"]
     forget(pair, "r2")
@@ -357,7 +357,7 @@ def test_a_users_mistake_during_training_fails_the_job_with_a_sentence(zygote, t
         assert ON_THE_WAY[what] in sentence(job, "r2")
 
 
-# The model's parameters are looked through now and then; what changes between shows in the state's digest.
+# Fabric searches for changed parameters only every few steps; the state's digest shows a change between.
 BETWEEN = {
     "a parameter added between looks": "model has the entry 'late' here and the snapshot has not",
     "a parameter removed between looks": "model has no entry '3.bias' here and the snapshot has",
@@ -438,7 +438,7 @@ def test_initial_states_that_differ(zygote, tmp_path):
         finish_and_check(job, 20)
         firsts = {f"r{i}": job.events(f"r{i}", "state")[0]["digest"] for i in range(3)}
         assert len(set(firsts.values())) == 3, "the initial states were meant to differ"
-        # The state before the first commit is one of them.
+        # The state before the first commit is the same at all replicas.
         bases = {e["digest"] for i in range(3) for e in job.events(f"r{i}", "state") if e["step"] == 0}
         assert bases == set(firsts.values())
 
@@ -603,5 +603,5 @@ def test_exchange_survives_a_kill(zygote, tmp_path):
         found = exchanges(job, "r0")
         assert list(found) == list(range(25))
         assert [found[s] for s in range(10)] == [(1.5, 2)] * 10
-        # The dead one's part is skipped, never guessed: the survivor's own gradient is the average.
+        # Fabric skips the dead replica's part, so the survivor's own gradient is the average.
         assert [found[s] for s in range(10, 25)] == [(1.0, 1)] * 15

@@ -51,7 +51,7 @@ def test_a_job_survives_a_pulled_cable_and_a_cable_that_loses_one_direction(zygo
         with Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], inside=inside) as job:
             start_on_two_hosts(job, cable)
             job.wait_for(lambda: last_step(job, "r2") >= 2, "the first steps")
-            # In the ring r0, r1, r2 the neighbours on one host share memory, the others have the cable.
+            # In the ring r0, r1, r2 neighbours on one host share memory, and other neighbours use TCP.
             assert links(job, "r0") == ("shm", "tcp") and links(job, "r2") == ("tcp", "tcp")
             cable.pull()
             goes_on_without_r2(job)

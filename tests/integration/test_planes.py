@@ -10,7 +10,7 @@ from job import Job
 from test_failures import finish_and_check
 
 pytestmark = pytest.mark.integration
-PORTS = range(23100, 23200)  # outside of the ports that the system gives
+PORTS = range(23100, 23200)  # outside the range from which the kernel gives ports
 
 
 def planes(job: Job, replica: str, epoch: int) -> set[tuple[str, str]]:
@@ -24,7 +24,7 @@ def server_port(job: Job, replica: str) -> int:
     try:
         members = job.status()["members"]
     except HTTPError:
-        return 0  # no such job yet
+        return 0  # the lighthouse does not know the job yet
     return next((urlsplit(m["ckpt"]).port for m in members if m["replica"] == replica and m["ckpt"]), 0)
 
 

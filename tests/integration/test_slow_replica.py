@@ -40,7 +40,7 @@ def test_a_slow_replica_is_named_with_the_shares_that_would_help(zygote, tmp_pat
             check=True,
         ).stdout
         assert "slow: replica r1 takes" in " ".join(said.split())
-        # Nothing is changed: each member still has the shares that it asked for.
+        # The lighthouse only advises: each member still has the shares that it asked for.
         assert {member["shares"] for member in job.status()["members"]} == {1}
         slow.unlink()
         job.wait_for(lambda: [e for e in job.told("no longer slow") if e["about"] == "r1"], "its recovery")

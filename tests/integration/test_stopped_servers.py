@@ -7,7 +7,8 @@ import signal
 from job import Job
 
 STEPS = 410
-# Many steps after the return of the server: a snapshot that failed is tried again a second later.
+# The gate comes many steps after the server's return, because a failed snapshot is tried again after a
+# second.
 LAST_GATE = 400
 
 
@@ -21,7 +22,8 @@ def test_a_stopped_checkpoint_server_costs_no_step_is_reported_and_heals(zygote,
         pid = int((tmp_path / "run" / "r1" / "ckpt.lock").read_text())
         os.kill(pid, signal.SIGSTOP)
         try:
-            # Ten snapshots and more are due meanwhile; each would have cost half a minute.
+            # Meanwhile at least ten snapshots are due; waiting for the stopped server would take half a
+            # minute each.
             job.wait_for(gate.with_name("go-on.awaited").exists, "the steps until the gate")
             job.wait_for(lambda: job.told("server silent"), "the lighthouse to say it")
             [event] = job.told("server silent")

@@ -50,7 +50,7 @@ def test_a_job_over_tls_survives_a_death_and_admits_no_other_certificate(
 ):
     mine, stranger = issued(authority, "mine"), issued(Authority(tmp_path / "other"), "stranger")
     for name, path in variables(mine).items():
-        monkeypatch.setenv(name, path)  # for the lighthouse and the commands, which inherit them
+        monkeypatch.setenv(name, path)  # the lighthouse and the commands inherit these variables
     environment = {"TINY_STEPS": "24", "FABRIC_SNAPSHOT_SHARE": "1000", **variables(mine)}
     with Job(zygote, tmp_path / "job", replicas=2, environment=environment) as job:
         assert job.url.startswith("https://127.0.0.1:")

@@ -24,7 +24,7 @@ def status_of(url: str, token: str) -> int:
 
 def test_a_token_is_replaced_while_the_job_runs(zygote, tmp_path):
     with Job(zygote, tmp_path, replicas=2, environment={"TINY_STEPS": "1000000"}) as job:
-        # Every process has a file of its own, and each step of the three reaches them one after the other.
+        # Every process has its own token file, and each of the three steps changes the files one by one.
         files = {"lighthouse": job.token, "r0": tmp_path / "token-r0", "r1": tmp_path / "token-r1"}
         for name in ("r0", "r1"):
             write(files[name], OLD)
@@ -47,7 +47,7 @@ def test_a_token_is_replaced_while_the_job_runs(zygote, tmp_path):
             for file in files.values():
                 write(file, *lines)
             job.wait_for(lambda: opens(NEW, everywhere=True) and opens(OLD, everywhere=True), "both")
-        # Every session and status is opened again, with the token that is shown now.
+        # Every session and status connection opens again, with the token now in force.
         port = urlsplit(job.url).port
         job.stop_lighthouse()
         job.start_lighthouse(port)
@@ -62,7 +62,7 @@ def test_a_token_is_replaced_while_the_job_runs(zygote, tmp_path):
         first = incarnations(job, NEW)
         job.kill("r1")
         job.wait_for(lambda: job.ended("r1") is not None, "the end of r1")
-        # It shows the new token to the lighthouse, proves it on the links, and fetches the state with it.
+        # r1 uses the new token for its session, its links and its fetch of the state.
         job.start("r1", FABRIC_TOKEN_FILE=str(files["r1"]))
         job.wait_for(lambda: incarnations(job, NEW).get("r1", 0) > first["r1"], "r1 to take part again")
         goes_on(NEW)
@@ -75,7 +75,7 @@ def shown(job: Job, token: str) -> dict:
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.loads(answer.read())
-    except urllib.error.URLError:  # the lighthouse has just been started, or has not heard of the job
+    except urllib.error.URLError:  # the lighthouse is just starting, or does not know the job yet
         return {"members": []}
 
 

@@ -23,13 +23,14 @@ def test_a_trainer_that_waits_says_for_whom_at_the_start_and_in_a_step(zygote, t
         until = r"after 120 s \(now [\d.]+ s, at [\d:]+ UTC\) 1 will do"
         assert re.search(f"s: for replicas to start with: 1 of 3 have a session, {until}$", line), line
         job.start("r2", f"forward@6=wait:{gate}")
-        job.start("r1")  # the last: it waits for nobody before that step, so this is the first that it says
+        # r1 starts last, so it has no earlier wait, and this is its first log line about a wait
+        job.start("r1")
 
         def named() -> list[str]:
             return [line for line in told(job, "r1") if "s: for r2" in line]
 
         job.wait_for(named, "r1 to say that it waits for r2")
-        # In the lighthouse's words, or in its own where that has not looked yet.
+        # The line has the lighthouse's sentence, or the replica's own if the lighthouse has sent none yet.
         assert re.search(
             r"s: for r2(, in user code in step 6, for .+, may take until .+| in step 6)$", named()[0]
         )

@@ -17,8 +17,8 @@ def run(zygote, folder: Path, trainer: str, steps: int = 40, **environment: str)
     shared = {
         "TEST_TRAINER": trainer,
         "EXAMPLE_STEPS": str(steps),
-        "EXAMPLE_PAUSE_S": "0.03",  # the examples' pace
-        "TINY_PATIENT_STEPS": "30",  # that of our own trainers
+        "EXAMPLE_PAUSE_S": "0.03",  # the pause of the examples in each step
+        "TINY_PATIENT_STEPS": "30",  # the pause of the test trainers near the end
         **environment,
     }
     with Job(zygote, folder, replicas=2, environment=shared) as job:
@@ -51,7 +51,7 @@ def test_an_example_survives_a_kill_and_a_join(zygote, tmp_path, example):
 
 
 def test_a_loop_that_others_own_survives_a_kill_and_a_join(zygote, tmp_path):
-    # No inherited work here: what the dead one had computed in its last step is skipped.
+    # With ``exchange`` no replica inherits work: the job skips the dead replica's part.
     run(zygote, tmp_path, "exchange", steps=60)
 
 
@@ -67,7 +67,7 @@ def test_an_overflow_on_one_replica_is_skipped_by_all_together(zygote, tmp_path)
     job = run(zygote, tmp_path, "mixed_precision", EXAMPLE_OVERFLOW_AT="3")
     check(job, 40)
     ours, theirs = said(job, "r0", "scale"), said(job, "r1", "scale")
-    # Halved by the overflow, doubled after 25 finite steps: on the newcomer too, which saw neither begin.
+    # The overflow halves the scale, and 25 finite steps double it, also at the newcomer.
     assert (ours[2], ours[3], ours[27], ours[28]) == ("1024", "512", "512", "1024")
     assert {step: ours[step] for step in theirs} == theirs
     assert theirs[39] == "1024"

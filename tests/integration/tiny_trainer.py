@@ -44,7 +44,8 @@ def main() -> None:
     for step in session.steps(data, until):
         leave_time(session, until - step.number, step_s)
         for x, y in step:
-            # The pause of a device that computes: without it the job would be over before a replica rejoins.
+            # The pause stands for a device that computes; without it the job would end before a replica
+            # rejoins.
             time.sleep(step_s / 4)
             loss = torch.nn.functional.mse_loss(model(x), y)
             step.backward(loss)

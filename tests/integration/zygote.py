@@ -38,7 +38,7 @@ def child(request: dict) -> None:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001  (the child must never return into the parent's loop)
-        sys.excepthook(*sys.exc_info())  # what the interpreter itself would show
+        sys.excepthook(*sys.exc_info())  # show the error as the interpreter itself would
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

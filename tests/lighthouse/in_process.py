@@ -20,7 +20,7 @@ from fabric.runtime.http.http_service import serve
 from fabric.runtime.tasks import Tasks
 from fabric.store import Compare, Operation, Store
 
-# Test members do not beat all the time, and the machine may be loaded: silence must not evict them.
+# Test members send few heartbeats, and the machine may be loaded: silence must not evict them.
 PATIENT = LivenessConfig(silence_s=60.0)
 
 
@@ -39,8 +39,8 @@ class TroubledStore(MemoryStore):
 
     def __init__(self, space: MemorySpace) -> None:
         super().__init__(space)
-        self.lost_before: list[StoreError] = []  # the write is not applied, and this is raised
-        self.lost_after: list[StoreError] = []  # the write is applied, and this is raised
+        self.lost_before: list[StoreError] = []  # errors to raise without applying the write
+        self.lost_after: list[StoreError] = []  # errors to raise after applying the write
         self.unreadable: list[StoreError] = []
         self.down: StoreError | None = None
 

@@ -87,7 +87,7 @@ class LighthouseProcess:
         self.ready_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self.store]
         command += ["--token-file", str(self.token_file), "--ready-file", str(self.ready_file)]
-        # Test members do not beat all the time, and the machine may be loaded: silence must not evict them.
+        # Test members send few heartbeats, and the machine may be loaded: silence must not evict them.
         command += ["--silence-s", "60", "--port", port, *self.arguments]
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -283,7 +283,8 @@ async def close_all(members: list[WireMember]) -> None:
             await member.close()
 
 
-_LINGER_ZERO = (1, 13, b"\1\0\0\0\0\0\0\0")  # SOL_SOCKET, SO_LINGER: a reset instead of a goodbye
+# SOL_SOCKET, SO_LINGER: closing sends a reset instead of an orderly end
+_LINGER_ZERO = (1, 13, b"\1\0\0\0\0\0\0\0")
 
 
 FABRIC = [sys.executable, "-m", "fabric.cli.main"]

@@ -64,7 +64,7 @@ class Fault:
     kind: str
     of: str = ""
     seen: list[str] = field(default_factory=list)
-    cut: tuple[object, float] | None = None  # the handle, and until when
+    cut: tuple[object, float] | None = None  # the handle that is cut off, and the time until which
 
 
 KINDS = ("refused", "unreachable", "lost answer", "lost", "late", "very late", "slow", "cut")
@@ -107,7 +107,7 @@ class FaultyStore(MemoryStore):
         if kind == "cut":
             fault.cut = self, loop.time() + _LATE_S
         if fault.cut is not None and fault.cut[0] is self and (left := fault.cut[1] - loop.time()) > 0:
-            # It arrives in the end, even if the caller has given up by then.
+            # The write reaches the store even if the caller has given up before.
             return await asyncio.shield(self._world.later(left, work))
         if kind == "refused":
             raise StoreError("the disk is full")
@@ -259,8 +259,8 @@ class World:
         self._after_start = fault
         self.space = MemorySpace(clock=asyncio.get_running_loop().time)
         self.violations: list[str] = []
-        self.records: list[Record] = []  # as they were committed
-        self.terms: list[str] = []  # who led, in order
+        self.records: list[Record] = []  # the records in the order of their commits
+        self.terms: list[str] = []  # the leaders, in order
         self._late: set[asyncio.Task] = set()
         self.lighthouses = [Lighthouse(self, name) for name in ("first", "second")]
         self.members = [Member(self, replica) for replica in REPLICAS]
@@ -327,7 +327,7 @@ class World:
         await self._until(lambda: self._run_together(REPLICAS), "the start of all three")
         self.members[0].dies = True
         await self._until(lambda: self._run_together(REPLICAS[1:]), "the epoch without r0")
-        await asyncio.sleep(2 * _LATE_S)  # what is under way in the store arrives
+        await asyncio.sleep(2 * _LATE_S)  # let writes under way reach the store
         await self._until(lambda: self._run_together(REPLICAS[1:]), "still the epoch without r0")
 
     def _run_together(self, replicas: tuple[str, ...]) -> bool:

@@ -50,7 +50,7 @@ async def test_a_long_turn_of_the_loop_admits_more_connections(monkeypatch):
         assert await queue.admit() == 0
         entered.append(loop.time())
 
-    # Numbers that are exact in binary, whatever time it is.
+    # Begin at a whole second, so that all times of the test are exact in binary.
     began, turns = float(int(loop.time())), itertools.count()
     monkeypatch.setattr(loop, "time", lambda: began + next_turn[0] / 32)
     next_turn = [0]
@@ -65,7 +65,7 @@ async def test_a_long_turn_of_the_loop_admits_more_connections(monkeypatch):
 async def test_a_connection_that_went_away_takes_no_turn():
     queue = AdmissionQueue()
     waiting = [asyncio.ensure_future(queue.admit()) for _ in range(20)]
-    await asyncio.sleep(0)  # all of them stand in line
+    await asyncio.sleep(0)  # let all members enter the queue
     for task in waiting[:19]:
         task.cancel()
     assert await waiting[19] == 0
@@ -75,7 +75,7 @@ async def test_a_connection_that_went_away_takes_no_turn():
 async def test_a_full_queue_refuses_and_names_a_time_that_grows_with_the_refusals():
     queue = AdmissionQueue()
     waiting = [asyncio.ensure_future(queue.admit()) for _ in range(MOST_WAITING)]
-    await asyncio.sleep(0)  # all of them stand in line
+    await asyncio.sleep(0)  # let all members enter the queue
     times = [await queue.admit() for _ in range(9000)]
     assert times[0] >= 1 and times == sorted(times)
     assert times[-1] >= 2 * times[0] and times[-1] <= 30
@@ -99,7 +99,7 @@ async def test_a_refused_member_gets_the_time_to_come_back(http):
 
 async def test_a_refused_trainer_comes_back_to_the_same_lighthouse(monkeypatch):
     """It has found its lighthouse: this is not the contact that never comes."""
-    # A connection that takes long on a loaded machine is no lighthouse that is not there.
+    # On a loaded machine a slow connection must not count as a missing lighthouse.
     monkeypatch.setattr("fabric.client.control.lighthouse_link._CONNECT_S", 30.0)
     asked = []
 
@@ -142,7 +142,7 @@ async def test_an_overload_is_reported_with_its_duration():
     queue = AdmissionQueue(most_waiting=20, on_overload=told.append, per_s=10)
     assert await queue.admit() == 0 and told == [], "one alone is no crowd"
     waiting = [asyncio.ensure_future(queue.admit()) for _ in range(20)]
-    await asyncio.sleep(0)  # all of them stand in line
+    await asyncio.sleep(0)  # let all members enter the queue
     seconds = [await queue.admit() for _ in range(100)]
     assert max(told) > seconds[-1] > seconds[0], "as long as the last one stays away, and then stands in line"
     assert len(told) <= 12, "not for each of them"
@@ -182,7 +182,8 @@ async def test_a_new_leader_evicts_no_member_of_a_crowd_that_comes_back(herd_htt
             await eventually(seen, "that they have gone to be seen")
             clock.now += 4.0
             while outside := [x for x in back if x not in inside[4:]]:
-                await asyncio.sleep(0.2)  # sooner than they are told to, so that some are sent away again
+                # sooner than the lighthouse asked, so that the queue refuses some members again
+                await asyncio.sleep(0.2)
                 away_s = await asyncio.gather(*map(knock, outside))
                 inside += [x for x, seconds in zip(outside, away_s, strict=True) if not seconds]
             record, kinds = job.core.state.record, [x.kind for x in job.events.after(0)]

@@ -97,7 +97,7 @@ async def test_candidates_lead_in_the_order_of_their_coming_without_a_write():
 
             await eventually(known, "the next in line to know the leader")
         await context.__aexit__(None, None, None)
-    # The first call of stores[0] settled the store's id; nobody wrote anything at its turn.
+    # The first call of stores[0] wrote the store's id; the election itself wrote nothing more.
     assert [store.writes for store in stores] == before
 
 
@@ -169,7 +169,7 @@ async def test_a_leader_stops_by_its_own_clock_before_the_lease_ends(http):
         members = await start_job(http, instance.url)
         clock.now += 8.9
         assert instance.parts.leads
-        clock.now += 0.2  # a second, the margin, before the lease's end
+        clock.now += 0.2  # one second (the margin) before the lease's end
         assert not instance.parts.leads
         assert space.find(ELECTION)[0]
         status, _ = await get(http, f"{instance.url}/v1/jobs")
@@ -188,7 +188,7 @@ async def test_a_leader_stuck_past_its_lease_answers_no_heartbeat(http):
         await eventually(leads(instance), "it to lead")
         members = await start_job(http, instance.url)
         job = instance.jobs.by_name["job"]
-        clock.now += 4000.0  # the loop has turned no more since, so no timer has told it
+        clock.now += 4000.0  # the event loop has not turned since, so no timer has reported the lease's end
         answered = []
         job.connections.pacer.send = lambda connection, frame: answered.append(frame)
         for number in range(3):
@@ -396,7 +396,7 @@ async def test_a_leader_whose_event_loop_is_busy_for_longer_than_the_lease_keeps
         term = instance.election.term
         first = term.ends
         block_until(lambda: term.ends > first + 3.0, "two renewals of the lease")
-        # The loop turns again: nothing was lost meanwhile.
+        # When the event loop turns again, the lighthouse must still lead.
         await eventually(leads(instance), "it to answer")
         assert instance.election.term is term and not instance.lost
 
@@ -431,7 +431,7 @@ async def test_messages_that_arrived_while_the_event_loop_hung_get_no_answer(htt
         term = instance.election.term
         await members[0].say(
             m.Heartbeat(2, 1, 1, 0)
-        )  # lies in the socket: the loop does not turn from here on
+        )  # the request lies in the socket; after this line the event loop does not turn
         block_until(lambda: not term.in_force(), "the lease to end")
         answered = []
         while (frame := await members[0].socket.receive()).type is WSMsgType.TEXT:

@@ -16,7 +16,7 @@ from fabric.lighthouse.jobs.job_store import record_key
 from fabric.protocol.messages import wire
 from fabric.store import STORE_ID_KEY, Delete, Store, StoreUnavailable, open_store
 
-# So long that no renewal comes during the test: only the key itself tells the leader.
+# With this lease no renewal happens during the test: only the deleted key can depose the leader.
 LEASE_S = 3600.0
 
 

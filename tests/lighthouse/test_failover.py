@@ -25,7 +25,7 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.store import Put, open_store
 
-# SHORT is the lease of who is to lose it while a test waits; whoever must keep it, however slow, has LONG.
+# A lighthouse that must lose its lease during the test has SHORT; one that must keep it has LONG.
 SHORT, LONG = ("--lease-s", "3"), ("--lease-s", "60")
 
 
@@ -55,7 +55,7 @@ async def test_a_killed_lighthouse_comes_back_and_announces_the_record(http, tmp
         before = members[0].newest
         lighthouse.end(signal.SIGKILL)
         lighthouse.arguments = ("--namespace", namespace, *LONG)
-        lighthouse.launch(port=lighthouse.port)  # the address stays, as a service's does
+        lighthouse.launch(port=lighthouse.port)  # the new lighthouse keeps the address, as a service does
         lighthouse.wait_ready()
         again = [WireMember(http, lighthouse.url, f"r{i}", generation=1) for i in range(3)]
         for member in again:
@@ -84,7 +84,8 @@ async def test_a_follower_redirects_and_takes_over_at_once_after_a_clean_end(
         async with http.get(f"{two.url}/v1/jobs/job?x=1", headers=headers(), allow_redirects=False) as answer:
             assert answer.headers["Location"] == f"{first.url}/v1/jobs/job?x=1"
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-            # The client library drops the token on its way to another address.
+            # Connect to the leader directly: the client library drops the token at a redirect to another
+            # address.
             await connect(http, two.url, "job", "session")
         assert refused.value.status == 401 and refused.value.history[0].status == 307
         assert (await get(http, f"{two.url}/v1/jobs", token="wrong"))[0] == 401
@@ -122,7 +123,7 @@ async def test_a_leader_that_was_stopped_past_its_lease_changes_nothing(http, tm
         status = await WireStatus(http, two.url, "r2").open()
         await status.beat("gone")
         assert (await new[0].epoch(2)).names == ("r0", "r1")
-        # The stopped leader finds silence when it goes on, and would evict another member.
+        # After its stop the old leader has heard no member for long, and would evict one.
         await old[0].say(m.CannotContinue(old[0].newest.fence, "it must not be heard"))
         old[1].cut()
         first.send(signal.SIGCONT)

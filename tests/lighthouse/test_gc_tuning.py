@@ -59,7 +59,7 @@ async def test_due_collections_find_garbage_of_the_oldest_generation(monkeypatch
     task = asyncio.ensure_future(collect_when_calm(lambda: True))
     try:
         kept = [Cycle()]
-        gc.collect(0)  # what was there is of the middle generation now
+        gc.collect(0)  # this moves all existing objects to the middle generation
         kept.clear()
         gc.collect(0)
         assert not gone.is_set()

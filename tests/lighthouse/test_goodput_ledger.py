@@ -95,7 +95,8 @@ def test_the_next_leader_goes_on_from_the_stored_values(steps, state):
     first = Watch()
     first.goes_on(60, step_s=1)
     stored = json.loads(json.dumps(first.ledger.saved(wall=1000.0)))
-    second = Watch(now=5.0, step=first.look.step)  # another clock; what was heard so far is an old step
+    # the new leader has another clock and knows only an old step
+    second = Watch(now=5.0, step=first.look.step)
     second.ledger.restore(stored, second.now, wall=1030.0)
     second.look = replace(second.look, step=second.look.step + steps)
     second.ledger._usual.extend([1.0] * 3)
@@ -114,9 +115,9 @@ def test_a_standstill_across_a_fail_over_counts_as_stalled(steps):
     second = Watch(now=5.0, step=-1)
     second.ledger.restore(stored, second.now, wall=1040.0)
     assert not second.goes_on(2)[STALLED], "nobody has told of a step"
-    second.goes_on(3, step=stored["step"] + steps - 1)  # the first who is back was a step behind
+    second.goes_on(3, step=stored["step"] + steps - 1)  # the first member that returns is one step behind
     found = second.goes_on(3, step=stored["step"] + steps)
-    # One step in 40 s, where one a second is usual, is a standstill too.
+    # One step in 40 s counts as stalled, because one step per second is usual.
     expected = TRAINING if steps == 40 else STALLED
     assert found[expected] == pytest.approx((60 if steps == 40 else 0) + 45, abs=4)
     assert sum(found.values()) <= 60 + 48 + 0.5

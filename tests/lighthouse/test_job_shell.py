@@ -118,7 +118,7 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
     job = instance.jobs.by_name["job"]
     connection = job.connections.sessions["r1"]
     reply = FrameCache().of(m.Rejected("x" * 100_000), accepts_compression=False)
-    # More than the sockets' buffers take, sent as fast as the core would; nothing here waits.
+    # Send more than the sockets' buffers hold, as fast as the core would, without waiting.
     for _ in range(400):
         connection.send(reply)
     assert connection.is_ending
@@ -186,7 +186,7 @@ async def test_the_server_of_a_refused_second_process_does_not_hide_the_first(in
         job.trainer_status(others, m.TrainerStatus("r0", 2, trainer, number, "http://others"))
     job.server_closed(others)
     job.trainer_status(again, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
-    job.server_closed(own)  # its first connection, after the second has begun
+    job.server_closed(own)  # the server's first connection ends after its second has begun
     [server] = job_view(job)["checkpoint_servers"]
     assert (server["ckpt"], server["trainer"], server["connected"]) == ("http://own", "running", True)
     [joiner] = job_view(job)["joiners"]

@@ -41,7 +41,7 @@ def shared(tmp_path_factory):
     """A lighthouse with two jobs that have tokens of their own, beside the lighthouse's own token."""
     path = tmp_path_factory.mktemp("many")
     folder = folder_of(path, **TOKENS)
-    (folder / "..data").mkdir()  # as in a mounted secret
+    (folder / "..data").mkdir()  # Kubernetes makes this folder in a mounted secret
     (folder / "empty").touch(mode=0o600)
     arguments = ("--job-tokens", str(folder))
     with LighthouseProcess(path, f"sqlite://{path}/store.db", arguments=arguments) as process:
@@ -161,7 +161,7 @@ async def test_quotas_are_refused_with_a_remedy(http, tmp_path):
         other = await WireMember(http, lighthouse.url, "r0", job="second", replicas="1").open()
         reason = (await other.next(m.Rejected)).reason
         assert "leads 1 job," in reason and "--max-jobs" in reason
-        # An operator's limit has the same bound, and no other one.
+        # `fabric scale` has the same bound, and no other bound.
         url = f"{lighthouse.url}/v1/jobs/first/scale"
         asked = {"who": "me", "why": "more"}
         code, answer = await post(http, url, {**asked, "max": 3})

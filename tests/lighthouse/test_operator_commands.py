@@ -96,7 +96,7 @@ async def test_a_follower_ends_when_its_reader_is_gone(lighthouse, http, job):
     try:
         read_until(follower, "epoch")
         follower.stdout.close()
-        for number in range(2):  # the first may still fit into what nobody reads
+        for number in range(2):  # the first request may still fit into the buffer of the unread socket
             why = ("--why", f"time {number}")
             assert fabric("pause", *common(lighthouse, job), *why).returncode == 0
         assert follower.wait(timeout=DEADLINE_S) == 1
@@ -130,7 +130,7 @@ async def test_top_shows_the_job_in_a_terminal_until_a_signal_ends_it(lighthouse
     try:
         shown = read_terminal(ours, "led by")
         assert f"job {job}" in shown and "r1" in shown and "alive" in shown
-        # It is live: what happens afterwards is shown too.
+        # The output is live: it must also show later events.
         done = fabric("drain", "r1", *common(lighthouse, job), "--why", "to see it")
         assert done.returncode == 0
         read_terminal(ours, "leaving")

@@ -80,7 +80,7 @@ async def test_a_death_is_timed_from_detection_to_the_return(lighthouse, http, j
     assert not record["lost"]["r1"]["has_state"]
     assert [record[phase] for phase in PHASES] == sorted(record[phase] for phase in PHASES)
     assert record["steps_lost"] == record["micro_batches_lost"] == 0
-    # It is said by which event it began.
+    # The recovery record has the id of the event that began it.
     async with http.get(f"{lighthouse.url}/v1/jobs/{job}/events", headers=headers()) as answer:
         incident_id = next(e for e in await answer.json() if e["id"] == record["id"])
     assert (incident_id["kind"], incident_id["about"]) == ("evicting", "r1")
@@ -101,7 +101,7 @@ async def test_a_process_that_is_lost_is_back_only_when_it_knows_that_it_was_out
     survivors = [members[0], members[2]]
     for member in survivors:
         await member.epoch(2)
-    # As it was written before the signal, heard late.
+    # This message was sent before the signal and arrives late.
     before = members[1].newest.epoch
     assert before == 1
     await beat_step(members[1], 3, 7)

@@ -94,7 +94,7 @@ def test_storage_that_takes_nothing_is_failing_until_anybody_has_written_a_check
     assert job.servers.failing == {"a": "step 10: no space left"}
     durable(job, "a", error="step 20: no space left")
     assert job.servers.failing == {"a": "step 20: no space left"}
-    # The first one died; the next one writes, and what the first said of its own last try is over.
+    # The first writer died; when the next replica writes a checkpoint, the first writer's error is over.
     durable(job, "b", 30)
     assert job.servers.failing == {}
     durable(job, "b", 30, error="step 40: no space left")

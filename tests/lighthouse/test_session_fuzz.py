@@ -84,7 +84,7 @@ class World:
             if not transport.is_closing():
                 transport.write(data if how in ("raw", "whole") else _frame(how, data))
         if any(how == "raw" for how, _ in frames) and not transport.is_closing():
-            transport.write_eof()  # half a frame would be waited for
+            transport.write_eof()  # end the stream, or the lighthouse would wait for the rest of a frame
         elif not transport.is_closing():
             transport.write(_frame("ping", b"all read"))
         answered = await self._answers(socket)

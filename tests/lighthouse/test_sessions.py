@@ -214,7 +214,7 @@ async def test_a_malformed_first_message_is_refused_with_a_sentence(lighthouse, 
     rejected = wire.decode(frame.data)
     assert isinstance(rejected, m.Rejected) and rejected.reason and "Traceback" not in rejected.reason
     assert (await closing(socket))[0] == MALFORMED
-    # Nothing was begun for it.
+    # The lighthouse has not begun the refused job.
     assert (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[0] == 404
 
 
@@ -241,7 +241,7 @@ async def test_a_socket_speaks_for_one_process(lighthouse, http, job):
 
 async def test_a_message_over_the_limit_ends_the_connection(lighthouse, http, job):
     member = await WireMember(http, lighthouse.url, "r0", job=job).open()
-    # The server closes while we still send: either the close code or a reset is seen.
+    # The server closes while the test still sends: the test gets either the close code or a reset.
     try:
         await member.socket.send_str("x" * (wire.MAX_BYTES + 1))
         code, _ = await member.close_reason()

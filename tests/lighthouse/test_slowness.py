@@ -15,7 +15,7 @@ from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
 from fabric.model import Base, Member, Record, StepTimes
 from fabric.protocol.messages.network import Heartbeat
 
-BEFORE = 80  # steps: the warm-up, and some more
+BEFORE = 80  # number of steps: the warm-up and some more
 MICRO_BATCHES = 12
 
 

@@ -17,8 +17,8 @@ from fabric.lighthouse.jobs.term_context import TermContext
 @pytest.fixture
 def play(monkeypatch):
     """Plays one run to its end, and returns its world."""
-    logging.disable(logging.CRITICAL)  # thousands of lines, of troubles that the test has made
-    # Jitter spreads attempts; here every run is the same.
+    logging.disable(logging.CRITICAL)  # the test's own faults would log thousands of lines
+    # Replace the jitter of attempts by a fixed seed, so that every run is equal.
     monkeypatch.setattr(election, "random", SimpleNamespace(Random=partial(random.Random, 0)))
 
     async def run(fault: Fault) -> World:
@@ -38,7 +38,7 @@ def play(monkeypatch):
 
 
 START = f"commit {RECORD}"
-# The requests of one run, before its lighthouses only renew their leases.
+# The number of requests of one run until its lighthouses only renew their leases.
 SCRIPT = 19
 
 
@@ -80,7 +80,7 @@ def test_an_answer_that_is_lost_is_read_again_and_a_deposed_leader_is_refused(pl
     assert [r.epoch for r in world.records] == [1, 2]
     asked = [what for what in world.fault.seen if what.endswith(RECORD)]
     assert asked.count(START) == 1 + writes
-    # After a failure of any kind the leader looks before it writes again.
+    # After any failed write the leader must read the record before it writes again.
     looked = kind in ("refused", "unreachable", "lost answer", "lost")
     assert asked.count(f"get {RECORD}") == looked
     if looked:

@@ -40,7 +40,7 @@ async def test_the_store_thread_writes_while_the_event_loop_is_busy():
 
     written, writer = threading.Event(), StoreThread(Watched(MemorySpace()))
     writing = writer.commit([], [Put("/a", b"1")])
-    writing.send(None)  # it is on its way, and this loop does not turn again before it is there
+    writing.send(None)  # the write is under way, and this event loop does not turn before the write arrives
     assert written.wait(20)
     writing.close()
     await writer.close()

@@ -16,7 +16,7 @@ def test_the_lighthouse_notifies_systemd_until_its_event_loop_hangs(tmp_path, mo
             heard = {systemd.recv(100) for _ in range(10)}
             assert heard == {b"READY=1", b"WATCHDOG=1"}
             lighthouse.send(signal.SIGSTOP)
-            # The messages from before the stop are there; then nothing comes.
+            # After the messages from before the stop, no further message may come.
             systemd.settimeout(1.0)
             try:
                 while systemd.recv(100):

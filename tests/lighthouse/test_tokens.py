@@ -82,7 +82,7 @@ async def test_a_file_that_cannot_be_read_shuts_its_job_out_only_where_it_is_gon
     real = Path.iterdir
     (folder / "gpt").write_text("changed\n")
     os.utime(folder / "gpt", ns=(5, 5))
-    # The folder can be listed, and its files cannot be opened.
+    # The lighthouse can list the token folder but cannot open its files.
     names = list(real(folder))
     monkeypatch.setattr(Path, "iterdir", lambda _path: iter(names))
     blocked.error = TOO_MANY

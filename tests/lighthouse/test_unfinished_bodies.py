@@ -27,7 +27,7 @@ async def test_a_body_that_never_ends_is_refused_and_the_others_are_served(http,
         await writer.drain()
         assert await serves(), "somebody else is answered meanwhile"
         async with asyncio.timeout(30):
-            answer = (await reader.read()).decode()  # to the end: the connection is closed
+            answer = (await reader.read()).decode()  # read to the end: the service closes the connection
         writer.close()
     assert answer.startswith("HTTP/1.1 408 "), answer
     assert '{"error": "the request\'s body did not arrive within 0.3 s: send all of it"}' in answer

@@ -11,7 +11,7 @@ OPS = Path(__file__).resolve().parents[2] / "ops"
 SLURM = OPS / "slurm" / "train.sbatch"
 DEADLINE_S = 120
 
-# Plays the launcher: each attempt takes the next line of codes, and 75 is restarted.
+# This script plays the launcher: each attempt ends with the next exit code of a list, and 75 restarts.
 _FABRIC = """#!/bin/sh
 [ "$*" = "launch train.py" ] || exit 99
 mine=$PLAY/$FABRIC_REPLICA
@@ -23,7 +23,7 @@ while :; do
 done
 """
 
-# Plays Slurm's step: it checks what it is asked for, and loses a node where the play says so.
+# This script plays srun: it checks its options, and loses a node where the test says so.
 _SRUN = """#!/bin/sh
 node=
 while [ "$1" != bash ]; do

@@ -222,7 +222,7 @@ def test_services_are_probed_with_time_to_answer():
         "etcd": {"startupProbe": "/livez", "livenessProbe": "/livez", "readinessProbe": "/health"},
         "lighthouse": {"livenessProbe": "/livez", "readinessProbe": "/readyz"},
         "ckpt-server": {"startupProbe": "/healthz", "livenessProbe": "/healthz"},
-        # The job itself watches it.
+        # Trainers need no probe, because fabric itself watches them.
         "trainer": {},
     }
 
@@ -240,7 +240,7 @@ def test_a_mistake_ends_one_replica_and_a_lost_pod_none():
     assert not {0, 75, 137, 143} & set(fail["onExitCodes"]["values"])
     assert fail["onExitCodes"]["containerName"] in names
     assert ignore["action"] == "Ignore" and ignore["onPodConditions"][0]["type"] == "DisruptionTarget"
-    # The API's demands where there is such a policy.
+    # The Kubernetes API demands these values for a job with a pod failure policy.
     assert pod["restartPolicy"] == "Never" and spec["completionMode"] == "Indexed"
     assert "backoffLimit" not in spec and spec["podReplacementPolicy"] == "Failed"
 
@@ -345,7 +345,7 @@ def test_with_tls_nothing_is_in_plain_text_but_metrics():
         if document["metadata"]["name"] == "fabric-lighthouse":
             assert {"FABRIC_TLS_CERT", "FABRIC_TLS_KEY", "FABRIC_TLS_CA"} <= variables
             for probe in ("livenessProbe", "readinessProbe"):
-                # The kubelet has no certificate.
+                # With TLS the probe cannot be HTTP, because the kubelet has no certificate.
                 assert "httpGet" not in container[probe]
                 _, _, script, path = container[probe]["exec"]["command"]
                 compile(script, "probe", "exec")
@@ -450,7 +450,7 @@ def known_metrics() -> set[str]:
         + CkptMetrics(memory, StillTrainer(), DurableJobs("job", "r0", memory)).render().decode()
     )
     names = set(re.findall(r"^([a-z_]+)(?:\{| )", text, flags=re.MULTILINE))
-    # Those of a slot exist once there is one.
+    # The metrics of a slot exist only when a slot exists, so read their names from the source.
     source = (OPS.parent / "fabric" / "ckpt_server" / "server" / "metrics.py").read_text()
     for suffix in re.findall(r"fabric_ckpt_\{kind\}(_\w+)\"", source):
         names |= {f"fabric_ckpt_{kind}{suffix}" for kind in ("snapshot", "gradient")}
@@ -499,7 +499,7 @@ def test_the_dashboard_has_a_position_for_each_panel():
     [
         ("check", "config", str(OPS / "prometheus" / "prometheus.yml")),
         ("check", "rules", str(OPS / "prometheus" / "rules.yml")),
-        # Jobs that alert, and one that must not: a complete job stands still for ever.
+        # The rules are tested on jobs that must alert, and on a complete job, which must not.
         ("test", "rules", str(Path(__file__).with_name("rules_test.yml"))),
     ],
     ids=" ".join,

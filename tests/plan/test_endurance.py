@@ -27,7 +27,8 @@ def sampled_masked(stacks, samples: int = 2000, seed: int = 0) -> Sampled:
         for type_ in stack:
             hosts[type_].append(group)
     widest = max(len(h) for h in hosts)
-    table = np.array([h + h[:1] * (widest - len(h)) for h in hosts])  # padded by repeating a host
+    # repeat a host, so that all rows have equal length
+    table = np.array([h + h[:1] * (widest - len(h)) for h in hosts])
     masked = np.array([rng.permutation(len(stacks))[table].max(axis=1).min() for _ in range(samples)], float)
     return Sampled(float(masked.mean()), 1.96 * float(masked.std(ddof=1)) / math.sqrt(samples))
 
@@ -50,7 +51,7 @@ def test_a_golomb_layout_masks_more_failures_than_consecutive_hosts_and_blocks()
     golomb = sampled_masked(ring_layout(60, golomb_offsets(60, 5)), seed=1)
     consecutive = sampled_masked(ring_layout(60, consecutive_offsets(60, 5)), seed=1)
     blocks = sampled_masked(block_layout(60, 5), seed=1)
-    assert golomb.mean < blocks.mean  # 12 blocks can be wiped out, 60 types can
+    assert golomb.mean < blocks.mean  # a loss of one of 12 blocks ends the run, or a loss of one of 60 types
     assert golomb.mean < consecutive.mean
     assert golomb.mean == pytest.approx(masked_failures(60, 5), rel=0.05)
     assert blocks.mean == pytest.approx(masked_failures_replication(60, 5), rel=0.1)

@@ -46,7 +46,7 @@ def test_the_ledger_accounts_for_all_time(policy):
     assert ledger.failures > 0
     parts = dataclasses.asdict(ledger)
     assert sum(parts[name] for name in parts if name.endswith("_s")) == pytest.approx(ledger.total_s)
-    # Policies that shrink the batch train longer for the same progress; nobody trains more than it commits.
+    # The training time equals the ideal time for policies that do not shrink the batch.
     assert ledger.training_s == pytest.approx(job.ideal_s, rel=0.02)
 
 
@@ -59,7 +59,7 @@ def test_equal_seeds_give_equal_ledgers():
 
 def test_checkpoint_and_restart_repeats_the_steps_since_the_checkpoint():
     job = dataclasses.replace(QUIET, save_s=2.0, save_every=10, restart_s=100.0)
-    # Steps of 10 s, saves after steps 10, 20, ...: at 253 s step 24 is under way, 3 steps and 9 s are lost.
+    # With steps of 10 s and saves after steps 10, 20, ..., a failure at 253 s loses 3 steps and 9 s.
     ledger = simulate(job, CheckpointRestart(), once(253.0))
     assert ledger.rework_s == pytest.approx(253 - 2 * 102)
     assert ledger.recovery_s == pytest.approx(100)
@@ -77,7 +77,7 @@ def test_replication_masks_a_failure_and_restarts_when_a_block_is_gone():
 
 
 def test_spare_computes_a_patch_and_then_two_slots():
-    # The failure of group 0 at step 6: the patch is one slot for all (depth 2), and a second exchange.
+    # Group 0 fails at step 6: every group computes one more slot (depth 2) and exchanges a second time.
     ledger = simulate(QUIET, SPARePolicy((0, 1)), once(55.0))
     assert ledger.stall_s == pytest.approx(0.5 + 0.1 + 9.0)
     assert ledger.redundant_s == pytest.approx(94 * 9.0)
@@ -85,7 +85,7 @@ def test_spare_computes_a_patch_and_then_two_slots():
 
 
 def test_constant_batch_computes_only_the_micro_batches_of_the_dead():
-    # 8 micro-batches over 3 survivors: 3 for the busiest. Afterwards 32 over 3: 11 slots of 1/8.
+    # Of 8 micro-batches for 3 survivors the busiest computes 3; of 32 in later steps it computes 11.
     job = dataclasses.replace(QUIET, repair=Repair(1e9))
     ledger = simulate(job, ConstantBatch(8, stall_s=0.25), once(55.0))
     assert ledger.stall_s == pytest.approx(0.5 + 0.25 + 9 * 3 / 8)

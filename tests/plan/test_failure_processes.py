@@ -51,7 +51,7 @@ def test_fixed_arrivals_come_on_time_and_in_turn():
     assert clocks.next_s.tolist() == [100, 200, 300]
     clocks.renew(np.array([0]), np.array([150.0]))
     assert clocks.next_s.tolist() == [400, 200, 300]
-    clocks.renew(np.array([1]), np.array([1000.0]))  # it was away for its turns at 500 and 800
+    clocks.renew(np.array([1]), np.array([1000.0]))  # the unit was away at its failure times 500 and 800
     assert clocks.next_s.tolist() == [400, 1100, 300]
 
 
@@ -69,7 +69,7 @@ def test_lemons_fail_more_often_than_the_others():
 
 def test_a_trace_repeats_after_its_span():
     clocks = Trace(((10.0, 0), (30.0, 5)), 100.0).clocks(2, rng())
-    assert clocks.next_s.tolist() == [10, 30]  # unit 5 is unit 1 of a job of two
+    assert clocks.next_s.tolist() == [10, 30]  # unit 5 of the trace stands for unit 1 of a job of two units
     clocks.renew(np.array([0, 1]), np.array([10.0, 120.0]))
     assert clocks.next_s.tolist() == [110, 130]
 

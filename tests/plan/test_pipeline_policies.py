@@ -53,8 +53,8 @@ def test_a_dead_device_ends_or_halves_its_group():
 @pytest.mark.parametrize(
     ("policy", "least", "most"),
     [
-        (Unmitigated(), 0.45, 0.55),  # one replica of two is away
-        (ReCycle(), 0.45, 0.6),  # one stage computes twice as much
+        (Unmitigated(), 0.45, 0.55),  # half of the throughput: one replica of two is away
+        (ReCycle(), 0.45, 0.6),  # about half of the throughput: one stage computes twice as much
         (Oobleck(), 0.8, 0.9),  # 7 of 8 nodes
         (ResiHp(), 0.85, 0.94),  # 7.5 of 8 groups
         (Unequal(), 0.85, 0.94),
@@ -82,7 +82,8 @@ def test_each_replica_may_have_its_own_split_and_resihp_has_one_for_all():
 def test_a_stage_that_is_dead_in_all_replicas():
     dead = [((replica, 1, rank), 0) for replica in (0, 1) for rank in range(4)]
     assert Unmitigated().step_s(JOB, devices(*dead)) == math.inf
-    assert ResiHp().step_s(JOB, devices(*dead)) == math.inf  # one split for all, and no replica has the stage
+    # all replicas share one split, and no replica has this stage
+    assert ResiHp().step_s(JOB, devices(*dead)) == math.inf
     for policy in (
         ReCycle(),
         Oobleck(),
@@ -144,7 +145,8 @@ def test_faults_hit_healthy_devices_at_fixed_times_by_the_seed():
     faults = DeviceFaults(60.0, 40, slow_share=0.5)
     changes = faults.draw(JOB, 3)
     assert changes == faults.draw(JOB, 3) != faults.draw(JOB, 4)
-    assert len({change.device for change in changes}) == len(changes) == 32  # then all are hit
+    # in the end every device has a fault
+    assert len({change.device for change in changes}) == len(changes) == 32
     assert [change.at_s for change in changes] == [60.0 * n for n in range(1, 33)]
     assert all(change.speed == 0 or 0.3 <= change.speed <= 0.8 for change in changes)
     assert {change.speed == 0 for change in changes} == {True, False}

@@ -747,10 +747,10 @@ def elsewhere(name, incarnation, trainer="running"):
 def test_a_refused_second_process_of_an_id_does_not_silence_the_first():
     lighthouse = started()
     lighthouse.statuses["the second b"] = elsewhere("b", 2)
-    lighthouse.wait(0.1)  # its status comes before its session
+    lighthouse.wait(0.1)  # the trainer status comes before the session
     assert lighthouse.do(io.SessionOpened(session_of("b", 2, generation=1)))
     assert lighthouse.sent(m.Rejected)
-    lighthouse.wait(5.0)  # b's trainer holds the interpreter's lock: its server alone is heard
+    lighthouse.wait(5.0)  # b's trainer holds the interpreter's lock, so the leader hears only its server
     lighthouse.statuses["the second b"] = elsewhere("b", 2, "gone")
     lighthouse.wait(5.0)
     del lighthouse.statuses["the second b"]
@@ -874,7 +874,7 @@ def crowd():
     lighthouse.now += lighthouse.core.state.config.liveness.grace_s + 1
     for name in names.split():
         lighthouse.beat(name, 5)
-    lighthouse.core.state.liveness.elected = 0.0  # and the gap before that is forgotten
+    lighthouse.core.state.liveness.elected = 0.0  # forget the silence before the election
     lighthouse.core.next_deadline()
     return lighthouse
 
@@ -936,7 +936,7 @@ def test_after_a_fail_over_no_member_is_dead_while_others_still_come_back():
         lighthouse.status(name)
     assert lighthouse.record.epoch == 1
     lighthouse.wait(2.5)
-    lighthouse.open("a", generation=1, step=5, epoch=1)  # again: it had come back before
+    lighthouse.open("a", generation=1, step=5, epoch=1)  # a second return of a
     lighthouse.wait(1.0)
     assert lighthouse.record.epoch == 2 and "e" not in lighthouse.record.names
 
@@ -963,7 +963,7 @@ def test_members_that_come_back_to_a_new_leader_are_looked_at_together(monkeypat
 def test_a_returning_member_that_may_wait_in_the_admission_queue_is_not_called_dead():
     names, lighthouse = herd()
     lighthouse.open(*names[:20], generation=1, step=5, epoch=1)
-    for name in names[:5]:  # let in too late: they had given up, and stand in line again
+    for name in names[:5]:  # the leader admitted these too late: they gave up and wait in the queue again
         lighthouse.do(io.SessionClosed(name, 1))
     for _ in range(4):
         lighthouse.do(io.AcceptQueueFull(20.0))

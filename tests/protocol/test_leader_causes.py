@@ -43,7 +43,7 @@ def test_a_return_belongs_to_the_loss_it_ends():
 def test_the_next_leader_names_an_unanswered_failure_alike():
     record = record_of("a b c", epoch=7)
     causes = []
-    for commits in (False, True):  # the first never gets its write into the store
+    for commits in (False, True):  # the first leader's write never reaches the store
         lighthouse = Lighthouse(record, commits=commits)
         for name in ("a", "b", "c"):
             lighthouse.open(name, generation=1, step=5, epoch=7)

@@ -192,7 +192,7 @@ def test_when_no_state_can_be_loaded_the_job_fails_and_does_not_begin_from_scrat
         fall(lighthouse, name)
         lighthouse.wait(0.1)
     assert "no state is left that could be loaded: step 60" in lighthouse.record.failed
-    # Storage was mended, and somebody says so and starts the replicas again: they try it once more.
+    # After an operator's retry the replicas read the mended storage once more.
     lighthouse.do(io.Operator("retry", "", "ann", "the storage is mended"))
     for name in ("a", "b"):
         lighthouse.open(name, incarnation=3, predecessors=(2, 1), durable=(NEW,))

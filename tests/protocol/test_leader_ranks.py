@@ -41,7 +41,7 @@ def test_lanes_are_counted_without_a_gap():
 
 def test_a_cold_start_begins_at_the_newest_state_of_which_every_lane_has_a_holder():
     lighthouse = Lighthouse(start_replicas=2)
-    # Of the newest only one lane is left; of the older one each lane is, at different replicas.
+    # Servers hold only one lane of the newest snapshot, but every lane of the older snapshot.
     status(lighthouse, "a", 0, OLD, NEW)
     status(lighthouse, "b", 1, OLD)
     lighthouse.open("a", ranks=addresses("a"))
@@ -84,7 +84,7 @@ def test_a_state_is_as_old_as_its_oldest_holder_says():
     )
     liveness.statuses["c"] = LastStatus(
         1, "running", 0.0, 0.0, True, "http://c", (NEW,)
-    )  # of an older release
+    )  # the session of an older release
     assert (liveness.age_s(OLD, 100.0), liveness.age_s(NEW, 100.0)) == (50.0, 12.0)
     other.connected = False
     assert liveness.age_s(NEW, 100.0) == 10.0

@@ -63,7 +63,7 @@ def listening(lighthouse, seconds, *statuses):
 def test_the_last_contact_of_a_process_outlives_a_newer_process_of_its_replica_on_another_host():
     lighthouse = for_a_minute()
     cut = lighthouse.now
-    lighthouse.lose("a"), lighthouse.lose("b")  # a partition: nobody saw an end
+    lighthouse.lose("a"), lighthouse.lose("b")  # a partition: no server has seen a process end
     lighthouse.wait(1.0)
     for name in "ab":
         lighthouse.open(name, incarnation=2)

@@ -43,7 +43,7 @@ def test_a_member_without_an_excuse_is_evicted_after_the_second_stall():
 
 def test_a_circle_is_a_links_fault_and_the_ring_avoids_it():
     lighthouse = started("a b c d")
-    # b never gets what a sends; everybody waits for the one before.
+    # The link from a to b is broken; every member waits for the member before it.
     stalled(lighthouse, b="a")
     names = lighthouse.record.names
     assert sorted(names) == list("abcd")

@@ -56,10 +56,10 @@ def test_no_member_can_be_added_to_a_set_that_may_be_smaller(names, missing, new
     ("missing", "kept"),
     [
         (set(), "abcd"),
-        ({("a", "b")}, "acd"),  # the more senior one of a pair stays
-        ({("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")}, "ab"),  # a split into halves
-        ({("a", "b"), ("a", "c"), ("a", "d")}, "bcd"),  # one that reaches nobody
-        ({("a", "b"), ("b", "c"), ("c", "d")}, "ac"),  # of three equal sets the most senior one
+        ({("a", "b")}, "acd"),  # of two members without a link the more senior one stays
+        ({("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")}, "ab"),  # the network is split into halves
+        ({("a", "b"), ("a", "c"), ("a", "d")}, "bcd"),  # member a reaches no other member
+        ({("a", "b"), ("b", "c"), ("c", "d")}, "ac"),  # of three sets of equal size the most senior set stays
     ],
 )
 def test_the_members_that_reach_each_other_go_on(missing, kept):

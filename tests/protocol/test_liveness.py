@@ -33,14 +33,14 @@ def status(trainer="running", since=LATE, seen=LATE, connected=True, incarnation
         (peer(), status("gone"), LATE, "its process is gone"),
         (peer(), status("stopped"), LATE + 0.1, ""),
         (peer(), status("stopped"), LATE + 0.2, "its trainer has been stopped for 0.20 s"),
-        # A stop that a dead server saw says nothing of now.
+        # A stop that a now dead server saw does not prove that the trainer is still stopped.
         (peer(seen=LATE), status("stopped", connected=False), LATE + 0.2, ""),
-        # The session is away, the status says that the trainer runs: time to reconnect.
+        # The session ended, but the status says that the trainer runs: it has time to reconnect.
         (peer(False, closed=LATE), status(seen=LATE + 1), LATE + 1, ""),
         (peer(False, closed=LATE), status(seen=LATE + 3), LATE + 3, "its session ended 3.00 s ago"),
-        # Both ended: dead at once.
+        # Session and server connection both ended: the trainer is dead at once.
         (peer(False, closed=LATE), status(connected=False), LATE + 0.06, "its session ended 0.06 s ago"),
-        # The trainer is silent (C code keeps the GIL), the status is not: alive.
+        # The trainer is silent (C code keeps the GIL), but its server is not: the trainer is alive.
         (peer(seen=LATE), status(seen=LATE + 50), LATE + 50, ""),
         (peer(seen=LATE), status(seen=LATE), LATE + 2, "its host has been silent for 2.00 s"),
         (None, None, LATE, "its session ended 97.00 s ago"),

@@ -74,7 +74,8 @@ def test_a_member_without_micro_batches_computes_the_state_digest_too():
     record = record_of("a b", epoch=2)
     trainer = at_step_1()
     trainer.leader(m.Epoch(record))
-    trainer.do(io.Computed(1, (0, 1), 2.0))  # kept, and everything else is another's
+    # this member keeps micro-batches 0 and 1, and others compute the rest
+    trainer.do(io.Computed(1, (0, 1), 2.0))
     trainer.leader(resume_of(record, 1, b=(2, 3)))
     trainer.do(io.Linked(2))
     assert not trainer.found(io.Compute) and trainer.found(io.TellDigest) == [io.TellDigest(1)]

@@ -54,7 +54,7 @@ def test_a_fetch_under_way_is_void_when_the_base_is_the_state_in_memory():
     assert trainer.core.view.mode is Mode.RUN and trainer.core.view.generation == 2
     trainer.do(io.StateFetched(50, "s50"))
     trainer.do(io.Linked(2), io.Computed(40, (3,), 1.0))
-    # A round is lost. The others held it, so this one must replay it.
+    # A round is lost. The other members hold the round, so this member must replay it.
     third = record_of("a b d", epoch=3, generation=2, cold=2, base=cold.base)
     trainer.leader(m.Epoch(third))
     trainer.leader(m.Resume(third.fence, 41, (), "g40"))

@@ -31,7 +31,7 @@ def telling():
     """Both ranks were asked for the digest of their state; the round has not begun to be exchanged."""
     replica, order = computing()
     replica.both(io.Linked(1))
-    replica.core.member.memory.state.later = True  # as Ready(later=True) has it
+    replica.core.member.memory.state.later = True  # the state after Ready(later=True)
     replica.both(io.Computed(0, order.micro_batches, 2.0))
     assert len(replica.orders(io.TellDigest)) == 2
     return replica, order
@@ -53,7 +53,7 @@ def test_a_late_digest_of_one_rank_does_not_make_the_ranks_diverge():
     replica.rank(0, io.Digested(0, "zero"))
     rest = alone_after_a_death(replica, order)
     replica.rank(0, io.Computed(0, rest, 2.0))
-    replica.rank(1, io.Digested(0, "one"))  # rank 1 obeys in order: its digest, then its share
+    replica.rank(1, io.Digested(0, "one"))  # rank 1 answers in order: its digest, then its share
     assert not replica.orders(io.Stop)
     assert replica.core.member.view.digest == replica_digest(["zero", "one"])
     replica.rank(1, io.Computed(0, rest, 2.0))

@@ -151,7 +151,7 @@ def test_ranks_of_one_group_count_once_whichever_of_them_speaks():
     replica.rank(1, io.Computed(0, order.micro_batches, 4.0, (("loss", 2.0),)))
     (contribution,) = replica.said(m.Contribution)
     assert (contribution.weight, contribution.metrics) == (4.0, (("loss", 2.0),))
-    # Tensor parallel ranks: both say the same.
+    # The two ranks are tensor parallel, so both report the same samples.
     replica, order = computing(groups=(0, 0))
     replica.both(io.Linked(1))
     replica.both(io.Computed(0, order.micro_batches, 4.0, (("loss", 2.0),)))
@@ -308,7 +308,7 @@ def test_the_replica_has_finished_when_its_last_snapshot_is_kept_by_all_ranks():
     assert [n.durable for n in names] == [True, True] and not replica.said(m.Finished)
     replica.rank(1, ro.SnapshotNamed(0, 1, True))
     assert not replica.said(m.Finished)
-    replica.rank(0, ro.SnapshotNamed(0, 1, False))  # it could not be kept: the job has ended all the same
+    replica.rank(0, ro.SnapshotNamed(0, 1, False))  # the durable checkpoint failed, but the job has ended
     assert [f.step for f in replica.said(m.Finished)] == [0]
 
 
@@ -342,7 +342,7 @@ def test_a_gradient_that_one_rank_cannot_get_is_wanted_by_none():
     assert replica.orders(io.FetchGradient), "the core asks again"
     again = replica.orders(io.FetchGradient)
     assert len(again) == 2
-    # What still comes of the cancelled one is not taken for the new one.
+    # An outcome of the cancelled fetch must not count for the new fetch.
     replica.rank(1, io.GradientFetched(7, "old"), order)
     replica.rank(0, io.GradientFetched(7, "g0"), order + 2)
     assert not replica.orders(io.Apply)

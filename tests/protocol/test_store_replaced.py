@@ -13,7 +13,7 @@ from fabric.protocol.messages import leader_events as lio
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# Sorted before and after "s", the store of all other records here.
+# These store ids sort before and after "s", the store of all other records in this file.
 STORES = ("a", "z")
 
 
@@ -61,7 +61,7 @@ def test_a_round_goes_on_in_the_epochs_of_the_other_store(store):
     trainer = running()
     record = cold_start(store)
     trainer.do(io.Computed(0, (0, 1), 2.0))
-    trainer.peer("b", contribution(record, 0, (2, 3)))  # b has heard of it first
+    trainer.peer("b", contribution(record, 0, (2, 3)))  # b knows the new epoch first
     trainer.leader(m.Epoch(record), resume_of(record, 0, a=(0, 1), b=(2, 3)))
     trainer.do(io.Linked(2), io.Computed(0, (0, 1), 2.0), io.Exchanged(2, 0, "g0"))
     assert trainer.told_peers(m.CommitVote), "what came early of the new store's epoch was kept"

@@ -19,7 +19,7 @@ MEMBER = MemberCore(MemberIdentity("a", 1, "a:1", "http://a", 4), MemberConfig()
         (MEMBER._handlers, get_args(member_events.Event)),
         (MEMBER._leader_handlers, get_args(m.LeaderMessage)),
         (leader_core._HANDLERS, get_args(leader_events.Event)),
-        # A session arrives as SessionOpened.
+        # The message OpenSession reaches the core as the event SessionOpened.
         (leader_core._FROM_MEMBER, set(get_args(m.MemberMessage)) - {m.OpenSession}),
     ],
     ids=["member events", "from the leader", "leader events", "from a member"],
@@ -34,5 +34,5 @@ def test_every_mode_is_in_the_table_can_be_reached_and_can_be_left():
     for _ in Mode:
         reached |= {to for mode in reached for to in TRANSITIONS[mode]}
     assert reached == set(Mode)
-    # Whoever is evicted goes outside, from wherever it is.
+    # An evicted member moves to the mode OUTSIDE from every other mode.
     assert all(Mode.OUTSIDE in moves for mode, moves in TRANSITIONS.items() if mode is not Mode.OUTSIDE)

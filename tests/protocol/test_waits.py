@@ -12,12 +12,14 @@ from fabric.protocol.rules.wait_graph import StragglerTracker, blamed_link, ring
 @pytest.mark.parametrize(
     ("waiting", "guilty"),
     [
-        ({"a": "d", "b": "a", "c": "b", "d": ""}, "d"),  # a ring behind one that waits for nobody
-        ({"a": "d", "b": "a", "c": "b"}, "d"),  # it does not even speak
-        ({"a": "d", "b": "a", "c": "b", "d": "c"}, ""),  # a circle: a link, and no member
+        ({"a": "d", "b": "a", "c": "b", "d": ""}, "d"),  # all wait in a row for d, and d waits for no member
+        ({"a": "d", "b": "a", "c": "b"}, "d"),  # d does not answer at all
+        # a circle of waits: the fault lies in a link, not in a member
+        ({"a": "d", "b": "a", "c": "b", "d": "c"}, ""),
         ({"a": "c", "b": "d"}, "cd"),
-        ({"a": "", "b": ""}, ""),  # nobody is waited for
-        ({"a": "bcd", "b": "d", "c": "d"}, "d"),  # the barrier: two of the three missing are victims
+        ({"a": "", "b": ""}, ""),  # no member waits
+        # at the commit votes a misses three members, of which only d has no excuse
+        ({"a": "bcd", "b": "d", "c": "d"}, "d"),
     ],
 )
 def test_the_member_that_waits_for_no_other_is_blamed(waiting, guilty):

@@ -60,7 +60,8 @@ def test_wrong_values_raise_protocol_errors_only(kind, data):
     try:
         wire.decode(text)
     except ProtocolError as error:
-        no_json = "NaN" in text or "Infinity" in text  # no standard has these words: refused with the place
+        # JSON has no such words, so the decoder refuses them and names the place
+        no_json = "NaN" in text or "Infinity" in text
         assert name in str(error) or (no_json and "not a JSON message: " in str(error))
 
 

@@ -15,8 +15,9 @@ class Interleaving:
     """The choice of the next actor at each point: 0 is the one that runs."""
 
     prefix: list[int]
-    preemptions: int  # how often an actor that could go on may be stopped
-    taken: list[tuple[int, int]] = field(default_factory=list)  # (choice, number of choices)
+    preemptions: int  # how often the schedule may stop an actor that could go on
+    # the (choice, number of choices) of each decision
+    taken: list[tuple[int, int]] = field(default_factory=list)
 
     def choose(self, count: int, goes_on: bool) -> int:
         if goes_on and self.preemptions == 0:
@@ -97,7 +98,7 @@ class Explorer:
     def point(self) -> None:
         """Let another actor go on here, if the schedule says so."""
         actor = self._running
-        # Do not ask who runs after the hand-over: the other actor may have handed back by then.
+        # Do not read which actor runs after the hand-over: the other actor may have handed back already.
         if self._hand_on():
             self._batons[actor].acquire()
 

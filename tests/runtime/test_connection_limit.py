@@ -227,7 +227,7 @@ async def test_silent_strangers_make_room_and_keep_no_member_out():
         for says in (b"", b"GET / HT", b"\x16\x03\x01"):
             with strangers(found.port, 40, says) as sockets:
                 assert await found.ask("fast") == "fast"
-                # Those that had to go see their end; those that idle within the share stay.
+                # Connections over the share are closed, and idle connections within the share stay.
                 await until(lambda: found.limit.refused.total() >= 36)
                 assert await asyncio.to_thread(sockets[0].recv, 1) == b""
             found.limit.refused[IDLE] = 0

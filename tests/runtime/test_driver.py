@@ -150,7 +150,7 @@ async def test_a_closed_driver_performs_no_effect():
     driver = Driver(core, perform, tick=TICK, on_crash=lambda error: None)
     driver.feed("a")
     driver.feed("c")
-    # The effects of one answer belong together; nothing is fed after it.
+    # The driver performs the effects of one event together, and feeds no event after the close.
     assert performed == ["one", "two"] and core.heard == ["a"] and timers() == []
 
 
@@ -277,7 +277,7 @@ async def test_an_interrupt_of_a_thread_ends_the_driver_and_reaches_the_thread(s
     await asyncio.sleep(0)
     driver.feed("a")
     assert caught == crashes and len(caught) == 1
-    # Passed on, the loop may have come to it first.
+    # When the turn is passed on, the event loop may have handled the event first.
     most = {"in the core": 0, "in an effect": 1, "as the turn is passed on": 2}[struck]
     assert performed == ["one", "two"][: len(performed)] and len(performed) <= most
 

@@ -63,7 +63,7 @@ class Queue(deque):
 class Timer:
     due: float
     work: Callable[[], None]
-    after_moves: int  # one that found the turn taken goes off again only when somebody else has moved
+    after_moves: int  # a timer that found the turn taken fires again only after another actor has moved
     is_cancelled: bool = False
 
     def cancel(self) -> None:
@@ -119,7 +119,7 @@ class InterleavedRun:
     explorer: Explorer
     orders: dict[str, list[object]]
     raises: str = ""
-    feeds: dict[object, str] = field(default_factory=dict)  # what performing an effect feeds
+    feeds: dict[object, str] = field(default_factory=dict)  # effect -> the event that performing it feeds
     heard: list[str] = field(default_factory=list)
     ordered: list[object] = field(default_factory=list)
     performed: list[tuple[object, int]] = field(default_factory=list)
@@ -128,7 +128,7 @@ class InterleavedRun:
     inside: int = 0
     due: float | None = None
     closed: bool = False
-    late: list[str] = field(default_factory=list)  # what was handled after close() had returned
+    late: list[str] = field(default_factory=list)  # events handled after close() had returned
 
     def __post_init__(self) -> None:
         self.loop = Loop(self.point, self.explorer)

@@ -67,7 +67,7 @@ def test_a_folder_of_another_user_is_refused_wherever_it_stands_in_the_path(tmp_
         with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}"):
             make_private(folder)
     assert not list(theirs.iterdir())
-    (theirs / "gpt").mkdir()  # by an earlier version of ours
+    (theirs / "gpt").mkdir()  # an earlier version of fabric made this folder
     with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}"):
         make_private(theirs / "gpt")
 

@@ -89,7 +89,7 @@ async def _nowhere(*_, **__):
 
 # --- the three that ask ----------------------------------------------------------------------------------
 
-# An address of this host outside of loopback: it stands for an unnamed host.
+# This address of the host is not a loopback address, and stands for an unnamed host.
 OTHER = "0.0.0.0"
 
 

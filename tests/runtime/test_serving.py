@@ -96,7 +96,7 @@ async def test_a_malformed_request_is_refused_and_leaves_no_bytes_in_the_log(wha
 
     app.router.add_route("*", "/", read)
     monkeypatch.setattr("fabric.runtime.http.http_service.IDLE_S", 0.2)
-    # One that has had no line of the cases before this one.
+    # Use a fresh log limit, which has not counted the lines of earlier cases.
     monkeypatch.setattr(
         logging.getLogger("fabric.runtime.http.http_service.requests"), "filters", [NoBytesOfRequests()]
     )

@@ -128,7 +128,7 @@ class FaultyLink:
         self._arrived.set()
 
     def _end(self, _reason: str) -> None:
-        # One turn later, so that the loop in run() sees the finished inner task.
+        # Wake run() one turn later, so that its loop sees the finished inner task.
         self._loop.call_soon(self._arrived.set)
 
     def _enqueue(self, lane: _Lane, data: bytes) -> None:

@@ -13,7 +13,7 @@ from fabric.transport.tcp import Listener, ListenerIdentity, dial
 
 TOKEN = b"token"
 DEADLINE_S = 60.0
-# Longer than a test may take: only making room can help.
+# This time limit is longer than the test: only making room can free a handshake.
 NEVER_S = 1000.0
 
 
@@ -95,7 +95,8 @@ def test_silent_strangers_keep_no_link_from_forming(run, says, addresses):
         await listener.start("127.0.0.1")
         host, port = listener.address
         with ExitStack() as stack:
-            # In a thread: the kernel's queue may be shorter, so the listener has to accept meanwhile.
+            # Connect in a thread, because the listener must accept meanwhile: the kernel's queue may be
+            # short.
             await asyncio.to_thread(connect_strangers, stack, (host, port), addresses, says)
             links = [dial(f"{host}:{port}", greeting(f"r{n}"), TOKEN, DEADLINE_S) for n in range(6)]
             for sock in await asyncio.gather(*links):

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # a second of every trainer's first optimizer, if it is not there already
+import torch._dynamo  # imported early: otherwise this import costs every trainer's first optimizer a second
 from common import begin, die_with_parent, finish, say, table, verdict
 from fleet import Fleet
 

@@ -34,7 +34,7 @@ WORLDS = (2, 3, 4)
 OURS = ("tcp", "tcp_bare", "shm", "shm_copy")
 PEERS = ("gloo", "gloo_halves")
 SIDES = OURS + PEERS
-# About so many bytes are reduced per measure, in at least one and at most this many exchanges.
+# A measurement reduces about MEASURE_BYTES in total, in 1 to MOST_REPEATS exchanges.
 MEASURE_BYTES, MOST_REPEATS = 2**25, 40
 NEEDED = {
     ("tcp", 2): {"1MB": 2.0, "16MB": 1.0, "64MB": 1.0, "256MB": 1.0},

@@ -120,10 +120,11 @@ def leave_nothing() -> None:
     outlive their trainers on purpose. A forked child, which keeps this process's own environment, is not
     found so: see ``die_with_parent``."""
     global _guard
-    # SIGTERM ends a Python process where it stands: no ``with`` block would be left, and folders would stay.
+    # Exit at SIGTERM: by default the signal ends Python without leaving ``with`` blocks, and folders would
+    # stay.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     mark = uuid.uuid4().hex
-    _guard = processes.guard(mark)  # before the mark is there, for it must not find itself
+    _guard = processes.guard(mark)  # start the guard before the mark is set, or the guard would kill itself
     os.environ[processes.MARK] = mark
 
 
@@ -131,7 +132,7 @@ def die_with_parent() -> None:
     """For a child that was forked from the main thread: SIGKILL when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended in between
+    if os.getppid() != parent:  # the parent ended before this process asked to die with it
         os._exit(1)
 
 

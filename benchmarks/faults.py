@@ -42,13 +42,13 @@ from faults_record import InjectedFault, RunRecord
 
 SEED = 20260
 KILLS, STOPS, CPU_KILLS = 10, 5, 2
-# Before these the optimizer makes its part of the state, and memory for gradients and snapshots is allocated.
+# In these first steps the optimizer makes its state, and servers allocate memory for gradients and snapshots.
 WARM_UP_STEPS = 8
 UNDISTURBED_STEPS = 2
 UNDISTURBED_STEPS_AS_TWO = 3
 HOLD_S, BUSY_S, USER_CODE_S = 2.0, 20.0, 60.0
 BUSY_PROCESSES = 4
-# Figures without a limit are left out when they would take the run over ten minutes.
+# After these times the run skips figures without an aim, so that it ends within ten minutes.
 CPU_UNTIL_S, PEER_UNTIL_S = 450.0, 500.0
 
 
@@ -130,7 +130,7 @@ class Disturbance:
     def _act(self, name: str, what: str, seconds: float) -> None:
         steps = len(self.fleet.steps(name))
         self.fleet.act(name, what, seconds)
-        # The step that is under way may have no micro-batch left: the next one surely has.
+        # Wait for two steps: the step under way may have no micro-batch left, but the next step has.
         self.fleet.wait(lambda: len(self.fleet.steps(name)) >= steps + 2, f"{name} to go on", 240.0)
 
     @contextlib.contextmanager

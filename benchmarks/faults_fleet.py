@@ -35,7 +35,7 @@ class AppendedLines:
             whole = data[: data.rfind(b"\n") + 1]
             self._at += len(whole)
             for line in whole.splitlines():
-                with contextlib.suppress(ValueError):  # a killed writer's last line
+                with contextlib.suppress(ValueError):  # the last line of a killed writer may be incomplete
                     self.kept.append(json.loads(line))
         return self.kept
 

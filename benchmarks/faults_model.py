@@ -5,7 +5,7 @@ import os
 import torch
 
 MATRICES = 20
-WIDTH = int(os.environ.get("FAULTS_WIDTH", "2048"))  # smaller only to try the benchmark itself
+WIDTH = int(os.environ.get("FAULTS_WIDTH", "2048"))  # a smaller width is only for trying the benchmark
 
 
 class WrittenGradient(torch.autograd.Function):

@@ -25,7 +25,7 @@ from faults_fleet import DEADLINE_S, HERE, POLL_S, REPLICAS, AppendedLines, dura
 KILLS, STOPS = 3, 1
 UNDISTURBED_STEPS = 3
 HEARTBEAT_S, MISSING_S, JOIN_S, COLLECTIVE_S = 0.05, 0.5, 0.5, 3.0
-HEAL_S = 60.0  # its default, and what a state of 1 GB may take
+HEAL_S = 60.0  # torchft's default, and enough for a state of 1 GB
 COMPUTE_S = 0.5
 
 

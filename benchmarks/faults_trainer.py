@@ -43,7 +43,7 @@ def act():
         return
     path.unlink()
     if what == "hold":
-        # PyDLL keeps the interpreter's lock: no thread of this process runs Python meanwhile.
+        # PyDLL keeps the interpreter's lock, so no thread of this process runs Python during the call.
         ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
     else:
         time.sleep(float(seconds))

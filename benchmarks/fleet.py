@@ -33,7 +33,7 @@ class Fleet:
     """Trainers ``r0`` to ``r{n-1}`` of one job; ``environment`` is added to everybody's."""
 
     bind = "127.0.0.1"  # where the lighthouse listens
-    failures = 0  # here replicas are killed again and again on purpose: none is kept out for it
+    failures = 0  # the benchmark kills replicas on purpose, so no number of failures keeps a replica out
 
     def __init__(self, script: str, replicas: int, environment: dict[str, str] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="fabric-benchmark-"))

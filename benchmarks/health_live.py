@@ -23,8 +23,8 @@ from job import Job, Zygote
 from benchmarks.common import begin, finish, say, verdict
 
 UNDISTURBED = 500
-PATIENCE = 60  # steps for which a verdict is waited
-TURN_S = 0.02  # stopped for so long, then running for so long
+PATIENCE = 60  # number of steps within which a verdict must come
+TURN_S = 0.02  # the slow replica is stopped for this time and then runs for this time, in turns
 THROTTLED = "r1"
 
 

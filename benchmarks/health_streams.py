@@ -13,11 +13,11 @@ ITERATIONS = 220
 WARM_UP = 50
 FAULT_AT = 120
 STAGES = MICRO_BATCHES = 4
-NOISE = 0.01  # of each operation's time, and of the whole iteration's
+NOISE = 0.01  # relative noise of each operation's time and of each iteration's time
 HIDDEN = 4096
-TOKEN_S = 1e-5  # of one token in one stage, without attention
-FIXED_S = 2e-3  # of one micro-batch in one stage
-MEDIAN_LENGTH, SIGMA = 900, 1.5  # of a document, log-normal
+TOKEN_S = 1e-5  # seconds of one token in one stage, without attention
+FIXED_S = 2e-3  # fixed seconds of one micro-batch in one stage
+MEDIAN_LENGTH, SIGMA = 900, 1.5  # log-normal distribution of a document's length
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Fault:
 class StreamResult:
     """The detector's work on one stream."""
 
-    micro_batch_errors: list[float] = field(default_factory=list)  # relative, before the fault
+    micro_batch_errors: list[float] = field(default_factory=list)  # relative errors before the fault
     iteration_errors: list[float] = field(default_factory=list)
     false_alarms: int = 0  # alarms raised before the fault
     found_after: int | None = None  # iterations from the fault to a verdict that names the stage

@@ -40,11 +40,11 @@ SESSIONS = int(os.environ.get("SESSIONS", "10000"))
 WINDOW_S = float(os.environ.get("WINDOW_S", "300"))
 DEATHS = 3
 REPEATS = 5
-BACK_S = 60.0  # within which all must be back
-CREDIT_S = 8.0  # after which nobody is spared any more whom the other leader has not heard
-STEADY_S = 3.0  # between the start's burst and the window
+BACK_S = 60.0  # all members must be back within this time
+CREDIT_S = 8.0  # after this time a new leader evicts members that it has not heard
+STEADY_S = 3.0  # the pause between the start's burst and the measured window
 TOLD_WITHIN_S = 30.0
-LOOK_S = 0.25  # how often the crowd is asked how far it is: it looks at every session then
+LOOK_S = 0.25  # pause between two questions to the crowd, because each answer examines every session
 UNDISTURBED = 200  # steps
 JOB = "crowd"
 START_S = 120.0
@@ -72,7 +72,7 @@ KEYS = (
     "training_stall_s",
     "step_undisturbed_p99_s",
 )
-# Those of them that are told after a clean end of the leader, and after a kill.
+# These figures have two values: after a leader's clean end, and after its kill.
 BY_HOW = ("all_back_s", "all_back_missing", "all_back_false_deaths", "failover_s")
 
 

@@ -30,9 +30,9 @@ from fabric.model import PROTOCOL_VERSION, Record
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta, wire
 
-SLICES = 100  # beats of a second are spread over so many instants
-DIALS = 512  # sessions that are opened at a time at the start; after a fail-over all of them are
-CONNECT_S = 2.7  # this and the pauses are those of fabric/client/control/lighthouse_link.py
+SLICES = 100  # the heartbeats of a second are spread over this many instants
+DIALS = 512  # number of sessions opened at a time at the start; after a fail-over all open at once
+CONNECT_S = 2.7  # this time and the pauses equal those of fabric/client/control/lighthouse_link.py
 PAUSE_S = (0.05, 0.5)
 
 
@@ -50,10 +50,11 @@ class SessionCrowd:
         self.total = total
         self.names = names
         self.sessions = {name: MemberConnection(self, name, number) for number, name in enumerate(names)}
-        self.late: Counter[int] = Counter()  # tenths of a millisecond -> beats
-        self.own: Counter[int] = Counter()  # likewise: how late this process itself was with them
-        self.record: Record | None = None  # the newest that any session here was told
-        self.told: dict[int, array[float]] = {}  # epoch -> when each session was told
+        self.late: Counter[int] = Counter()  # delay in tenths of a millisecond -> number of heartbeats
+        # delay of this process itself, in the same unit -> number of heartbeats
+        self.own: Counter[int] = Counter()
+        self.record: Record | None = None  # the newest record that any session of this process got
+        self.told: dict[int, array[float]] = {}  # epoch -> the time when each session got it
         self.kept: list[asyncio.Task[None]] = []
         self.lost: list[str] = []
         self.refused: list[str] = []
@@ -219,7 +220,7 @@ class MemberConnection(asyncio.Protocol):
     def write(self, body: bytes) -> None:
         assert self.transport is not None
         size = len(body)
-        # Masked, as the standard wants it of clients, with the mask zero.
+        # The WebSocket standard requires masked frames from clients; this mask is zero.
         if size < 126:
             head = struct.pack(">BBI", 0x81, 0x80 | size, 0)
         elif size < 65536:
@@ -263,8 +264,10 @@ class MemberConnection(asyncio.Protocol):
 
     def hear(self, body: bytes) -> None:
         if body.startswith(b'{"kind":"HeartbeatAck"'):
-            number = body[body.index(b'"number":') + 9 :].partition(b",")[0]  # words may come after it
-            behind = self.beats - int(number.rstrip(b"}"))  # beats since, a second apart
+            # other fields may follow the number
+            number = body[body.index(b'"number":') + 9 :].partition(b",")[0]
+            # number of heartbeats sent since then, one per second
+            behind = self.beats - int(number.rstrip(b"}"))
             self.crowd.late[int(10_000 * (time.monotonic() - self.sent + behind))] += 1
             return
         message = self.crowd.decode(body)
@@ -273,7 +276,8 @@ class MemberConnection(asyncio.Protocol):
         elif isinstance(message, m.RosterDelta):
             newest = self.crowd.record
             if newest is not None and newest.fence == message.record.fence:
-                record: Record | None = newest  # another session here has put it together already
+                # another session of this process has applied this roster delta already
+                record: Record | None = newest
             else:
                 record = roster_delta.applied(message, self.record)
             if record is None or self.record is None:
@@ -281,7 +285,7 @@ class MemberConnection(asyncio.Protocol):
             else:
                 self.enter(record)
         elif isinstance(message, m.Resume):
-            if self.running != self.epoch:  # else another leader asks again
+            if self.running != self.epoch:  # after a fail-over another leader asks again
                 self.step, self.running = message.step, self.epoch
             self.say(m.Running(message.fence, self.step))
         elif isinstance(message, m.Rejected):
@@ -366,5 +370,5 @@ def answer(body: dict[str, object]) -> None:
 if __name__ == "__main__":
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    gc.disable()  # to look at all sessions for cycles takes longer than what is measured
+    gc.disable()  # a collection over all sessions takes longer than the measured operation
     uvloop.run(main(**json.loads(sys.stdin.readline())))

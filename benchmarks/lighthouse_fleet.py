@@ -47,7 +47,8 @@ class BenchmarkProcess:
 
     def launch(self) -> None:
         with self._log.open("ab") as log:
-            # -m looks in the working directory first: this checkout is measured, wherever one stands.
+            # Set the working directory, which -m searches first, so that the benchmark measures this
+            # checkout.
             self._process = subprocess.Popen(
                 self.command(), env=self.environment(), stdout=log, stderr=log, cwd=HERE.parent
             )

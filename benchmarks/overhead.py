@@ -144,7 +144,8 @@ def member() -> None:
     torch.set_num_threads(1)
     rounds = int(os.environ["BENCHMARK_ROUNDS"])
     until = (rounds + WARM_UP) * steps + 1
-    # Attached before there is a process group, which would say that these are the ranks of one replica.
+    # Attach before the process group exists, or ``attach`` would take these processes for ranks of one
+    # replica.
     ours = Ours(layers, width, samples, world, until)
     distributed.init_process_group(
         "gloo",

@@ -46,7 +46,7 @@ BACK_S = 90.0
 SETTLED_STEPS = 20
 HALVES = tuple((a, b) for a in REPLICAS[:2] for b in REPLICAS[2:])
 
-# The limit of each figure.
+# Figure -> its aim.
 AIMS = {
     "cut_pair_s": 3.0,
     "split_2_2_s": 5.0,
@@ -70,7 +70,7 @@ SCENES = (
 class PartialFleet(Fleet):
     """Four trainers and a lighthouse, each in a namespace."""
 
-    failures = 3  # what links do must not look like the failure of a replica
+    failures = 3  # the default: broken links must not count as failures of a replica
 
     def __init__(self, network: PartialNetwork) -> None:
         super().__init__(str(Path(__file__).resolve()), len(REPLICAS), {"FABRIC_JOB": JOB})

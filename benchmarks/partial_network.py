@@ -24,7 +24,7 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _TUNSETIFF = 0x400454CA
 _TUN_WITHOUT_HEADER = 0x0001 | 0x1000
 _MAX_PACKET = 65536
-# The most bytes that wait on a slow link: the depth of a router's queue.
+# The most packets that wait on a slow link, as in a router's queue.
 _MAX_QUEUED = 4000
 
 Way = tuple[str, str]
@@ -144,7 +144,7 @@ def both_ways(*pairs: Way) -> tuple[Way, ...]:
 
 
 def _put(tunnel: int, packet: bytes) -> None:
-    with contextlib.suppress(OSError):  # a full queue loses it, as a network does
+    with contextlib.suppress(OSError):  # a full queue loses the packet, as a network does
         os.write(tunnel, packet)
 
 
@@ -153,7 +153,7 @@ def _tunnel(name: str) -> int:
     made: list[int | OSError] = []
 
     def make() -> None:
-        # Only this thread enters the namespace, and it ends here.
+        # Only this thread enters the namespace, and the thread ends afterwards.
         try:
             with Path(f"/run/netns/{name}").open() as namespace:
                 if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):

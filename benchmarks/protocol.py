@@ -327,7 +327,7 @@ def main() -> None:
     arguments = parser.parse_args()
     begin()
     count = arguments.replicas
-    gc.set_threshold(*THRESHOLDS)  # as in the service
+    gc.set_threshold(*THRESHOLDS)  # the same thresholds as in the lighthouse
     result: dict[str, float] = {"replicas": count, **(large(count) if count == REPLICAS else lead(count))}
     if arguments.seeds:
         result.update(hunt(arguments.seeds))

@@ -43,7 +43,7 @@ from fabric.ckpt_server.state.training_state import StateView, capture
 HERE = Path(__file__).resolve().parent
 THEIR_COMPUTE_S = 0.3  # async_save's step, longer than staging on a quiet machine
 LIMIT_S = 480.0
-RATE = 0.9e9  # bytes per second that the peer must have got
+RATE = 0.9e9  # the peer must get at least this many bytes per second
 
 
 class Copies:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import xxhash
 
 BYTES_PER_S = 1e9
-BLOCKS = 2  # in one request
+BLOCKS = 2  # number of blocks in one request
 
 
 class PeerConnection:

@@ -233,7 +233,7 @@ def main() -> None:
         "rates": peer.rates[WARM_UP:],
     }
     Path(os.environ["BENCHMARK_OUT"]).write_text(json.dumps(found))
-    # There is no end to train to: the fleet's end is this process's.
+    # The trainer has no last step: it ends when the benchmark ends its processes.
     sys.stdout.flush()
     os._exit(0)
 

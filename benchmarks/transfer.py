@@ -61,7 +61,7 @@ WARM_UP = {"256MB": 2, "1GB": 2, "4GB": 1}
 PEER_SIZES = ("1GB", "4GB")
 SMALL_TENSORS, SMALL_ROUNDS = 5000, 21
 STREAMS = 2  # of raw TCP
-CHUNKS = (0, 2, 4, 8)  # of torchft; 0 is what its manager uses
+CHUNKS = (0, 2, 4, 8)  # numbers of torchft's chunks; torchft's manager uses 0
 TRIES = 1
 OURS = ("one", "three")
 NEEDED = {"vs_raw_tcp": 0.9, "vs_bare_tcp": 0.8, "vs_torchft": 3.0, "vs_torchft_best": 2.0}
@@ -76,7 +76,7 @@ SMALL_S, EXTRA_MB = 0.030, 64.0
 # The memory that a run needs besides the state and its destination.
 SPARE_BYTES = 2 << 30
 
-Spent = tuple[float, float]  # seconds of the clock, and of the taker's processors
+Spent = tuple[float, float]  # seconds of the clock, and processor seconds of the receiver
 Entry = tuple[str, str, tuple[int, ...], int]
 
 
@@ -170,7 +170,8 @@ class TransferFleet:
         self.receiver = self._start("receiver", [state.nbytes, state.manifest, state.tensors, STREAMS], [])
         self._sender = self._start("sender", [state.fd, state.nbytes], [state.fd])
         self._chunks = (0, 0)
-        self._torchft: list[TransferWorker] = []  # the sender, who receives as it comes, who keeps its memory
+        # the sender, a plain receiver, and a receiver that keeps its memory
+        self._torchft: list[TransferWorker] = []
         if peer:
             self._torchft.append(self._start("torchft_sender", [state.fd, state.nbytes, CHUNKS], [state.fd]))
             for environment in ({}, KEEP_HEAP):
@@ -261,7 +262,8 @@ def measure(size: str, folder: str, rounds: int, peer: bool) -> Measures:
     with contextlib.closing(state), contextlib.closing(TransferFleet(state, peer)) as fleet:
         workers = [fleet.receiver, *fleet.sources]
         idle = {worker.pid: worker.rss_anon for worker in workers}
-        with peaks(workers) as highest:  # outside of the rounds, which the watching would disturb
+        # outside the timed rounds, because watching the memory would disturb them
+        with peaks(workers) as highest:
             for count in (1, 3):
                 fleet.ours(count)
         extra = {pid: highest[pid] - idle[pid] for pid in idle}

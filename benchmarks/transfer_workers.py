@@ -31,7 +31,7 @@ BLOCK = 4 << 20
 STEP, GENERATION = 1, 1
 _ASK = struct.Struct("<QQ")
 _TORCHFT_TIMEOUT = timedelta(seconds=120)
-# A process that gives no memory back to the kernel: what torchft receives into was faulted in before.
+# With this environment a process gives no memory back to the kernel, so torchft receives into present pages.
 KEEP_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_ARENA_MAX": "1"}
 
 
@@ -68,7 +68,7 @@ class TransferWorker:
     @property
     def processor_s(self) -> float:
         """Processor time of the whole process so far, threads that have ended included."""
-        return time.clock_gettime((~self.pid << 3) | 2)  # the kernel's clock of that process
+        return time.clock_gettime((~self.pid << 3) | 2)  # the processor clock of the other process
 
     @property
     def rss_anon(self) -> int:
@@ -244,7 +244,8 @@ def torchft_sender(fd: int, nbytes: int, settings: list[int]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    BaseHTTPRequestHandler.log_message = lambda *_: None  # a line per request on standard error
+    # the default writes a line per request to standard error
+    BaseHTTPRequestHandler.log_message = lambda *_: None
     state = tensors_of(mapped(fd, nbytes))
     addresses = {}
     for num_chunks in settings:

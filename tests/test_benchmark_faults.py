@@ -78,7 +78,8 @@ def test_a_stall_is_the_time_that_no_work_explains():
         assert stall.inherited == pytest.approx(0.4)
         assert stall.repeated == 0.0
         assert stall.stall == pytest.approx(1.7 - 1.0 - 0.4)
-        assert stall.as_two == pytest.approx(1.7 - 1.2)  # three micro-batches are its share as one of two
+        # as one of two members it computes three micro-batches
+        assert stall.as_two == pytest.approx(1.7 - 1.2)
     assert found.lost(fault) == 0
     stages = found.stages(fault)
     assert [round(x, 3) for x in stages.values()] == [0.01, 0.03, 0.02, 0.05]
@@ -86,7 +87,7 @@ def test_a_stall_is_the_time_that_no_work_explains():
 
 @pytest.mark.parametrize(("before", "repeated"), [(0.1, 0.1), (2.0, 0.3)])
 def test_only_exchanges_made_twice_are_repeated(before, repeated):
-    # The exchange was under way for so long when the fault came; what was waiting was none.
+    # This time of the exchange had passed when the fault came, and none of it was waiting.
     (fault,) = record(MadeUp(begun_before=before)).faults
     assert all(s.repeated == pytest.approx(repeated) for s in fault.stalls)
 
@@ -98,7 +99,7 @@ def test_a_join_is_measured_against_undisturbed_steps_of_two():
 
 def test_steps_that_are_gone_and_evictions_are_counted():
     fleet = MadeUp()
-    fleet.ends["r2"] = [*fleet.ends["r2"], 10.25]  # r2 had committed one more
+    fleet.ends["r2"] = [*fleet.ends["r2"], 10.25]  # r2 had committed one more step
     found = record(fleet)
     assert found.lost(found.faults[0]) == 1
     assert found.evictions(0.0, 100.0) == 1
@@ -118,7 +119,7 @@ def test_the_phases_of_a_join_have_the_steps_that_end_in_them(monkeypatch, capsy
     monkeypatch.setattr(RunRecord, "join_stages", lambda self, fault: stages)
     faults_joins.tell_phases(found, found.faults, Used())
     rows = {line[:10].strip(): line[10:].split() for line in capsys.readouterr().out.splitlines()}
-    # Seconds, steps, what they took over 1.2 s (median and range), then processor seconds.
+    # The columns: seconds, steps, their time over 1.2 s (median and range), processor seconds.
     assert rows["start"] == ["1.0", "2", "1.00", "(1.00-1.00)", "1.00", "0.00", "1.00", "0.00"]
     assert rows["state"] == ["1.5", "2", "1.25", "(1.25-1.25)", "1.50", "0.00", "1.50", "0.00"]
     assert rows["replay"] == ["0.5", "0", "0.50", "0.00", "0.50", "0.00"]

@@ -40,7 +40,7 @@ def test_all_our_sides_and_raw_tcp_bring_the_state_and_wrong_bytes_are_noticed(t
             assert sum(worker.processor_s for worker in giving) > before
         assert fleet.receiver.rss_anon > 0
         with mmap.mmap(made.fd, made.nbytes) as memory:
-            memory[5 << 20] ^= 1  # in block 1, at every sender
+            memory[5 << 20] ^= 1  # damage block 1 at every sender
         with pytest.raises(SystemExit, match="receiver ended early"):
             fleet.ours(3)
     assert "wrong bytes" in capfd.readouterr().err

@@ -58,7 +58,7 @@ def test_a_missed_snapshot_is_reported(capsys):
 
 
 def test_the_last_line_is_an_object_of_plain_numbers(capsys):
-    # None is what could not be measured.
+    # None stands for a figure that could not be measured.
     result = {"ratio": {"2": {"4MB": 1.25, "128MB": None}}, "rounds": 9}
     common.finish(result)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result

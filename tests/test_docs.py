@@ -14,7 +14,7 @@ from fabric.runtime.config import Settings
 ROOT = Path(__file__).parent.parent
 NOTES = ROOT / "benchmarks" / "notes"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *NOTES.glob("*.md")])
-# Not for users: test points, see fabric/runtime/failpoints.py.
+# These variables are not for users; fabric/runtime/failpoints.py explains the failpoints.
 NOT_DOCUMENTED = {
     "FABRIC_TEST_POINTS",
     "FABRIC_LAUNCH_MARK",  # marks the processes of one launcher
@@ -93,7 +93,7 @@ def test_defaults_are_as_documented():
         shown = re.fullmatch(r"`(.*)`", cell)
         default = variables()[variable]
         if shown is None:
-            continue  # a word: needed, none, the bound address
+            continue  # the default is a word: needed, none, the bound address
         whole = int(default) if isinstance(default, bool) else default
         expected = f"{whole:g}" if isinstance(whole, float) else str(whole)
         assert shown[1] == expected, f"{variable}: {cell}"
@@ -168,7 +168,7 @@ def test_commands_exist_with_their_options(page, line):
     assert key in COMMANDS, f"{page} shows `{line}`: there is no command {words[0]}"
     command = COMMANDS[key]
     if key == ("ckpt-server",):
-        return  # reads its own arguments
+        return  # this command parses its own arguments
     for word in words:
         if word.startswith("-"):
             option = word.partition("=")[0]

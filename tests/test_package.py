@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 def unpacked(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    # Built from a copy of what git would ship, so that nothing is written into the tree.
+    # Build from a copy of the files that git would ship, so that the build writes nothing into the tree.
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

@@ -33,7 +33,7 @@ LIMITS = {
 
 MAX_ATTRIBUTES = 20
 # A message of the wire, the stored record, and the environment: each field is a named fact with a line of its
-# own. A split would only add a level to the JSON and the tables that people read.
+# own. Splitting such a class would only add a level to the JSON and the tables that people read.
 FLAT_VALUES = {"OpenSession", "Record", "Settings"}
 VAGUE_LOCALS = {"found", "said", "told", "known", "mine", "whole", "one"}
 HEADLESS = re.compile(r"(?:Who|What|Whoever|Whom|Of those|Nobody|Whichever)\b")

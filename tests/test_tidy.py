@@ -12,7 +12,7 @@ MAX_FILE_LINES = 500
 MAX_BODY_LINES = 50
 MAX_PARAMETERS = 9  # with self
 VAGUE = {"util", "utils", "common", "helpers", "helper", "manager", "misc"}
-# Files over the limit, with the size they have now: they may shrink, never grow.
+# Files over the limit, with their present size: such a file may shrink, but never grow.
 TOO_LONG: dict[str, int] = {}
 
 
@@ -59,7 +59,7 @@ def test_one_reader_of_the_environment():
         for node in ast.walk(tree(p))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
     }
-    # These pass their own environment on to the processes that they start.
+    # These modules pass their own environment on to the processes that they start.
     assert readers - {"fabric/runtime/process_environment.py", "fabric/cli/demo/supervise.py"} <= {
         "fabric/runtime/config.py"
     }

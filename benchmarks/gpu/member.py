@@ -85,7 +85,7 @@ class RingProcess:
         if item.get("die_at") and item.get("who") == self.position:
             self.die_at = item["die_at"]
         answer: dict = {}
-        # All are there before the clock starts.
+        # This small exchange makes sure that all members are ready before the clock starts.
         small = torch.zeros(64, device=source.device)
         plane.all_reduce(1, 2 * step, small, torch.zeros_like(small))
         products = item.get("compute", 0) if self.position == 0 else 0
@@ -145,7 +145,7 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
         if "aborted" in answer:
             break
-    # Others may still read what this process shares: it stays until the parent closes our standard input.
+    # Other members may still read this process's memory, so it stays until the parent closes standard input.
     sys.stdin.read()
     os._exit(0)  # an aborted communicator may hold threads that never end
 

@@ -301,7 +301,7 @@ class TestAServerThatIsStopped:
             slots.for_round(1, step).buffer[:] = step
             with contextlib.suppress(FabricError):
                 slots.publish(1, hold(step))
-        # The server had already withdrawn one gradient, for the next round.
+        # One slot was already withdrawn for the next round, so only that slot's memory may change.
         changed = [i for i, buffer in enumerate(held) if bytes(buffer.numpy()) != shared[i]]
         assert len(changed) == 1
         stopped.go_on()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# the samples pause by this rank, which gives an absent replica time
+# the samples need this variable: one rank's samples pause to give an absent replica time
 os.environ["SHARDED_RANK"] = os.environ["RANK"]
 from layout_trainer import GLOBAL_BATCH, make
 from sharded_trainer import MICRO_BATCH, Paced, example

@@ -77,7 +77,7 @@ def test_an_outvoted_replica_does_not_go_on_when_the_two_others_are_killed(zygot
     """They die before they can report. Its state is the newest that is left, and known to be wrong."""
     environment = {"TINY_STEPS": "20", "FABRIC_SNAPSHOT_EVERY": "3"}
     with Job(zygote, tmp_path, environment=environment) as job:
-        # The failpoint stops the control threads of r0 and r1 after their commit votes.
+        # The failpoint stops the control threads of r0 and r2 after their commit votes.
         held = f"abort@7=wait:{tmp_path / 'never'}"
         job.start("r0", held)
         job.start("r1", **bad("a flipped bit"))

@@ -230,7 +230,8 @@ async def test_a_replica_that_fails_repeatedly_waits_until_an_operator_admits_it
             (penalty,) = body["penalties"]
             assert (penalty["kind"], penalty["about"], penalty["times"]) == ("replica", "r2", 2)
             assert body["joiners"][0]["verdict"] == reason
-            (host,) = body["hosts"]  # all replicas of the test are on one host, so the host gets no penalty
+            # all replicas of the test are on this host, so it does not become suspect
+            (host,) = body["hosts"]
             assert (host["times"], host["suspect"]) == (2, False) and host["score"] > 1.99
             assert host["replicas"] == ["r0", "r1", "r2"] and host["why"] == "its process is gone"
             url = f"{lighthouse.url}/v1/jobs/{job}/hosts"

@@ -51,7 +51,7 @@ def test_a_golomb_layout_masks_more_failures_than_consecutive_hosts_and_blocks()
     golomb = sampled_masked(ring_layout(60, golomb_offsets(60, 5)), seed=1)
     consecutive = sampled_masked(ring_layout(60, consecutive_offsets(60, 5)), seed=1)
     blocks = sampled_masked(block_layout(60, 5), seed=1)
-    assert golomb.mean < blocks.mean  # a loss of one of 12 blocks ends the run, or a loss of one of 60 types
+    assert golomb.mean < blocks.mean  # blocks: 12 groups of hosts can be lost; Golomb: 60 types can be lost
     assert golomb.mean < consecutive.mean
     assert golomb.mean == pytest.approx(masked_failures(60, 5), rel=0.05)
     assert blocks.mean == pytest.approx(masked_failures_replication(60, 5), rel=0.1)

@@ -308,7 +308,7 @@ def test_the_replica_has_finished_when_its_last_snapshot_is_kept_by_all_ranks():
     assert [n.durable for n in names] == [True, True] and not replica.said(m.Finished)
     replica.rank(1, ro.SnapshotNamed(0, 1, True))
     assert not replica.said(m.Finished)
-    replica.rank(0, ro.SnapshotNamed(0, 1, False))  # the durable checkpoint failed, but the job has ended
+    replica.rank(0, ro.SnapshotNamed(0, 1, False))  # rank 0 could not keep its part, but the job has ended
     assert [f.step for f in replica.said(m.Finished)] == [0]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sim.trainer import Trainer
 
 
-# Many times what a world of all faults needs; a leader that writes one after the other plays for minutes.
+# A world of all faults needs far fewer epochs; a leader that wrote epochs without end would play for minutes.
 MOST_EPOCHS = 1000
 
 
@@ -42,7 +42,7 @@ class Checks:
 
     def __init__(self, micro_batches: int, min_replicas: int, sharing: Sharing = EVERYTHING) -> None:
         self.sharing = sharing
-        self.rank = 0  # of the lane that is checked, in worlds of ranks
+        self.rank = 0  # the rank of the checked lane, in worlds of ranks
         self.skipped: Counter[tuple[int, int]] = (
             Counter()
         )  # (step, micro-batch) -> generations that left it out
@@ -50,28 +50,31 @@ class Checks:
         self.min_replicas = min_replicas
         self.records: list[Record] = []
         self.by_epoch: dict[int, Record] = {}
-        self.gradients: dict[tuple[int, int], str] = {}  # (generation, step) -> digest applied
+        # (generation, step) -> digest of the applied gradient
+        self.gradients: dict[tuple[int, int], str] = {}
         self.states: dict[tuple[int, int], str] = {}
         self.commits: Counter[int] = Counter()  # generation -> distinct steps committed
         self.promises: dict[str, int] = {}  # process -> the newest epoch it reported for
         self.votes: dict[tuple[str, int, int], str] = {}
-        self.entered: dict[tuple[str, int], int] = {}  # process -> a round that it said it entered
+        self.entered: dict[tuple[str, int], int] = {}  # process -> the round that it reported as entered
         self.steps: dict[tuple[str, int], int] = {}
-        self.newest = (0, 0)  # (generation, step) committed last
-        self.leader = 0  # the newest election
-        self.penalties: Penalties | None = None  # where failures are remembered
+        self.newest = (0, 0)  # the (generation, step) of the newest commit
+        self.leader = 0  # number of the newest election
+        self.penalties: Penalties | None = None  # the checker of penalties, in worlds with penalties
         self.cold_starts: ColdStarts | None = None
-        self.shares: ShareChecks | None = None  # where shares follow speeds
-        self.late: set[str] = set()  # processes that committed in a generation that was over
+        self.shares: ShareChecks | None = None  # the checker of shares, where shares follow speeds
+        self.late: set[str] = set()  # processes that committed in an old generation
         self.decisions: dict[int, m.Resume] = {}
-        # (generation, step) -> digest of the state under a commit
+        # (generation, step) -> digest of the state to which the commit was applied
         self.grounds: dict[tuple[int, int], str] = {}
         self.prepared_rounds: dict[str, tuple[int, int]] = {}  # process -> the newest round it voted in
         # process -> (epoch, step) -> the digest of each replica's state, by its vote
         self.heard: dict[str, dict[tuple[int, int], dict[str, str]]] = {}
         self.ends: dict[str, tuple[int, int]] = {}  # process -> (generation, step) at which its loop ended
-        self.ended_alone = False  # whether somebody has ended without a record that says so
-        self.outvoted: dict[str, int] = {}  # process -> the generation in which most said another state
+        # whether a process has ended before the record said that the job is complete
+        self.ended_alone = False
+        # process -> the generation in which most members named another state
+        self.outvoted: dict[str, int] = {}
 
     # --- the store ---------------------------------------------------------------------------------
 
@@ -86,7 +89,7 @@ class Checks:
             )
         if after.complete and (after.generation, after.base.step) < self.newest:
             raise Violation(f"complete at step {after.base.step}, but {self.newest} was committed")
-        # What ends the job, and what concerns only those to come, is written within the epoch.
+        # The leader writes the end of the job, and overrides for newcomers, without a new epoch.
         within = after.complete or bool(after.failed) or (before is not None and after.names == before.names)
         if before is not None and after.epoch not in (before.epoch + 1, before.epoch + (0 if within else 1)):
             raise Violation(f"epoch {after.epoch} was written over {before.epoch}")
@@ -149,7 +152,7 @@ class Checks:
         if entry is None or not took_part or (entry.joining and not self._took_part(entry)):
             return
         if self.ended_alone and not trainer.main.closing:
-            return  # the end came while it waited for a leader to go on: its loop is told, and goes
+            return  # the job ended while this member waited for a leader, so its loop ends too
         if step != record.base.step:
             raise Violation(
                 f"the job is complete at step {record.base.step}, its {trainer.name} is at {step}"
@@ -170,7 +173,7 @@ class Checks:
         did, or no lighthouse has answered for the autonomy."""
         self.ended_alone = True
         if self.rank:
-            return  # its rank 0 says that the loop has ended, and decides for all ranks
+            return  # rank 0 reports the end of the loop for all ranks
         mine, ended, core = self.ends.get(trainer.name), order.ended, trainer.core
         if ended is None or not order.alone:
             raise Violation(f"{trainer.name} ends at step {order.step}, and the job is not complete")
@@ -258,7 +261,7 @@ class Checks:
         if known is not None and known != resume:
             raise Violation(f"epoch {epoch} was decided twice: {known}, then {resume}")
         if known is not None or self.records[-1].epoch != epoch:
-            return  # said again, or decided by a leader that does not know yet that it was deposed
+            return  # a repeated decision, or one of a deposed leader that does not know of its deposition
         self.decisions[epoch] = resume
         generation, step = self.newest
         if resume.fence.generation == generation and resume.step < step:
@@ -299,7 +302,7 @@ class Checks:
     def aborted(self, trainer: "Trainer", epoch: int, step: int) -> None:
         """Note whether the trainer leaves the round knowing that most of the roster have another state."""
         digests = self.heard.pop(trainer.name, {}).get((epoch, step), {})
-        # By its own vote, which has the digest of all ranks of the replica.
+        # Take the digest from the member's own vote, which covers all ranks of the replica.
         own, record = digests.get(trainer.host, ""), self.by_epoch[epoch]
         others = Counter(x for name, x in digests.items() if name != trainer.host and x != own)
         if own and others and 2 * max(others.values()) > len(record.roster):
@@ -354,7 +357,8 @@ class Checks:
         voters = {who for who, epoch, step in self.votes if (epoch, step) == (prepared.epoch, prepared.step)}
         named = any(x.step == prepared.step + 1 and x.commit_digest for x in self.decisions.values())
         if not voters or named:
-            return  # alone in its round, or in a lane without votes; or committed by decision
+            # the member was alone in its round, or in a lane without votes, or committed by a decision
+            return
         roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[prepared.epoch].roster}
         missing = roster - voters - {trainer.name}
         if missing:
@@ -419,7 +423,8 @@ class Checks:
         who, key = trainer.name, (trainer.host, trainer.incarnation)
         last = next(r for r in reversed(self.records) if r.generation == generation)
         if last.store_id != self.records[-1].store_id and self.promises.get(who, 0) <= last.epoch:
-            return  # its store was wiped, and it has not heard of that: an empty store does not wait
+            # the store was wiped and this process does not know it: an empty store does not wait for it
+            return
         awaited = any((x.replica, x.incarnation) == key and not x.joining for x in last.roster)
         roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[prepared.epoch].roster}
         voters = {

@@ -20,7 +20,7 @@ class Clockwork:
         self.seed = seed
         self.random = random.Random(seed)
         self.now = 0.0
-        self.skew = 0.001  # how far off the rate of a process's clock may be
+        self.skew = 0.001  # the largest error of a clock's rate
         self.counts: Counter[str] = Counter()
         self.tracing = tracing
         self.lines: list[str] = []
@@ -79,7 +79,8 @@ class Process:
         self.name = name
         self.alive = True
         self.paused = False
-        self._backlog: list[tuple[bool, Action]] = []  # whether a timer brought it, and what to do
+        # for each waiting action: whether a timer brought it, and the action
+        self._backlog: list[tuple[bool, Action]] = []
         self._pauses = 0
         self._offset = clockwork.between(0.0, 1000.0)
         self._rate = clockwork.between(1.0 - clockwork.skew, 1.0 + clockwork.skew)
@@ -117,7 +118,7 @@ class Process:
         self.paused = False
         backlog, self._backlog = self._backlog, []
         self._pauses += 1
-        # A source of its own, so that worlds differ in this alone.
+        # Use a separate random source, so that the order after a pause changes nothing else in the world.
         chance = random.Random(f"{self.clockwork.seed}/{self.name}/{self._pauses}")
         if chance.random() < 0.5:
             self.clockwork.counts["path: sockets before timers"] += 1

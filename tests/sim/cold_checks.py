@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sim.trainer import Trainer
     from sim.world import World
 
-# Seconds for which a server must have held a state, and been within reach, before a leader must know of it.
+# A leader must know a state when a reachable server has held it for this many seconds.
 KNOWN_S = 1.0
 
 

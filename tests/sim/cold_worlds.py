@@ -25,7 +25,7 @@ from fabric.protocol.messages import leader_events as lio
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules import decide as deciding
 
-# What a hunt over these worlds must have met.
+# The rare events that must occur in a run over many of these worlds.
 REQUIRED = (
     "cold: hosts cut off, replicas started elsewhere",
     "cold: started on a host that ran it before",
@@ -93,7 +93,7 @@ class Ghosts(ColdWorld):
 
     def __init__(self, seed: int) -> None:
         self.ghosts: set[Trainer] = set()
-        # The lighthouse has led for longer, or for less, than a cold start waits.
+        # The fault comes when the lighthouse has led for longer, or for less, than a cold start waits.
         self.strikes = 6.0 if seed % 2 else 2.0
         self.remembered = (7,) if seed // 2 % 2 else ()
         super().__init__(seed)
@@ -324,7 +324,7 @@ class LateServer(ColdWorld):
             for ref in self.hosts[name].server.memory.snapshots
         ]
         if max(held) <= max(others):
-            return  # its snapshot of a later step is not done yet
+            return  # the member's snapshot of a later step is not done yet
         self.clockwork.counts["cold: the newest state's server comes last"] += 1
         self.struck = max(held)
         server.reach(Cut(self))

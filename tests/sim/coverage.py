@@ -28,7 +28,7 @@ REASONS = {
     "with the majority about the state": "path: eviction of a wrong state",
 }
 
-# Met only where newcomers are slow: see ``late_worlds``.
+# These reasons occur only in worlds with slow newcomers (``late_worlds``).
 LATE_REASONS = {
     "joins while the others wait for its state": "late: joined while the others waited",
     "its settings turn replay off": "late: replay is off",
@@ -39,7 +39,7 @@ LATE_REASONS = {
 
 MOMENTS = ("a join", "a drain", "a recovery", "a cold start", "the end")
 
-# Met only where somebody holds the others up: see ``stall_worlds``.
+# These reasons occur only in worlds where a member delays the others (``stall_worlds``).
 STALL_REASONS = {
     "all others waited for it": "stall: evicted a root waiter",
     "while the others waited for": "stall: evicted for user code",

@@ -71,7 +71,7 @@ def each_takes_what_it_can_load(patch: Patch) -> None:
     patch.setattr(CatchUp, "on_installed", on_installed)
 
 
-# With the kind of world that shows it.
+# Bug -> its patch, and the kind of world that shows the bug.
 DURABLE_BUGS: dict[str, tuple[Callable[[Patch], None], str]] = {
     mutation.__name__: (mutation, kind)
     for mutation, kind in (

@@ -22,7 +22,7 @@ REQUIRED = (
     "durable: failed rather than begin from scratch",
 )
 
-# Strikes that did not find two checkpoints by then are given up: other faults were in the way.
+# If two checkpoints do not exist by this time because of other faults, the world skips its strike.
 LATEST_S = 14.0
 
 
@@ -33,10 +33,10 @@ class DurableWorld(World):
         self.storage: list[SnapshotRef] = []
         self.unreadable: dict[SnapshotRef, set[str]] = {}
         self.kind = KINDS[seed // 2 % len(KINDS)]
-        self.alone = seed % 2 == 0  # nothing else goes wrong
+        self.alone = seed % 2 == 0  # whether this world has no other faults
         self.writing = True
         self.strikes = 0
-        self.expected: SnapshotRef | None = None  # what the next generation must begin from
+        self.expected: SnapshotRef | None = None  # the state from which the next generation must begin
         super().__init__(seed, tracing, faultless=self.alone)
         self.ends_early, self.until, self.blackout = False, 10**9, False
         self.faults.not_before, self.faults.over = LATEST_S + 2.0, False

@@ -28,9 +28,9 @@ REQUIRED = (
     "path: ended without a lighthouse",
 )
 AUTONOMY_S = 12.0
-# How long the others may stand still for a newcomer's end.
+# The longest time for which a newcomer's end may stop the other members, in seconds.
 STANDSTILL_S = 2.5
-# What the sentences have in common that tell a person to count otherwise.
+# These words are in every error that advises a user to count steps in another way.
 ADVICE = "session.committed_step"
 
 
@@ -39,13 +39,13 @@ class EndWorld(World):
     process has ended with exit code 1, for its loop does not end where the job does."""
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
-        self.alone = seed % 2 == 0  # nothing else goes wrong
+        self.alone = seed % 2 == 0  # whether this world has no other faults
         self.own_until: dict[str, int] = {}
         self.own_count: tuple[str, int] = ("", 0)  # the newcomer, and how many steps its loop makes
-        self.first: dict[str, int] = {}  # process -> the step at which it first stood
+        self.first: dict[str, int] = {}  # process -> its first step
         self.wrong: set[str] = set()
-        self.commits: list[float] = []  # when the others committed
-        self.closed: list[float] = []  # when loops ended
+        self.commits: list[float] = []  # the times of the other members' commits
+        self.closed: list[float] = []  # the times at which loops ended
         self.lost = False  # whether the lighthouses are gone
         self.joined = False  # whether the newcomer has committed a round with them
         super().__init__(seed, tracing, faultless=self.alone)
@@ -69,7 +69,7 @@ class EndWorld(World):
             super().exited(trainer, code, reason)
             return
         self.kill_trainer(trainer.host, 0.3)
-        self.hosts[trainer.host].finished = True  # nobody starts it again
+        self.hosts[trainer.host].finished = True  # no launcher starts the replica again
         self.wrong.add(trainer.host)
         self.closed.append(self.clockwork.now)
         more = "more steps to do" in reason
@@ -110,7 +110,7 @@ class EndWorld(World):
         if "away" in self.kind:
             self.clockwork.at(self.clockwork.between(0.0, 0.3), self._lose_lighthouses)
         if "away" in self.kind:
-            # Who lost a link in its last round, and not at the end of its loop, needs a leader to go on.
+            # A member that lost a link in its last round, before its loop ended, needs a leader.
             self._demand("no loop's end waits for a lighthouse", FINISH_LIMIT_S, self._is_nobody_closing)
             waited_s = self.clockwork.now - max(self.closed, default=self.clockwork.now)
             in_time = waited_s <= NO_LEADER_S + 1.0 or not self.alone
@@ -133,7 +133,7 @@ class EndWorld(World):
             self.kill_lighthouse(name)
         self.store.down = self.lost = True
         if self.clockwork.chance(0.3):
-            # The others have finished long before this one has come to its end.
+            # This replica is slow: the others finish long before it.
             slow = self.clockwork.random.choice(sorted(self.hosts))
             self.lingering.add(slow)
             self.clockwork.at(self.clockwork.between(NO_LEADER_S, NO_LEADER_S + 3.0), self.lingering.clear)
@@ -144,7 +144,7 @@ class EndWorld(World):
         before, starts = self.store.record, self.clockwork.chance(0.5) and not self.living()
         assert before is not None
         if before.complete:
-            return  # it ended before they were lost
+            return  # the job ended before the lighthouses were lost
         for name in self.hosts:
             if starts:
                 self.kill_server(name)
@@ -184,7 +184,7 @@ class EndWorld(World):
     def _play_newcomer(self) -> None:
         random = self.clockwork.random
         name = random.choice(sorted(self.hosts))
-        # It may end before it has caught up, beside the others, or long after them.
+        # The newcomer's loop may end before it has caught up, together with the others, or long after them.
         self.own_count = (name, random.choice((0, 1, 2, 4, 8, 400)))
         self.until += 60
         self.kill_trainer(name)
@@ -197,7 +197,7 @@ class EndWorld(World):
         demand(longest <= STANDSTILL_S, f"the others stood still for {longest:.1f} s beside {name}")
         step, others = self.checks.newest[1], self.wrong - {name}
         if self.joined and step < self.until:
-            # It had become a member like any other, and its loop was the first to end.
+            # The newcomer had become an ordinary member, and its loop ended first.
             self.clockwork.counts["end: a member's loop ended early"] += 1
             demand(len(others) == len(self.hosts) - 1, f"only {sorted(others)} were told that they want more")
             return

@@ -42,14 +42,14 @@ KINDS = (
     "flip in a result",
     "flip in a state",
 )
-# A fault may wait for one of these (said by a member's note, a commit vote, a fetch, an installed state).
+# A fault may wait for one of these events, which the simulator sees in notes, messages and effects.
 TRIGGERS = (
     "commit",
     "commit beside a newcomer",
     *("commit vote", "resume", "decided", "admitted", "draining", "closing") * 2,
     *("abort", "fetch", "install", "outside", "cold start"),
 )
-# The worst that can happen at some of them.
+# Trigger -> the faults that do the most damage at it.
 LIKELY = {
     "decided": "lighthouse crash",
     "resume": "kill host",
@@ -61,7 +61,7 @@ LIKELY = {
     "cold start": "lighthouse crash",
 }
 
-# What to wait for, and what to do then.
+# Pairs of a trigger to wait for, and the fault that follows it.
 Aims = tuple[tuple[str, str], ...]
 
 
@@ -72,8 +72,8 @@ class Faults:
     def __init__(self, world: "World", count: int | None, aims: Aims = ()) -> None:
         self.world = world
         self.over = False
-        self.not_before = 0.0  # some faults take longer to tell
-        self.waiting: list[tuple[str, str, float]] = []  # trigger, kind, delay
+        self.not_before = 0.0  # the earliest time at which the faults may end
+        self.waiting: list[tuple[str, str, float]] = []  # trigger, kind and delay of each waiting fault
         clockwork = world.clockwork
         number = clockwork.random.choice((1, 1, 2, 2, 3, 4, 5)) if count is None else count
         time = clockwork.between(0.2, 2.5)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sim.coverage import LATE_REASONS
 from sim.world import World
 
-# What a hunt over these worlds must have met.
+# The rare events that must occur in a run over many of these worlds.
 REQUIRED = (
     *LATE_REASONS.values(),
     "leader: too slow",
@@ -16,7 +16,7 @@ REQUIRED = (
     "during blocking join",
 )
 
-# While the others wait, the worst happens to the newcomer, or to one of them.
+# These faults hit the newcomer, or a waiting member, during a blocking join.
 AIMS = (
     ("blocking join", "kill host"),
     ("blocking join", "isolate"),
@@ -39,7 +39,7 @@ def late_world(seed: int) -> World:
         world.settings.nan_every = 4
         world.settings.member = replace(world.settings.member, on_nan="skip")
     if seed % 5 == 0:
-        world.settings.fetch_s = 3.0  # longer than the others wait
+        world.settings.fetch_s = 3.0  # a fetch lasts longer than the other members wait
     return world
 
 

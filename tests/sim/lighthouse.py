@@ -28,10 +28,11 @@ class Lighthouse(Process):
         self.config = world.settings.leader
         self.core: LeaderCore | None = None
         self.revision = 0
-        self.lease_end = 0.0  # by my own clock
+        self.lease_end = 0.0  # the end of my lease by my own clock
         self.sessions: dict[str, tuple[int, Connection]] = {}  # replica -> incarnation, connection
         self.statuses: dict[tuple[str, str, int], Connection] = {}
-        self._opening: tuple[str, int, Connection] | None = None  # the session whose first message is heard
+        # the session whose first message is under way
+        self._opening: tuple[str, int, Connection] | None = None
         self._armed: float | None = None
         self._feeding = False
         self._inbox: list[io.Event] = []

@@ -22,7 +22,7 @@ CALM_FAULTS = ("lighthouse crash", "lighthouse pause", "store down", "store rest
 
 FAULT_S = 14.0
 LOOK_S = 0.25
-# An end of a connection gives it up within 2.4 s here, complaints take 0.3 s; another cut may show later.
+# After a cut, both ends notice it within 2.4 s, and complaints take 0.3 s; a second cut may follow.
 BOUND_S = 7.0
 LONG_S = 3.0
 FLAP_S = 2.6
@@ -35,9 +35,9 @@ class LinkWorld(World):
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
         self.kind = KINDS[seed % len(KINDS)]
-        self.cut: dict[Pair, float] = {}  # both ends in order -> when it was last cut
+        self.cut: dict[Pair, float] = {}  # both ends of a link, in order -> the time of its last cut
         self.left_out: list[str] = []
-        self.progress = (0, 0.0)  # steps committed, and since when there are so many
+        self.progress = (0, 0.0)  # the number of committed steps, and the time since which it is unchanged
         super().__init__(seed, tracing, faultless=True)
         self.faults.over, self.faults.not_before = False, FAULT_S + 4.0
         self.clockwork.at(self.clockwork.between(2.0, 2.5), self._begin)
@@ -161,7 +161,7 @@ class LinkWorld(World):
 class CalmWorld(World):
     """Lighthouses crash and are stopped, the store is away, and every replica is well."""
 
-    lease_s = 4.0  # a leader that was stopped for some seconds still leads then
+    lease_s = 4.0  # with this lease a leader that was stopped for some seconds still leads
 
     def choose(self) -> Settings:
         """With time enough for every fault: nobody ends for want of a lighthouse."""

@@ -141,7 +141,7 @@ class Links:
         old = self.up.get(key)
         self.up[key] = (connection, side)
         if old is not None:
-            # What was sent on the old one may be lost: for the core that is a link that ended.
+            # Messages on the old link may be lost, so the core gets the end of that link.
             why = "replaced by a newer link to the same process"
             old[0].close(old[1], why)
             self.trainer.feed(io.LinkLost(key[0], key[1], why))

@@ -30,7 +30,7 @@ class MainThread:
         self.trainer = trainer
         self.step = 0
         self.digest = trainer.world.initial_digest(trainer.host)
-        self.said = ""  # the digest of the state as it was taken, empty where it was not
+        self.said = ""  # the digest of the state; empty if it was not taken
         self.gradient: tuple[int, ...] = ()
         self.closing = False
         self.at: tuple[int, int] | None = None  # (step, micro-batch) under way, in worlds where that matters
@@ -38,7 +38,8 @@ class MainThread:
         self._busy = True
         self._digest_wanted = True
         self.streaming = False  # whether the last backward of an order runs
-        self.given: tuple[int, tuple[int, ...]] = (-1, ())  # step and gradient that was reduced where it lay
+        # the step and the gradient that was reduced in place
+        self.given: tuple[int, tuple[int, ...]] = (-1, ())
 
     @property
     def is_busy(self) -> bool:
@@ -132,7 +133,7 @@ class MainThread:
         clockwork, trainer = self.trainer.clockwork, self.trainer
         world = trainer.world
         if not trainer.ring.awaited or world.blackout or world.find_leader(trainer.host) is None:
-            return ""  # a round is done again only where somebody leads, also in a moment
+            return ""  # a round is redone only while a lighthouse leads, or soon will
         if not clockwork.chance(0.005):
             return ""
         clockwork.counts["path: a streamed gradient was changed"] += 1
@@ -156,7 +157,7 @@ class MainThread:
     def _apply(self, order: io.Apply) -> None:
         demand(not self.closing, "told to apply after the loop has ended")
         generation = self.trainer.core.view.generation
-        # The buffer is read some time after the order was given, while other threads go on.
+        # The main thread reads the buffer some time after the effect, while other threads go on.
         self._work(self.trainer.clockwork.between(0.0, 0.003), lambda: self._scatter(order, generation))
 
     def _scatter(self, order: io.Apply, generation: int) -> None:
@@ -222,7 +223,7 @@ class MainThread:
             trainer.feed(io.Closing())
             return
         wanted, self._digest_wanted = self._digest_wanted, False
-        # At every second step it is taken while the user's code goes on.
+        # At every second step the digest is taken while the user's code goes on.
         later = wanted and generation > 0 and self.step % 2 == 1
         self.said = self.digest if wanted else ""
         trainer.feed(io.Ready(self.step, "" if later else self.said, later=later))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from sim.world import Settings, World, choose_settings
 
 STRIKES = ("stuck lighthouse", "store cut", "store full")
-# What a hunt over these worlds must have met.
+# The rare events that must occur in a run over many of these worlds.
 REQUIRED = (
     *(f"fault: {kind}" for kind in STRIKES),
     "store: a write was refused for good",

@@ -384,10 +384,10 @@ def believe_every_chunk(patch: Patch) -> None:
     patch.setattr(ring, "is_intact", lambda payload, digest: True)
 
 
-# What to aim at, for the bugs whose moment is short.
+# Faults to aim at rare moments, for bugs that show only then.
 AT_THE_BARRIER: Aims = (("commit vote", "reset link"), ("resume", "kill host"))
 BEFORE_IT_IS_RESOLVED: Aims = (("commit vote", "kill trainer"), ("report", "drain"))
-AFTER_A_COMMIT: Aims = (  # of one alone, which dies with what it committed
+AFTER_A_COMMIT: Aims = (  # one member commits alone and dies with its commit
     ("commit vote", "partition"),
     ("commit vote", "slow network"),
     ("commit vote", "reset link"),
@@ -402,7 +402,7 @@ LATE_MESSAGES: Aims = (
 )
 OUT_OF_SIGHT: Aims = (("commit vote", "kill trainer"), ("install", "cut control"))
 LONG_ABSENCE: Aims = (("commit", "slow network"), ("commit vote", "long absence"))
-BESIDE_A_NEWCOMER: Aims = (  # what was said of the commit is still on its way
+BESIDE_A_NEWCOMER: Aims = (  # the heartbeat about the commit is still on its way
     ("commit vote", "kill trainer"),
     ("admitted", "slow network"),
     ("commit beside a newcomer", "kill trainer"),
@@ -423,7 +423,7 @@ OUTVOTED_AND_LEFT_ALONE: Aims = (
 ON_THE_WIRE: Aims = (("commit vote", "flip on the wire"), ("resume", "flip on the wire"))
 OLD_WORDS: Aims = (("commit vote", "reset link"), ("resume", "old words"), ("commit vote", "old words"))
 LATE_RESULT: Aims = (("commit", "slow digest"), ("commit vote", "kill trainer"))
-# An epoch that one member does not hear of, and another in which that shows.
+# One member misses an epoch, and a later epoch shows the consequence.
 MISSED_WORDS: Aims = (
     ("commit vote", "missed word"),
     ("commit vote", "kill trainer"),

@@ -11,12 +11,12 @@ from sim.clockwork import Clockwork, Process
 
 from fabric.protocol.messages import network, wire
 
-# How long an end goes without acknowledgement before it gives the connection up, in seconds.
+# Seconds without an acknowledgement after which an end closes its connection.
 GIVE_UP_S = (0.8, 2.0)
 TIMED_OUT = "timed out"
 
 
-# Messages do not change, so what was said to several is encoded and decoded once.
+# Messages are immutable, so a message to several receivers is encoded and decoded once.
 _encode = lru_cache(maxsize=64)(wire.encode)
 _decode = lru_cache(maxsize=64)(wire.decode)
 
@@ -47,7 +47,7 @@ class End:
         self.on_message = on_message
         self.on_close = on_close
         self.open = True
-        self.arrival = 0.0  # when the last thing sent to this end arrives
+        self.arrival = 0.0  # the arrival time of the last message to this end
         self.held: list[Callable[[], None]] = []
 
 
@@ -153,10 +153,11 @@ class Network:
         self.clockwork = clockwork
         self.connections: dict[Connection, None] = {}
         self.blocked: dict[tuple[str, str], None] = {}
-        self.healed: dict[frozenset[str], float] = {}  # hosts that were cut off from each other -> until when
-        self.flips: dict[str, bool] = {}  # hosts whose next chunk is damaged on the way
-        self.unheard: dict[str, bool] = {}  # hosts that do not hear of the next epoch
-        self.slow = 0.03  # how often a packet takes long
+        # a pair of hosts without a link -> the time until which the link stays cut
+        self.healed: dict[frozenset[str], float] = {}
+        self.flips: dict[str, bool] = {}  # hosts whose next chunk gets damaged on the wire
+        self.unheard: dict[str, bool] = {}  # hosts that the next epoch's message does not reach
+        self.slow = 0.03  # the probability that a packet is delayed
 
     def delay(self) -> float:
         """One way, in seconds."""

@@ -74,10 +74,10 @@ def let_nobody_into_a_job_that_is_parked(patch: Patch) -> None:
     patch.setattr(Joins, "admit", admitted)
 
 
-# The leader dies once it has left somebody out.
+# The leader dies after it has evicted a member.
 AFTER_AN_EVICTION: Aims = (("commit", "kill trainer"), ("decided", "lighthouse crash"))
 
-# All die once somebody was left out.
+# All processes die after the leader has evicted a member.
 ALL_AFTER_AN_EVICTION: Aims = (("commit", "kill trainer"), ("decided", "kill everybody"))
 
 ORDERS: dict[str, tuple[Callable[[Patch], None], Aims]] = {

@@ -11,14 +11,14 @@ from fabric.model import OperatorOverrides, Record
 from fabric.protocol.messages import leader_events as io
 
 STRIKES = ("pause joins", "resume joins", "scale", "scale", "admit")
-# A replica dies again and again; a stand-by dies; the leader dies with an order.
+# A replica dies repeatedly; a spare dies; the leader dies with an operator's order.
 AIMS: tuple[Aims, ...] = (
     (("commit", "kill trainer"), ("admitted", "kill trainer"), ("outside", "lighthouse crash")),
     (("commit", "kill host"), ("decided", "pause joins"), ("resume", "lighthouse crash")),
     (("commit", "scale"), ("decided", "lighthouse crash"), ("commit vote", "kill trainer")),
     (("commit", "pause joins"), ("commit", "kill trainer"), ("commit", "crash in a write")),
 )
-# What the leader says when it keeps somebody out, or lets them in again.
+# The leader's words when it keeps a replica out -> the short name of the reason.
 REASONS = {
     "joins are paused": "orders: kept out by a pause",
     "it is not admitted before": "orders: kept out by a penalty",
@@ -26,7 +26,7 @@ REASONS = {
     "in the last days": "orders: stood by on a suspect host",
 }
 
-# What a hunt over these worlds must have met.
+# The rare events that must occur in a run over many of these worlds.
 REQUIRED = (
     *REASONS.values(),
     *(f"fault: {kind}" for kind in STRIKES),
@@ -52,7 +52,8 @@ class OrderWorld(World):
             most = max(policy.min_replicas, self.settings.replicas - 1)
             policy = replace(policy, max_replicas=most, start_replicas=most)
         elif seed % 6 == 4:
-            # All may be members, and the job needs one fewer: who is suspect stands by.
+            # The job starts with one replica fewer than it may have, so a replica on a suspect host is a
+            # spare.
             policy = replace(policy, start_replicas=max(1, self.settings.replicas - 1))
             for when in (1.0, 2.5):
                 self.clockwork.at(when, lambda: self.kill_trainer("r1", 0.2) and None)
@@ -65,7 +66,7 @@ class OrderWorld(World):
         )
         for lighthouse in self.lighthouses.values():
             lighthouse.config = self.settings.leader
-        # Leaders disagree about when something was by their times of day, and by how fast their clocks go.
+        # Two leaders date an event differently: by their times of day, and by the rates of their clocks.
         error_s = 0.5 + 6.0 * self._errs + 60.0 * self.clockwork.skew
         leader = self.settings.leader
         self.checks.penalties = Penalties(
@@ -80,8 +81,8 @@ class OrderWorld(World):
         for _ in range(random.choice((1, 2, 3))):
             kind = random.choice(STRIKES)
             self.clockwork.at(self.clockwork.between(0.3, 4.0), lambda kind=kind: self.faults.strike(kind))
-        self.asked = -1.0  # when the operator last took back what was ordered
-        # Whom the leader has kept out so, and not let in since.
+        self.asked = -1.0  # when the operator last withdrew its overrides
+        # Reason -> the replicas that the leader keeps out for it now.
         self.kept_out: dict[str, set[str]] = {name: set() for name in REASONS.values()}
 
     def time_error(self) -> float:

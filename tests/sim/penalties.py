@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fabric.model import Record
 
-# Who is left out with these words asked for it, or an operator did.
+# An eviction with one of these reasons was asked for by the member or by an operator.
 NO_FAILURE = ("evicted by ", "it cannot go on: ")
 
 
@@ -34,14 +34,16 @@ class Penalties:
         self._window_s = window_s
         self._least = least
         self._error_s = error_s
-        self._asked: dict[str, float] = {}  # nonce -> when a leader first wanted to write that record
+        self._asked: dict[str, float] = {}  # nonce -> when a leader first tried to write that record
         self._failures: dict[str, list[float]] = defaultdict(list)
-        self._perhaps: dict[str, list[float]] = defaultdict(list)  # also those that need not count
+        # failures by replica, with those that a leader need not count
+        self._perhaps: dict[str, list[float]] = defaultdict(list)
         self._full = full
         self._half_life_s = half_life_s
-        self._excused: set[tuple[str, int]] = set()  # processes whose end is perhaps no failure
-        self.suspects = 0  # records that let in somebody on a suspect host, for members were missing
-        self.met = 0  # records that were written while somebody was kept out
+        self._excused: set[tuple[str, int]] = set()  # processes whose end may be no failure
+        # number of records that admitted a replica on a suspect host, because members were missing
+        self.suspects = 0
+        self.met = 0  # number of records written while a replica was kept out
 
     def asked(self, record: Record) -> None:
         """A leader begins to write it: what it knew then is what it may be held to."""
@@ -66,7 +68,7 @@ class Penalties:
             enough = len(before.roster) >= least
         else:
             came = list(after.names)
-            # Whoever may be kept out by the leader's clock is none of those that it could begin with.
+            # Do not count replicas that the leader, by its own clock, may still keep out.
             enough = sum(not self._may_be_kept_out(name, at) for name in after.names) >= least
         wrong = sorted(kept_out & set(came))
         suspects = {name for name in came if self._is_suspect(name, at)} - kept_out

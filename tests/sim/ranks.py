@@ -27,7 +27,7 @@ from fabric.protocol.ranks import FollowerRank, FromRank, RankLost, Ranks, ToRan
 _OUTCOMES = get_args(ro.RankEvent)
 _FETCHED = (io.StateFetched, io.FetchFailed, io.GradientFetched, io.GradientGone)
 RANK_FAULTS = ("kill rank", "kill rank", "pause rank", "reset rank link", "kill rank server")
-# When a fault of ranks strikes: at a random time, or when this happens at some replica.
+# A fault of a rank comes at a random time, or at one of these events of a replica.
 RANK_TRIGGERS = ("commit vote", "resume", "install", "fetch", "abort")
 REQUIRED = (
     *sorted({f"fault: {kind}" for kind in RANK_FAULTS}),
@@ -320,14 +320,16 @@ class RankWorld(World):
 
     trainer_class = Heading
     has_one_lane = False
-    patience = 3  # every operation goes to rank 0 and back, over links that are slow at times
+    # steps take longer, because every operation goes to rank 0 and back over sometimes slow links
+    patience = 3
 
     def __init__(self, seed: int, tracing: bool = False, faultless: bool = False, aims: Aims = ()) -> None:
         self.waiting_faults: list[tuple[str, str]] = []
         super().__init__(seed, tracing, faultless, aims)
         clockwork = self.clockwork
         self.ranks = clockwork.random.choice((2, 2, 3))
-        self.parts: dict[tuple[int, SnapshotRef], str] = {}  # (rank, of the whole) -> digest of the part
+        # (rank, snapshot of the replica) -> digest of the rank's part
+        self.parts: dict[tuple[int, SnapshotRef], str] = {}
         self.lanes = [Lane(self, rank) for rank in range(1, self.ranks)]
         for _ in range(0 if faultless or self.blackout else clockwork.random.choice((1, 1, 2, 3))):
             kind = clockwork.random.choice(RANK_FAULTS)
@@ -339,7 +341,7 @@ class RankWorld(World):
                 clockwork.at(time, lambda t=trigger, k=kind: self.waiting_faults.append((t, k)))
 
     def choose(self) -> Settings:
-        # Ranks do not overlap the exchange with their backward: they would have to begin it together.
+        # Ranks do not overlap the exchange with backward, because all ranks would have to begin it together.
         return replace(super().choose(), streaming=False)
 
     def start_trainer(self, name: str) -> None:
@@ -348,7 +350,7 @@ class RankWorld(World):
         for lane in self.lanes:
             for left in [t for t in lane.living() if t.host == name and t.incarnation <= before]:
                 if host.trainer is None or not host.trainer.alive:
-                    lane.end(left)  # the launcher ends what is left of a replica before it starts it again
+                    lane.end(left)  # the launcher ends the remaining ranks before it starts the replica again
         super().start_trainer(name)
         if host.incarnation == before:
             return

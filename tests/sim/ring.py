@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sim.trainer import Trainer
 
 Key = tuple[str, int]
-# One member's part of a sum, and a segment of the buffer: the parts in the order in which they were added.
+# A ``Part`` is one member's contribution to a sum; a segment is a tuple of parts in the order of addition.
 Part = tuple[str, tuple[int, ...]]
 Segment = tuple[Part, ...]
 SLOTS = 3
@@ -50,7 +50,7 @@ class RingLinks:
     inbox: deque[Chunk] = field(default_factory=deque)
     incident_id: tuple[str, str] | None = None
     came_back: tuple[str, str] | None = None
-    lost: dict[str, str] = field(default_factory=dict)  # neighbour -> how the connection ended
+    lost: dict[str, str] = field(default_factory=dict)  # neighbour -> why its connection ended
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,14 +87,15 @@ class Ring:
         self.epochs: dict[int, RingLinks] = {}
         self.arrivals: dict[tuple[int, Key], RingLinks] = {}
         self.slots: dict[int, Gradient] = {}
-        self.flip = False  # the next result is wrong in one bit
-        self.digest_s = 0.0  # what taking the digest of the next result lasts on top
+        self.flip = False  # whether to flip one bit of the next result
+        self.digest_s = 0.0  # additional seconds for the digest of the next result
         self._early: dict[int, tuple[str, str]] = {}
         self._retired_before = 0
         self._running: Running | None = None
         self._waits_for = ""
         self._busy_until = 0.0
-        self.awaited: io.StartExchange | None = None  # streaming: its gradient is not final yet
+        # an exchange whose gradient is not final yet, while backward streams it
+        self.awaited: io.StartExchange | None = None
 
     # --- links -------------------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class Ring:
         if previous is not None:
             behind = self.arrivals.pop((record.epoch, previous))
             assert behind.previous is not None
-            # What came on it already, and how it ended, counts from now on.
+            # Take over the link's received bytes and its end.
             links.previous, links.inbox = behind.previous, behind.inbox
             links.lost.update(behind.lost)
             connection, side = behind.previous
@@ -248,7 +249,8 @@ class Ring:
             trainer.clockwork.counts["path: weight zero in the first round"] += 1
         trainer.world.checks.gathered(trainer, order, content)
         if not trainer.core.view.config.retain and content:
-            trainer.main.given, trainer.main.gradient = (order.step, content), ()  # reduced where it lay
+            # the gradient was reduced in place
+            trainer.main.given, trainer.main.gradient = (order.step, content), ()
             trainer.clockwork.counts["path: a gradient is given away"] += 1
         demand(self._running is None, f"{trainer.name} starts two exchanges at once")
         world, own = len(links.names), (trainer.host, content)
@@ -303,7 +305,7 @@ class Ring:
         got, digest = chunk_headers.unpack(chunk.header)
         expected = self._header(running, running.received, sends=False)
         if got.spec.order < expected.spec.order:
-            return True  # of an old round: recognised and dropped
+            return True  # drop a chunk of an old round
         if got != expected:
             raise Violation(f"{self.trainer.name} is sent {got} where {expected} is due")
         if not is_intact(chunk.payload, digest):
@@ -321,17 +323,17 @@ class Ring:
         gradient = result_of(step, running.segments)
         if self.flip and len(running.segments) > 2:
             self.flip, self.trainer.world.flipped = False, True
-            # Another bit on every host: two that were wrong alike would pass for right.
+            # Flip another bit on every host: two equally wrong results would pass for right.
             flipped: Part = (f"a bit flipped at {self.trainer.host}", ())
             gradient = Gradient(step, (*gradient.parts, flipped), digest_of(step, gradient, flipped))
         self.slots.pop(step, None)
         self.slots[step] = gradient
         while len(self.slots) > SLOTS:
-            del self.slots[next(iter(self.slots))]  # the one that was used longest ago
+            del self.slots[next(iter(self.slots))]  # drop the slot that was used longest ago
         nonfinite = "weight" if self.trainer.main.is_skipped(step) else ""
         done = io.Exchanged(epoch, step, gradient.digest, nonfinite)
         clockwork = self.trainer.clockwork
-        # The digest is taken on the thread of the exchange, which does nothing else meanwhile.
+        # The exchange thread takes the digest, and does nothing else meanwhile.
         busy = clockwork.between(0.0, 0.06 if clockwork.chance(0.1) else 0.001)
         busy, self.digest_s = busy + self.digest_s, 0.0
         self._busy_until = clockwork.now + busy

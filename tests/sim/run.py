@@ -28,7 +28,7 @@ from sim.stall_worlds import StallWorld
 from sim.store_worlds import store_world
 from sim.world import World
 
-# What makes a world of a seed.
+# Kind of world -> the function that builds a world from a seed.
 KINDS: dict[str, Callable[[int], World]] = {
     "plain": World,
     "faultless": lambda seed: World(seed, faultless=True),

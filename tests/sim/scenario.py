@@ -22,7 +22,7 @@ from fabric.protocol.messages import network as m
 SEED = 1
 LIMIT_S = 60.0
 _COMPUTE_S = 0.2
-# A scenario tells who is where and what is decided; these fields say that in bytes and addresses.
+# A scenario leaves out these fields, because they hold only digests, addresses and counts.
 _HIDDEN = frozenset(
     (
         *("fence", "digest", "gradient_digest", "state_digest", "committed_digest", "roster_digest", "nonce"),
@@ -42,7 +42,8 @@ _HIDDEN = frozenset(
         *("micro_batches", "exchange_s", "autonomy_s", "user_code_s", "weight"),
     )
 )
-# What a core hears back of its own orders, and what happens many times in every step.
+# A scenario leaves out these events and effects: answers to a core's own effects, and repetitions of every
+# step.
 _UNTOLD = (
     member_events.FromPeer,
     member_events.FromLeader,
@@ -70,7 +71,7 @@ class ScriptedWorld(World):
     def __init__(self, replicas: int, lighthouses: int, least: int) -> None:
         self._size = replicas, lighthouses, least
         super().__init__(SEED, faultless=True)
-        self.store.mishaps = 0.0  # no write gets lost
+        self.store.mishaps = 0.0  # the store loses no write
 
     def choose(self) -> Settings:
         replicas, lighthouses, least = self._size

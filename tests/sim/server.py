@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from sim.world import World
 
 STATUS_S = 0.1
-# How long a lighthouse leaves the server's pings unanswered before the server tries another one.
+# After this many seconds without an answer to its ping, the server tries another lighthouse.
 PING_S = 1.5
 ALWAYS = 2
 LISTENING = 24
 
 
-# Marks a state in which a bit was flipped; it stays, for whatever becomes of such a state is wrong too.
+# This mark in a digest means that a bit was flipped; every later state keeps the mark.
 FLIPPED = "~"
 
 
@@ -59,8 +59,8 @@ class Server(Process):
         self.held_since: dict[SnapshotRef, float] = {}
         self.trainer: Trainer | None = None
         self.deaths: list[Death] = []
-        self.ended: JobEnd | None = None  # what the trainer that was here knew of the job's end
-        self.written: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that came from here
+        self.ended: JobEnd | None = None  # the job's end as the former trainer reported it
+        self.written: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that this server wrote
         self._connection: Connection | None = None
         self._answered = 0.0  # when the lighthouse last answered a ping
         self._number = 0

@@ -29,7 +29,8 @@ class SharingWorld(World):
         self.stops_at_a_loss = False
         super().__init__(seed, faultless=faultless, aims=aims)
         if poisons:
-            self.blackout = False  # without a lighthouse nobody goes on after a death
+            # no loss of all lighthouses: without a lighthouse no member goes on after a death
+            self.blackout = False
 
     def choose(self) -> Settings:
         chosen = choose_settings(self.clockwork)

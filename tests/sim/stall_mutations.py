@@ -63,7 +63,7 @@ def wait_for_ever_for_a_state(patch: Patch) -> None:
     patch.setattr(Evictions, "evict_slow_joiners", lambda evictions, record: None)
 
 
-# With the kind of world (of ``stall_worlds.KINDS``) that is to show it.
+# Bug -> its patch, and the kind of world (of ``stall_worlds.KINDS``) that must show the bug.
 STALLS: dict[str, tuple[Callable[[Patch], None], str]] = {
     mutation.__name__: (mutation, kind)
     for mutation, kind in (

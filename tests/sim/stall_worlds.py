@@ -20,7 +20,7 @@ REQUIRED = (
 )
 
 EXCHANGE_S, USER_CODE_S = 0.5, 1.5
-# Within so many seconds of a stall the others are free of whoever causes it.
+# The leader must evict the member that causes a stall within this many seconds.
 FREE_S = 4.0
 
 
@@ -28,7 +28,7 @@ class StallWorld(World):
     """One of the kinds in one replica, for some seconds; no other faults in half of them."""
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
-        self.alone = seed % 2 == 0  # nothing else goes wrong
+        self.alone = seed % 2 == 0  # whether this world has no other faults
         self.culprit = ""
         super().__init__(seed, tracing, faultless=self.alone)
         clockwork, settings = self.clockwork, self.settings

@@ -16,7 +16,7 @@ from fabric.protocol.messages import wire
 LEASE_S = 1.0
 
 
-# Records do not change, and are looked at after every action.
+# Records are immutable and checked after every action, so each record is decoded once.
 decode_record = lru_cache(maxsize=64)(wire.decode_record)
 
 
@@ -26,7 +26,7 @@ class Store:
     def __init__(self, clockwork: Clockwork, checks: Checks) -> None:
         self.clockwork = clockwork
         self.checks = checks
-        self.name = "store"  # another one after every wipe
+        self.name = "store"  # the store's id, which changes with every wipe
         self.stored = b""  # the record as bytes of the shipping codec
         self.revision = 0  # of the election key; grows with every election
         self.holder = ""
@@ -34,9 +34,10 @@ class Store:
         self.mishaps = 0.05
         self.down = False
         self.starts = 0
-        self.refusing = False  # it answers, and takes no write: its disk is full
-        self.cut: set[str] = set()  # lighthouses that do not reach it, while members reach them
-        self.before_write: Callable[[int], None] | None = None  # given the writer's election
+        self.refusing = False  # whether the store answers but refuses writes, as with a full disk
+        self.cut: set[str] = set()  # lighthouses that do not reach the store, but that members reach
+        # called before a write with the number of the writer's election
+        self.before_write: Callable[[int], None] | None = None
         self.under_way = 0
         self.lease_s = LEASE_S
 

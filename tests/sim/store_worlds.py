@@ -11,7 +11,7 @@ from fabric.model import Record
 from fabric.protocol.leader.starts import Starts
 from fabric.protocol.member.membership import Membership
 
-# What a hunt over these worlds must have met.
+# The rare events that must occur in a run over many of these worlds.
 REQUIRED = (
     "store: wiped",
     "path: a job goes on in another store",

@@ -7,7 +7,7 @@ from sim.world import run_seed
 
 SEEDS = 56
 MUTATION_SEEDS = 28
-# Plain worlds in which a cold start once went back behind a state that was held within reach.
+# In these plain worlds a cold start once began from an older state than a reachable server held.
 BASE_SEEDS = (230, 753, 985, 8000253, 8001949, 8003351)
 
 

@@ -11,7 +11,7 @@ from sim.rank_mutations import MUTATIONS as RANKS
 from sim.stall_mutations import JOINS, STALLS
 from sim.world import run_seed
 
-# Seeds within which a bug must show. Most show within ten.
+# Seeds within which a bug must show. Most bugs show within ten seeds.
 SEEDS = 100
 
 

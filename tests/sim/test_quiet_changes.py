@@ -11,7 +11,8 @@ class QuietWorld(World):
     def __init__(self, seed: int) -> None:
         self.late = True
         super().__init__(seed, faultless=True)
-        self.settings.streaming = False  # a gradient that is changed while it goes out is a fault of its own
+        # no streaming, because a gradient that changes during its transfer aborts a round
+        self.settings.streaming = False
 
     def start_trainer(self, name: str) -> None:
         if self.late and name == f"r{self.settings.replicas - 1}":

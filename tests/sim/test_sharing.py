@@ -51,8 +51,8 @@ def test_a_micro_batch_that_killed_two_is_skipped_and_never_given_to_a_third(pol
         world.never_a_third()
         killed += len(world.victims)
         for place, who in world.victims.items():
-            # Under shrink one death skips its part of this step, and nobody is given it; and a cold start may
-            # have taken the job back to an end before this step.
+            # With policy ``shrink`` the job skips a dead member's part of this step. A cold start may also
+            # have taken the job back before this step.
             assert len(who) == 2 or policy == "shrink" or place[0] >= world.until, (seed, place, who)
     assert killed > 30
 
@@ -70,7 +70,7 @@ def test_poison_stops_the_job_which_names_it():
         failed = world.store.record.failed
         assert all(why.startswith(failed) for why in world.gave_up.values()), seed
         assert f"micro-batch {place[1]} of step {place[0]}" in world.store.record.failed
-        # Those that died were started again, and were told too.
+        # The launcher started the dead replicas again, and the leader refused them too.
         assert {name.split(".")[0] for name in world.gave_up} == set(world.hosts)
 
 

@@ -52,7 +52,7 @@ def test_a_failure_in_worlds_of_any_kind_replays_from_the_printed_line(kind, mon
     def broken(world: World, *_: object) -> None:
         raise Violation(f"found at {world.clockwork.now}")
 
-    # Whatever stops a world early, it demands an end.
+    # Whatever stops a world early, the checker still demands the end of the job.
     monkeypatch.setattr(World, "_demand", broken)
     _, [line] = hunt(3, 4, kind)
     found, _, command = line.partition("\n    replay: python tests/sim/run.py ")

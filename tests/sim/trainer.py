@@ -65,8 +65,8 @@ class Trainer(Process):
         self.main = self.main_class(self)
         self.pending_dials: dict[tuple[str, int], None] = {}
         self.listening = False
-        self.answered = self.clock()  # when the newest beat was sent that a lighthouse has answered
-        self.fallen = False  # whether it has said that it cannot go on
+        self.answered = self.clock()  # when the newest answered heartbeat was sent
+        self.fallen = False  # whether this trainer has sent CannotContinue
         self._beats: dict[int, float] = {}
         self._session: Connection | None = None
         self._missed = False

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.02
 WAIT_S = 1.0
-# Slow fetches are a fault, and end: four in a row would be waited for longer than progress is.
+# Slow fetches end after this time: four in a row would last longer than the checker waits for progress.
 SLOW_UNTIL_S = 12.0
 
 

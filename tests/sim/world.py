@@ -28,7 +28,7 @@ START_LIMIT_S = 20.0
 HEAL_LIMIT_S = 40.0
 FINISH_LIMIT_S = 30.0
 FURTHER_STEPS = 5
-# The margin between a member's autonomy and a cold start must cover this on both sides.
+# The largest error of a clock's rate; the margin of a cold start after ``autonomy_s`` must cover it twice.
 WRONG_CLOCKS = 0.05
 
 
@@ -46,14 +46,15 @@ class Settings:
     different_starts: bool = False
     sharing: Sharing = EVERYTHING
     streaming: bool = False  # the exchange begins during the last backward
-    poison: frozenset[tuple[int, int]] = frozenset()  # (step, micro-batch) that kills whoever computes it
-    replay_s: float = 0.0  # what an update takes on top where a newcomer replays it
-    fetch_s: float = 0.0  # what some fetches of a state take on top, for some time
-    nan_every: int = 0  # every so many steps the sum is not finite, and the update is skipped
-    shares: tuple[int, ...] = ()  # of each replica, in their order; empty: all the same
-    spare: str = ""  # the replica that asks to be one
-    racks: dict[str, str] = field(default_factory=dict)  # of the replicas that name one
-    busy_every: int = 0  # every so many steps the user's code announces that it takes long
+    # the (step, micro-batch) pairs that kill the process that computes them
+    poison: frozenset[tuple[int, int]] = frozenset()
+    replay_s: float = 0.0  # additional seconds of an update that a newcomer replays
+    fetch_s: float = 0.0  # additional seconds of some fetches of a state, for some time
+    nan_every: int = 0  # period in steps at which the sum is not finite and the update is skipped; 0: never
+    shares: tuple[int, ...] = ()  # each replica's share of the work, in their order; empty: equal shares
+    spare: str = ""  # the replica that asks to be a spare
+    racks: dict[str, str] = field(default_factory=dict)  # replica -> the rack that it names
+    busy_every: int = 0  # period in steps at which the user's code announces long work; 0: never
 
 
 @dataclass(slots=True)
@@ -64,14 +65,14 @@ class Host:
     server: Server
     incarnation: int = 0
     starts: int = 0
-    before: tuple[int, ...] = ()  # the incarnations that ran on this machine, newest first
-    time_of_day: float = 0.0  # how far off it is here, in seconds
+    before: tuple[int, ...] = ()  # the incarnations that have run on this host, newest first
+    time_of_day: float = 0.0  # error of this host's time of day, in seconds
     trainer: Trainer | None = None
     drained: bool = False
     finished: bool = False
     restart_due: bool = False
     servers: int = 1
-    ended: JobEnd | None = None  # word of the job's end, on this machine's disk
+    ended: JobEnd | None = None  # the job's end, as recorded on this host's disk
     started: list[float] = field(default_factory=list)
 
 
@@ -80,8 +81,8 @@ class World:
 
     trainer_class = Trainer
     has_one_lane = True  # whether a snapshot of one server is a whole state
-    lease_s = LEASE_S  # how long a lighthouse leads that does not renew it
-    patience = 1  # how much longer than usual a step may take here
+    lease_s = LEASE_S  # how long a lighthouse leads without renewing its lease
+    patience = 1  # the factor by which a step may take longer than in a plain world
 
     def __init__(
         self,
@@ -94,21 +95,21 @@ class World:
         if not faultless and self.clockwork.chance(0.2):
             self.clockwork.skew = WRONG_CLOCKS
             self.clockwork.counts["fault: wrong clocks"] += 1
-        self.flipped = False  # whether some state may be wrong in a bit
-        self.halted = False  # stopped for good rather than guess whose state is right
+        self.flipped = False  # whether a bit of some state may be flipped
+        self.halted = False  # whether the job has stopped because no member can say whose state is right
         self.settings = self.choose()
         self.checks = Checks(self.settings.micro_batches, self.settings.min_replicas, self.settings.sharing)
         self.checks.cold_starts = ColdStarts(self)
         self.network = Network(self.clockwork)
         self.store = Store(self.clockwork, self.checks)
         self.store.lease_s = self.lease_s
-        # Some jobs end while things go wrong; the others end when everything is well again.
+        # Some jobs end while faults last; other jobs end after all faults are healed.
         self.ends_early = not faultless and self.clockwork.chance(0.15)
         self.until = self.clockwork.random.randrange(3, 25) if self.ends_early else 10**9
-        self.hung: set[str] = set()  # hosts whose data plane does nothing
-        self.lingering: set[str] = set()  # hosts whose main thread does not get on
-        self.starving: set[str] = set()  # hosts at which no state arrives
-        self.mute: set[str] = set()  # hosts whose control thread is stuck, while all else of them runs
+        self.hung: set[str] = set()  # hosts whose data plane hangs
+        self.lingering: set[str] = set()  # hosts whose main thread hangs in user code
+        self.starving: set[str] = set()  # hosts to which no state transfer completes
+        self.mute: set[str] = set()  # hosts whose control thread hangs while their other threads run
         self.servers: dict[str, Server] = {}
         self.hosts: dict[str, Host] = {}
         self.lighthouses: dict[str, Lighthouse] = {}
@@ -162,7 +163,8 @@ class World:
             host.servers += 1
             host.server = self._start_server(name, host.servers)
         host.starts += 1
-        # By the time of day, as the client does it; never twice the same on one machine.
+        # Derive the incarnation from the time of day, as the client does; no two incarnations of a host are
+        # equal.
         time_of_day = 10_000 + int(1000 * (self.clockwork.now + host.time_of_day))
         if time_of_day <= host.incarnation and not host.before:
             self.clockwork.counts["path: incarnation of a host whose time is behind"] += 1

@@ -10,8 +10,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 # The version of every message and of the stored record. A reader accepts its own version and the one before.
-# It ignores fields that it does not know. A writer only adds optional fields. Version 2 was skipped: version
-# 3 renamed messages and fields, which a reader of version 1 takes for missing ones.
+# A reader ignores unknown fields. A writer only adds optional fields. No version 2 exists: version 3 renamed
+# messages and fields, which a reader of version 1 takes for missing ones.
 PROTOCOL_VERSION = 3
 
 MAX_INTEGER = 2**63 - 1
@@ -52,7 +52,7 @@ class ReplicaProcess(NamedTuple):
 class RankAddress:
     """The addresses of one rank of a replica."""
 
-    link: str  # ``host:port``, where peers dial it
+    link: str  # ``host:port`` at which peers dial this rank
     ckpt: str  # base URL of its checkpoint server; the fragment names the rank: ``http://host:port#1``
 
 
@@ -62,15 +62,15 @@ class Member:
 
     replica: str
     incarnation: Int64
-    link: str  # ``host:port`` where peers dial it; rank 0's, if it has several ranks
-    ckpt: str  # base URL of its checkpoint server; rank 0's, if it has several ranks
+    link: str  # ``host:port`` at which peers dial the member's rank 0
+    ckpt: str  # base URL of the checkpoint server of the member's rank 0
     joining: bool = False  # whether this member has not yet taken part in a round
     leaving: bool = False  # whether this member is being drained
     shares: Int64 = 1  # the member's part of the micro-batches, relative to the parts of the other members
     layout: str = ""  # hash of the names, shapes and dtypes of the member's parameters
     since: Int64 = 0  # the epoch that let this process in (its tenure); 0: not known
     data_slot: Int64 = -1  # the member's place in the division of the batch, kept while it is away; -1: none
-    blocking_join: bool = False  # the other members wait in their round until its state has arrived
+    blocking_join: bool = False  # the other members wait in their round until this member has its state
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up
     rack: str = ""  # the name of the hosts that fail together with its host; empty: not named
     cuts: str = ""  # the parts of the parameters that each rank holds; empty: all members are cut alike
@@ -95,9 +95,9 @@ class Sharing:
     # "constant": the members compute the whole batch; "shrink": skip the part of a data slot without member
     policy: str = "constant"
     data_slots: Int64 = 1  # into how many parts the batch is divided, where data slots matter
-    readers: Int64 = 0  # on how many data slots a part's data can be read, by SPARe's layout; 0: on all
+    readers: Int64 = 0  # number of data slots that can read a part's data, by SPARe's layout; 0: all slots
     on_poison: str = "stop"  # at a micro-batch that killed two processes: "stop" the job, or "skip" it
-    on_loss: str = "wait"  # if no member can read a part: "wait" for one, "shrink" (skip it), "stop" the job
+    on_loss: str = "wait"  # at a part without a reader: "wait" for one, "shrink" (skip it), "stop" the job
 
 
 # Every member can read all data, and the members together compute the whole batch.
@@ -133,7 +133,7 @@ class Base:
     generation: Int64
     step: Int64
     digest: str = ""  # empty: the initial state of the first roster member, which no peer has confirmed
-    sources: tuple[str, ...] = ()  # base URLs of checkpoint servers that hold it, and perhaps DURABLE
+    sources: tuple[str, ...] = ()  # base URLs of checkpoint servers that hold the base, and perhaps DURABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class JobEnd:
 
     fence: Fence  # the fence of the epoch in which the job ended
     step: Int64
-    incarnation: Int64  # of its process, which no other job of this name has
+    incarnation: Int64  # incarnation of the process that reported the end; no other job of this name has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ class OperatorOverrides:
     """Operators' limits for a job. They hold until an operator changes them, under every leader."""
 
     paused: str = ""  # who paused joins, and why; empty: joins are not paused
-    min_replicas: Int64 = 0  # replaces the minimum that sessions ask for; 0: as the sessions ask
-    max_replicas: Int64 = 0  # replaces the maximum that sessions ask for; 0: as the sessions ask
+    min_replicas: Int64 = 0  # replaces the minimum of members that sessions ask for; 0: as the sessions ask
+    max_replicas: Int64 = 0  # replaces the maximum of members that sessions ask for; 0: as the sessions ask
     scaled: str = ""  # who scaled the job, and why
     adapt: str = ""  # replaces FABRIC_ADAPT of the sessions: "off", "advise" or "act"; empty: as they ask
     vetoed: tuple[str, ...] = ()  # replicas whose shares no leader lowers
@@ -238,7 +238,7 @@ class Record:
     hosts: tuple[HostHistory, ...] = ()  # the hosts that failed in the last days
     adaptation: Adaptation = Adaptation()  # changes only with the epoch
 
-    # Properties cached because every message needs them. These properties are not compared, stored or sent.
+    # Every message needs the cached properties. They are not compared, stored or sent.
 
     @cached_property
     def fence(self) -> Fence:

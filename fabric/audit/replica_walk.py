@@ -176,7 +176,7 @@ def _abort(state: ReplicaWalk, line: JournalLine) -> list[str]:
 
 def _resume(state: ReplicaWalk, line: JournalLine) -> list[str]:
     step = line.integer("step")
-    # If ``step`` is one ahead, the process commits the round that it has prepared. If further, it catches up.
+    # One step ahead, the process commits the round that it has prepared. Further ahead, it catches up.
     if step > state.next_step:
         state.decided = state.next_step
         state.joining = True

@@ -84,7 +84,7 @@ def _ask() -> str:
         chosen = settings()
         if chosen.disable:
             return ""
-        # Imported here, because a script without services does not need this module.
+        # Import this module here, because a script without services does not need it.
         lighthouses = importlib.import_module("fabric.runtime.http.lighthouse_client")
         job = lighthouses.Lighthouses(chosen.lighthouse, chosen.job, chosen.token.decode(), chosen.tls)
         why = job.ask(job.path()).get("failed", "")

@@ -30,7 +30,7 @@ def _compare(everything: AllCalls, present: Present) -> Conclusion | None:
     if len(present) < 2:
         return None
     if _parted(present, lambda call: call.operation):
-        # If all calls have ended, they did fit: some libraries have two names for one operation.
+        # Calls that have all ended did match: some libraries have two names for one operation.
         if _have_ended(present):
             return None
         return _conclusion(everything, present, OPERATION, lambda call: call.operation)

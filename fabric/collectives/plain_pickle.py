@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fabric.errors import ProtocolError
 
-# Torch's dumps have fewer values than this. One byte can make a value, so a limit of bytes does not suffice.
+# A dump of torch has fewer values than this. One byte can make a value, so a limit of bytes is not enough.
 MAX_VALUES: Final = 5_000_000
 _MARK: Final = object()
 _MAX_PROTOCOL = 5

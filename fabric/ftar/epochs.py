@@ -309,7 +309,7 @@ class EpochPlane(Generic[Links]):
             except BaseException as error:
                 if isinstance(error, Exception):
                     links.check()  # an abort may have released the memory, which explains this error
-                # The links carry half an exchange, so no later exchange may use them.
+                # The links still hold bytes of the aborted exchange, so no later exchange may use them.
                 links.abort(f"an error here ended the exchange: {error!r}")
                 raise
             finally:

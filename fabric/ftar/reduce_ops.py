@@ -26,7 +26,7 @@ _FOLD_BYTES = 256 * 1024
 
 Array = np.ndarray[Any, Any]
 
-# The number of each operation on the wire. The list may grow; a number is never reused.
+# The number of each operation on the wire. New operations may be added, but a number is never reused.
 OPERATION_CODES = {"sum": 0, "mean": 1, "min": 2, "max": 3}
 _KERNELS: dict[str, Any] = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 

@@ -21,7 +21,7 @@ import torch
 # 16 elements are a cache line of float32, so no two segments share one.
 ALIGNMENT = 16
 
-# The number of each type on the wire. The list may grow; a number is never reused.
+# The number of each type on the wire. New types may be added, but a number is never reused.
 DTYPE_CODES: dict[torch.dtype, int] = {
     torch.float32: 1,
     torch.float64: 2,
@@ -42,7 +42,7 @@ class RingPiece:
     start: int
     stop: int
     last: bool  # whether the receiver keeps the piece: the sum is complete, or all have the result
-    everybody: bool  # the arrival proves that all members have entered the exchange: all have sent it on
+    everybody: bool  # whether all members have forwarded the piece, so all have entered the exchange
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from fabric.plan.parallel import process_pool
 from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, SPARePolicy
 from fabric.protocol.rules.spare import best_offsets, has_distinct_differences
 
-# Student's t for a 95 % interval, for 1 to 10 degrees of freedom; for more it is near the normal's 1.96.
+# Student's t for a 95 % interval, for 1 to 10 degrees of freedom; with more degrees it is near 1.96.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 

@@ -46,7 +46,7 @@ class Cluster:
     exchange_s: float = 0.5  # the all-reduce, which is a part of step_s
     restart_s: float = 600.0  # length of a global restart, and of the return of one replica
     # The time for which a failed machine is away in addition to a restart: median and sigma of a log-normal.
-    # 0: another machine takes its place at once.
+    # With a median of 0 another machine takes the failed machine's place at once.
     repair_median_s: float = 0.0
     repair_sigma: float = 1.0
     save_s: float = 60.0  # a durable checkpoint blocks all replicas for this time

@@ -211,7 +211,7 @@ class _StepClock:
         self.end_s = max(self.end_s, end)
         if kind == _B:
             heapq.heappush(worker.weights, (number, replica))
-        # The worker wakes at the end of each operation; the kind W adds nothing to its queues.
+        # An event of kind W only wakes the worker at the end of an operation, and adds nothing to its queues.
         heapq.heappush(self._arrivals, (end, _W, number, replica, stage))
         sent = end + self._work.transfer_s
         last = stage == self._work.stages - 1

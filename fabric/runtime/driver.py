@@ -159,7 +159,7 @@ class Driver(Generic[EventT, EffectT]):
         if self._closed:
             return
         if not self._turn.acquire(blocking=False):
-            # Another thread holds the turn, and this timer wakes the driver for it.
+            # Another thread holds the turn; this timer wakes the driver when that thread is done.
             self._timer = self._loop.call_later(_RETRY_S, self._on_timer)
             return
         self._timer, self._due = None, math.inf

@@ -38,7 +38,7 @@ __all__ = [
     "WatchEvent",
 ]
 
-# The key of the store's random id; see ``Store.connect``.
+# The key under which ``Store.connect`` keeps the store's random id.
 STORE_ID_KEY = "/fabric/store-id"
 
 # By default etcd allows 1.5 MiB, 128 operations and 128 comparisons per request; a guard takes up to two

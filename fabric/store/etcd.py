@@ -101,7 +101,7 @@ class EtcdStore:
         revision = 0
         while True:
             answer = await self._read(etcd_wire.list_request(start, end, revision, PAGE_KEYS))
-            # All pages show the store as it was when the first one was read.
+            # All pages of a list show the store as it was at the read of the first page.
             revision = revision or etcd_wire.revision_of(answer)
             page = etcd_wire.key_values(answer)
             entries += page
@@ -234,8 +234,8 @@ class EtcdStore:
                 if answer.compact_revision:
                     raise compacted(prefix, from_revision, answer.compact_revision)
                 if answer.canceled:
-                    # etcd ends a watch with an old token in this way. If the cause is another one, a new
-                    # token does no harm.
+                    # etcd ends a watch with an old token in this way. If the watch ended for another cause, a
+                    # new token does no harm.
                     gateway.forget(token)
                     raise StoreUnavailable(f"The watch at {endpoint} was ended ({answer.reason}).")
                 yield answer

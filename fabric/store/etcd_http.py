@@ -29,7 +29,7 @@ _HEADERS = {
     "Content-Type": "application/json",
     "Accept-Encoding": "identity",
     # With this header an etcd server without a leader refuses a request at once, not after its own long
-    # timeout. A watch learns of the lost leader only in this way.
+    # timeout. Without this header a watch would not learn that etcd has no leader.
     "Grpc-Metadata-hasleader": "true",
 }
 
@@ -160,7 +160,7 @@ class Gateway:
                 async for line in _lines(response):
                     yield stream_result(parse(line))
             except aiohttp.SocketTimeoutError:
-                return  # the watch was silent for too long
+                return  # the watch was silent for too long, so it ends
             finally:
                 self._streams.discard(response)
                 response.close()

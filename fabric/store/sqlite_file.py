@@ -335,7 +335,7 @@ class SqliteFile:
     def _expired(self) -> list[int]:
         now_s = self._clock()
         # A lease whose deadline is further away than its TTL was counted on another clock: it has ended as
-        # well. The extra second allows for rounding.
+        # well. The extra second in this comparison allows for rounding.
         query = "SELECT id FROM leases WHERE deadline_s <= ? OR boot != ? OR deadline_s - ttl_s > ? + 1"
         return sorted(int(row[0]) for row in self._connection.execute(query, (now_s, self._boot, now_s)))
 

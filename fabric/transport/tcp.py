@@ -30,7 +30,7 @@ from fabric.transport.local import check_user, connect_locally, listen_locally
 logger = logging.getLogger(__name__)
 
 # Seconds for which sent bytes may stay unacknowledged on a control link: several retries of the kernel where
-# round trips are short. The peer's kernel acknowledges even if its process hangs.
+# round trips are short. A peer's kernel acknowledges bytes even if the peer's process hangs.
 SILENT_S = 1.6
 # If the kernel waits longer than this before it resends, the network is slow and the link gets more time.
 QUICK_RETRY_S = 0.4
@@ -38,7 +38,7 @@ SLOW_SILENT_S = 10.0
 # Time limit of a connection attempt in seconds. One lost packet costs the kernel a second.
 CONNECT_S = 2.0
 HANDSHAKE_S = 5.0
-# The backlog is large, because the members of a large job dial together. The kernel lowers it to its limit.
+# The members of a large job dial together, so the backlog is large. The kernel lowers it to its own limit.
 _BACKLOG = 1024
 _ACCEPT_BACKOFF_S = 0.05
 _INTERNET = (socket.AF_INET, socket.AF_INET6)

@@ -58,8 +58,8 @@ def start(settings: ServerSettings, deadline: float) -> bool:
                 stdout=output,
                 stderr=output,
                 pass_fds=(writer,),
-                # The server outlives its trainer and its launcher. Its environment lacks the launcher's mark:
-                # a launcher ends all processes that carry its mark.
+                # The server outlives its trainer and its launcher. The server's environment lacks the
+                # launcher's mark, because a launcher ends all processes with its mark.
                 start_new_session=True,
                 env=outliving_environment(),
                 # The folder from which this package is imported, installed or not.

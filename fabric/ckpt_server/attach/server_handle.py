@@ -166,8 +166,8 @@ class ServerHandle:
         """
         if self._gradient_index is None:
             return False
-        # While another thread waits for the server's answer, input on the channel is that answer. The other
-        # thread notices a lost server, too.
+        # While another thread waits for the server's answer, input on the channel is that answer. That thread
+        # notices a lost server, too.
         if self._lock.acquire(blocking=False):
             try:
                 self._line.settle()
@@ -177,7 +177,7 @@ class ServerHandle:
                 self._lock.release()
         try:
             text = _JSON.encode({**asdict(gradient), "meta": meta})
-        except ValueError:  # a number is not finite: ``publish_gradient`` raises the error for it
+        except ValueError:  # a number is not finite: ``publish_gradient`` raises the error about this number
             return False
         return self._gradient_index.write(slot, text.encode())
 
@@ -270,7 +270,7 @@ class ServerHandle:
     def _demand_answer(self) -> None:
         """Raise ServerLost where the server does not answer promptly: the request after this may take
         long."""
-        with contextlib.suppress(Refused):  # a server of an older version refuses: this is an answer too
+        with contextlib.suppress(Refused):  # a server of an older version answers by a refusal
             self._line.ask({"op": "ping"}, _PUBLISH_S)
 
     def _let_maps_go(self) -> None:

@@ -41,7 +41,7 @@ def main() -> int:
             raise StateError("the snapshot's memory is smaller than its manifest says")
         # Map the snapshot private and writable, because torch takes no read-only memory.
         mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        from fabric.ckpt_server.durable.writer import write  # late, because importing torch takes seconds
+        from fabric.ckpt_server.durable.writer import write  # late, because it imports torch for seconds
 
         outcome = write(order, snapshot, memoryview(mapped), Failpoints(armed_points()))
     except (FabricError, OSError, ValueError, KeyError, TypeError) as error:

@@ -32,7 +32,7 @@ _TURN_S = 1.0  # how long one source may hold the request for a gradient while t
 _LATE_S = 1.0  # the source's answer may take this much longer than the wait that the request names
 _FAIR_BYTES_PER_S = 1e6  # the slowest transfer accepted while there are other sources
 _WAIT_S = 50.0  # how long the last source may hold the request: servers answer within 60 s
-_LAST_S = 30.0  # for this long a source that answered too late is asked after all other sources
+_LAST_S = 30.0  # for this time the fetcher asks a source that answered too late only after all other sources
 
 
 @dataclass(frozen=True, slots=True)

@@ -361,7 +361,7 @@ def read_json(response: http.client.HTTPResponse, most: int) -> Any:
     tag = response.getheader("ETag")
     if tag is not None and tag != etag(bytes_digest(memoryview(body))):
         raise IntegrityError("its answer is not what its ETag says")
-    # In memory a parsed list takes dozens of bytes, in the text three. Manifests of fabric have few lists.
+    # A list takes dozens of bytes in memory, and three in JSON text. Manifests of fabric have few lists.
     if body.count(b"[") + body.count(b"{") > _FEW_CONTAINERS + len(body) // _BYTES_PER_CONTAINER:
         raise SourceRefused("its answer is made of too many lists and objects")
     try:

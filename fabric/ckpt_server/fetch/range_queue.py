@@ -176,7 +176,7 @@ class RangeQueue:
             if pace is not None and pace.blocks:
                 expected_s = claim.block_range.count * pace.seconds / pace.blocks
                 patience = max(_PATIENCE_MIN_S, _PATIENCE_FACTOR * expected_s)
-            due = patience * 2 ** len(claim.block_range.avoid)  # longer each time: every source may be slow
+            due = patience * 2 ** len(claim.block_range.avoid)  # doubled at each retry of this range
             if claim.source != source and not claim.reclaimed and now - claim.since_s > due:
                 claim.reclaimed = True
                 claim.end()

@@ -13,7 +13,7 @@ from typing import Any
 
 from fabric.errors import ProtocolError
 
-# the (begin, end) of the slice in every dimension
+# The (begin, end) of the slice in every dimension.
 SliceBounds = tuple[tuple[int, int], ...]
 
 _ONE = re.compile(r"\s*(\d{0,18})\s*(:?)\s*(\d{0,18})\s*", re.ASCII)

@@ -202,7 +202,7 @@ class CkptRoutes:
             try:
                 summary = await work(lambda: _summarise(data, span, over))
             finally:
-                over.set()  # stops the work where the reader has closed the connection
+                over.set()  # stops the work if the reader has closed the connection
                 data.release()
         if summary is None:
             return json_error(409, "the snapshot was withdrawn meanwhile: ask for a newer one")

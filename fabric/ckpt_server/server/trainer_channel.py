@@ -236,7 +236,7 @@ class TrainerChannel:
                 f"snapshot slot {slot.index} was withdrawn while it was being published: begin anew"
             )
         self._memory.publish(slot, content)
-        self._trainer.changed.set()  # a cold start could begin from this checkpoint: report it at once
+        self._trainer.changed.set()  # report the checkpoint at once, because a cold start could begin from it
         return _success()
 
     async def _publish_gradient(self, body: dict[str, Any]) -> Response:

@@ -113,7 +113,7 @@ class StatusSender:
                     self._say("the lighthouse closed the connection")
                 except aiohttp.WSServerHandshakeError as error:
                     self._say(f"it answered {error.status}")
-                    if error.status == 429:  # thousands of servers reconnect at once; the answer says when
+                    if error.status == 429:  # many servers reconnect at once; the answer names a delay
                         away_s = come_back_s(error.headers or {})
                         await asyncio.sleep(away_s * self._chance.uniform(0.5, 1.0))
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:

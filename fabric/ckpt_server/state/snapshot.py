@@ -44,7 +44,7 @@ from fabric.runtime.priority import lower_priority
 
 __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaCopyStream", "SnapshotDigests", "build_manifest"]
 
-_cuda: Any = torch.cuda  # its streams and events carry no types
+_cuda: Any = torch.cuda  # torch declares no types for its streams and events
 _log = logging.getLogger(__name__)
 # The copying threads have lower priority than other background work: the trainer needs the cores.
 # The thread that waits for the copy helps to copy.
@@ -221,7 +221,7 @@ class CudaCopyStream:
             if code == 0:
                 self._registered[address] = memory
                 return
-            # Copies still work, but the host waits. Take the error, or the next kernel would raise it.
+            # Copies still work, but the host waits. Read CUDA's error, or the next kernel would raise it.
             _log.warning("Shared memory of %d bytes could not be page-locked (CUDA error %d).", nbytes, code)
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)

@@ -194,7 +194,7 @@ def _describe(
     entries = tuple(_entry(name, tensor) for name, tensor in blobs.tensors.items())
     if not has_structure:
         return _DescribedItem(None, text, entries, tuple(range(len(tensors))), len(tensors)), tensors
-    # Tensors that share one memory are interchangeable.
+    # Tensors that share one memory have equal content, so the file stores one of them.
     place = {memory_key(tensor): at for at, tensor in enumerate(met)}
     places = tuple(place[memory_key(tensor)] for tensor in tensors)
     return _DescribedItem(words, text, entries, places, len(met)), met

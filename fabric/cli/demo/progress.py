@@ -47,7 +47,7 @@ class DemoProgress:
             self._live.update(self._picture(), refresh=True)
             return
         done = max((view.step for view in self._views.values()), default=0)
-        # A log gets one line for every tenth of the run.
+        # Where the output is a log, it gets one line for every tenth of the run.
         if done * 10 // self._steps > self._told:
             self._told = done * 10 // self._steps
             self.say(f"step {done} of {self._steps}: {_plain(list(self._views.values()))}")

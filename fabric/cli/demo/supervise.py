@@ -30,7 +30,7 @@ from fabric.runtime.guarded_processes import Processes
 JOB = "demo"
 TIME_LIMIT_S = 600.0
 LIGHTHOUSE_READY_S = 30.0
-# A pause so short that the kill comes in the step after the requested step.
+# The demo looks this often, so that the kill comes in the step after the requested step.
 POLL_S = 0.02
 LOG_TAIL_LINES = 8
 MAX_LOG_BYTES = 1 << 16

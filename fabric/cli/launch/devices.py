@@ -36,7 +36,7 @@ def select_devices(listed: str | None, present: Sequence[str]) -> tuple[str, ...
         elif word.startswith(("GPU-", "MIG-")):
             devices.append(word)
         else:
-            break  # as in CUDA, the list ends at a word that names no device
+            break  # like CUDA, end the list at a word that names no device
     return tuple(devices)
 
 

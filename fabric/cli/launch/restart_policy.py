@@ -25,7 +25,7 @@ class AttemptEnd:
     """How an attempt ended."""
 
     codes: Mapping[int, int]  # exit code of each rank; negative: the signal that killed it
-    first: tuple[int, ...] = ()  # ranks that failed first, before the launcher ended any
+    first: tuple[int, ...] = ()  # ranks that failed first, before the launcher ended other ranks
     ran_s: float = 0.0  # seconds from the attempt's start to its first failure
 
     @property

@@ -5,7 +5,7 @@ import os
 import signal
 from types import TracebackType
 
-# These end the launcher and its ranks; all other signals are for the ranks alone.
+# These signals end the launcher and its ranks; the launcher passes all other signals to the ranks.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 

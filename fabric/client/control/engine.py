@@ -123,7 +123,7 @@ class Engine:
         if parts.fetch_thread.pieces is not None:
             parts.fetch_thread.pieces.newest = lambda: self.newest
         self._number = 0  # number of the order being performed, in a replica of several ranks
-        # Returns which buckets of the gradient that backward computes now are final. The session sets it.
+        # Set by the session: returns which buckets of the gradient under way are final.
         self._readiness: Callable[[], BucketReadiness | None] = lambda: None
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: self._send_peer,

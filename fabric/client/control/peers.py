@@ -193,7 +193,7 @@ class Peers:
     async def _bring_up(self, linking: _Linking) -> None:
         record = linking.record
         if not record.lists(*self._me):
-            # This process leaves when the epoch begins. It makes no links, but peers wait for its answer.
+            # This process leaves when the epoch begins: it makes no links, but peers wait for its answer.
             self._feed(io.Linked(record.epoch))
             return
         loop = asyncio.get_running_loop()

@@ -57,7 +57,7 @@ class RankEngine(Engine):
     def post(self, event: Any, number: int = 0) -> None:
         """As Engine.post, through the control thread, which has the links between ranks."""
         if self._loop is not None:
-            # The loop closes only after the job is complete; later events have no effect.
+            # The event loop closes only after the job is complete; later events have no effect.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._feed, event, number)
 

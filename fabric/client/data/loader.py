@@ -333,7 +333,7 @@ class Loader:
     def _read(self, step: int, micro_batch: int) -> Any:
         indices = self.slice.cut(self.plan.samples(step, micro_batch))
         if self._stream is not None:
-            # Keep the samples of the step before: this member may still inherit a part of that step.
+            # Keep the samples of the previous step: this member may still inherit a part of that step.
             first = max(0, step - 1) * self.plan.global_batch_size
             return self._collate(self._stream.read(first, indices))
         return self._collate([self._dataset[i] for i in indices])

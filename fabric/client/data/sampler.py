@@ -87,7 +87,7 @@ class StepSampler(torch.utils.data.Sampler[int]):
         self._range = cut(global_batch_size, [1] * data_slots)[self.part.data_slot]
         self._step_of_job: Callable[[], int] | None = None
         self._drawn: deque[int] = deque()  # steps of drawn samples that are not exchanged yet
-        # Alone: the first step of the next iteration, where the loop's batches are not whole steps.
+        # With FABRIC_DISABLE=1: the next iteration's first step, if the loop's batches are not whole steps.
         self._begun, self._whole_steps = 0, True
         self._begin()
 

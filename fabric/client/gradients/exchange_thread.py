@@ -100,7 +100,7 @@ class ExchangeThread:
             return
         except ConfigError as error:
             self.recorder.end(entry, str(error))
-            # A gradient has a form that cannot be summed: a mistake of the user.
+            # The user's gradient has a form that no data plane can sum.
             post(io.LoopRaised(str(error)))
             return
         nonfinite = self._gradients.first_nonfinite(buffer) if self._check_finite else ""

@@ -77,7 +77,7 @@ class DeviceBackend:
         self._stream = device.stream()
         self._ready: DeviceEvent | None = None
         self._left: DeviceEvent | None = None
-        # Address of the slot that has the flat buffer's content. An equal address means the same round.
+        # Address of the slot whose round has the same content as the flat buffer.
         self._copied_to = 0
 
     def mark_ready(self) -> None:

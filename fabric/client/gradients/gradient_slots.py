@@ -43,7 +43,7 @@ class GradientSlots:
     """The slots of one trainer."""
 
     handle: ServerHandle
-    nbytes: int  # of one flat gradient
+    nbytes: int  # size of one flat gradient
     layout: str
     plane: DataPlane  # the data plane, through which neighbours of this member may read a slot in place
     limit_bytes: int = 2**30  # limit in bytes for all slots together

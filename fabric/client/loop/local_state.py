@@ -125,7 +125,7 @@ class LocalState:
         """Return when the state may change. Raises StateError, see ``Snapshots.wait_copied``."""
         self._parts.snapshots.wait_copied()
         if self._digest_begun:
-            # The other members committed without this digest. Journal it anyway.
+            # The other members committed the step without this digest. Journal it anyway.
             self._digest_begun = False
             self.note(self._parts.snapshots.take_digest(self._progress.state_step))
 

@@ -10,7 +10,7 @@ class LoopProgress:
 
     state_step: int = 0  # number of committed optimizer steps in the state in memory
     until: int = sys.maxsize  # the step at which the user's loop ends
-    finished: bool = False  # the job is complete
+    finished: bool = False  # whether the job is complete
     behind: bool = False  # true from a load or a replayed step until this replica contributes again
     at: tuple[int, int] | None = None  # the step and micro-batch that user code computes
     metrics: dict[str, float] = field(default_factory=dict)  # the user's sums of this step

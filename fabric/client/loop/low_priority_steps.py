@@ -24,7 +24,7 @@ class LowPrioritySteps:
     def close(self) -> None:
         """Run later steps in the thread that calls them."""
         for optimizer, wrapper in self._wrapped:
-            wrapper.open = False  # for code that still calls the wrapper
+            wrapper.open = False  # code may still call the wrapper after it was removed
             if optimizer.__dict__.get("step") is wrapper.method:
                 optimizer.__dict__.pop("step")
                 optimizer.__dict__.update(wrapper.before)
@@ -45,7 +45,7 @@ def _wrap(optimizer: torch.optim.Optimizer) -> _Wrapper:
 
     @functools.wraps(original)
     def step(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
-        # A closure is user code, and torch's modes hold in one thread: both need the step in this thread.
+        # A closure (user code) and torch's modes, which hold in one thread, need the step in this thread.
         own = wrapper.open and not (arguments or named or _is_in_a_mode() or _has_hooks(optimizer))
         return run_low_priority(original) if own else original(*arguments, **named)
 

@@ -218,7 +218,7 @@ class Session:
         assert self._loader is not None
         order, crash_marker = self._first_order, self._parts.crash_marker
         following = order.micro_batches if isinstance(order, io.Compute) else ()
-        self._clock.optimizer_s += self._clock.lap()  # user code before them, such as an evaluation
+        self._clock.optimizer_s += self._clock.lap()  # user code after the last step, as an evaluation
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):

@@ -16,7 +16,7 @@ from fabric.errors import ConfigError
 
 # The choices for a scheduler or scaler that is not shared.
 UNSHARED = ("refuse", "ignore")
-# The limits of the search within an object of ``state=``: its depth, and the number of parts.
+# The search within an object of ``state=`` has a largest depth and a largest number of parts.
 _DEPTH = 3
 _PARTS = 10_000
 

@@ -70,7 +70,7 @@ class DebugEndpoint:
             with contextlib.suppress(OSError):
                 self._path.unlink()
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which then closes the listener
             self._listener = None
 
     def _run(self, listener: socket.socket) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
-# The log gets a line for a longer wait. The next line comes at least one minute later, then two minutes.
+# A wait longer than this gets a line in the log. Its second line follows after a minute, its third after two.
 FIRST_S = 5.0
 AGAIN_S, LIMIT_S = 60.0, 600.0
 _LONGEST_S = 3600.0  # longest wait for the queue in one call, which takes no infinite timeout

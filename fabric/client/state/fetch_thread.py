@@ -13,7 +13,7 @@ from fabric.errors import FabricError, Gone
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
 
-# The length of a long poll, within the server's limit. After this time the core asks again.
+# Seconds of one long poll, within the server's limit. After a poll without result the core asks again.
 _WAIT_S = 20.0
 # The pause after a fetch failed on this host: every try needs a new epoch, and the next may fail too.
 _PAUSE_S = 1.0
@@ -42,7 +42,7 @@ class FetchThread:
         self.buffer: torch.Tensor | None = None
         self.state: FetchedState | None = None
         self.gradient: GradientMeta | None = None
-        self.generation = 0  # generation of ``gradient``; the job may be in a newer generation
+        self.generation = 0  # the generation of ``gradient``; the job itself may be in a newer generation
 
     def fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
         """Queue the fetch of a snapshot."""

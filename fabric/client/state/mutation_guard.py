@@ -18,7 +18,7 @@ MEANWHILE = (
     "is read meanwhile: change it only where optimizer.step() is, or leave it out (a buffer: "
     "persistent=False)"
 )
-# The message where only the digests differ, so that the guard cannot name a tensor.
+# This message is for the case in which only digests differ, so that the guard cannot name a tensor.
 UNNAMED = f"a tensor was changed without torch's knowledge{MEANWHILE}"
 
 

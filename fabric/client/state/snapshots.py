@@ -155,7 +155,7 @@ class Snapshots:
 
     def _persist(self, step: int, generation: int) -> None:
         if self.durable is not None:
-            # The end of a server loses its snapshots. The next server writes the next checkpoint.
+            # A server that ends loses its snapshots. The next server writes the next durable checkpoint.
             with contextlib.suppress(FabricError):
                 self.durable.persist(self.slots.handle, step, generation)
 

@@ -9,7 +9,7 @@ from fabric.drill.judge.drill_record import DrillRecord, RecoveryFacts
 
 # The lighthouse learns of events later than a replica, by heartbeats and leader sessions.
 _LATE_S = 30.0
-# The clocks of two hosts may differ by this much.
+# The clocks of two hosts may differ by this many seconds.
 _CLOCK_S = 2.0
 
 

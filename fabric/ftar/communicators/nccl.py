@@ -18,8 +18,8 @@ from fabric.errors import ConfigError
 from fabric.ftar.communicators.process_group_plane import Communicator, Rendezvous
 from fabric.ftar.plane import Ring
 
-_cuda: Any = torch.cuda  # its streams and events carry no types
-_dist: Any = torch.distributed  # its types are not declared
+_cuda: Any = torch.cuda  # torch declares no types for its streams and events
+_dist: Any = torch.distributed  # torch declares no types for this module
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # This timeout is longer than any time budget of fabric, so that torch's timeout never comes first.
 _NEVER = timedelta(days=30)

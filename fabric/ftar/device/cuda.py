@@ -16,7 +16,7 @@ import torch
 from fabric.ftar.device.device_api import DeviceEvent, DeviceStream, SharedMemoryHandle
 from fabric.runtime.clock import boot_id
 
-_cuda: Any = torch.cuda  # its streams and events carry no types
+_cuda: Any = torch.cuda  # torch declares no types for its streams and events
 _log = logging.getLogger(__name__)
 # The form of torch's name for the file with the reference counts of shared device memory. The name becomes a
 # path in /dev/shm, so the process accepts no other form.
@@ -113,7 +113,7 @@ class CudaDevice:
         """See ``Device``: CUDA IPC, by torch's own handles."""
         memory = self.memory(nbytes)
         try:
-            # Device number, memory, sizes, reference count, event: as torch passes them between processes.
+            # Device, memory, sizes, reference count and event, as torch passes them between processes.
             _, handle, size, offset, counter, counter_offset, event, wanted = _cuda_handle(
                 memory.untyped_storage()
             )

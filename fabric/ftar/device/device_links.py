@@ -30,8 +30,8 @@ class DeviceLinks(EpochLinks):
         super().__init__(ring, next_socket, previous_socket)
         self.offers = shares and is_shared(next_socket)
         self.expects_offer = shares and is_shared(previous_socket)
-        # ``outbox``: memory for the next member to read, None for TCP. ``accepted``: whether that member can
-        # read it, None before its answer.
+        # ``outbox``: memory for the next member to read, None for TCP. ``accepted``: whether the next member
+        # can read this memory, None before its answer.
         self.outbox: torch.Tensor | None = None
         self.accepted: bool | None = None if self.offers else False
         self.inbox: torch.Tensor | None = None
@@ -60,7 +60,7 @@ class DeviceLinks(EpochLinks):
             self.check()
             assert self.previous is not None
             try:
-                # Slots bound the credits, so the buffer has room while the link works.
+                # Slots bound the credits, so the socket's buffer has room while the link works.
                 sent = self.previous.send(frame)
             except OSError as error:
                 raise lost(self.ring.previous, error) from error

@@ -26,7 +26,7 @@ from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES
 
 CHUNK_BYTES = 4 * 1024 * 1024
 SLOTS = 8
-# Pieces of a segment that travel together. Memory for partial sums holds two groups, see ``piece_order``.
+# Pieces of a segment that travel together. Memory for partial sums holds two groups of pieces.
 GROUP = 8
 _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 

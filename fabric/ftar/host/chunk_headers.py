@@ -20,8 +20,8 @@ _DIGEST = struct.Struct("<Q")
 _MAGIC = b"FTR4"
 HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 
-# REDUCE has a partial result, GATHER a result, SEGMENT announces memory of later chunks: these go forward.
-# ABORT, and READ ("all memory was read"), go backward.
+# Chunks that go forward: REDUCE has a partial result, GATHER a result, SEGMENT announces memory of later
+# chunks. Chunks that go backward: ABORT, and READ ("all memory was read").
 REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
 _PAYLOAD_DIGESTED, _RESULT_IS_STABLE = 1, 2
 MAX_NOTICE_BYTES = 2048
@@ -41,7 +41,7 @@ class ExchangeSpec:
     dtype: int  # a code of ``ring_schedule.DTYPE_CODES``
     length: int  # elements of the buffer
     operation: int = 0  # a code of ``reduce_ops.OPERATION_CODES``
-    result_is_stable: bool = False  # see ``DataPlane.all_reduce``
+    result_is_stable: bool = False  # as in ``DataPlane.all_reduce``
 
     @property
     def order(self) -> tuple[int, int, int]:

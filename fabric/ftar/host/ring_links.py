@@ -65,7 +65,7 @@ class RingLinks(EpochLinks):
         if self.outbox is not None:
             self.outbox.raise_guard(message)
         if self.previous is not None:
-            # The backward direction carries few bytes, so its buffer has room.
+            # A ring link carries few bytes backward, so the socket's buffer has room for this message.
             with suppress(OSError):
                 self.previous.send(message)
 

@@ -9,7 +9,7 @@ frames, so the order stays.
 import asyncio
 from collections.abc import Callable
 
-# The first byte of an unfragmented text. The second byte is its size; two values say that the size follows.
+# The first byte of an unfragmented text. A frame's second byte is its size; two values mean: size follows.
 _WHOLE_TEXT = 0x81
 _MASKED = 0x80
 _TWO_BYTES, _EIGHT_BYTES = _MASKED + 126, _MASKED + 127

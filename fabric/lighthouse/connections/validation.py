@@ -25,11 +25,11 @@ _MORE_BYTES |= dict.fromkeys((m.Aborted, m.LoopFailed, m.CannotContinue, m.Reque
 MAX_ADDRESS = 300
 # The most names of peers in one message other than a report.
 MAX_NAMES = 256
-# The most names of members that one process cannot reach. An honest member names fewer.
+# The most names of members that one process cannot reach. An honest member names fewer peers than this.
 MAX_UNREACHABLE = 64
 MAX_NAME = 64
 MAX_SECRET = 64
-# A time budget of more than a year is refused.
+# The lighthouse refuses a time budget of more than a year.
 _MAX_BUDGET_S = 366 * 86400.0
 MAX_DIGEST = 200
 MAX_SENTENCE = 300

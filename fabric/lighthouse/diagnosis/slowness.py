@@ -60,7 +60,7 @@ class SlownessWatch:
         self._newest_step = 0  # the newest step whose times were used
         self._epochs: dict[str, int] = {}  # replica -> the epoch of its newest times
         self._record: Record | None = None
-        self._is_settled = False  # whether the record's members are compared: none is joining
+        self._is_settled = False  # whether the members can be compared, because none of them is joining
         self._slow: dict[str, Slowdown] = {}
         self._advice: Advice | None = None
         self._planned: dict[str, float] = {}  # replica -> the factor for which the advice was planned

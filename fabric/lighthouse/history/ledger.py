@@ -65,7 +65,7 @@ class GoodputLedger:
         if not self.state:
             self.state = _steady(look)
             self._counted = self._stepped = self._begun = now
-        if look.generation != self._generation:  # a cold start goes on from an earlier step
+        if look.generation != self._generation:  # after a cold start the job goes on from an earlier step
             self._generation, self._step = look.generation, -1
         # The first step that is reported may have been committed long ago.
         stepped = look.step > self._step >= 0
@@ -147,7 +147,7 @@ class GoodputLedger:
             self.seconds[name] += value
         if not state or not self.state:
             return
-        # The job ran then and runs now. The time between counts with the next step, or as a stall.
+        # The job ran before and after the fail-over: time between counts with the next step or as a stall.
         gap = max(0.0, wall - t)
         self._counted = min(self._counted, now - gap)
         if self.state in (TRAINING, DEGRADED):

@@ -86,7 +86,7 @@ class Recoveries:
         self.kept: list[RecoveryRecord] = []
         self._pending: list[
             RecoveryRecord
-        ] = []  # the open records of ``kept``, which are examined after every event
+        ] = []  # the open records among ``kept``, which the lighthouse examines after every event
         self._record: Record | None = None
         self._looked = 0.0
 
@@ -163,7 +163,7 @@ class Recoveries:
         for member in before.roster:
             if not record.lists(member.replica, member.incarnation) and not member.leaving:
                 if recovery.kind == "abort" and recovery.why != record.reason[:1000]:
-                    # A peer noticed the failure first. Put the epoch's reason before the peer's sentence.
+                    # A peer noticed the failure first: put the epoch's reason before the peer's sentence.
                     recovery.why = f"{record.reason} ({recovery.why})"[:1000]
                 recovery.kind = "death"
                 self._supersede(member.replica, recovery)

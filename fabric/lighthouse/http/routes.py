@@ -33,7 +33,7 @@ from fabric.store import Store
 # Every lighthouse, leader or not, answers these paths without a token: the answers reveal nothing of a job.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/metrics"}) | dashboard.OPEN_PATHS
 MAX_BODY_BYTES = 64 * 1024
-# A client should ask again after this many seconds; an election takes about one lease.
+# Without a leader a client should ask again after this many seconds; an election takes about one lease.
 RETRY_AFTER_S = 1
 _MAX_ID = 2**62
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from fabric.lighthouse.http.job_status import job_view
 from fabric.lighthouse.jobs.job import Job
 
-# Seconds between two computations of the status, more in a job of many members.
+# Seconds between two computations of a job's status, more in a job of many members.
 _LOOK_S = 0.25
 _ROWS_PER_S = 4000
 

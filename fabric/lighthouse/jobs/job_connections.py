@@ -18,7 +18,7 @@ from fabric.protocol.messages import network as m
 
 # The core gets an unchanged trainer status this often, and a changed status at once.
 STATUS_S = 0.2
-_ENDS_PER_TURN = 20  # connections closed per turn; each takes some 150 microseconds
+_ENDS_PER_TURN = 20  # connections closed per turn of the event loop; each takes some 150 microseconds
 
 
 class JobConnections:

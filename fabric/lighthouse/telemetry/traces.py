@@ -23,7 +23,7 @@ class Traces:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f'the collector "{url[:200]}" is no URL: give one such as http://host:4318')
         try:
-            # Imported here, because a lighthouse without traces does not need the packages.
+            # Import OpenTelemetry here, because a lighthouse without traces does not need its packages.
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider

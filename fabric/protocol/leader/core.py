@@ -100,7 +100,7 @@ class LeaderCore:
         if state.leading and self.writer.writing is None and not self.writer.reading:
             self._plan_when_due(event)
         elif isinstance(event, io.LeaderTick):
-            # The store's answer brings the next plan.
+            # The leader plans again when the store has answered.
             self.timer.plan_at, self.timer.deadline = math.inf, state.now + TOGETHER_S
         return self.outbox.effects
 
@@ -133,7 +133,7 @@ class LeaderCore:
         """Return the latest time at which the shell must send a tick."""
         timer = self.timer
         if self.state.leading and timer.deadline is not None and self.state.is_large:
-            # Events that come before this deadline do not postpone it, or it would never be due.
+            # Events before this deadline do not postpone it, or the deadline would never be due.
             due: float | None = min(timer.deadline, timer.plan_at)
         else:
             due = self._next_deadline()

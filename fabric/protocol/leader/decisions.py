@@ -51,7 +51,7 @@ class Decisions:
                 a.replica: replace(decision, table=(a,)) for a in decision.table if a.drop or a.micro_batches
             }
             self.state.epoch.no_row = replace(decision, table=())
-            if not self.state.epoch.running:  # otherwise the members follow the decision of an earlier leader
+            if not self.state.epoch.running:  # else the members follow an earlier leader's decision
                 text = f"step {decision.step}: {decision.reason}"
                 self.outbox.record_event("resume", "", text, record.incident_id)
             for member in record.roster:

@@ -82,10 +82,10 @@ class LastStatus:
     ckpt: str = ""
     snapshots: tuple[SnapshotRef, ...] = ()
     deaths: tuple[Death, ...] = ()
-    taken: tuple[float, ...] = ()  # for each of ``snapshots``, when the trainer had that state
+    taken: tuple[float, ...] = ()  # for each snapshot, the time at which the trainer had that state
     durable: tuple[SnapshotRef, ...] = ()
     durable_error: str = ""
-    parts: tuple[int, ...] = ()  # for each of ``snapshots``, how many ranks hold a part
+    parts: tuple[int, ...] = ()  # for each snapshot in ``snapshots``, the number of ranks that hold a part
     closed: float = 0.0  # the time when the checkpoint server's connection ended
 
     def says(self, status: TrainerStatus) -> bool:
@@ -110,9 +110,9 @@ class Liveness:
     overloaded_until: float = -math.inf  # the time until which returning members may have to wait
     began: float = -math.inf  # the time when the generation began: silence of its members counts from then
     _late_before_s: float = 0.0
-    # Of replicas of several ranks: rank (from 1) -> replica -> the status of that rank's checkpoint server.
+    # For replicas of several ranks: rank (from 1) -> replica -> the status of that rank's checkpoint server.
     rank_statuses: dict[int, dict[str, LastStatus]] = field(default_factory=dict)
-    former: dict[ReplicaProcess, Peer] = field(default_factory=dict)  # replaced, but named by the record
+    former: dict[ReplicaProcess, Peer] = field(default_factory=dict)  # replaced, but in the record
     elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)  # of other servers
     proven_ends: dict[ReplicaProcess, str] = field(default_factory=dict)  # process -> why it has surely ended
 

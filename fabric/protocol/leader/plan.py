@@ -98,5 +98,5 @@ class PlanTimer:
     """When the leader plans, and when it asked to be called."""
 
     plan_at: float = math.inf  # the latest time to plan for the events since the last plan
-    deadline: float | None = None  # when the last plan asked for the next one
+    deadline: float | None = None  # the time for which the last plan asked for the next plan
     due: float = math.inf  # the time for which the leader asked for a tick

@@ -12,8 +12,8 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import missing_links, reachable_set
 from fabric.protocol.rules.wait_graph import RingRebuilds, blamed_link, ring_order, root_waiters
 
-# A process from which neither source was heard for this many seconds may be dead. The leader then waits for
-# the verdict before it acts on a missing link to that process.
+# A process from which neither source was heard for this many seconds may be dead. Before the leader acts on a
+# missing link to a silent process, it waits for the verdict on that process.
 QUIET_S = 0.75
 
 

@@ -122,7 +122,7 @@ class RecordWriter:
             announced = self.announcement.record  # the same roster, with its digest cached
         self.announcement = RosterAnnouncement(roster_delta.for_members(record), announced)
         if record.failed:
-            return  # the leader instead rejects the sessions of a failed job
+            return  # for a failed job the leader announces no epoch, but rejects the sessions
         complete = m.Complete(record.fence, record.base.step)
         for replica, peer in self.state.liveness.peers.items():
             self.outbox.send(

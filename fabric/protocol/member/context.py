@@ -11,7 +11,7 @@ class CoreContext:
     def __init__(self, identity: MemberIdentity, config: MemberConfig, now: float) -> None:
         self.identity = identity
         self.config = config
-        self.now = now  # when the present event came
+        self.now = now  # the time of the present event
         self.effects: list[io.Effect] = []  # the effects of the present event so far, in order
         self.stopped = False  # whether the core has stopped: it handles no further event
 

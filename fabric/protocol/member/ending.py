@@ -133,7 +133,7 @@ class Ending:
         for record in (epochs.current, epochs.newest)[epochs.newest is epochs.current :]:
             if record is None or record.epoch not in epochs.links.up:
                 continue
-            # A drained member makes the links of the epoch without it, but sends nothing on these links.
+            # A drained member still makes the links of the epoch without it, but sends nothing on them.
             if record.lists(identity.replica, identity.incarnation):
                 yield record
 

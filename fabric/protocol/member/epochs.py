@@ -20,9 +20,9 @@ class KnownEpochs:
         self._context = context
         self._memory = memory
         self.mode = Mode.OUTSIDE
-        self.current: Record | None = None  # the epoch I run in (or last ran in)
-        self.newest: Record | None = None  # the newest epoch that I have heard of
-        self.report: m.Report | None = None  # my answer to the newest forced epoch
+        self.current: Record | None = None  # the epoch in which this member runs or last ran
+        self.newest: Record | None = None  # the newest epoch that this member knows
+        self.report: m.Report | None = None  # this member's answer to the newest forced epoch
         self.resume: m.Resume | None = None  # the decision of the epoch in force
         self.links = LinkState()
 

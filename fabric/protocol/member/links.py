@@ -14,7 +14,7 @@ from fabric.protocol.messages import network as m
 # Seconds between two probes of the members: while the member reaches all of them; while a link flaps.
 PROBE_S = 5.0
 PROBE_AGAIN_S = 0.5
-# In larger rosters a newcomer probes only members that it could not reach before.
+# In rosters larger than this a newcomer probes only members that it could not reach before.
 MAX_PROBED = 64
 
 

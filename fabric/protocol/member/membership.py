@@ -268,7 +268,7 @@ class Membership:
             return
         assert record.is_forced
         if self._context.now - self._session.contact.last > self._context.config.autonomy_s:
-            # Rule 10: a new generation may have begun. The next answered heartbeat shows whether it has.
+            # Rule 10: a new generation may have begun. The next answered heartbeat will show that.
             self._session.contact.unheeded = message
             self._session.contact.next_beat = self._context.now
             return

@@ -406,7 +406,7 @@ class Rounds:
         if disagreement:
             self._memory.state.parted = round_.parted()
             self.abort(disagreement, "")
-            # If the leader evicts me for this, my state is not to be trusted.
+            # If the leader evicts this member for unequal digests, the member must not trust its state.
             self._epochs.links.suspect = True
             return
         if self._is_on_its_own_for_too_long():

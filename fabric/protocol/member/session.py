@@ -8,7 +8,7 @@ from fabric.protocol.member.state import Contact, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
-# The most awaited members that a heartbeat names; it names others once these have come or were left out.
+# The most awaited members that a heartbeat names; later heartbeats name the remaining awaited members.
 MAX_NAMED = 64
 
 

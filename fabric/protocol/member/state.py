@@ -133,7 +133,7 @@ class Fetch:
 class Contact:
     """The session with the leader."""
 
-    last: float  # when the newest answered heartbeat was sent
+    last: float  # the time at which the newest answered heartbeat was sent
     next_beat: float
     beaten: float = -math.inf  # when the newest heartbeat was sent
     beaten_epoch: int = -1  # the newest epoch that a heartbeat has named
@@ -147,7 +147,7 @@ class Contact:
     fallen: m.CannotContinue | None = None  # message repeated until the leader has answered it
     failed: m.LoopFailed | None = None  # message repeated until the leader has answered it
     finished: bool = False
-    unheeded: m.Resume | None = None  # a decision after the end of my autonomy; an answer lets it count
+    unheeded: m.Resume | None = None  # a decision after ``autonomy_s``; an answered heartbeat lets it count
 
 
 @dataclass(slots=True)
@@ -155,13 +155,13 @@ class LinkState:
     """The links of epochs, and messages that came before their round."""
 
     up: set[int] = field(default_factory=set)  # epochs whose links are up
-    silent: set[str] = field(default_factory=set)  # members that I cannot reach, as far as I know
+    silent: set[str] = field(default_factory=set)  # members that this member cannot reach, as far as it knows
     probing: bool = False  # a probe from outside the roster is under way
-    flaps: bool = False  # whether some member was out of reach since I was linked last
+    flaps: bool = False  # whether a member was out of reach since this member was last linked
     next_probe: float = -math.inf
     early: dict[tuple[int, int], list[io.FromPeer]] = field(default_factory=dict)  # by epoch and step
     first_step: int = -1  # the first step of the epoch in force
-    suspect: bool = False  # digests differed: if I am evicted for that, my state is not to be trusted
+    suspect: bool = False  # digests differed: after an eviction for that, do not trust the own state
 
     def keep_early(self, key: tuple[int, int], event: io.FromPeer, floor: int) -> None:
         self.early = {k: v for k, v in self.early.items() if k[0] >= floor}

@@ -44,7 +44,7 @@ class CommitVote:
 
     fence: Fence
     step: Int64
-    ready: Int64  # the epoch I am ready for, at least that of the round
+    ready: Int64  # the epoch for which the sender is ready, at least the epoch of the round
     gradient_digest: str
     state_digest: str = ""  # of the shared state at ``step``; empty: not computed
     nonfinite: str = ""  # a tensor of my contribution that is not finite; empty without the check
@@ -103,7 +103,7 @@ class Resume:
 
     fence: Fence
     step: Int64
-    table: tuple[Assignment, ...]  # only the receiver's row; a member without a row computes nothing more
+    table: tuple[Assignment, ...]  # the receiver's row alone; a member without a row computes nothing more
     commit_digest: str = ""  # a member one step behind with a gradient of this digest commits it first
     reason: str = ""
 
@@ -132,7 +132,7 @@ class StateSources:
     fence: Fence
     state: SnapshotRef
     urls: tuple[str, ...]  # base URLs of checkpoint servers that hold the state
-    again: bool = False  # the leader restarts a replay that gets no closer: begin again from this state
+    again: bool = False  # the leader restarts a replay that does not catch up: begin again from this state
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +181,10 @@ class OpenSession:
 
     replica: str
     incarnation: Int64
-    generation: Int64  # generation of my state; 0: I hold only my initial state
+    generation: Int64  # generation of the sender's state; 0: the sender holds only its initial state
     step: Int64
     digest: str
-    epoch: Int64  # the newest epoch I know
+    epoch: Int64  # the newest epoch that the sender knows
     link: str  # rank 0's address for other members
     ckpt: str  # base URL of rank 0's checkpoint server
     micro_batches: Int64  # the number of micro-batches in a step
@@ -197,18 +197,18 @@ class OpenSession:
     data_slot: Int64 = -1  # the data slot whose data this replica can read; -1: any data slot
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up, where the replica has several
     replay: bool = True  # the replica catches up by published gradients; False: by a blocking join
-    exchange_s: float = 60.0  # its time budget for an exchange
-    user_code_s: float = 1800.0  # its time budget for user code
+    exchange_s: float = 60.0  # the replica's time budget for an exchange
+    user_code_s: float = 1800.0  # the replica's time budget for user code
     spare: bool = False  # the replica contributes only while a member is missing
     # The parameters in order, for people: "name dtype[shape]"; empty: too many to send.
     tensors: tuple[str, ...] = ()
     roster: str = ""  # digest of the newest roster I hold; empty: an older version, without RosterDelta
     plane: str = ""  # how members exchange gradients (host, device, nccl); empty: not said
-    durable: tuple[SnapshotRef, ...] = ()  # complete durable checkpoints that I could load, oldest first
+    durable: tuple[SnapshotRef, ...] = ()  # complete durable checkpoints that it can load, oldest first
     # Earlier incarnations on this host that have ended by the kernel's evidence, newest first.
     predecessors: tuple[Int64, ...] = ()
-    secret: str = ""  # known to this process and the lighthouse alone: no other process can send for it
-    autonomy_s: float = 0.0  # how long I may commit without a lighthouse's answer; 0: an older version
+    secret: str = ""  # known to this process and the lighthouse: no other process can send in its name
+    autonomy_s: float = 0.0  # how long it may commit without a lighthouse's answer; 0: an older version
     # The job's end, which an earlier process on this host reached without a lighthouse.
     ended: JobEnd | None = None
     rack: str = ""  # as in ``Member.rack``
@@ -260,10 +260,10 @@ class Aborted:
     step: Int64
     why: str
     about: str = ""  # the peer on which the round failed
-    waiting_for: tuple[str, ...] = ()  # the members that I still waited for when the round ended
+    waiting_for: tuple[str, ...] = ()  # the members for which the sender still waited when the round ended
     stalled: bool = False  # the round took longer than its time budget
     mismatch: bool = False  # the peer ``about`` takes part in another exchange: other parameters or sizes
-    unreachable: tuple[str, ...] = ()  # members to which nothing gets through
+    unreachable: tuple[str, ...] = ()  # members that the sender cannot reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,10 +274,10 @@ class Report:
     state_generation: Int64
     step: Int64
     digest: str
-    round_epoch: Int64  # the epoch of the newest round that I entered; 0: I entered none
+    round_epoch: Int64  # the epoch of the newest round that the sender entered; 0: none
     round_step: Int64
     round_roster: tuple[str, ...]
-    prepared: bool  # whether I have prepared that round
+    prepared: bool  # whether the sender has prepared the newest round that it entered
     gradient_digest: str
     have: tuple[Int64, ...]  # the micro-batches of ``step`` in my kept gradient
     committed_digest: str = ""  # the digest of the gradient that led to ``step``; empty: none did
@@ -303,7 +303,7 @@ class RequestState:
 
     fence: Fence
     why: str
-    lost: bool = False  # I hold no usable state
+    lost: bool = False  # the sender holds no usable state
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +374,7 @@ class TrainerStatus:
     # Micro-batches at which processes of the trainer died, repeated until the job has passed their step.
     deaths: tuple[Death, ...] = ()
     rank: Int64 = 0  # the rank of this checkpoint server, in a replica of several ranks
-    ages_s: tuple[float, ...] = ()  # for each of ``snapshots``, how long ago the trainer had that state
+    ages_s: tuple[float, ...] = ()  # for each snapshot, how long ago the trainer had that state
     durable: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that this server wrote
     durable_error: str = ""  # why the last durable checkpoint was not written, in a sentence
     # For each of ``snapshots``, the number of ranks that hold its parts; empty: an older version.

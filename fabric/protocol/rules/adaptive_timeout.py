@@ -58,7 +58,7 @@ def problem(exchange_s: float, user_code_s: float, autonomy_s: float) -> str:
 class AdaptiveTimeout:
     """The bound of the next round, from the durations of earlier ones."""
 
-    cap_s: float  # the upper limit of the bound, and the bound itself until enough rounds went well
+    cap_s: float  # the largest bound, which holds until enough rounds went well
     _took: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _patience: float = 1.0
 

@@ -16,7 +16,7 @@ from math import gcd
 
 from fabric.protocol.rules.spare import hosts_of, stack_of
 
-# The cost of one shard, by its readers. Pairs of readers in one rack only guide the search.
+# The cost of one shard, by the racks of its readers. The cost of two readers in one rack guides the search.
 _NO_READER, _ONE_RACK, _SHARED_RACK, _PAIR = 1 << 90, 1 << 60, 1 << 30, 1
 # The most readers that one search looks at, over all starting arrangements: takes less than a second.
 _EFFORT = 30_000

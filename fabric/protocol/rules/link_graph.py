@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from fabric.model import ReplicaProcess
 
-# Up to this many members with a missing link the search is exhaustive. With more, the set may be smaller than
-# the largest possible set.
+# Up to this many members with a missing link the search is exhaustive. With more such members, the chosen set
+# may be smaller than the largest possible set.
 EXACT = 16
 # Seconds that the links of a member that was left out must work before it comes back, doubled every time.
 CALM_S = 5.0

@@ -116,7 +116,7 @@ class Acceptor:
                 ssl_handshake_timeout=None if self._ssl_context is None else _HANDSHAKE_S,
             )
             is_open = True
-        except OSError as error:  # also ssl.SSLError and TimeoutError
+        except OSError as error:  # ssl.SSLError and TimeoutError are OSErrors too
             log.debug("a connection from %s was not opened: %s", slot.address, error)
         finally:
             if not is_open:

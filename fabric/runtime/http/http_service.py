@@ -51,7 +51,7 @@ _STALL_BYTES = 4 << 20
 # Seconds for which the service still reads a refused body, so that the sender gets the answer, not a reset.
 _LINGER_S = 1.0
 _MOST_AWAY_S = 60.0
-# Thousands of members reconnect at once after a fail-over. The kernel lowers this backlog to its own limit.
+# Thousands of members reconnect at once after a fail-over. The kernel lowers a large backlog to its limit.
 _BACKLOG = 4096
 
 # Error class -> HTTP status: the first class that an error is an instance of decides.

@@ -1,7 +1,7 @@
 """Value types that every part shares: the members of a job, the epoch in force, and the fence."""
 
 import hashlib
-from collections.abc import KeysView
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
@@ -39,6 +39,22 @@ def incident_id_of(epoch: int) -> str:
 def counted(count: int, noun: str) -> str:
     """Say "1 step" or "2 steps"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def apportion(total: int, shares: Sequence[int]) -> list[int]:
+    """Split ``total`` into integers proportional to ``shares`` that sum to ``total``.
+
+    Hamilton's largest remainder method in integer arithmetic, so that every replica computes the same. Ties
+    go to the earlier share. Shares must not be negative; when all are zero the split is even.
+    """
+    if sum(shares) <= 0:
+        shares = [1] * len(shares)
+    divisor = sum(shares)
+    parts = [total * share // divisor for share in shares]
+    remainders = [(-(total * share % divisor), i) for i, share in enumerate(shares)]
+    for _, index in sorted(remainders)[: total - sum(parts)]:
+        parts[index] += 1
+    return parts
 
 
 class ReplicaProcess(NamedTuple):

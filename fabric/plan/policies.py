@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fabric.model import Member
+from fabric.model import Member, apportion
 from fabric.plan.engine import MaskingCost
-from fabric.protocol.rules.assignment import apportion, spread
+from fabric.protocol.rules.assignment import spread
 from fabric.protocol.rules.spare import Patch, StackedShards, block_layout, ring_layout
 
 # Seconds to remove failed groups from the communicator, from SPARe's published runs.

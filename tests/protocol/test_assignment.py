@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.model import Member, Sharing
+from fabric.model import Member, Sharing, apportion
 from fabric.protocol.rules.assignment import (
     Work,
-    apportion,
     assign,
     cut,
     data_slot_shares,

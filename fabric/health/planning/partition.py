@@ -8,6 +8,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fabric.model import apportion
+
+# The fastest speed as an integer: integers divide exactly, and equally on every host.
+_UNIT = 1 << 40
+
 
 def micro_batch_shares(total: int, speeds: Sequence[float], least: int = 1) -> tuple[int, ...]:
     """Split ``total`` micro-batches in proportion to ``speeds``, by the largest remainder; ties go to the
@@ -29,22 +34,16 @@ def micro_batch_shares(total: int, speeds: Sequence[float], least: int = 1) -> t
         quotas = {place: rest * speeds[place] / weight for place in able}
         small = [place for place in able if quotas[place] < least]
         if not small:
-            _largest_remainder(shares, rest, quotas)
+            fastest = max(speeds)
+            parts = apportion(rest, [round(speeds[place] / fastest * _UNIT) for place in able])
+            for place, part in zip(able, parts, strict=True):
+                shares[place] = part
             break
         # The slowest replica gets ``least`` first, which leaves fewer micro-batches for the others.
         slowest = min(small, key=lambda place: (speeds[place], place))
         shares[slowest] = least
         able.remove(slowest)
     return tuple(shares)
-
-
-def _largest_remainder(shares: list[int], total: int, quotas: Mapping[int, float]) -> None:
-    for place, quota in quotas.items():
-        shares[place] = math.floor(quota)
-    left = total - sum(shares[place] for place in quotas)
-    by_remainder = sorted(quotas, key=lambda place: (math.floor(quotas[place]) - quotas[place], place))
-    for place in by_remainder[:left]:
-        shares[place] += 1
 
 
 def cut_layers(layers: int, speeds: Sequence[float], most: int = 0) -> tuple[int, ...]:

@@ -15,10 +15,9 @@ from fabric.health.localise import Scope, Slowdown
 from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
 from fabric.health.planning.remedies import ActionRules, JobHealth, RemedyKind, propose
 from fabric.health.work import WorkAmount
-from fabric.model import Record, StepTimes
+from fabric.model import Record, StepTimes, apportion
 from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages.network import Heartbeat
-from fabric.protocol.rules.assignment import apportion
 
 OFF = "off"
 WHOLE_JOB = ""  # the name that stands for all replicas

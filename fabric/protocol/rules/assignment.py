@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from fabric.model import EVERYTHING, Member, Sharing
+from fabric.model import EVERYTHING, Member, Sharing, apportion
 from fabric.protocol.rules.data_slot_placement import place
 from fabric.protocol.rules.spare import hosts_of, settle
 
@@ -32,22 +32,6 @@ class Work:
 
     micro_batches: int
     sharing: Sharing = EVERYTHING
-
-
-def apportion(total: int, shares: Sequence[int]) -> list[int]:
-    """Split ``total`` into integers proportional to ``shares`` that sum to ``total``.
-
-    Hamilton's largest remainder method in integer arithmetic, so that every replica computes the same.
-    Shares must not be negative; when all are zero the split is even.
-    """
-    if sum(shares) <= 0:
-        shares = [1] * len(shares)
-    divisor = sum(shares)
-    parts = [total * share // divisor for share in shares]
-    remainders = [(-(total * share % divisor), i) for i, share in enumerate(shares)]
-    for _, index in sorted(remainders)[: total - sum(parts)]:
-        parts[index] += 1
-    return parts
 
 
 def assign(micro_batches: Iterable[int], members: Sequence[Member]) -> dict[str, tuple[int, ...]]:

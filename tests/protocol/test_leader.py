@@ -757,7 +757,7 @@ def test_a_refused_second_process_of_an_id_does_not_silence_the_first():
     lighthouse.do(io.TrainerStatusClosed("b", "http://elsewhere"))
     lighthouse.wait(0.1)
     assert lighthouse.record.epoch == 1 and not lighthouse.core.state.epoch.pending_evictions
-    status = lighthouse.core.state.liveness.statuses["b"]
+    status = lighthouse.core.state.liveness.servers.of_rank(0)["b"]
     assert (status.incarnation, status.ckpt, status.connected) == (1, "http://b", True)
     lighthouse.status("b", "stopped")
     lighthouse.wait(0.3)
@@ -769,7 +769,7 @@ def test_after_a_fail_over_the_leader_takes_the_trainer_status_of_the_incarnatio
     lighthouse.do(elsewhere("b", 2))
     lighthouse.status("b")
     lighthouse.do(elsewhere("b", 2, "gone"))
-    status = lighthouse.core.state.liveness.statuses["b"]
+    status = lighthouse.core.state.liveness.servers.of_rank(0)["b"]
     assert (status.incarnation, status.trainer, status.ckpt) == (1, "running", "http://b")
     assert not lighthouse.told("trainer gone")
 
@@ -778,14 +778,14 @@ def test_a_new_process_on_another_host_counts_once_it_is_let_in():
     lighthouse = started("a b c")
     lighthouse.status("b", "gone")
     lighthouse.do(elsewhere("b", 2))
-    assert lighthouse.core.state.liveness.statuses["b"].trainer == "gone", (
+    assert lighthouse.core.state.liveness.servers.of_rank(0)["b"].trainer == "gone", (
         "what is certain of the old one stays so"
     )
     lighthouse.wait(0.1)
     lighthouse.open("b", incarnation=2, generation=1, step=5, predecessors=(1,))
     lighthouse.do(elsewhere("b", 2))
     lighthouse.status("b", "gone")
-    status = lighthouse.core.state.liveness.statuses["b"]
+    status = lighthouse.core.state.liveness.servers.of_rank(0)["b"]
     assert (status.incarnation, status.trainer, status.ckpt) == (2, "running", "http://elsewhere")
 
 
@@ -795,8 +795,8 @@ def test_the_server_of_a_replica_never_admitted_is_forgotten_with_its_connection
     lighthouse.do(io.SessionOpened(session_of("x2", layout="wide")))
     assert lighthouse.sent(m.Rejected)
     lighthouse.do(io.TrainerStatusClosed("x2", "http://x2"), io.TrainerStatusClosed("b", "http://b"))
-    assert set(lighthouse.core.state.liveness.statuses) == {"a", "b"}
-    assert not lighthouse.core.state.liveness.statuses["b"].connected
+    assert set(lighthouse.core.state.liveness.servers.of_rank(0)) == {"a", "b"}
+    assert not lighthouse.core.state.liveness.servers.of_rank(0)["b"].connected
 
 
 def test_an_older_process_must_go():

@@ -5,7 +5,8 @@ from protocol.test_lanes import LINEAR, sharded, single
 from protocol.test_leader import Lighthouse
 
 from fabric.model import RankAddress, SnapshotRef
-from fabric.protocol.leader.liveness import LastStatus, Liveness, LivenessConfig, lanes
+from fabric.protocol.leader.liveness import Liveness, LivenessConfig
+from fabric.protocol.leader.server_statuses import LastStatus, lanes
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.layout_text import layout_text
@@ -53,14 +54,14 @@ def test_a_cold_start_begins_at_the_newest_state_of_which_every_lane_has_a_holde
 
 def test_the_freshest_state_is_the_newest_with_a_living_holder_of_each_lane():
     liveness = Liveness(LivenessConfig(), 0.0)
-    liveness.statuses["a"] = LastStatus(1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW))
-    other = liveness.statuses_of(1)["b"] = LastStatus(1, "running", 0.0, 0.0, True, "http://b#1", (OLD,))
-    assert liveness.freshest(2) == OLD
-    assert liveness.freshest(1) == NEW
+    liveness.servers.of_rank(0)["a"] = LastStatus(1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW))
+    other = liveness.servers.of_rank(1)["b"] = LastStatus(1, "running", 0.0, 0.0, True, "http://b#1", (OLD,))
+    assert liveness.servers.freshest(2) == OLD
+    assert liveness.servers.freshest(1) == NEW
     other.snapshots = (OLD, NEW)
-    assert liveness.freshest(2) == NEW
+    assert liveness.servers.freshest(2) == NEW
     other.connected = False
-    assert liveness.freshest(2) is None
+    assert liveness.servers.freshest(2) is None
 
 
 def test_a_state_of_another_number_of_ranks_is_whole_when_all_of_its_own_lanes_are_there():
@@ -77,17 +78,19 @@ def test_a_state_of_another_number_of_ranks_is_whole_when_all_of_its_own_lanes_a
 
 def test_a_state_is_as_old_as_its_oldest_holder_says():
     liveness = Liveness(LivenessConfig(), 0.0)
-    assert liveness.age_s(NEW, 100.0) is None
-    liveness.statuses["a"] = LastStatus(1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW), (), (50.0, 90.0))
-    other = liveness.statuses_of(1)["b"] = LastStatus(
+    assert liveness.servers.age_s(NEW, 100.0) is None
+    liveness.servers.of_rank(0)["a"] = LastStatus(
+        1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW), (), (50.0, 90.0)
+    )
+    other = liveness.servers.of_rank(1)["b"] = LastStatus(
         1, "running", 0.0, 0.0, True, "http://b#1", (NEW,), (), (88.0,)
     )
-    liveness.statuses["c"] = LastStatus(
+    liveness.servers.of_rank(0)["c"] = LastStatus(
         1, "running", 0.0, 0.0, True, "http://c", (NEW,)
     )  # the session of an older release
-    assert (liveness.age_s(OLD, 100.0), liveness.age_s(NEW, 100.0)) == (50.0, 12.0)
+    assert (liveness.servers.age_s(OLD, 100.0), liveness.servers.age_s(NEW, 100.0)) == (50.0, 12.0)
     other.connected = False
-    assert liveness.age_s(NEW, 100.0) == 10.0
+    assert liveness.servers.age_s(NEW, 100.0) == 10.0
 
 
 def test_a_rank_that_is_gone_takes_its_replica_out():
@@ -112,7 +115,7 @@ def test_a_stopped_rank_is_waited_for_shortly():
 def test_the_end_of_a_rank_does_not_prove_the_end_of_rank_0():
     liveness = Liveness(LivenessConfig(), 0.0)
     member = member_of("a", ranks=addresses("a"))
-    liveness.statuses_of(1)["a"] = LastStatus(1, "gone", 0.0, 0.0)
+    liveness.servers.of_rank(1)["a"] = LastStatus(1, "gone", 0.0, 0.0)
     assert "rank 1" in liveness.rank_trouble(member, 0.0)
     assert not liveness.proven_dead(member)
 
@@ -156,5 +159,5 @@ def test_a_replica_that_does_not_allow_unequal_layouts_is_refused_with_the_name_
 def test_a_rank_whose_server_was_started_again_elsewhere_is_served_from_there():
     liveness = Liveness(LivenessConfig(), 0.0)
     member = member_of("a", ranks=addresses("a"))
-    liveness.statuses_of(1)["a"] = LastStatus(1, "running", 0.0, 0.0, True, "http://new#1")
-    assert liveness.ckpts(member) == ["http://a", "http://new#1"]
+    liveness.servers.of_rank(1)["a"] = LastStatus(1, "running", 0.0, 0.0, True, "http://new#1")
+    assert liveness.servers.urls_of(member) == ["http://a", "http://new#1"]

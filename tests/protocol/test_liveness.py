@@ -3,7 +3,8 @@
 import pytest
 from protocol.makers import member_of, session_of
 
-from fabric.protocol.leader.liveness import LastStatus, Liveness, LivenessConfig, Peer
+from fabric.protocol.leader.liveness import Liveness, LivenessConfig, Peer
+from fabric.protocol.leader.server_statuses import LastStatus
 
 CONFIG = LivenessConfig(stopped_s=0.15, reconnect_s=3.0, silence_s=2.0, lost_s=0.05, grace_s=3.0)
 LATE = 100.0  # long after the election
@@ -14,7 +15,7 @@ def liveness(peer=None, status=None, elected=0.0):
     if peer is not None:
         found.peers["a"] = peer
     if status is not None:
-        found.statuses["a"] = status
+        found.servers.of_rank(0)["a"] = status
     return found
 
 
@@ -121,5 +122,5 @@ def test_a_member_spared_in_an_overload_is_not_checked_all_the_time():
     assert away.next_check(roster, LATE + 1) == LATE + 1.5
     assert away.next_check(roster, away.overload_grace_until - 0.1) == away.overload_grace_until
     assert away.next_check(roster, away.overload_grace_until) == away.overload_grace_until + 0.025
-    away.statuses["a"] = status("stopped", since=LATE + 1)
+    away.servers.of_rank(0)["a"] = status("stopped", since=LATE + 1)
     assert away.next_check(roster, LATE + 1) == LATE + 1.025

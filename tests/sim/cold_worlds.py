@@ -16,7 +16,7 @@ from sim.trainer import Trainer
 from sim.world import Settings, World
 
 from fabric.model import Member as Entry
-from fabric.protocol.leader import refusal
+from fabric.protocol.leader import admission
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.liveness import Liveness
 from fabric.protocol.leader.state import JobState
@@ -365,7 +365,7 @@ def forget_who_was_replaced(patch: Patch) -> None:
 
     def heard(live: Liveness, status: m.TrainerStatus, member: Entry | None, now: float) -> Any:
         known = hear(live, status, member, now)
-        live.elsewhere.clear()
+        live.servers.elsewhere.clear()
         return known
 
     patch.setattr(Liveness, "opened", lambda live, session, now, is_named: opened(live, session, now, False))
@@ -379,7 +379,7 @@ def believe_whoever_vouches(patch: Patch) -> None:
         return bool(session.predecessors)
 
     patch.setattr("fabric.protocol.leader.liveness.vouches", vouches)
-    patch.setattr(refusal, "vouches", vouches)
+    patch.setattr(admission, "vouches", vouches)
 
 
 def start_cold_after_half_the_autonomy(patch: Patch) -> None:
@@ -432,7 +432,7 @@ def take_the_stopped_for_dead(patch: Patch) -> None:
 
 
 def believe_a_second_process(patch: Patch) -> None:
-    patch.setattr(refusal, "taken", lambda session, liveness, record, now: "")
+    patch.setattr(admission, "taken", lambda session, liveness, record, now: "")
 
 
 def count_rounds_of_older_generations(patch: Patch) -> None:
@@ -445,7 +445,7 @@ def begin_before_all_servers_are_heard(patch: Patch) -> None:
     held = BaseChoice.held_states
 
     def by_statuses_alone(bases: BaseChoice, peers: list[Any]) -> Any:
-        return bases.state.liveness.whole(1 + len(peers[0].session.ranks)) or held(bases, peers)
+        return bases.state.liveness.servers.whole(1 + len(peers[0].session.ranks)) or held(bases, peers)
 
     patch.setattr(BaseChoice, "held_states", by_statuses_alone)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from fabric.model import Member, SnapshotRef
-from fabric.protocol.leader.liveness import LastStatus
+from fabric.protocol.leader.server_statuses import LastStatus
 from fabric.protocol.leader.view import LeaderView, LivenessView
 from fabric.protocol.messages.network import TrainerStatus
 

@@ -9,7 +9,8 @@ from fabric.lighthouse.diagnosis.status_text import time_of_day, waiting_for
 from fabric.lighthouse.history.recovery import recoverable
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import Member, Record, counted
-from fabric.protocol.leader.liveness import LastStatus, Peer
+from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.server_statuses import LastStatus
 from fabric.protocol.leader.view import LeaderView
 
 

@@ -1,15 +1,16 @@
-"""The newcomers that may join, and why the others may not."""
+"""The sessions that may stand and the newcomers that may join, and why the others may not."""
 
 from dataclasses import dataclass, field
 
 from fabric.model import Record, ReplicaProcess, counted
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
-from fabric.protocol.leader.liveness import Peer, as_member
+from fabric.protocol.leader.liveness import Liveness, Peer, as_member, vouches
 from fabric.protocol.leader.orders import OperatorOrders
 from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.messages import network as m
+from fabric.protocol.rules.compatibility import incompatibility
 from fabric.protocol.rules.link_graph import Healing
 
 # Seconds that an evicted process waits before its readmission, doubled with every eviction.
@@ -17,6 +18,8 @@ READMIT_S = 0.25
 READMIT_LIMIT_S = 30.0
 # After a failed blocking join the newcomer waits this many times as long as the members waited for it.
 READMIT_STALLS = 4.0
+# A session that is silent for this many seconds counts as left open by a dead process.
+HALF_OPEN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +171,54 @@ class Admission:
             return False
         # The newcomer must know that it is outside the roster, and must not be evicted again at once.
         return peer.beat.epoch == record.epoch and not self.state.suspicion(peer)
+
+
+# --- refusals of sessions, as sentences that say what to do; empty if the session may stand ---------------
+
+
+def replaced(session: m.OpenSession, liveness: Liveness) -> str:
+    """Refuse a session if a newer process of its replica is here."""
+    peer = liveness.peers.get(session.replica)
+    if peer is None or peer.incarnation <= session.incarnation:
+        return ""
+    return f"a newer process of {session.replica} has taken its place: this one must end"
+
+
+def taken(session: m.OpenSession, liveness: Liveness, record: Record | None, now: float) -> str:
+    """Refuse a session if an older process of its replica lives, by its session or checkpoint server."""
+    peer = liveness.peers.get(session.replica)
+    entry = record.member(session.replica) if record is not None else None
+    older = [as_member(peer.session)] if peer is not None else []
+    older += [entry] if entry is not None else []
+    for member in older:
+        if member.incarnation >= session.incarnation or vouches(session, member):
+            continue
+        if liveness.proven_dead(member):
+            continue
+        is_same = peer is not None and peer.incarnation == member.incarnation
+        is_heard = peer is not None and is_same and peer.connected and now - peer.seen < HALF_OPEN_S
+        if is_heard or liveness.says_running(member, now):
+            return (
+                f"replica id {session.replica} is taken by a living process: give every replica its own "
+                "FABRIC_REPLICA, or end the other process first"
+            )
+    return ""
+
+
+def unlike(session: m.OpenSession, liveness: Liveness) -> str:
+    """Refuse a session if another replica has other settings, or asks for the same data slot."""
+    for other in liveness.peers.values():
+        # Compare only connected replicas: all replicas of a job may come back with new settings.
+        if other.session.replica == session.replica or not other.connected:
+            continue
+        if session.data_slot >= 0 and session.data_slot == other.session.data_slot:
+            return (
+                f"{session.replica} and {other.session.replica} both ask for data slot "
+                f"{session.data_slot}: give every replica one of its own"
+            )
+        why = incompatibility(session, other.session)
+        if why:
+            return why
+        if session.data_slot < 0:
+            break  # the other sessions were compared with this one when they opened
+    return ""

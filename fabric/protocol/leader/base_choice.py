@@ -50,8 +50,8 @@ class BaseChoice:
 
         The server's status says what it holds. If no status arrives, its trainer's session counts.
         """
-        states = self.state.liveness.whole(1 + len(peers[0].session.ranks))
-        heard = self.state.liveness.heard_servers()
+        states = self.state.liveness.servers.whole(1 + len(peers[0].session.ranks))
+        heard = self.state.liveness.servers.heard_urls()
         for peer in self.state.liveness.peers.values():
             urls = {a.ckpt for a in as_member(peer.session).addresses}
             if not peer.connected or urls & heard or urls & self.silent_servers:
@@ -62,9 +62,9 @@ class BaseChoice:
 
     def mistrust(self, names: tuple[str, ...], why: str) -> None:
         """Mistrust each state that only the servers of these members, whose states are wrong, hold."""
-        record, held = self.state.record, self.state.liveness.held()
+        record, held = self.state.record, self.state.liveness.servers.held()
         wrong = [x for x in record.roster if x.replica in names] if record is not None else []
-        urls = {url for member in wrong for url in self.state.liveness.ckpts(member)}
+        urls = {url for member in wrong for url in self.state.liveness.servers.urls_of(member)}
         earlier = {ref: text for ref, text in self.mistrusted.items() if ref in held}
         self.mistrusted = {**earlier, **{ref: why for ref, where in held.items() if where <= urls}}
 
@@ -77,7 +77,7 @@ class BaseChoice:
         """Note that a member could not load the base, and which of its sources are not heard."""
         if message.unusable and self.base_loaded_generation != record.generation:
             self.unusable.setdefault(base_ref(record), message.why)
-        self.silent_servers.update(set(record.base.sources) - self.state.liveness.heard_servers())
+        self.silent_servers.update(set(record.base.sources) - self.state.liveness.servers.heard_urls())
 
     def note_loaded(self, generation: int) -> None:
         """Note that a member has loaded this generation's base, so others can load it too."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fabric.model import Record
-from fabric.protocol.leader import plan, refusal
+from fabric.protocol.leader import admission, plan
 from fabric.protocol.leader.adaptations import Adaptations
 from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.base_choice import BaseChoice
@@ -21,12 +21,13 @@ from fabric.protocol.leader.evictions import Evictions
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
-from fabric.protocol.leader.liveness import LastStatus, Peer
+from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.orders import OperatorOrders
 from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.progress import Progress
 from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
+from fabric.protocol.leader.server_statuses import LastStatus
 from fabric.protocol.leader.starts import Starts
 from fabric.protocol.leader.state import MANY, EpochState, JobState, LeaderConfig, RosterLimits
 from fabric.protocol.leader.view import LeaderView
@@ -304,13 +305,13 @@ class LeaderCore:
     def _refusal(self, session: m.OpenSession) -> m.Rejected | None:
         """The refusal of this session, with a sentence that says what to do; None: the session may stand."""
         live, record = self.state.liveness, self.state.record
-        replaced = refusal.replaced(session, live)
+        replaced = admission.replaced(session, live)
         if replaced:
             return m.Rejected(replaced)
         failed = self.endings.refusal_as_failed(session)
         if failed is not None:
             return failed
-        why = refusal.taken(session, live, record, self.state.now) or refusal.unlike(session, live)
+        why = admission.taken(session, live, record, self.state.now) or admission.unlike(session, live)
         return m.Rejected(why) if why else None
 
     def on_closed(self, event: io.SessionClosed) -> None:
@@ -326,7 +327,7 @@ class LeaderCore:
         if member is not None and status.trainer == "gone":
             self.state.liveness.note_end(member)
         listed = member is not None and member.incarnation == status.incarnation
-        counts = listed or self.state.liveness.statuses_of(status.rank)[status.replica].says(status)
+        counts = listed or self.state.liveness.servers.of_rank(status.rank)[status.replica].says(status)
         if counts and (before is None or not before.says(status)) and status.trainer in ("gone", "stopped"):
             answered = listed and not (record is not None and record.complete)
             incident_id = self.state.next_incident_id() if answered else ""
@@ -346,14 +347,14 @@ class LeaderCore:
 
     def on_status_closed(self, event: io.TrainerStatusClosed) -> None:
         member = self.state.record.member(event.replica) if self.state.record is not None else None
-        status = self.state.liveness.status_closed(
+        status = self.state.liveness.servers.closed(
             event.replica, event.ckpt, event.rank, member, self.state.now
         )
         if status is None:
             return
         belongs = event.replica in self.state.liveness.peers or self.state.lists(event.replica)
         if not (belongs or status.deaths or status.durable):  # no epoch has admitted this process
-            del self.state.liveness.statuses_of(event.rank)[event.replica]
+            del self.state.liveness.servers.of_rank(event.rank)[event.replica]
 
     def on_member(self, event: io.FromMember) -> None:
         peer = self.state.liveness.peers.get(event.replica)

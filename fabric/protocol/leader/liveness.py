@@ -1,4 +1,4 @@
-"""The liveness of processes, from two sources: trainers' sessions, and checkpoint servers' statuses.
+"""Verdicts about processes, from two sources: trainers' sessions, and checkpoint servers' statuses.
 
 The kernel's word (gone, stopped) counts at once. Silence counts only when both sources are silent, because
 trainers may hold the GIL for long. A verdict is a sentence with the evidence, or empty: alive.
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fabric.model import Death, Member, ReplicaProcess, SnapshotRef, StepTimes
+from fabric.model import Member, ReplicaProcess, SnapshotRef, StepTimes
+from fabric.protocol.leader.server_statuses import LastStatus, ServerStatuses
 from fabric.protocol.messages.network import Heartbeat, OpenSession, TrainerStatus
-from fabric.protocol.messages.rank_messages import rank_of_url
 
 Named = TypeVar("Named", Member, OpenSession)
 
@@ -71,29 +71,6 @@ class Peer:
 
 
 @dataclass(slots=True)
-class LastStatus:
-    """The last status from one checkpoint server."""
-
-    incarnation: int
-    trainer: str
-    since: float  # when the server first reported this trainer state of this process
-    seen: float
-    connected: bool = True
-    ckpt: str = ""
-    snapshots: tuple[SnapshotRef, ...] = ()
-    deaths: tuple[Death, ...] = ()
-    taken: tuple[float, ...] = ()  # for each snapshot, the time at which the trainer had that state
-    durable: tuple[SnapshotRef, ...] = ()
-    durable_error: str = ""
-    parts: tuple[int, ...] = ()  # for each snapshot in ``snapshots``, the number of ranks that hold a part
-    closed: float = 0.0  # the time when the checkpoint server's connection ended
-
-    def says(self, status: TrainerStatus) -> bool:
-        """Whether ``status`` reports the same trainer state of the same process."""
-        return (self.incarnation, self.trainer) == (status.incarnation, status.trainer)
-
-
-@dataclass(slots=True)
 class Liveness:
     """Sessions and statuses. A verdict is a pure function of them and the time.
 
@@ -104,16 +81,13 @@ class Liveness:
     config: LivenessConfig
     elected: float
     peers: dict[str, Peer] = field(default_factory=dict)  # replica -> the session of its newest process
-    statuses: dict[str, LastStatus] = field(default_factory=dict)  # replica -> the trainer status that counts
+    servers: ServerStatuses = field(default_factory=ServerStatuses)
     late_s: float = 0.0  # how much longer silence is tolerated now, see ``tick_was_late``
     returned: float = -math.inf  # when a member last opened its first session after the election
     overloaded_until: float = -math.inf  # the time until which returning members may have to wait
     began: float = -math.inf  # the time when the generation began: silence of its members counts from then
     _late_before_s: float = 0.0
-    # For replicas of several ranks: rank (from 1) -> replica -> the status of that rank's checkpoint server.
-    rank_statuses: dict[int, dict[str, LastStatus]] = field(default_factory=dict)
     former: dict[ReplicaProcess, Peer] = field(default_factory=dict)  # replaced, but in the record
-    elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)  # of other servers
     proven_ends: dict[ReplicaProcess, str] = field(default_factory=dict)  # process -> why it has surely ended
 
     def opened(self, session: OpenSession, now: float, is_named: bool) -> None:
@@ -127,20 +101,12 @@ class Liveness:
 
     def keep(self, roster: Sequence[Member]) -> None:
         """Forget processes that ended or were replaced, unless this roster names them."""
-        if not (self.former or self.proven_ends or self.elsewhere):
+        if not (self.former or self.proven_ends or self.servers.elsewhere):
             return
         named = {x.process for x in roster}
         self.former = {key: peer for key, peer in self.former.items() if key in named}
         self.proven_ends = {key: why for key, why in self.proven_ends.items() if key in named}
-        for replica, servers in list(self.elsewhere.items()):
-            left = {
-                at: status
-                for at, status in servers.items()
-                if status.connected or (replica, status.incarnation) in named
-            }
-            self.elsewhere[replica] = left
-            if not left:
-                del self.elsewhere[replica]
+        self.servers.keep(named)
 
     def came_back(self, now: float, first: bool = True, one_of_many: bool = False) -> None:
         """Note that a member has a session again; ``first``: for the first time since the election.
@@ -177,96 +143,19 @@ class Liveness:
         if by_s >= BEHIND_S and now - by_s < self.grace_until:
             self.note_overload(now + self.config.reconnect_s)
 
-    def statuses_of(self, rank: int) -> dict[str, LastStatus]:
-        return self.rank_statuses.setdefault(rank, {}) if rank else self.statuses
-
     def hear(self, status: TrainerStatus, member: Member | None, now: float) -> LastStatus | None:
         """Take a status of a replica whose roster entry is ``member``; return this server's last status."""
-        statuses, key = self.statuses_of(status.rank), status.replica
-        current, aside = statuses.get(key), self.elsewhere.get(key, {})
-        at = (status.ckpt, status.rank)
-        is_current = current is not None and current.ckpt == status.ckpt
-        if is_current and current is not None and status.incarnation < current.incarnation:
-            return current  # the status is old: this server has a newer trainer now
-        same_trainer = current is not None and current.incarnation == status.incarnation
-        before = current if is_current or (same_trainer and at not in aside) else aside.get(at)
-        after = _last_status(status, before, now)
-        if current is not None and not is_current and not self._counts(status, current, member):
-            self.elsewhere.setdefault(key, {})[at] = after
-            return before
-        if current is not None and not is_current:
-            self.elsewhere.setdefault(key, {})[current.ckpt, status.rank] = current
-        if at in aside:
-            del aside[at]
-        statuses[key] = after
-        return before
-
-    def _counts(self, status: TrainerStatus, current: LastStatus, member: Member | None) -> bool:
-        """Whether ``status`` counts for its replica, instead of ``current`` from another server.
-
-        A process with a session or a roster entry counts before a process without, which may be a second one
-        of the same replica id. Otherwise the newer process counts.
-        """
         peer = self.peers.get(status.replica)
-        let_in = {x.incarnation for x in (peer, member) if x is not None}
-        if (status.incarnation in let_in) != (current.incarnation in let_in):
-            return status.incarnation in let_in
-        return status.incarnation >= current.incarnation
+        return self.servers.hear(status, {x.incarnation for x in (peer, member) if x is not None}, now)
 
-    def status_closed(
-        self, replica: str, ckpt: str, rank: int, member: Member | None, now: float
-    ) -> LastStatus | None:
-        """Note that the connection of this server has ended; return its last status if that status counts.
-
-        Of the replica's other servers keep those whose process the roster lists as ``member``.
-        """
-        current, aside = self.statuses_of(rank).get(replica), self.elsewhere.get(replica, {})
-        if current is not None and current.ckpt == ckpt:
-            if current.connected:
-                current.connected, current.closed = False, now
-            return current
-        other = aside.get((ckpt, rank))
-        if other is not None and member is not None and other.incarnation == member.incarnation:
-            other.connected, other.closed = False, now
-        elif other is not None:
-            del aside[ckpt, rank]
-        return None
-
-    def held(self) -> dict[SnapshotRef, set[str]]:
-        """Every snapshot in connected checkpoint servers (of all ranks), with the URLs of these servers."""
-        urls: dict[SnapshotRef, set[str]] = {}
-        for status in self._holders():
-            for ref in status.snapshots:
-                urls.setdefault(ref, set()).add(status.ckpt)
-        return urls
-
-    def age_s(self, state: SnapshotRef, now: float) -> float | None:
-        """How many seconds ago trainers had this state, at most; None if no server reports it."""
-        taken = [
-            when
-            for status in self._holders()
-            for ref, when in zip(status.snapshots, status.taken, strict=False)
-            if ref == state
-        ]
-        return now - min(taken) if taken else None
-
-    def _holders(self) -> list[LastStatus]:
-        """The last statuses of connected checkpoint servers with a URL, of all ranks."""
-        return [status for status in self._servers() if status.connected and status.ckpt]
-
-    def _servers(self) -> list[LastStatus]:
-        """The last status of every checkpoint server, of all ranks."""
-        counting = [s for table in (self.statuses, *self.rank_statuses.values()) for s in table.values()]
-        return counting + [s for aside in self.elsewhere.values() for s in aside.values()]
-
-    def heard_servers(self) -> set[str]:
-        """The URLs of all connected checkpoint servers."""
-        return {status.ckpt for status in self._servers() if status.connected}
+    def durable(self) -> set[SnapshotRef]:
+        """Every durable checkpoint that a process has found or written, also if that process has ended."""
+        found_by_members = {ref for peer in self.peers.values() for ref in peer.session.durable}
+        return found_by_members | self.servers.durable()
 
     def servers_to_hear(self, roster: Sequence[Member], now: float) -> dict[str, float]:
         """URL of each unconnected checkpoint server that may hold the newest state -> until when to wait."""
-        heard = self.heard_servers()
-        closed = {status.ckpt: status.closed for status in self._servers() if not status.connected}
+        heard, closed = self.servers.heard_urls(), self.servers.closed_urls()
         named = [(member, self.elected) for member in roster]
         named += [
             (as_member(p.session), max(self.elected, p.opened)) for p in self.peers.values() if p.connected
@@ -274,7 +163,7 @@ class Liveness:
         waits: dict[str, float] = {}
         for member, since in named:
             for rank, address in enumerate(member.addresses):
-                status = self._status(member, rank)
+                status = self.servers.of_process(member, rank)
                 if address.ckpt in heard or (status is not None and status.connected) or not address.ckpt:
                     continue
                 until = max(since, closed.get(address.ckpt, since)) + self.config.grace_s
@@ -283,39 +172,10 @@ class Liveness:
                     waits[address.ckpt] = max(until, waits.get(address.ckpt, until))
         return waits
 
-    def durable(self) -> set[SnapshotRef]:
-        """Every durable checkpoint that a process has found or written, also if that process has ended."""
-        read = {ref for peer in self.peers.values() for ref in peer.session.durable}
-        return read | {ref for status in self._servers() for ref in status.durable}
-
-    def whole(self, ranks: int) -> dict[SnapshotRef, set[str]]:
-        """The snapshots in ``held`` of which each rank's part has a living holder, in any replica.
-
-        A snapshot has ``ranks`` parts unless a server reports another number.
-        """
-        parts = {
-            ref: count
-            for status in self._holders()
-            for ref, count in zip(status.snapshots, status.parts, strict=False)
-        }
-        return {ref: urls for ref, urls in self.held().items() if lanes(urls) >= parts.get(ref, ranks)}
-
-    def freshest(self, ranks: int) -> SnapshotRef | None:
-        """The newest state of which servers hold every part now; ``ranks`` as in ``whole``."""
-        return max(self.whole(ranks), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None)
-
-    def ckpts(self, member: Member) -> list[str]:
-        """The URL of each rank's checkpoint server: from its status, or without a status from the roster."""
-        urls = []
-        for rank, address in enumerate(member.addresses):
-            status = self._status(member, rank)
-            urls.append(status.ckpt if status is not None and status.ckpt else address.ckpt)
-        return urls
-
     def rank_trouble(self, member: Member, now: float) -> str:
         """Why a rank other than 0 stops its replica, or empty. It does not prove that rank 0 has ended."""
         for rank in range(1, len(member.addresses)):
-            status = self._status(member, rank)
+            status = self.servers.of_process(member, rank)
             if status is None or not status.connected:
                 continue
             if status.trainer == "gone":
@@ -331,7 +191,7 @@ class Liveness:
         evidence = self.kernel_evidence(member, now)
         if evidence:
             return evidence
-        config, status, credit = self.config, self._status(member), now < self.grace_until
+        config, status, credit = self.config, self.servers.of_process(member), now < self.grace_until
         heard = self._status_heard(status, now) or (credit and status is None)
         peer = self._peer(member)
         away = peer is None or not peer.connected
@@ -351,7 +211,7 @@ class Liveness:
         confirmed = self.proven_dead(member)
         if confirmed:
             return confirmed
-        status = self._status(member)
+        status = self.servers.of_process(member)
         stopped = status is not None and status.connected and status.trainer == "stopped"
         if status is not None and stopped and now - status.since >= self.config.stopped_s:
             return f"its trainer has been stopped for {now - status.since:.2f} s"
@@ -363,7 +223,7 @@ class Liveness:
         Nearly all members need no closer look. The loop makes no calls, because it goes over thousands of
         members several times a second.
         """
-        peers, statuses, since = self.peers, self.statuses, now - self.config.silence_s
+        peers, statuses, since = self.peers, self.servers.of_rank(0), now - self.config.silence_s
         credit = now < self.grace_until
         doubtful = []
         for member in roster:
@@ -385,7 +245,7 @@ class Liveness:
 
     def proven_dead(self, member: Member) -> str:
         """Why it is certain that this process has ended, or empty."""
-        status, newest = self._status(member), self.peers.get(member.replica)
+        status, newest = self.servers.of_process(member), self.peers.get(member.replica)
         if status is not None and status.trainer == "gone":
             return GONE
         if newest is not None and newest.incarnation > member.incarnation and vouches(newest.session, member):
@@ -404,7 +264,7 @@ class Liveness:
 
     def last_contact(self, member: Member, now: float) -> float:
         """When the leader last heard of this process; the time of its election if it has not heard of it."""
-        peer, status = self._peer(member), self._status(member)
+        peer, status = self._peer(member), self.servers.of_process(member)
         heard = [self.elected]
         if peer is not None:
             heard.append(now if peer.connected else peer.closed)
@@ -414,17 +274,15 @@ class Liveness:
 
     def heard_at(self, member: Member) -> float:
         """When its trainer or its checkpoint server last sent a message; -inf if neither has."""
-        peer, status = self._peer(member), self._status(member)
+        peer, status = self._peer(member), self.servers.of_process(member)
         return max((x.seen for x in (peer, status) if x is not None), default=-math.inf)
 
     def next_check(self, roster: tuple[Member, ...], now: float) -> float | None:
         """When a verdict may change by time alone: soon while a member is in doubt, otherwise later."""
         for member in self.suspects(roster, now):
-            peer, status = self._peer(member), self._status(member)
-            stopped = status is not None and status.trainer == "stopped"
-            for statuses in self.rank_statuses.values():
-                other = statuses.get(member.replica)
-                stopped = stopped or (other is not None and other.trainer == "stopped")
+            peer = self._peer(member)
+            statuses = [self.servers.of_process(member, rank) for rank in range(len(member.addresses))]
+            stopped = any(x is not None and x.trainer == "stopped" for x in statuses)
             away = (peer is None or not peer.connected) and now >= self.overload_grace_until
             if away or stopped:
                 return now + self.config.lost_s / 2
@@ -433,7 +291,7 @@ class Liveness:
 
     def says_running(self, member: Member, now: float) -> bool:
         """Whether the checkpoint server of exactly this process is connected, and reports that it runs."""
-        status = self._status(member)
+        status = self.servers.of_process(member)
         return status is not None and self._status_heard(status, now) and status.trainer == "running"
 
     def _peer(self, member: Member) -> Peer | None:
@@ -442,46 +300,13 @@ class Liveness:
             return peer
         return self.former.get(member.process)
 
-    def _status(self, member: Member, rank: int = 0) -> LastStatus | None:
-        """The last status about exactly this process."""
-        current = self.statuses_of(rank).get(member.replica)
-        if current is not None and current.incarnation == member.incarnation:
-            return current
-        aside = self.elsewhere.get(member.replica)
-        of_it = [
-            p for (_, r), p in (aside or {}).items() if r == rank and p.incarnation == member.incarnation
-        ]
-        return max(of_it, key=lambda status: (status.connected, status.seen), default=None)
-
     def _status_heard(self, status: LastStatus | None, now: float) -> bool:
         return status is not None and status.connected and now - status.seen < self.config.silence_s
-
-
-def _last_status(status: TrainerStatus, before: LastStatus | None, now: float) -> LastStatus:
-    return LastStatus(
-        incarnation=status.incarnation,
-        trainer=status.trainer,
-        since=before.since if before is not None and before.says(status) else now,
-        seen=now,
-        ckpt=status.ckpt,
-        snapshots=status.snapshots,
-        deaths=status.deaths,
-        taken=tuple(now - age_s for age_s in status.ages_s) if status.ages_s else (),
-        durable=status.durable or (before.durable if before is not None else ()),
-        durable_error=status.durable_error,
-        parts=status.parts,
-    )
 
 
 def vouches(session: OpenSession, member: Member) -> bool:
     """Whether the process of ``session`` has seen on its own host that ``member``'s process has ended."""
     return member.incarnation in session.predecessors
-
-
-def lanes(urls: set[str]) -> int:
-    """How many ranks, counted from rank 0 without a gap, these servers belong to."""
-    ranks = {rank_of_url(url) for url in urls}
-    return next(n for n in range(len(ranks) + 1) if n not in ranks)
 
 
 def as_member(session: OpenSession) -> Member:

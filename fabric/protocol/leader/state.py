@@ -185,10 +185,10 @@ class JobState:
 
     def addressed(self, member: Member) -> Member:
         """The member's entry with the present URLs of its checkpoint servers, which may have changed."""
-        status = self.liveness.statuses.get(member.replica)
+        status = self.liveness.servers.of_rank(0).get(member.replica)
         if not member.ranks and (status is None or status.ckpt == member.ckpt):
             return member
-        urls = self.liveness.ckpts(member)
+        urls = self.liveness.servers.urls_of(member)
         if urls == [a.ckpt for a in member.addresses]:
             return member
         ranks = tuple(replace(a, ckpt=url) for a, url in zip(member.ranks, urls[1:], strict=True))
@@ -204,7 +204,7 @@ class JobState:
 
     def deaths(self) -> list[tuple[str, tuple[Death, ...]]]:
         """The micro-batches at which processes died, by replica, as the checkpoint servers say."""
-        statuses = self.liveness.statuses.items()
+        statuses = self.liveness.servers.of_rank(0).items()
         return [(replica, status.deaths) for replica, status in statuses if status.deaths]
 
     def micro_batches(self) -> int:

@@ -12,7 +12,8 @@ from fabric.model import Member, OperatorOverrides, Policy, Record, SnapshotRef
 from fabric.protocol.leader.admission import Backoff
 from fabric.protocol.leader.evidence import Penalty
 from fabric.protocol.leader.joins import Serving
-from fabric.protocol.leader.liveness import LastStatus, Liveness, Peer
+from fabric.protocol.leader.liveness import Liveness, Peer
+from fabric.protocol.leader.server_statuses import LastStatus
 from fabric.protocol.leader.state import EpochState
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -46,13 +47,12 @@ class LivenessView:
 
     def statuses(self, rank: int = 0) -> Mapping[str, LastStatus]:
         """Replica -> the newest status from the checkpoint server of this rank."""
-        statuses = self._liveness.rank_statuses.get(rank, {}) if rank else self._liveness.statuses
-        return MappingProxyType(statuses)
+        return MappingProxyType(self._liveness.servers.counting.get(rank, {}))
 
     @property
     def status_ranks(self) -> tuple[int, ...]:
         """The ranks whose checkpoint servers have reported."""
-        return (0, *self._liveness.rank_statuses)
+        return tuple(self._liveness.servers.counting)
 
     def durable(self) -> set[SnapshotRef]:
         """Every durable checkpoint that a process has found or written."""
@@ -60,15 +60,15 @@ class LivenessView:
 
     def newest_state(self, ranks: int) -> SnapshotRef | None:
         """The newest state that checkpoint servers hold completely; ``ranks``: how many hold one state."""
-        return self._liveness.freshest(ranks)
+        return self._liveness.servers.freshest(ranks)
 
     def state_age_s(self, state: SnapshotRef, now: float) -> float | None:
         """How long ago trainers had this state; None where no server says."""
-        return self._liveness.age_s(state, now)
+        return self._liveness.servers.age_s(state, now)
 
     def server_urls(self, member: Member) -> list[str]:
         """Where the checkpoint server of each rank of this member listens."""
-        return self._liveness.ckpts(member)
+        return self._liveness.servers.urls_of(member)
 
     def servers_to_hear(self, roster: tuple[Member, ...], now: float) -> dict[str, float]:
         """URL -> until when the leader waits for a checkpoint server that it does not hear."""

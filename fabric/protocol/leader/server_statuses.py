@@ -1,0 +1,208 @@
+"""The last status of every checkpoint server, and the states that the servers hold.
+
+A replica may have several processes at a time: the scheduler may start a second one on another host while the
+first one is only out of contact. So a replica may have several servers of one rank; one of them counts.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from fabric.model import Death, Member, ReplicaProcess, SnapshotRef
+from fabric.protocol.messages.network import TrainerStatus
+from fabric.protocol.messages.rank_messages import rank_of_url
+
+
+@dataclass(slots=True)
+class LastStatus:
+    """The last status from one checkpoint server."""
+
+    incarnation: int
+    trainer: str
+    since: float  # when the server first reported this trainer state of this process
+    seen: float
+    connected: bool = True
+    ckpt: str = ""
+    snapshots: tuple[SnapshotRef, ...] = ()
+    deaths: tuple[Death, ...] = ()
+    taken: tuple[float, ...] = ()  # for each snapshot, the time at which the trainer had that state
+    durable: tuple[SnapshotRef, ...] = ()
+    durable_error: str = ""
+    parts: tuple[int, ...] = ()  # for each snapshot in ``snapshots``, the number of ranks that hold a part
+    closed: float = 0.0  # the time when the checkpoint server's connection ended
+
+    def says(self, status: TrainerStatus) -> bool:
+        """Whether ``status`` reports the same trainer state of the same process."""
+        return (self.incarnation, self.trainer) == (status.incarnation, status.trainer)
+
+
+@dataclass(slots=True)
+class ServerStatuses:
+    """The statuses by rank and replica, and those of the replicas' other servers."""
+
+    counting: dict[int, dict[str, LastStatus]] = field(default_factory=lambda: {0: {}})
+    # replica -> the URL and the rank of another server of this replica -> its status
+    elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)
+
+    def of_rank(self, rank: int) -> dict[str, LastStatus]:
+        """Replica -> the status that counts of its checkpoint server of this rank."""
+        return self.counting.setdefault(rank, {})
+
+    def hear(self, status: TrainerStatus, let_in: Collection[int], now: float) -> LastStatus | None:
+        """Take a status; return this server's last status.
+
+        ``let_in``: the incarnations of this replica that have a session or a roster entry. They count before
+        a process without, which may be a second one of the same replica id. Otherwise the newer process
+        counts.
+        """
+        statuses, key = self.of_rank(status.rank), status.replica
+        current, aside = statuses.get(key), self.elsewhere.get(key, {})
+        at = (status.ckpt, status.rank)
+        is_current = current is not None and current.ckpt == status.ckpt
+        if is_current and current is not None and status.incarnation < current.incarnation:
+            return current  # the status is old: this server has a newer trainer now
+        same_trainer = current is not None and current.incarnation == status.incarnation
+        before = current if is_current or (same_trainer and at not in aside) else aside.get(at)
+        after = _last_status(status, before, now)
+        if current is not None and not is_current and not _counts(status, current, let_in):
+            self.elsewhere.setdefault(key, {})[at] = after
+            return before
+        if current is not None and not is_current:
+            self.elsewhere.setdefault(key, {})[current.ckpt, status.rank] = current
+        if at in aside:
+            del aside[at]
+        statuses[key] = after
+        return before
+
+    def closed(
+        self, replica: str, ckpt: str, rank: int, member: Member | None, now: float
+    ) -> LastStatus | None:
+        """Note that the connection of this server has ended; return its last status if that status counts.
+
+        Of the replica's other servers keep those whose process the roster lists as ``member``.
+        """
+        current, aside = self.of_rank(rank).get(replica), self.elsewhere.get(replica, {})
+        if current is not None and current.ckpt == ckpt:
+            if current.connected:
+                current.connected, current.closed = False, now
+            return current
+        other = aside.get((ckpt, rank))
+        if other is not None and member is not None and other.incarnation == member.incarnation:
+            other.connected, other.closed = False, now
+        elif other is not None:
+            del aside[ckpt, rank]
+        return None
+
+    def keep(self, named: Collection[ReplicaProcess]) -> None:
+        """Forget the other servers of processes that are not in ``named``, once they are gone."""
+        for replica, servers in list(self.elsewhere.items()):
+            left = {
+                at: status
+                for at, status in servers.items()
+                if status.connected or (replica, status.incarnation) in named
+            }
+            self.elsewhere[replica] = left
+            if not left:
+                del self.elsewhere[replica]
+
+    def of_process(self, member: Member, rank: int = 0) -> LastStatus | None:
+        """The last status about exactly this process."""
+        current = self.of_rank(rank).get(member.replica)
+        if current is not None and current.incarnation == member.incarnation:
+            return current
+        aside = self.elsewhere.get(member.replica)
+        of_it = [
+            p for (_, r), p in (aside or {}).items() if r == rank and p.incarnation == member.incarnation
+        ]
+        return max(of_it, key=lambda status: (status.connected, status.seen), default=None)
+
+    def urls_of(self, member: Member) -> list[str]:
+        """The URL of each rank's checkpoint server: from its status, or without a status from the roster."""
+        urls = []
+        for rank, address in enumerate(member.addresses):
+            status = self.of_process(member, rank)
+            urls.append(status.ckpt if status is not None and status.ckpt else address.ckpt)
+        return urls
+
+    def heard_urls(self) -> set[str]:
+        """The URLs of all connected checkpoint servers."""
+        return {status.ckpt for status in self._all() if status.connected}
+
+    def closed_urls(self) -> dict[str, float]:
+        """URL of each unconnected checkpoint server -> when its connection ended."""
+        return {status.ckpt: status.closed for status in self._all() if not status.connected}
+
+    def held(self) -> dict[SnapshotRef, set[str]]:
+        """Every snapshot in connected checkpoint servers (of all ranks), with the URLs of these servers."""
+        urls: dict[SnapshotRef, set[str]] = {}
+        for status in self._holders():
+            for ref in status.snapshots:
+                urls.setdefault(ref, set()).add(status.ckpt)
+        return urls
+
+    def age_s(self, state: SnapshotRef, now: float) -> float | None:
+        """How many seconds ago trainers had this state, at most; None if no server reports it."""
+        taken = [
+            when
+            for status in self._holders()
+            for ref, when in zip(status.snapshots, status.taken, strict=False)
+            if ref == state
+        ]
+        return now - min(taken) if taken else None
+
+    def durable(self) -> set[SnapshotRef]:
+        """Every durable checkpoint that a server has written or found."""
+        return {ref for status in self._all() for ref in status.durable}
+
+    def whole(self, ranks: int) -> dict[SnapshotRef, set[str]]:
+        """The snapshots in ``held`` of which each rank's part has a living holder, in any replica.
+
+        A snapshot has ``ranks`` parts unless a server reports another number.
+        """
+        parts = {
+            ref: count
+            for status in self._holders()
+            for ref, count in zip(status.snapshots, status.parts, strict=False)
+        }
+        return {ref: urls for ref, urls in self.held().items() if lanes(urls) >= parts.get(ref, ranks)}
+
+    def freshest(self, ranks: int) -> SnapshotRef | None:
+        """The newest state of which servers hold every part now; ``ranks`` as in ``whole``."""
+        return max(self.whole(ranks), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None)
+
+    def _holders(self) -> list[LastStatus]:
+        """The last statuses of connected checkpoint servers with a URL, of all ranks."""
+        return [status for status in self._all() if status.connected and status.ckpt]
+
+    def _all(self) -> list[LastStatus]:
+        """The last status of every checkpoint server, of all ranks."""
+        counting = [s for table in self.counting.values() for s in table.values()]
+        return counting + [s for aside in self.elsewhere.values() for s in aside.values()]
+
+
+def _counts(status: TrainerStatus, current: LastStatus, let_in: Collection[int]) -> bool:
+    """Whether ``status`` counts for its replica, instead of ``current`` from another server."""
+    if (status.incarnation in let_in) != (current.incarnation in let_in):
+        return status.incarnation in let_in
+    return status.incarnation >= current.incarnation
+
+
+def _last_status(status: TrainerStatus, before: LastStatus | None, now: float) -> LastStatus:
+    return LastStatus(
+        incarnation=status.incarnation,
+        trainer=status.trainer,
+        since=before.since if before is not None and before.says(status) else now,
+        seen=now,
+        ckpt=status.ckpt,
+        snapshots=status.snapshots,
+        deaths=status.deaths,
+        taken=tuple(now - age_s for age_s in status.ages_s) if status.ages_s else (),
+        durable=status.durable or (before.durable if before is not None else ()),
+        durable_error=status.durable_error,
+        parts=status.parts,
+    )
+
+
+def lanes(urls: set[str]) -> int:
+    """How many ranks, counted from rank 0 without a gap, these servers belong to."""
+    ranks = {rank_of_url(url) for url in urls}
+    return next(n for n in range(len(ranks) + 1) if n not in ranks)

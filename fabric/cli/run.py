@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from fabric.errors import FabricError
+from fabric.exit_codes import DEVICE_FAILED, FAILED
 from fabric.runtime.config import settings
-from fabric.runtime.exit_codes import DEVICE_FAILED
 from fabric.runtime.priority import run_low_priority
 
 # The longest time that a start waits for a lighthouse's status of the job.
@@ -40,7 +40,7 @@ def run_program(words: list[str]) -> None:
     failed = why_refused()
     if failed:
         sys.stderr.write(f"fabric: {failed}\n")
-        raise SystemExit(1)
+        raise SystemExit(FAILED)
     # Numpy starts threads when it is imported, and numpy's threads keep the priority that they start with.
     importlib.import_module("numpy")
     run_low_priority(_import)

@@ -47,6 +47,7 @@ from fabric.client.state.snapshot_policy import SnapshotPolicy, policy_of
 from fabric.client.state.snapshots import Snapshots
 from fabric.client.state.state_loader import StateLoader
 from fabric.errors import ConfigError, FabricError, ServerLost
+from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.host.lane_plane import LanePlane
@@ -58,7 +59,6 @@ from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of
 from fabric.protocol.rules.layout_text import layout_text, read_layout
 from fabric.runtime import config, logs
 from fabric.runtime.config import Settings, parse_replicas
-from fabric.runtime.exit_codes import FAILED, RESTART
 from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile

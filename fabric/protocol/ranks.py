@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fabric.errors import IllegalTransition, ProtocolError
+from fabric.exit_codes import FAILED, RESTART
 from fabric.model import Record
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
@@ -35,7 +36,6 @@ from fabric.protocol.messages.rank_messages import (
 
 # The most rounds whose digests by rank are kept, because a commit soon follows its round.
 _MAX_ROUNDS = 8
-_RESTART = 75
 # The most members named to a rank as sources of a gradient, because their layouts make long messages.
 _MAX_MEMBERS = 4
 
@@ -286,7 +286,7 @@ class Ranks:
         for rank, event in enumerate(outcomes):
             if type(event) is not type(first) or getattr(event, "step", 0) != getattr(first, "step", 0):
                 self._stop(
-                    1,
+                    FAILED,
                     f"rank 0 stands at {_where(first)} and rank {rank} at {_where(event)}: the ranks of a "
                     "replica must run the same loop, with the same data and number of steps",
                 )
@@ -313,7 +313,7 @@ class Ranks:
             weight, metrics = replica_share(self.groups, [(e.weight, e.metrics) for e in outcomes])
             weight *= len(set(self.groups)) if self.unequal else 1
         except ProtocolError as error:
-            self._stop(1, f"step {first.step}: {error}")
+            self._stop(FAILED, f"step {first.step}: {error}")
             return
         redo = next((e.redo for e in outcomes if e.redo), "")
         self._record_event(io.Computed(first.step, first.micro_batches, weight, metrics, redo), now)
@@ -422,7 +422,7 @@ class Ranks:
         if not self.over:
             self.lost = True
             self._stop(
-                _RESTART, f"rank {event.rank} of this replica is lost ({event.why}): all ranks start again"
+                RESTART, f"rank {event.rank} of this replica is lost ({event.why}): all ranks start again"
             )
 
     def _stop(self, code: int, reason: str) -> None:
@@ -471,4 +471,4 @@ class FollowerRank:
         if self.over:
             return None
         self.over = True
-        return io.Stop(_RESTART, f"rank 0 of this replica is lost ({why}): all ranks start again")
+        return io.Stop(RESTART, f"rank 0 of this replica is lost ({why}): all ranks start again")

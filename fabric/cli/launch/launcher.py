@@ -25,7 +25,7 @@ from fabric.cli.launch.restart_policy import (
 )
 from fabric.cli.launch.signal_inbox import ENDING, SignalInbox
 from fabric.errors import ConfigError
-from fabric.runtime.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
+from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
 from fabric.runtime.marked_processes import MarkedProcesses
 from fabric.runtime.process_environment import LAUNCH_MARK
 from fabric.runtime.rank_layout import RankLayout

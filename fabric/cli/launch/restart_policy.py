@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fabric.runtime.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, LAYOUT_REFUSED, RESTART
+from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, LAYOUT_REFUSED, RESTART
 from fabric.runtime.rank_layout import RankLayout
 
 # Exit codes after which no restart helps: a user's mistake, a wrong command line, a program that cannot run

@@ -34,6 +34,7 @@ from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError
+from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.plane import DataPlane
 from fabric.model import Record, incident_id_of
@@ -42,7 +43,6 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.network import CommitVote, Contribution
 from fabric.protocol.messages.rank_messages import NameSnapshot, RankEvent
 from fabric.runtime.driver import Core, Driver
-from fabric.runtime.exit_codes import RESTART
 from fabric.runtime.failpoints import Failpoints
 
 # Effects that are orders to the trainer's main thread.
@@ -315,7 +315,7 @@ class Engine:
             self._parts.journal.write("plane", epoch=event.epoch, **planes)
 
     def _refused(self, reason: str) -> None:
-        self.orders.put(io.Stop(1, reason))
+        self.orders.put(io.Stop(FAILED, reason))
 
     def _answer_to_this(self) -> Callable[[io.Event], None]:
         """Return a function that posts the answer to the order being performed."""

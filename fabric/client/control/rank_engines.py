@@ -17,13 +17,13 @@ from typing import Any, get_args
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_links import FollowerLink, HeadLinks
 from fabric.client.process.rank_group import RankGroup
+from fabric.exit_codes import RESTART
 from fabric.model import Record
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import RankCommand, RankEvent, RankOutcome
 from fabric.protocol.ranks import EndReplica, FollowerRank, FromRank, RankLost, Ranks, ToRank
 from fabric.runtime.driver import Core
-from fabric.runtime.exit_codes import RESTART
 from fabric.transport.greeting import Greeting
 
 _OUTCOMES = get_args(RankEvent)

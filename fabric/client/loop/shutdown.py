@@ -16,10 +16,10 @@ from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import FabricError
+from fabric.exit_codes import DEVICE_FAILED, FINISHED
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
-from fabric.runtime.exit_codes import DEVICE_FAILED
 
 
 class Shutdown:
@@ -57,12 +57,12 @@ class Shutdown:
         """Make uncaught exceptions fail the job."""
         excepthook.on_uncaught.append(self._on_uncaught)
 
-    def leave(self, reason: str, code: int = 0) -> NoReturn:
+    def leave(self, reason: str, code: int = FINISHED) -> NoReturn:
         """End this process; print ``reason``, one sentence."""
         self._say(reason)
         self._parts.journal.write("stop", code=code, reason=reason)
         self._engine.close()
-        self.end(finished=code == 0)
+        self.end(finished=code == FINISHED)
         raise SystemExit(code)
 
     def note_end(self, order: io.Finish) -> None:

@@ -4,8 +4,8 @@ import sys
 from typing import NoReturn
 
 from fabric.errors import FabricError
+from fabric.exit_codes import FAILED, LAYOUT_REFUSED
 from fabric.runtime.config import asked_layout
-from fabric.runtime.exit_codes import FAILED, LAYOUT_REFUSED
 from fabric.runtime.rank_layout import RankLayout
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fabric.errors import ConfigError, ProtocolError
+from fabric.exit_codes import RESTART
 from fabric.runtime.config import launched_ranks
-from fabric.runtime.exit_codes import RESTART
 
 _MAX_BYTES = 1 << 20
 

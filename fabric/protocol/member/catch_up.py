@@ -4,6 +4,7 @@ One fetch runs at a time. The main thread installs a fetched state. The user's u
 gradients one by one, until the member's state is at the step at which it goes on.
 """
 
+from fabric.exit_codes import FAILED, RESTART
 from fabric.model import SnapshotRef
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.epochs import KnownEpochs
@@ -90,7 +91,7 @@ class CatchUp:
             return
         fetch.doing = ""
         if event.misfit:
-            self._context.stop(1, event.why)
+            self._context.stop(FAILED, event.why)
         elif not fetch.void:
             self.fetch = Fetch()
             # Rule 8: a state of the last generation is useless: the new generation begins from another state.
@@ -108,7 +109,8 @@ class CatchUp:
             and self.fetch.generation != self._epochs.newest.generation
         ):
             self._context.stop(
-                75, "the end of the loop was loaded from a generation that is over: this process starts again"
+                RESTART,
+                "the end of the loop was loaded from a generation that is over: this process starts again",
             )
             return
         if event.last:
@@ -116,7 +118,7 @@ class CatchUp:
         self._context.emit(io.WriteJournal("installed", self._epochs.epoch(), event.step))
 
     def on_install_failed(self, event: io.InstallFailed) -> None:
-        self._context.stop(1, event.why)
+        self._context.stop(FAILED, event.why)
 
     def on_gradient(self, event: io.GradientFetched) -> None:
         if self.fetch.doing != "gradient":

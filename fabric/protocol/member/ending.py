@@ -8,6 +8,7 @@ all members have finished, the job is over, with or without a lighthouse.
 
 from collections.abc import Iterator
 
+from fabric.exit_codes import FAILED, FINISHED, RESTART
 from fabric.model import JobEnd, Record, ReplicaProcess
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.context import CoreContext
@@ -83,10 +84,10 @@ class Ending:
         if state.step == message.step:
             # My state is of a generation that was given up, or other members called it wrong.
             self._context.stop(
-                0, f"{why} with another state: the final state is with the replicas that finished"
+                FINISHED, f"{why} with another state: the final state is with the replicas that finished"
             )
         else:
-            self._context.stop(1, f"{why}: {_ADVICE}")
+            self._context.stop(FAILED, f"{why}: {_ADVICE}")
 
     def _has_finished(self, process: ReplicaProcess) -> bool:
         """Whether this process has told me that it finished, in the generation of my state."""
@@ -166,7 +167,7 @@ class Ending:
         self._tell_members(why)
         # My state is the final state too, so no member has to wait for me.
         self._context.emit(io.SendLeader(m.Finished(record.fence, step, why)))
-        self._context.stop(1, f"{why}: {_ADVICE}")
+        self._context.stop(FAILED, f"{why}: {_ADVICE}")
 
     def _stop_when_left_behind(self) -> None:
         """Rule 12: stop if my loop has ended before I caught up, because only a running loop can replay."""
@@ -177,7 +178,7 @@ class Ending:
             return
         why = f"its loop ended at step {step}, before it had caught up with the job, which is at step {ahead}"
         self._catch_up.cannot_catch_up(why)
-        self._context.stop(1, f"this replica cannot go on: {why}; {_ADVICE}")
+        self._context.stop(FAILED, f"this replica cannot go on: {why}; {_ADVICE}")
 
     def _step_of_the_others(self) -> int | None:
         """The other members' step, if my state cannot get to it any more.
@@ -262,7 +263,7 @@ class Ending:
             )
         else:
             why = "no lighthouse answered for autonomy_s, and the final state may be another than this one"
-            self._context.stop(75, why)
+            self._context.stop(RESTART, why)
         self._context.stopped = True
 
     def _have_all_finished(self, record: Record) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from fabric.errors import IllegalTransition
+from fabric.exit_codes import FINISHED, RESTART
 from fabric.model import Record, SnapshotRef
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.context import CoreContext
@@ -47,7 +48,7 @@ class Membership:
             self._context.emit(io.AbortExchange(self._epochs.current.epoch, why))
         me = self._epochs.current.member(self._context.replica) if self._epochs.current is not None else None
         if me is not None and me.leaving:
-            self._context.stop(0, "drained: the others go on without this replica")
+            self._context.stop(FINISHED, "drained: the others go on without this replica")
             return
         self._epochs.enter_mode(Mode.OUTSIDE)
         self._session.contact.fallen = None
@@ -161,7 +162,7 @@ class Membership:
         if record.epoch <= self._epochs.newest.epoch:
             # Epoch numbers name links and exchanges, so they must only grow in the life of a process.
             self._context.stop(
-                75,
+                RESTART,
                 f"the control store was replaced by one whose job is at epoch {record.epoch}, and this "
                 f"process was at epoch {self._epochs.newest.epoch} of the last one: it starts again",
             )
@@ -314,7 +315,7 @@ class Membership:
         if self._context.identity.durable is None and not base.generation:
             # Rule 8: no replica has read durable storage, which may hold a state of this job.
             self._context.stop(
-                75, "the job would begin from nothing, and durable storage has not been read here"
+                RESTART, "the job would begin from nothing, and durable storage has not been read here"
             )
             return
         same = self._memory.state.step == base.step and base.digest in ("", self._memory.state.digest)

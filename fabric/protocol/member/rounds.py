@@ -5,6 +5,7 @@ members' contributions, their votes.
 """
 
 from fabric.errors import IllegalTransition
+from fabric.exit_codes import FAILED, FINISHED, RESTART
 from fabric.model import Record
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.epochs import KnownEpochs
@@ -251,7 +252,7 @@ class Rounds:
         if self._context.now - self._session.contact.last <= self._context.config.autonomy_s:
             return False
         self._context.stop(
-            75, "no lighthouse answered for autonomy_s: stopped before the next round or commit"
+            RESTART, "no lighthouse answered for autonomy_s: stopped before the next round or commit"
         )
         return True
 
@@ -426,7 +427,7 @@ class Rounds:
             assert record is not None and record.epoch == following
             self.go_to(record)
             if not record.lists(self._context.replica, self._context.identity.incarnation):
-                self._context.stop(0, "drained: the others go on without this replica")
+                self._context.stop(FINISHED, "drained: the others go on without this replica")
             elif record.epoch not in self._epochs.links.up:
                 self.abort(f"a link was lost on the way into epoch {record.epoch}", "")
 
@@ -458,5 +459,5 @@ class Rounds:
             return False
         why += '; look at its data and loss, or set on_nan to "skip" or "propagate"'
         self._context.emit(io.SendLeader(m.LoopFailed(self._epochs.fence(), prepared.step, why)))
-        self._context.stop(1, why)
+        self._context.stop(FAILED, why)
         return True

@@ -1,5 +1,6 @@
 """The session with the lighthouse: it opens, sends heartbeats, and repeats messages that must arrive."""
 
+from fabric.exit_codes import FAILED
 from fabric.model import Fence, SnapshotRef, StepTimes
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.epochs import KnownEpochs
@@ -155,7 +156,7 @@ class LighthouseSession:
                 io.WriteJournal("kept out", self._epochs.epoch(), self._memory.state.step, message.reason)
             )
         else:
-            self._context.stop(1, message.reason, message.poison)
+            self._context.stop(FAILED, message.reason, message.poison)
 
     def repeat_aborted(self) -> None:
         if self.contact.aborted is not None:

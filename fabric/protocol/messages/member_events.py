@@ -390,7 +390,7 @@ class Finish:
 class Stop:
     """End this process."""
 
-    code: Int64  # exit code 75: restart this process; 1: do not
+    code: Int64  # see ``exit_codes``: RESTART, FAILED or FINISHED
     reason: str
     poison: tuple[Poison, ...] = ()  # the micro-batches that are the reason, if any are
 

@@ -19,7 +19,7 @@ def test_the_recording_tells_completed_aborted_and_running_rounds_apart():
     assert (recording.process, recording.is_own, recording.is_partial) == (Process("r1", 2), True, False)
     assert recording.groups["epoch 3"].replicas == ("r0", "r1")
     first, aborted, under_way = recording.collectives
-    assert (first.state, first.duration_ms, first.number) == ("done", 250.0, 7)
+    assert (first.is_pending, first.duration_ms, first.number) == (False, 250.0, 7)
     assert (aborted.has_failed, aborted.note) == (True, "r0 is gone")
     assert (under_way.is_pending, under_way.note) == (True, "2 buckets are reduced")
     assert under_way.words == "the exchange of step 8" and under_way.shape_words == "1024 float32"

@@ -424,7 +424,7 @@ def take_the_stopped_for_dead(patch: Patch) -> None:
     confirmed = Liveness.proven_dead
 
     def ended(live: Liveness, member: Entry) -> str:
-        status = live._status(member)
+        status = live.servers.of_process(member)
         stopped = status is not None and status.trainer == "stopped"
         return confirmed(live, member) or ("it is stopped" if stopped else "")
 

@@ -324,6 +324,17 @@ class SnapshotRef:
 
 
 @dataclass(frozen=True, slots=True)
+class RankTimes:
+    """One rank's part of a step of its replica."""
+
+    compute_s: float = 0.0  # seconds of computing, without ``waited_s``
+    waited_s: float = 0.0  # seconds for which the rank waited for other ranks of its replica
+    tokens: float = 0.0  # declared work, else samples
+    squares: float = 0.0
+    stage: Int64 = 0  # the rank's pipeline stage
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """How one step's time was spent, and on which work."""
 
@@ -335,3 +346,5 @@ class StepTimes:
     samples: float = 0.0
     squares: float = 0.0  # sum of the squared lengths of all documents; 0: not declared
     micro_batches: Int64 = 0  # number of micro-batches computed, repetitions included; 0: an older version
+    waited_s: float = 0.0  # part of ``compute_s`` for which this rank waited for other ranks of its replica
+    ranks: tuple[RankTimes, ...] = ()  # by rank, in a replica of several ranks

@@ -5,7 +5,8 @@
 - `alarm`: the rules that raise an alarm, and the slowdowns that each rule cannot see;
 - `localise`: which rank, stage, link or replica is slow, and which units should run a micro-benchmark;
 - `damping`: after a short slowdown, the next slowdown is reported only once it has lasted;
-- `detector`: detectors for one unit, one pipeline and one job.
+- `detector`: detectors for one unit, one pipeline and one job;
+- `rank_detector`: the rank, stage or link that makes a replica of several ranks slow.
 
 Pure: values in, values out. The caller brings the times; equal arguments give equal results.
 """

@@ -232,6 +232,10 @@ class JobDetector:
             self._speed(name, watched) for name, watched in sorted(self._replicas.items()) if watched.newest
         ]
 
+    def relative_times(self) -> dict[str, list[tuple[int, float]]]:
+        """By replica, the newest times over the times that all replicas' models predict, with their steps."""
+        return {name: list(watched.relative) for name, watched in sorted(self._replicas.items())}
+
     def notes(self) -> dict[str, str]:
         """Why the declared work of a replica is not used, by replica."""
         units = {name: watched.unit for name, watched in sorted(self._replicas.items())}

@@ -29,6 +29,7 @@ from fabric.protocol.messages.rank_messages import (
     SnapshotNamed,
     replica_digest,
     replica_share,
+    replica_times,
     seen_by_rank,
     summed_digest,
     urls_of_rank,
@@ -97,6 +98,7 @@ class Ranks:
     def __init__(self, member: MemberCore, groups: tuple[int, ...], unequal: bool = False) -> None:
         self.member = member
         self.groups = groups  # by rank; ranks of one group (tensor or pipeline parallel) see the same samples
+        self.stages: tuple[int, ...] = ()  # the pipeline stage of each rank; empty: all are one stage
         self.unequal = unequal  # replicas may have other layouts: digests and weights are sums over the ranks
         self.over = False  # whether rank 0 has ordered the ranks to finish or to stop
         self.lost = False  # whether a rank ended without an order to finish or to stop
@@ -270,7 +272,9 @@ class Ranks:
         if isinstance(first, io.Ready):
             later = any(event.later for event in outcomes if isinstance(event, io.Ready))
             digest = "" if later else self._digest_of(outcomes)
-            self._record_event(replace(first, digest=digest, later=later), now)
+            ready = [event for event in outcomes if isinstance(event, io.Ready)]
+            times = replica_times([event.times for event in ready], self.stages)
+            self._record_event(replace(first, digest=digest, later=later, times=times), now)
         elif isinstance(first, io.Computed):
             self._on_computed(first, outcomes, now)
         elif isinstance(first, io.Installed):

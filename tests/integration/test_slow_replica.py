@@ -5,15 +5,16 @@ import subprocess
 import sys
 
 from job import Job
+from rank_job import RankJob
 
 
 def health(job: Job) -> dict:
     return job.status()["health"]
 
 
-def is_predicted(job: Job) -> bool:
+def is_predicted(job: Job, count: int = 3) -> bool:
     replicas = health(job)["replicas"]
-    return len(replicas) == 3 and all(x["predicted_s"] is not None for x in replicas.values())
+    return len(replicas) == count and all(x["predicted_s"] is not None for x in replicas.values())
 
 
 def test_a_slow_replica_is_named_with_the_shares_that_would_help(zygote, tmp_path):
@@ -42,5 +43,28 @@ def test_a_slow_replica_is_named_with_the_shares_that_would_help(zygote, tmp_pat
         assert "slow: replica r1 takes" in " ".join(said.split())
         # The lighthouse only advises: each member still has the shares that it asked for.
         assert {member["shares"] for member in job.status()["members"]} == {1}
+        slow.unlink()
+        job.wait_for(lambda: [e for e in job.told("no longer slow") if e["about"] == "r1"], "its recovery")
+
+
+def slow_ranks(job: Job) -> list[tuple[str, str, list[int]]]:
+    return [(x["scope"], x["replica"], x["ranks"]) for x in health(job)["slow"]]
+
+
+def test_the_slow_rank_of_a_replica_is_named_although_both_ranks_take_as_long(zygote, tmp_path):
+    slow = tmp_path / "slow"
+    environment = {"TEST_TRAINER": "ranked_trainer", "FABRIC_DIGEST_EVERY": "1"}
+    with RankJob(zygote, tmp_path / "job", replicas=2, ranks=2, environment=environment) as job:
+        job.start("r0")
+        job.start("r1", RANKED_SLOW=str(slow), RANKED_RANK="1")
+        job.wait_for(lambda: job.events("r0", "commit"), "the first step")
+        job.wait_for(lambda: is_predicted(job, 2), "the end of the warm-up")
+        job.wait_for(
+            lambda: all(x.get("predicted_s") for x in health(job)["by_step"]["rows"]), "predictions by rank"
+        )
+        slow.touch()
+        job.wait_for(lambda: slow_ranks(job) == [("rank", "r1", [1])], "rank 1 of r1 to be named")
+        rows = {(x["replica"], x["rank"]): x["speeds"] for x in health(job)["by_step"]["rows"]}
+        assert rows.keys() == {("r0", 0), ("r0", 1), ("r1", 0), ("r1", 1)}
         slow.unlink()
         job.wait_for(lambda: [e for e in job.told("no longer slow") if e["about"] == "r1"], "its recovery")

@@ -86,11 +86,13 @@ class RankEngine(Engine):
 
 
 class HeadEngine(RankEngine):
-    """Rank 0. Set ``groups`` before ``begin``: the part of a micro-batch that each rank computes."""
+    """Rank 0. Before ``begin`` set ``groups``, the part of a micro-batch that each rank computes, and
+    ``stages``."""
 
     def __init__(self, parts: EngineParts, group: RankGroup, incarnation: int) -> None:
         super().__init__(parts, group)
         self.groups: tuple[int, ...] = ()
+        self.stages: tuple[int, ...] = ()
         self._links = HeadLinks(group.size, incarnation)
         self._core: Ranks | None = None
         parts.peers.on_rank = self._links.accept
@@ -105,6 +107,7 @@ class HeadEngine(RankEngine):
 
     def _make_core(self, member: MemberCore) -> Core[Any, Any]:
         self._core = Ranks(member, self.groups, unequal=self._parts.lanes is not None)
+        self._core.stages = self.stages
         return self._core
 
     async def _end(self) -> None:

@@ -9,7 +9,6 @@ first step and after an eviction, a step has no micro-batches and its averaged g
 import contextlib
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -39,7 +38,7 @@ from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.loop.model_watch import ModelWatch
 from fabric.client.loop.replay import Replay
 from fabric.client.loop.shutdown import Shutdown
-from fabric.client.loop.start import TrainingSetup, begin, make_engine
+from fabric.client.loop.start import TrainingSetup, begin, digest_of_names, make_engine
 from fabric.client.loop.step import Step
 from fabric.client.process.error_text import name_samples
 from fabric.client.process.excepthook import before_report
@@ -98,6 +97,8 @@ class Session:
         self._process = process
         self._empty = EmptySteps(settings.replica, describer.objects.values())
         self._clock = StepClock()
+        if process.group is not None and settings.adapt != "off":
+            self._clock.waits.install()
         first_s = math.inf if process.rank else FIRST_S  # rank 0 logs for all ranks
         self._wait_logger = WaitLogger(settings.replica, self._describe_wait, first_s)
         self._loader: Loader | None = None
@@ -218,7 +219,7 @@ class Session:
         assert self._loader is not None
         order, crash_marker = self._first_order, self._parts.crash_marker
         following = order.micro_batches if isinstance(order, io.Compute) else ()
-        self._clock.optimizer_s += self._clock.lap()  # user code after the last step, as an evaluation
+        self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
@@ -288,11 +289,10 @@ class Session:
         if not 0 < at_most_s < math.inf:
             raise ConfigError(f"session.busy has at_most_s={at_most_s:g}: give a finite number above 0")
         self._engine.post(io.Busy(f"{reason}, at most {at_most_s:g} s", at_most_s))
-        began = time.monotonic()
         try:
-            yield
+            with self._clock.pause():
+                yield
         finally:
-            self._clock.leave_out(time.monotonic() - began)
             self._engine.post(io.Busy("", 0.0))
 
     def close(self) -> None:
@@ -371,6 +371,7 @@ class Session:
             sharing=sharing,
             data_slot=data_slot,
             tensors=gradients.described,
+            names=digest_of_names(gradients.parameters),
             plane=parts.plane.kind,
             step=self.committed_step,
             cuts=parts.lanes.text if parts.lanes is not None else "",
@@ -383,7 +384,7 @@ class Session:
     def _ready(self) -> io.Ready:
         """Return the event that the state is at a step boundary: after an update, or at the start."""
         self._replay.end()
-        self._clock.optimizer_s += self._clock.lap()
+        self._clock.end_update()
         digest, later = self._state.reach_boundary()
         entries = small_entries(self._state.describer.objects) if digest else ()
         return io.Ready(self.committed_step, digest, self._times(), later, entries)
@@ -397,7 +398,7 @@ class Session:
     def _computed(self, order: io.Compute, weight: float) -> io.Compute | io.Apply | io.Finish:
         self._watch.check(order.step)
         self._state.gradients.settle()
-        self._clock.compute_s += self._clock.lap()
+        self._clock.end_compute()
         if weight > 0:
             self._parts.buffers.contribute(weight)
         metrics = finite(self._progress.metrics)

@@ -5,8 +5,11 @@ follow it.
 """
 
 import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
@@ -37,6 +40,21 @@ class TrainingSetup:
     plane: str = ""  # the kind of data plane
     step: int = 0  # step of the initial state
     cuts: str = ""  # the layout of ranks, where replicas may have unequal layouts
+    names: str = ""  # digest of the parameters' names, equal at the ranks of one pipeline stage
+
+
+def digest_of_names(parameters: Iterable[tuple[str, Any]]) -> str:
+    """Return a digest of the parameters' names."""
+    return xxhash.xxh3_64_hexdigest("\n".join(name for name, _ in parameters).encode())
+
+
+def stages_of(names: Sequence[str]) -> tuple[int, ...]:
+    """Return the pipeline stage of each rank; empty where all ranks are one stage.
+
+    ``names``: by rank, the digest of the parameters' names. Stages count in the order of their first ranks.
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names) if len(numbers) > 1 else ()
 
 
 def make_engine(parts: EngineParts, process: ProcessIdentity) -> Engine:
@@ -69,6 +87,7 @@ def begin(
             "layout": setup.layout,
             "digest": setup.digest,
             "part": setup.part,
+            "names": setup.names,
             "snapshots": _refs_as_json(parts.handle.held_by(process.group.size)),
             "holds": bool(parts.handle.snapshots),
         }
@@ -83,6 +102,7 @@ def begin(
         return
     assert isinstance(engine, HeadEngine)
     engine.groups = tuple(int(x["part"]) for x in declared)
+    engine.stages = stages_of([x["names"] for x in declared])
     together = summed_digest if setup.cuts else replica_digest
     layout = setup.layout if setup.cuts else replica_digest([x["layout"] for x in declared])
     ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in declared[1:])

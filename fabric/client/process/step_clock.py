@@ -1,8 +1,11 @@
 """How the main thread spends a step's time: compute, the user's update, waiting."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from fabric.client.process.collective_waits import CollectiveWaits
 from fabric.health.work import WorkAmount
 from fabric.model import StepTimes
 
@@ -19,12 +22,37 @@ class StepClock:
     samples: float = 0.0
     squares: float = 0.0
     micro_batches: int = 0
+    waited_s: float = 0.0  # part of ``compute_s`` for which the rank waited for other ranks of its replica
+    waits: CollectiveWaits = field(default_factory=CollectiveWaits)
+    waits_mark: float = 0.0  # seconds of ``waits`` at the end of the last lap
 
     def lap(self) -> float:
         """End a lap; return its seconds."""
         now = time.monotonic()
         seconds, self.mark = now - self.mark, now
+        self.waits_mark = self.waits.seconds
         return seconds
+
+    def end_compute(self) -> None:
+        """End a lap of computing micro-batches."""
+        waited_s = self.waits.seconds - self.waits_mark
+        seconds = self.lap()
+        self.compute_s += seconds
+        self.waited_s += min(max(0.0, waited_s), seconds)
+
+    def end_update(self) -> None:
+        """End a lap of the user's code outside of the micro-batches."""
+        self.optimizer_s += self.lap()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Exclude this context's time from the lap under way."""
+        began, waits_s = time.monotonic(), self.waits.seconds
+        try:
+            yield
+        finally:
+            self.leave_out(time.monotonic() - began)
+            self.waits_mark += self.waits.seconds - waits_s
 
     def count(self, micro_batch: int, amount: WorkAmount) -> None:
         """Note that this micro-batch has been computed; a recomputation counts too."""
@@ -57,8 +85,9 @@ class StepClock:
             samples=self.samples,
             squares=self.squares,
             micro_batches=self.micro_batches,
+            waited_s=self.waited_s,
         )
-        self.compute_s = self.optimizer_s = self.wait_s = self.samples = self.squares = 0.0
+        self.compute_s = self.optimizer_s = self.wait_s = self.samples = self.squares = self.waited_s = 0.0
         self.micro_batches = 0
         self.work.clear()
         return times

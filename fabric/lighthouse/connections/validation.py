@@ -12,6 +12,7 @@ from fabric.errors import ProtocolError
 from fabric.model import MAX_INTEGER, Policy, Sharing
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
+from fabric.protocol.messages.rank_messages import MOST_TIMED_RANKS
 from fabric.protocol.rules.layout_text import MAX_CHARACTERS, check_layout
 from fabric.runtime.config import parse_replicas
 
@@ -140,6 +141,8 @@ def decode_status(data: str) -> m.TrainerStatus:
 
 def _checked_beat(beat: m.Heartbeat) -> m.Heartbeat:
     """Check a heartbeat; the usual heartbeat needs few checks and is not copied."""
+    if beat.times is not None and len(beat.times.ranks) > MOST_TIMED_RANKS:
+        raise ProtocolError(f"Heartbeat.times.ranks must be a list of at most {MOST_TIMED_RANKS}")
     if beat.waiting_for or beat.digest:
         _check_names("waiting_for", beat.waiting_for, MAX_NAMES)
         _check_length("digest", beat.digest, MAX_DIGEST)

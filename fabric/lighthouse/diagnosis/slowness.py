@@ -15,6 +15,7 @@ from fabric.health.localise import Scope, Slowdown
 from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
 from fabric.health.planning.remedies import ActionRules, JobHealth, RemedyKind, propose
 from fabric.health.work import WorkAmount
+from fabric.lighthouse.diagnosis.rank_watch import RankReport, RankWatch
 from fabric.model import Record, StepTimes, apportion
 from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages.network import Heartbeat
@@ -54,6 +55,7 @@ class SlownessWatch:
 
     def __init__(self) -> None:
         self._detector = JobDetector(floor_s=FLOOR_S)
+        self._ranks = RankWatch(MOST_MEMBERS)
         self._damping, self._job_damping = Damping(), Damping()
         self._looked_at = -math.inf
         self._newest_step = 0  # the newest step whose times were used
@@ -90,7 +92,11 @@ class SlownessWatch:
             return
         if not self._newest_step - MOST_BEHIND < beat.step <= self._newest_step:
             self._newest_step = beat.step  # a much lower step shows that the job has begun again
-        self._detector.observe(replica, incarnation, beat.step, _work(times), times.compute_s)
+        work = _work(times)
+        self._detector.observe(replica, incarnation, beat.step, work, times.compute_s)
+        if times.ranks:
+            is_well = not self._slow.keys() & {replica, WHOLE_JOB}
+            self._ranks.observe(RankReport(replica, incarnation, beat.step, work, times.ranks), is_well)
 
     def _counts(self, record: Record, replica: str, incarnation: int) -> bool:
         if record is not self._record:
@@ -99,6 +105,7 @@ class SlownessWatch:
                 member.joining or member.leaving for member in record.roster
             )
             self._detector.keep([member.replica for member in record.roster])
+            self._ranks.keep(record.roster)
         return self._is_settled and record.lists(replica, incarnation)
 
     def is_due(self, now: float) -> bool:
@@ -112,7 +119,8 @@ class SlownessWatch:
             self._slow, self._planned, self._advice = {}, {}, None
             return []
         failed = {m.replica for m in record.roster if view.liveness.failure_reason(m, now)}
-        before, slowdowns = self._slow, {x.replica: x for x in self._detector.slowdowns(failed)}
+        accused = self._ranks.locate(self._detector.slowdowns(failed), self._detector.speeds())
+        before, slowdowns = self._slow, {x.replica: x for x in accused}
         # A short slowdown of the whole job must not delay the report of a slow replica.
         lasting = self._damping.admit(slowdowns.keys() - {WHOLE_JOB}, self._newest_step)
         lasting |= self._job_damping.admit(slowdowns.keys() & {WHOLE_JOB}, self._newest_step)
@@ -126,6 +134,11 @@ class SlownessWatch:
             SlownessEvent("no longer slow", name, f"{name or 'the job'} takes as long as predicted again")
             for name in before
             if name not in self._slow
+        ]
+        events += [
+            SlownessEvent("slow part", name, slowdown.evidence)
+            for name, slowdown in self._slow.items()
+            if name in before and _is_new_part(slowdown, before[name])
         ]
         return events + self._new_notes() + self._advise(view, record, failed)
 
@@ -178,12 +191,14 @@ class SlownessWatch:
                 {
                     "scope": str(x.scope),
                     "replica": x.replica,
+                    "ranks": self._ranks.numbers(x),
                     "factor": round(x.factor, 3),
                     "evidence": x.evidence,
                 }
                 for x in self._slow.values()
             ],
             "replicas": {x.replica: _speed_view(x) for x in self._detector.speeds()},
+            "by_step": self._ranks.by_step(self._detector.relative_times()),
             "advice": None
             if advice is None
             else {
@@ -193,6 +208,12 @@ class SlownessWatch:
                 "reason": advice.reason,
             },
         }
+
+
+def _is_new_part(slowdown: Slowdown, before: Slowdown) -> bool:
+    """Whether another rank, stage or link is accused than before."""
+    is_part = slowdown.scope in (Scope.RANK, Scope.STAGE, Scope.LINK)
+    return is_part and (slowdown.scope, slowdown.units) != (before.scope, before.units)
 
 
 def _work(times: StepTimes) -> WorkAmount:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from fabric.errors import ProtocolError
-from fabric.model import DURABLE, MAX_INTEGER, Int64, Member, Record
+from fabric.model import DURABLE, MAX_INTEGER, Int64, Member, RankTimes, Record, StepTimes
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.wire import MAX_BYTES, decode_value, encode_value
 
@@ -184,6 +184,32 @@ def summed_digest(digests: Sequence[str]) -> str:
 
 
 Metrics = tuple[tuple[str, float], ...]
+# A replica of more ranks reports no times by rank, so that its heartbeats stay small.
+MOST_TIMED_RANKS = 64
+
+
+def replica_times(times: Sequence[StepTimes | None], stages: Sequence[int] = ()) -> StepTimes | None:
+    """Combine the ranks' times of one step, in rank order: rank 0's, with a short entry for each rank.
+
+    ``stages``: the pipeline stage of each rank; empty: all ranks are one stage.
+    """
+    timed = [x for x in times if x is not None]
+    if not timed or len(timed) < len(times):
+        return None
+    if len(timed) > MOST_TIMED_RANKS:
+        return timed[0]
+    placed = zip(timed, stages or [0] * len(timed), strict=True)
+    return replace(timed[0], ranks=tuple(_rank_times(x, stage) for x, stage in placed))
+
+
+def _rank_times(times: StepTimes, stage: int) -> RankTimes:
+    return RankTimes(
+        compute_s=round(max(0.0, times.compute_s - times.waited_s), 6),
+        waited_s=round(times.waited_s, 6),
+        tokens=sum(times.work.values()),
+        squares=times.squares,
+        stage=stage,
+    )
 
 
 def replica_share(groups: Sequence[int], shares: Sequence[tuple[float, Metrics]]) -> tuple[float, Metrics]:

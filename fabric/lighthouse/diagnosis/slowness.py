@@ -14,8 +14,9 @@ from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
 from fabric.health.localise import Scope, Slowdown
 from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
 from fabric.health.planning.remedies import ActionRules, JobHealth, RemedyKind, propose
-from fabric.health.work import WorkAmount
+from fabric.health.work import WorkAmount, is_time
 from fabric.lighthouse.diagnosis.rank_watch import RankReport, RankWatch
+from fabric.lighthouse.history.slowdowns import SlowdownState
 from fabric.model import Record, StepTimes, apportion
 from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages.network import Heartbeat
@@ -50,6 +51,22 @@ class Advice:
     reason: str
 
 
+@dataclass(slots=True)
+class SlowdownCost:
+    """The steps and seconds that one slowdown has cost so far."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    newest: int | None = None  # the newest counted step
+
+    def count(self, step: int, seconds: float, factor: float) -> None:
+        """Take a step that took ``seconds``; steps without a report since the last one took as long."""
+        steps = 1 if self.newest is None else max(0, min(step - self.newest, MOST_BEHIND))
+        self.newest = step
+        self.steps += steps
+        self.seconds += steps * seconds * (1.0 - 1.0 / factor)
+
+
 class SlownessWatch:
     """``hear`` every heartbeat with times; ``look`` when ``is_due``, as it visits all replicas."""
 
@@ -63,6 +80,7 @@ class SlownessWatch:
         self._record: Record | None = None
         self._is_settled = False  # whether the members can be compared, because none of them is joining
         self._slow: dict[str, Slowdown] = {}
+        self._costs: dict[str, SlowdownCost] = {}  # of the present slowdowns
         self._advice: Advice | None = None
         self._planned: dict[str, float] = {}  # replica -> the factor for which the advice was planned
         self._notes: set[str] = set()
@@ -92,6 +110,7 @@ class SlownessWatch:
             return
         if not self._newest_step - MOST_BEHIND < beat.step <= self._newest_step:
             self._newest_step = beat.step  # a much lower step shows that the job has begun again
+        self._count_cost(record, replica, beat.step, times.compute_s)
         work = _work(times)
         self._detector.observe(replica, incarnation, beat.step, work, times.compute_s)
         if times.ranks:
@@ -107,6 +126,32 @@ class SlownessWatch:
             self._detector.keep([member.replica for member in record.roster])
             self._ranks.keep(record.roster)
         return self._is_settled and record.lists(replica, incarnation)
+
+    def _count_cost(self, record: Record, replica: str, step: int, seconds: float) -> None:
+        name = replica if replica in self._slow else WHOLE_JOB
+        if name in self._slow and (name or replica == record.roster[0].replica) and is_time(seconds):
+            self._costs.setdefault(name, SlowdownCost()).count(step, seconds, self._slow[name].factor)
+
+    def states(self) -> list[SlowdownState]:
+        """The present slowdowns, for their records."""
+        costs = self._costs
+        return [
+            SlowdownState(
+                replica=name,
+                scope=str(x.scope),
+                ranks=tuple(self._ranks.numbers(x)),
+                factor=x.factor,
+                cause=x.evidence,
+                steps=costs[name].steps if name in costs else 0,
+                cost_s=costs[name].seconds if name in costs else 0.0,
+            )
+            for name, x in self._slow.items()
+        ]
+
+    @property
+    def slowest_speed(self) -> float:
+        """The speed of the slowest of the slow replicas relative to its equals; 1 where none is slow."""
+        return min((1.0 / x.factor for x in self._slow.values()), default=1.0)
 
     def is_due(self, now: float) -> bool:
         """Whether to ``look`` again: at most four times a second, with 1,000 replicas once a second."""
@@ -125,6 +170,7 @@ class SlownessWatch:
         lasting = self._damping.admit(slowdowns.keys() - {WHOLE_JOB}, self._newest_step)
         lasting |= self._job_damping.admit(slowdowns.keys() & {WHOLE_JOB}, self._newest_step)
         self._slow = {name: slowdown for name, slowdown in slowdowns.items() if name in lasting}
+        self._costs = {name: cost for name, cost in self._costs.items() if name in self._slow}
         events = [
             SlownessEvent("slow", name, slowdown.evidence)
             for name, slowdown in self._slow.items()

@@ -122,6 +122,7 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     add("/v1/jobs/{job}", routes.show_job)
     add("/v1/jobs/{job}/events", routes.events)
     add("/v1/jobs/{job}/recoveries", routes.recoveries)
+    add("/v1/jobs/{job}/slowdowns", routes.slowdowns)
     add("/v1/jobs/{job}/hosts", routes.hosts)
     add("/v1/jobs/{job}/live", routes.live)
     add("/v1/jobs/{job}/session", routes.session)
@@ -245,6 +246,14 @@ class LighthouseRoutes:
         if isinstance(job, web.Response):
             return job
         text = "".join(json.dumps(recovery.to_json()) + "\n" for recovery in job.history.recoveries.kept)
+        return web.Response(text=text, content_type="application/x-ndjson")
+
+    async def slowdowns(self, request: web.Request) -> web.Response:
+        """List the slowdown records, one JSON object per line, oldest first."""
+        job = self._job(request)
+        if isinstance(job, web.Response):
+            return job
+        text = "".join(json.dumps(slowdown.to_json()) + "\n" for slowdown in job.history.slowdowns.kept)
         return web.Response(text=text, content_type="application/x-ndjson")
 
     async def hosts(self, request: web.Request) -> web.Response:

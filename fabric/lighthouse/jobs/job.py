@@ -23,6 +23,7 @@ from fabric.lighthouse.diagnosis.slowness import SlownessWatch
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
 from fabric.lighthouse.history.ledger import GoodputLedger
 from fabric.lighthouse.history.recovery import Recoveries, recoverable
+from fabric.lighthouse.history.slowdowns import Slowdowns
 from fabric.lighthouse.jobs.job_connections import JobConnections
 from fabric.lighthouse.jobs.job_events import EventLog
 from fabric.lighthouse.jobs.job_history import JobHistory
@@ -56,13 +57,14 @@ class Job:
         stored: StoredRecord,
         events: EventLog,
         recoveries: Recoveries,
+        slowdowns: Slowdowns,
     ) -> None:
         self.name = name
         self.events = events
         self.core = LeaderCore(name, context.config, entropy(), context.clock())
         self.connections = JobConnections()
         self.peer_addresses = PeerAddresses()
-        self.history = JobHistory(name, context, stored, recoveries)
+        self.history = JobHistory(name, context, stored, recoveries, slowdowns)
         self.servers = CheckpointServers()
         self._context = context
         self._stored = stored
@@ -147,6 +149,9 @@ class Job:
             silent_servers=len(self.servers.silent),
             durable_failing=len(self.servers.failing),
             slow_replicas=len(self.slowness.slow),
+            slowest_speed=self.slowness.slowest_speed,
+            slowdown_s=self.history.slowdowns.total_s,
+            slowdowns=dict(self.history.slowdowns.counts),
         )
 
     def look_at_ledger(self) -> GoodputLedger:
@@ -157,7 +162,7 @@ class Job:
     def begin(self, record: Record | None) -> None:
         """Lead this job from ``record``, which the store holds now."""
         self._record = record
-        self.history.recoveries.begin(record)
+        self.history.begin(record)
         self._driver = Driver(
             self.core, self._perform, tick=io.LeaderTick(), on_crash=self._remake, clock=self._context.clock
         )
@@ -301,8 +306,13 @@ class Job:
         if self.history.is_sample_due(len(self.connections.sessions), now):
             self.look_at_ledger()
         if self.is_running and self.slowness.is_due(now):
-            for change in self.slowness.look(self.view, now):
-                self.note(change.kind, change.about, change.why)
+            self._look_at_speeds(now)
+
+    def _look_at_speeds(self, now: float) -> None:
+        for change in self.slowness.look(self.view, now):
+            self.note(change.kind, change.about, change.why)
+        step = self.view.highest_step or 0
+        self.history.observe_slowdowns(self.slowness.states(), self.events.newest, step)
 
     def answer(self, asker: object, event: io.Event) -> None:
         """Give an outcome to the core that ordered the write or read, but not to a later core."""
@@ -346,6 +356,7 @@ class Job:
             epoch = view.record.epoch if view.record else 0
         event = self.events.add(kind, epoch, about, why, incident_id)
         self._context.metrics.event(self.name, kind)
+        self.history.note(kind, about, event.why)
         peer = view.peers.get(about)
         incarnation = peer.incarnation if peer is not None else None
         where = {"job": self.name, "replica": about, "incarnation": incarnation, "epoch": epoch}

@@ -1,18 +1,21 @@
-"""A job's time ledger and recovery records; writes both to the store.
+"""A job's time ledger, recovery records and slowdown records; writes them to the store.
 
-Both are for people: no decision waits for them. A record that the store refuses stays in memory.
+They are for people: no decision waits for them. A record that the store refuses stays in memory.
 """
 
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from fabric.errors import StoreError
 from fabric.lighthouse.history.ledger import GoodputLedger, JobSample
 from fabric.lighthouse.history.recovery import NAMED, Recoveries, RecoveryRecord
+from fabric.lighthouse.history.slowdowns import SlowdownRecord, Slowdowns, SlowdownState
 from fabric.lighthouse.jobs.job_store import StoredRecord
 from fabric.lighthouse.jobs.term_context import TermContext
+from fabric.model import Record
 from fabric.protocol.leader.view import LeaderView
 
 log = logging.getLogger(__name__)
@@ -31,16 +34,31 @@ _KEEP_LARGE_S = 1.0
 class JobHistory:
     """The history of one job in one term."""
 
-    def __init__(self, job: str, context: TermContext, stored: StoredRecord, recoveries: Recoveries) -> None:
+    def __init__(
+        self,
+        job: str,
+        context: TermContext,
+        stored: StoredRecord,
+        recoveries: Recoveries,
+        slowdowns: Slowdowns,
+    ) -> None:
         self.ledger = GoodputLedger()
         self.ledger_is_known = True  # False until the job has read what an earlier leader stored
         self.recoveries = recoveries
+        self.slowdowns = slowdowns
         self._job = job
         self._context = context
         self._stored = stored
         self._sampled_at = self._ledger_stored_at = context.clock()
         self._observed_at = 0.0
         self._unkept: dict[int, RecoveryRecord] = {}
+        self._unkept_slowdowns: dict[int, SlowdownRecord] = {}
+
+    def begin(self, record: Record | None) -> None:
+        """Begin to lead the job from ``record``, which counts as no answer to a failure."""
+        self.recoveries.begin(record)
+        for slowdown in self.slowdowns.begin(time.time()):
+            self._keep_slowdown(slowdown)
 
     def is_sample_due(self, sessions: int, now: float) -> bool:
         return now - self._sampled_at >= max(SAMPLE_S, sessions / _SESSIONS_PER_S)
@@ -95,6 +113,44 @@ class JobHistory:
                 )
             if len(recovery.lost) > NAMED:
                 await asyncio.sleep(_KEEP_LARGE_S)  # a large record changes at each return of a replica
+
+    def observe_slowdowns(self, states: Iterable[SlowdownState], newest_event: int, step: int) -> None:
+        """Bring the slowdown records up to date."""
+        for slowdown in self.slowdowns.observe(states, newest_event, step, time.time()):
+            self._keep_slowdown(slowdown)
+
+    def note(self, kind: str, about: str, why: str) -> None:
+        """Add an event about a slow replica to its record."""
+        slowdown = self.slowdowns.note(kind, about, why, time.time())
+        if slowdown is not None:
+            self._keep_slowdown(slowdown)
+
+    def judge(self, replica: str, verdict: str) -> None:
+        """Set a micro-benchmark's verdict on a slow replica."""
+        slowdown = self.slowdowns.judge(replica, verdict)
+        if slowdown is not None:
+            self._keep_slowdown(slowdown)
+
+    def restore_slowdowns(self, stored: list[SlowdownRecord]) -> None:
+        """Take the slowdown records of earlier leaders."""
+        for slowdown in self.slowdowns.restore(stored, time.time()):
+            self._keep_slowdown(slowdown)
+
+    def _keep_slowdown(self, slowdown: SlowdownRecord) -> None:
+        is_idle = not self._unkept_slowdowns
+        self._unkept_slowdowns[slowdown.id] = slowdown
+        if is_idle:
+            self._context.tasks.start(f"keep slowdowns of {self._job}", self._keep_slowdowns())
+
+    async def _keep_slowdowns(self) -> None:
+        while self._unkept_slowdowns:
+            slowdown = self._unkept_slowdowns.pop(next(iter(self._unkept_slowdowns)))
+            try:
+                await self._stored.keep_slowdown(slowdown, [x.id for x in self.slowdowns.kept])
+            except StoreError as error:
+                log.warning(
+                    "job %s: slowdown record %d is not in the store: %s", self._job, slowdown.id, error
+                )
 
     def _keep_ledger(self, before: str, now: float) -> None:
         """Store the ledger when its state changes, and at intervals. A lost write does no harm: the next

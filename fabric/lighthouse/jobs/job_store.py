@@ -12,6 +12,7 @@ from fabric.errors import StoreError, StoreIndefinite
 from fabric.lighthouse.election.election import Term
 from fabric.lighthouse.election.store_thread import Commit
 from fabric.lighthouse.history.recovery import CAPACITY, RecoveryRecord
+from fabric.lighthouse.history.slowdowns import MOST_SLOWDOWNS, SlowdownRecord
 from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
 from fabric.model import Record
 from fabric.protocol.messages import wire
@@ -42,6 +43,11 @@ def recoveries_of(namespace: str, job: str) -> str:
     return f"/fabric/{namespace}/recoveries/{job}/"
 
 
+def slowdowns_of(namespace: str, job: str) -> str:
+    """Return the prefix of the keys of the slowdown records of ``job``; a key ends with the record's id."""
+    return f"/fabric/{namespace}/slowdowns/{job}/"
+
+
 def ledger_of(namespace: str, job: str) -> str:
     """Return the key of the goodput ledger of ``job``."""
     return f"/fabric/{namespace}/ledgers/{job}"
@@ -65,6 +71,7 @@ class StoredRecord:
         self._commit = commit
         self._key = record_key(namespace, job)
         self._recoveries = recoveries_of(namespace, job)
+        self._slowdowns = slowdowns_of(namespace, job)
         self._ledger = ledger_of(namespace, job)
         self._term = term
         self._revision = revision
@@ -92,22 +99,31 @@ class StoredRecord:
     async def keep(self, recovery: RecoveryRecord, ids: list[int]) -> None:
         """Write a recovery record, and remove stored records older than the first of ``ids`` (ascending).
         Raises as ``Store.commit`` does; the store refuses a deposed leader's write, which is then dropped."""
-        folder = self._recoveries
-        body = json.dumps(recovery.to_json()).encode()
-        operations: list[Operation] = [Put(f"{folder}{recovery.id:020d}", body)]
-        if len(ids) >= CAPACITY and recovery.id == ids[-1]:
+        is_full = len(ids) >= CAPACITY and recovery.id == ids[-1]
+        await self._keep(self._recoveries, recovery.id, recovery.to_json(), ids[0] if is_full else 0)
+
+    async def keep_slowdown(self, slowdown: SlowdownRecord, ids: list[int]) -> None:
+        """Write a slowdown record, as ``keep`` does."""
+        is_full = len(ids) >= MOST_SLOWDOWNS and slowdown.id == ids[-1]
+        await self._keep(self._slowdowns, slowdown.id, slowdown.to_json(), ids[0] if is_full else 0)
+
+    async def _keep(self, folder: str, number: int, body: Mapping[str, object], oldest: int) -> None:
+        """Write one record into ``folder``, and remove those before ``oldest`` (0: remove none)."""
+        operations: list[Operation] = [Put(f"{folder}{number:020d}", json.dumps(body).encode())]
+        if oldest:
             entries, _ = await self._store.list(folder)
-            old = [kv.key for kv in entries if kv.key < f"{folder}{ids[0]:020d}"]
+            old = [kv.key for kv in entries if kv.key < f"{folder}{oldest:020d}"]
             operations += [Delete(key) for key in old[:50]]
         await self._commit([self._term.guard], operations)
 
     async def delete(self) -> bool:
         """Remove all records and the ledger of a job that is over; False when a guard refused.
         Raises as ``Store.commit`` does."""
-        entries, _ = await self._store.list(self._recoveries)
-        for first in range(0, len(entries), 50):
-            some = [Delete(kv.key) for kv in entries[first : first + 50]]
-            await self._commit([self._term.guard], some)
+        for folder in (self._recoveries, self._slowdowns):
+            entries, _ = await self._store.list(folder)
+            for first in range(0, len(entries), 50):
+                some = [Delete(kv.key) for kv in entries[first : first + 50]]
+                await self._commit([self._term.guard], some)
         guards = [self._term.guard, Compare(self._key, mod_revision=self._revision)]
         return await self._commit(guards, [Delete(self._key), Delete(self._ledger)]) is not None
 

@@ -18,9 +18,17 @@ from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
 from fabric.lighthouse.election.election import Term
 from fabric.lighthouse.election.store_thread import Commit
 from fabric.lighthouse.history.recovery import Recoveries, from_json
+from fabric.lighthouse.history.slowdowns import Slowdowns, slowdown_from_json
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.job_events import EventLog
-from fabric.lighthouse.jobs.job_store import StoredRecord, job_of, ledger_of, records_prefix, recoveries_of
+from fabric.lighthouse.jobs.job_store import (
+    StoredRecord,
+    job_of,
+    ledger_of,
+    records_prefix,
+    recoveries_of,
+    slowdowns_of,
+)
 from fabric.lighthouse.jobs.term_context import TermContext
 from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
 from fabric.lighthouse.telemetry.traces import Traces
@@ -76,6 +84,7 @@ class Jobs:
         self._context: TermContext | None = None
         self._logs: dict[str, EventLog] = {}
         self._recoveries: dict[str, Recoveries] = {}
+        self._slowdowns: dict[str, Slowdowns] = {}
 
     def begin(self, term: Term) -> None:
         """Begin to lead: read every record and lead its job."""
@@ -137,6 +146,7 @@ class Jobs:
             del self.by_name[job.name]
             self._logs.pop(job.name).end_followers()
             self._recoveries.pop(job.name)
+            self._slowdowns.pop(job.name)
 
     def overloaded(self, seconds: float) -> None:
         """Tell every job that some connections must wait for ``seconds`` more; of which job is unknown."""
@@ -208,6 +218,7 @@ class Jobs:
             del self.by_name[job.name]
             self._logs.pop(job.name).end_followers()
             self._recoveries.pop(job.name)
+            self._slowdowns.pop(job.name)
         return True
 
     async def _load_recoveries(self, name: str, recoveries: Recoveries) -> None:
@@ -217,6 +228,16 @@ class Jobs:
             recoveries.restore([from_json(entry.value) for entry in entries])
         except (StoreError, ProtocolError, ValueError) as error:
             log.warning("job %s: its older recovery records are not shown: %s", name, error)
+
+    async def _load_slowdowns(self, name: str, job: Job) -> None:
+        """Load the slowdown records of earlier leaders, and end those that were left open."""
+        try:
+            entries, _ = await self._store.list(slowdowns_of(self._namespace, name))
+            stored = [slowdown_from_json(entry.value) for entry in entries]
+        except (StoreError, ProtocolError, ValueError) as error:
+            log.warning("job %s: its older slowdown records are not shown: %s", name, error)
+            return
+        job.history.restore_slowdowns(stored)
 
     async def _load_ledger(self, name: str, job: Job) -> None:
         """Load the ledger of an earlier leader; it is for people, like the recovery records."""
@@ -237,12 +258,15 @@ class Jobs:
         )
         events = self._logs.setdefault(name, EventLog())
         recoveries = self._recoveries.setdefault(name, Recoveries())
+        slowdowns = self._slowdowns.setdefault(name, Slowdowns())
         if record is not None and not recoveries.kept:
             self._tasks.start(f"recoveries of {name}", self._load_recoveries(name, recoveries))
         # Read the record from the store, because another leader may have changed the record meanwhile.
-        job = self.by_name[name] = Job(name, context, stored, events, recoveries)
+        job = self.by_name[name] = Job(name, context, stored, events, recoveries, slowdowns)
         job.begin(record)
         if record is not None:
+            if not slowdowns.kept:
+                self._tasks.start(f"slowdowns of {name}", self._load_slowdowns(name, job))
             job.history.ledger_is_known = False
             job.look_at_ledger()
             self._tasks.start(f"ledger of {name}", self._load_ledger(name, job))

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from fabric.health.localise import Scope
 from fabric.lighthouse.history.recovery import RecoveryRecord
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
@@ -40,6 +41,9 @@ class JobGauges:
     silent_servers: int = 0
     durable_failing: int = 0
     slow_replicas: int = 0
+    slowest_speed: float = 1.0  # of the slow replicas, relative to their equals; 1: none is slow
+    slowdown_s: float = 0.0  # seconds by which slow replicas have made steps longer
+    slowdowns: Mapping[str, int] = field(default_factory=dict)  # scope -> number of slowdowns
 
 
 class LighthouseMetrics:
@@ -161,6 +165,11 @@ _OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
         "Replicas that take longer than predicted for their work; 1 where the whole job does.",
         lambda job: job.slow_replicas,
     ),
+    (
+        "slowest_speed",
+        "Speed of the slowest replica relative to its equals; 1 where none is slow.",
+        lambda job: job.slowest_speed,
+    ),
 )
 
 
@@ -191,3 +200,23 @@ class _Gauges(Collector):
             for state, seconds in job.ledger.items():
                 ledger.add_metric([job.job, state], seconds)
         yield ledger
+        yield from _slowdowns(jobs)
+
+
+def _slowdowns(jobs: list[JobGauges]) -> Iterator[Metric]:
+    cost = CounterMetricFamily(
+        _PREFIX + "slowdown_seconds",
+        "Seconds by which slow replicas have made steps longer, an estimate.",
+        labels=["job"],
+    )
+    counts = CounterMetricFamily(
+        _PREFIX + "slowdowns",
+        "Slowdowns by what was slow: rank, stage, link, replica, job.",
+        labels=["job", "scope"],
+    )
+    for job in jobs:
+        cost.add_metric([job.job], job.slowdown_s)
+        for scope in Scope:  # a counter that begins at 0 shows its first increase
+            counts.add_metric([job.job, scope], job.slowdowns.get(scope, 0))
+    yield cost
+    yield counts

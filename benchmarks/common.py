@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fabric.cli.demo import processes
+from fabric.runtime import guarded_processes
 
 MB = 2**20
 ROUNDS = 9
@@ -124,8 +124,9 @@ def leave_nothing() -> None:
     # stay.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     mark = uuid.uuid4().hex
-    _guard = processes.guard(mark)  # start the guard before the mark is set, or the guard would kill itself
-    os.environ[processes.MARK] = mark
+    # Start the guard before the mark is set, or the guard would kill itself.
+    _guard = guarded_processes.guard(mark)
+    os.environ[guarded_processes.MARK] = mark
 
 
 def die_with_parent() -> None:

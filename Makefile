@@ -9,11 +9,12 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
+SOAK_ARGS ?= --random 1 --every 20s --for 1h
 PYTEST := $(BIN)/pytest
 PURE := tests/protocol tests/sim
 JOBS := tests/integration
 
-.PHONY: demo test lint setup etcd chromium clean
+.PHONY: demo soak test lint setup etcd chromium clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -27,6 +28,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/fabric demo $(DEMO_ARGS)
+
+# An hour of drawn faults. Another seed: make soak SOAK_ARGS="--random 2 --every 20s --for 1h"
+soak: export EXAMPLE_STEPS := 900000
+soak: export EXAMPLE_PAUSE_S := 0.02
+soak: setup etcd
+	$(BIN)/fabric drill --replicas 4 --lighthouses 2 --store-members 3 --out soak-out $(SOAK_ARGS) \
+		-- $(BIN)/python examples/clipping.py
 
 lint: setup
 	$(BIN)/ruff check .

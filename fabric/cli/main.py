@@ -30,6 +30,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("fabric.cli.states.inspect:diff", "Show where two states differ, files or URLs."),
     "doctor": ("fabric.cli.doctor:doctor", "Check this host, and say what to do."),
     "drain": ("fabric.cli.operate:drain", "Let a replica leave its job at a step boundary."),
+    "drill": ("fabric.cli.drill:drill", "Break a job on purpose, and judge whether it held."),
     "events": ("fabric.cli.events:events", "Show what happened to a job, or follow what happens."),
     "evict": ("fabric.cli.operate:evict", "Evict a replica from its job at once."),
     "inspect": ("fabric.cli.states.inspect:inspect_state", "Show what is in a state, a file or a URL."),

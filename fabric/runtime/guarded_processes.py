@@ -34,11 +34,15 @@ class Processes:
 
     def start(self, name: str, module: Sequence[str], log: Path, **environment: str) -> None:
         """Run ``python -m module...`` as ``name``, its output appended to ``log``."""
+        self.start_program(name, [sys.executable, "-m", *module], log, **environment)
+
+    def start_program(self, name: str, command: Sequence[str], log: Path, **environment: str) -> None:
+        """Run ``command`` as ``name``, its output appended to ``log``."""
         if self._guard is None:
             self._guard = guard(self.mark)
         with log.open("ab") as output:
             self._children[name] = subprocess.Popen(
-                [sys.executable, "-m", *module],
+                command,
                 env=self._environment | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -50,6 +54,10 @@ class Processes:
     def exit_code(self, name: str) -> int | None:
         """Return the exit code of process ``name``, None while it runs."""
         return self._children[name].poll()
+
+    def pid_of(self, name: str) -> int:
+        """Return the pid of the newest process ``name``."""
+        return self._children[name].pid
 
     def kill(self, pid: int) -> bool:
         """Send SIGKILL to process ``pid`` if it carries the mark; return whether it did."""

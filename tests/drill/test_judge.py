@@ -217,6 +217,21 @@ VIOLATIONS: dict[str, tuple[str, DrillRecord]] = {
 }
 
 
+def test_a_cold_start_may_lose_steps_that_the_lighthouse_had_not_heard_of():
+    undone = altered(undo_steps)
+    cold = structs.replace(RECOVERY, kind="cold start", steps_lost=1)
+    assert outcome(judge_drill(record(undone, recoveries=(cold,)), ["sources-agree"])).holds
+    assert not outcome(judge_drill(record(undone), ["sources-agree"])).holds
+
+
+def test_a_step_that_all_replicas_took_to_their_death_is_no_disagreement():
+    sighting = (StepSighting(1011.0, "r0", 9),)
+    everybody = replace(FAULT, targets=tuple(RUN.entries), pids={})
+    assert outcome(
+        judge_drill(record(sightings=sighting, faults=(FAULT, everybody)), ["sources-agree"])
+    ).holds
+
+
 @pytest.mark.parametrize("violation", VIOLATIONS)
 def test_a_violated_expectation_is_noticed(violation):
     text, broken = VIOLATIONS[violation]

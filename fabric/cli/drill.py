@@ -1,0 +1,220 @@
+"""``fabric drill``: options, exit codes and output of a drill.
+
+Exit codes: 0 the job met every expectation, 1 it did not or the drill failed, 130 interrupted.
+"""
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
+from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
+from fabric.drill.report.documents import as_json, as_junit
+from fabric.drill.report.drill_page import page_of
+from fabric.drill.report.drill_tables import DrillTable, expectation_table, fault_table, kind_table
+from fabric.drill.run.drill_loop import SUPERVISOR_FILE, DrillRun
+from fabric.drill.run.plan_file import read_plan
+from fabric.drill.run.started_job import JobOptions
+from fabric.drill.schedule.drill_schedule import (
+    DrillSchedule,
+    check_schedule,
+    parse_duration,
+    parse_fault,
+    random_schedule,
+)
+from fabric.drill.schedule.fault_table import FAULTS, obstacle
+from fabric.errors import ConfigError
+from fabric.runtime.claimed_folder import FolderUse, claimed
+from fabric.runtime.process_environment import process_environment
+
+MAX_REPLICAS = 64
+_ETCD = tuple(f"etcd{number}" for number in range(9))
+_LIGHTHOUSES = tuple(f"lighthouse{number}.json" for number in range(9))
+_USE = FolderUse(
+    "drill",
+    ".fabric-drill",
+    (
+        *("journal", "run", "log", "token", SUPERVISOR_FILE, "report.html", "report.json", "junit.xml"),
+        *("lighthouse.db", "lighthouse.db-wal", "lighthouse.db-shm", *_ETCD, *_LIGHTHOUSES),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The schedule that the options ask for."""
+
+    plan: Path | None
+    faults: tuple[str, ...]
+    seed: int | None
+    every: str
+    length: str
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option(
+    "--list", "lists", is_flag=True, help="Show all faults and expectations; why a fault is not possible."
+)
+@click.option("--replicas", default=3, show_default=True, help="How many replicas the job has.")
+@click.option("--lighthouses", default=1, show_default=True, help="How many lighthouses the drill starts.")
+@click.option("--store-members", default=0, show_default=True, help="Etcd members to start; 0: SQLite.")
+@click.option("--plan", type=click.Path(path_type=Path), help="File with the schedule, YAML or JSON.")
+@click.option("--fault", "faults", multiple=True, help='A fault, such as "kill r1"; several in this order.')
+@click.option("--random", "seed", type=int, metavar="SEED", help="Draw the faults from a seed.")
+@click.option("--every", default="30s", show_default=True, help="With --random: mean time between faults.")
+@click.option("--for", "length", default="2m", show_default=True, help="With --random: length of the drill.")
+@click.option(
+    "--expect", multiple=True, help="An expectation, such as stall<=1s; several; default: see --list."
+)
+@click.option("--out", default="drill-out", type=click.Path(path_type=Path), help="Folder of the drill.")
+@click.option("--yes-lose-it", is_flag=True, help="Drill also a job that cannot survive it.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def drill(command: tuple[str, ...], **options: Any) -> None:
+    """Break a job on purpose, and judge from independent records whether the job held.
+
+    COMMAND is the training command, after --: fabric drill --replicas 3 -- python train.py. The drill starts
+    the job with a lighthouse of its own, plays the schedule, and writes report.html, report.json and
+    junit.xml. Exit code 1: an expectation failed.
+    """
+    job = JobOptions(
+        out=options["out"],
+        command=command,
+        replicas=options["replicas"],
+        lighthouses=options["lighthouses"],
+        store_members=options["store_members"],
+        environment=_environment(),
+    )
+    console = Console()
+    if options["lists"]:
+        _show_list(job, console)
+        return
+    _check_job(job, may_lose=options["yes_lose_it"])
+    wanted = _Wanted(options["plan"], options["faults"], options["seed"], options["every"], options["length"])
+    schedule = _schedule(wanted, job)
+    expect = options["expect"] or schedule.expect
+    for text in expect:
+        parse_expectation(text)
+    # Handle SIGTERM as Ctrl-C: end all started processes first.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with claimed(job.out, _USE) as folder:
+            verdict = _run(job, folder, schedule, expect, console)
+    except KeyboardInterrupt:
+        click.echo("Interrupted; every process of the drill has been ended.", err=True)
+        raise SystemExit(130) from None
+    raise SystemExit(0 if verdict.holds else 1)
+
+
+def _run(
+    job: JobOptions, folder: Path, schedule: DrillSchedule, expect: Sequence[str], console: Console
+) -> DrillVerdict:
+    """Run the drill in ``folder``, judge it, and write the reports."""
+
+    def say(sentence: str) -> None:
+        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
+
+    own = JobOptions(folder, job.command, job.replicas, job.lighthouses, job.store_members, job.environment)
+    verdict = judge_drill(DrillRun(own, schedule, say).run(), expect)
+    line = repeat_line(job, schedule, expect)
+    (folder / "report.html").write_text(page_of(verdict, line), encoding="utf-8")
+    document = {"command": line, **as_json(verdict)}
+    (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (folder / "junit.xml").write_bytes(as_junit(verdict))
+    for table in (fault_table(verdict), kind_table(verdict), expectation_table(verdict)):
+        _print(console, table)
+    for sentence in (*verdict.mistakes, *verdict.broken, *verdict.disagreements):
+        console.print(sentence, style="red", markup=False)
+    say(f"Report: {folder / 'report.html'}")
+    if not verdict.holds:
+        say(f"Repeat it: {line}")
+    return verdict
+
+
+def repeat_line(job: JobOptions, schedule: DrillSchedule, expect: Sequence[str]) -> str:
+    """Return the command line that plays the same faults again, as far as real processes allow."""
+    words = ["fabric drill", f"--replicas {job.replicas}", f"--lighthouses {job.lighthouses}"]
+    words += [f"--store-members {job.store_members}"] if job.store_members else []
+    words += [schedule.origin]
+    words += [f"--expect '{text}'" for text in expect]
+    return " ".join([*words, "--", *job.command])
+
+
+def _schedule(wanted: _Wanted, job: JobOptions) -> DrillSchedule:
+    """Return the schedule that the options ask for, checked against the job. Raises ConfigError."""
+    given = [wanted.plan is not None, bool(wanted.faults), wanted.seed is not None]
+    if sum(given) > 1:
+        raise ConfigError("--plan, --fault and --random contradict each other: give one of them")
+    if wanted.plan is not None:
+        schedule = read_plan(wanted.plan)
+    elif wanted.faults:
+        origin = " ".join(f"--fault '{text}'" for text in wanted.faults)
+        schedule = DrillSchedule(tuple(parse_fault(text, job.names) for text in wanted.faults), origin=origin)
+    else:
+        every_s, length_s = parse_duration(wanted.every, "--every"), parse_duration(wanted.length, "--for")
+        schedule = random_schedule(
+            1 if wanted.seed is None else wanted.seed, every_s, length_s, job.names, job.needs_met()
+        )
+    check_schedule(schedule, job.names, job.needs_met())
+    return schedule
+
+
+def _check_job(job: JobOptions, *, may_lose: bool) -> None:
+    """Raise ConfigError for a job that cannot be started, or that a drill would end."""
+    for name, value, most in (
+        ("--replicas", job.replicas, MAX_REPLICAS),
+        ("--lighthouses", job.lighthouses, 9),
+        ("--store-members", job.store_members + 1, 10),
+    ):
+        if not 1 <= value <= most:
+            raise ConfigError(f"{name} is out of range: give at most {most - (name == '--store-members')}")
+    if job.replicas == 1 and not may_lose:
+        raise ConfigError(
+            "a job of one replica does not survive a drill: give --replicas 2 or more, or --yes-lose-it"
+        )
+    job.check()
+
+
+def _show_list(job: JobOptions, console: Console) -> None:
+    met = job.needs_met()
+    rows = tuple(
+        (kind.name, kind.does, kind.seen, kind.undone, obstacle(kind, met) or "yes")
+        for kind in FAULTS.values()
+    )
+    head = ("fault", "does", "seen by", "undone by", "possible here")
+    _print(
+        console, DrillTable(f"Faults, for a job of {job.replicas} replicas that the drill starts", head, rows)
+    )
+    defaults = {parse_expectation(text).measure: text for text in DEFAULTS}
+    measures = tuple(
+        (name.replace("_", "-"), unit.value, meaning, defaults.get(name, "-"))
+        for name, (unit, meaning) in MEASURES.items()
+    )
+    _print(console, DrillTable("Expectations", ("measure", "unit", "meaning", "default"), measures))
+
+
+def _print(console: Console, text: DrillTable) -> None:
+    if not text.rows:
+        return
+    table = Table(title=text.title, title_justify="left")
+    for name in text.head:
+        table.add_column(name)
+    for row in text.rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the job's processes: this process's, without fabric's own variables."""
+    return {name: value for name, value in process_environment().items() if not name.startswith("FABRIC_")}
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

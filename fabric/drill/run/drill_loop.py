@@ -1,0 +1,147 @@
+"""The drill of a started job: warm up, play the schedule, gather the records."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fabric.audit.journal import RecordedRun, read_run
+from fabric.drill.injection.drilled_processes import DrilledProcesses
+from fabric.drill.injection.undo_guard import UndoGuard
+from fabric.drill.judge.drill_record import DrillRecord, InjectedFault, RecoveryFacts, read_recoveries
+from fabric.drill.run.active_fault import DrillScene, play
+from fabric.drill.run.fault_factory import make_fault
+from fabric.drill.run.journal_watch import JournalWatch
+from fabric.drill.run.started_job import JOB, JobOptions, StartedJob
+from fabric.drill.run.status_poller import StatusPoller
+from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
+from fabric.errors import FabricError
+
+# Each replica commits so many steps before the first fault, and after a fault before the next.
+WARM_STEPS = 3
+BACK_STEPS = 2
+WARM_S = 300.0
+BACK_S = 240.0
+SUPERVISOR_FILE = "supervisor.jsonl"
+
+
+@dataclass
+class DrillRun:
+    """One drill of a job that it starts. ``say`` gets a sentence for each thing that happens."""
+
+    options: JobOptions
+    schedule: DrillSchedule
+    say: Callable[[str], None]
+    faults: list[InjectedFault] = field(default_factory=list)
+
+    def run(self) -> DrillRecord:
+        """Run the drill; return its records. Raises FabricError where the job or the drill cannot go on."""
+        watch = JournalWatch({name: self._journal(name) for name in self.options.names})
+        with StartedJob(self.options) as job, closing(UndoGuard()) as guard:
+            scene = DrillScene(DrilledProcesses(JOB), watch, guard, job)
+            self._say_where(job)
+            self._wait(scene, WARM_S, "to warm up", _committed(scene, WARM_STEPS))
+            poller = StatusPoller(job.client)
+            with closing(poller):
+                poller.start()
+                self._play_all(scene)
+                ended = time.time()
+                recoveries = self._recoveries(job)
+            is_over = job.is_over
+        self._note_lines(watch, is_over=is_over)
+        run = read_run(self.options.out)
+        return DrillRecord(
+            run=RecordedRun(run.journals, run.supervisor),
+            ended=time.time() if is_over else ended,
+            faults=tuple(self.faults),
+            recoveries=recoveries,
+            sightings=poller.sightings,
+            is_over=is_over,
+        )
+
+    def _play_all(self, scene: DrillScene) -> None:
+        begun = time.monotonic()
+        for number, fault in enumerate(self.schedule.faults, start=1):
+            while not self._is_due(scene, fault, begun):
+                scene.pause()
+                if scene.job.is_over:
+                    raise FabricError(
+                        f"the job finished before fault {number} ({fault}): give it more steps, or a "
+                        "shorter schedule"
+                    )
+            self.say(f"fault {number} of {len(self.schedule.faults)}: {fault}")
+            played = play(make_fault(scene, fault))
+            self.faults += played
+            self._log(played)
+            for record in played:
+                self.say(f"  {record.title}: {record.observed or 'NO EFFECT SEEN'}; then {record.undone}")
+            self._wait(scene, BACK_S, f"to be back after {fault}", _committed(scene, BACK_STEPS))
+        while time.monotonic() - begun < self.schedule.least_s and not scene.job.is_over:
+            scene.pause()
+
+    @staticmethod
+    def _is_due(scene: DrillScene, fault: ScheduledFault, begun: float) -> bool:
+        if time.monotonic() - begun < fault.after_s:
+            return False
+        views = scene.watch.replicas
+        steps = [views[fault.target].step] if fault.target else [view.step for view in views.values()]
+        return fault.step is None or min(steps) >= fault.step
+
+    def _wait(self, scene: DrillScene, within_s: float, what: str, condition: Callable[[], bool]) -> None:
+        """Wait for ``condition``; after ``within_s`` go on, because the judge notices what is missing."""
+        deadline = time.monotonic() + within_s
+        while not condition() and not scene.job.is_over:
+            scene.pause()
+            if time.monotonic() > deadline:
+                views = scene.watch.replicas.values()
+                steps = ", ".join(f"{view.replica} at step {view.step}" for view in views)
+                if what == "to warm up":
+                    raise FabricError(f"the job took over {within_s:g} s {what} ({steps}): see its logs")
+                self.say(f"  the replicas took over {within_s:g} s {what}: {steps}")
+                return
+
+    def _recoveries(self, job: StartedJob) -> tuple[RecoveryFacts, ...] | None:
+        client = job.client
+        try:
+            return read_recoveries(client.ask_lines(client.path("recoveries")))
+        except FabricError as error:
+            self.say(f"the recovery records are not known: {error}")
+            return None
+
+    def _note_lines(self, watch: JournalWatch, *, is_over: bool) -> None:
+        """Log how many lines of each process the drill has seen, so that no journal can lose one."""
+        for name, counts in watch.counts().items():
+            if is_over:
+                self._append({"event": "journal", "t": time.time(), "replica": name, "lines": counts})
+
+    def _log(self, played: Sequence[InjectedFault]) -> None:
+        for record in played:
+            body = {"event": "fault", "t": record.began, "fault": record.title}
+            self._append({**body, "observed": record.observed, "undone": record.undone})
+
+    def _append(self, body: dict[str, object]) -> None:
+        with (self.options.out / SUPERVISOR_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(body) + "\n")
+
+    def _journal(self, name: str) -> Path:
+        return self.options.out / "journal" / f"{name}.jsonl"
+
+    def _say_where(self, job: StartedJob) -> None:
+        urls = ", ".join(job.urls.values())
+        self.say(f"the job runs; lighthouse: {urls} (token: {job.token_file})")
+
+
+def _committed(scene: DrillScene, more: int) -> Callable[[], bool]:
+    """Return whether each replica's living process has committed ``more`` steps from now on."""
+    before = {name: view.total for name, view in scene.watch.replicas.items()}
+
+    def have() -> bool:
+        views = scene.watch.replicas.values()
+        return all(
+            (view.total - before[view.replica] >= more and view.commits >= more) or view.is_finished
+            for view in views
+        )
+
+    return have

@@ -1,0 +1,62 @@
+"""The drill's view of its replicas, from their journals as they grow."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fabric.audit.journal_follower import JournalFollower
+
+
+@dataclass(slots=True)
+class WatchedReplica:
+    """One replica. ``step`` counts the committed steps of its newest process."""
+
+    replica: str
+    starts: int = 0  # processes that the journal shows
+    pid: int = 0  # the newest process
+    step: int = 0
+    commits: int = 0  # live commits of the newest process
+    total: int = 0  # live commits of all processes
+    unrest: int = 0  # aborts, and epochs that it has heard of
+    is_finished: bool = False
+
+
+@dataclass
+class JournalWatch:
+    """All replicas of a job."""
+
+    paths: dict[str, Path]
+    replicas: dict[str, WatchedReplica] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.replicas = {name: WatchedReplica(name) for name in self.paths}
+        self._followers = {name: JournalFollower(path) for name, path in self.paths.items()}
+
+    def look(self) -> None:
+        """Read the lines that were appended since the last look."""
+        for name, follower in self._followers.items():
+            for entry in follower.poll():
+                _take(self.replicas[name], entry)
+
+    def counts(self) -> dict[str, list[int]]:
+        """Return, by replica, the number of complete lines of each process, read to the end."""
+        for name, follower in self._followers.items():
+            while entries := follower.poll():
+                for entry in entries:
+                    _take(self.replicas[name], entry)
+        return {name: list(follower.counts) for name, follower in self._followers.items()}
+
+
+def _take(view: WatchedReplica, entry: dict[str, Any]) -> None:
+    event = entry["event"]
+    if event == "start":
+        view.starts, view.pid = view.starts + 1, int(entry.get("pid") or 0)
+        view.commits, view.is_finished = 0, False
+    elif event == "commit":
+        view.step = int(entry.get("step") or 0) + 1
+        if not entry.get("replay"):
+            view.commits, view.total = view.commits + 1, view.total + 1
+    elif event in ("abort", "epoch"):
+        view.unrest += 1
+    elif event == "finish":
+        view.is_finished = True

@@ -1,0 +1,1 @@
+"""Pure: the table of faults, and the schedules that say which fault comes when."""

@@ -1,0 +1,232 @@
+"""Every fault of the drill: its action, its needs, its evidence and its end."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fabric.errors import ConfigError
+
+
+class FaultScope(StrEnum):
+    """The processes that a fault hits."""
+
+    REPLICA = "a replica"
+    ALL = "all replicas"
+    TWO = "two replicas"
+    LIGHTHOUSE = "a lighthouse"
+    STORE = "a store member"
+    HOST = "this host"
+
+
+class FaultNeed(StrEnum):
+    """A condition without which a fault is impossible; the text completes "it needs"."""
+
+    TRAINERS = "trainers on this host with FABRIC_DRILL=1"
+    OWN_JOB = "a job that the drill starts"
+    TWO_REPLICAS = "a job of three replicas or more"
+    ONE_LIGHTHOUSE = "a drill with one lighthouse, because a second one is reached without the relay"
+    TWO_LIGHTHOUSES = "two lighthouses that the drill starts (--lighthouses 2)"
+    THREE_MEMBERS = "three etcd members that the drill starts (--store-members 3)"
+    INJECTOR = "an injector inside the trainer, which this version does not have"
+    ROOM = "a small file system of the job's own, which this version cannot make"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultKind:
+    """One row of the table."""
+
+    name: str
+    does: str
+    seen: str  # how the drill observes that the fault happened
+    undone: str  # how the fault ends, and how the drill observes its end
+    scope: FaultScope = FaultScope.REPLICA
+    needs: tuple[FaultNeed, ...] = (FaultNeed.TRAINERS,)
+    lasts_s: float = 0.0  # how long the fault lasts if the schedule does not say; 0.0: a moment
+
+
+_RELAY = (FaultNeed.TRAINERS, FaultNeed.OWN_JOB)
+_OWN = (FaultNeed.OWN_JOB,)
+_BACK = "the launcher starts the replica again; a new process writes its start line"
+_HEALED = "the relay forwards again"
+
+FAULTS: Mapping[str, FaultKind] = {
+    kind.name: kind
+    for kind in (
+        FaultKind("kill", "SIGKILL to the trainer", "the kernel says that the process is gone", _BACK),
+        FaultKind(
+            "stop",
+            "SIGSTOP to the trainer, later SIGCONT",
+            "the kernel says that the process is stopped",
+            "SIGCONT; the kernel says that the process is not stopped",
+            lasts_s=5.0,
+        ),
+        FaultKind(
+            "slow",
+            "SIGSTOP for three quarters of every 100 ms",
+            "the kernel says that the process is stopped, again and again",
+            "SIGCONT; the kernel says that the process is not stopped",
+            lasts_s=5.0,
+        ),
+        FaultKind(
+            "kill-two",
+            "SIGKILL to two trainers at once",
+            "the kernel says that both processes are gone",
+            _BACK,
+            FaultScope.TWO,
+            (FaultNeed.TRAINERS, FaultNeed.TWO_REPLICAS),
+        ),
+        FaultKind(
+            "kill-all",
+            "SIGKILL to all trainers at once",
+            "the kernel says that all processes are gone",
+            _BACK,
+            FaultScope.ALL,
+        ),
+        FaultKind(
+            "kill-recovering",
+            "SIGKILL to a second trainer while the others recover from the death of the first",
+            "a survivor has aborted and not committed when the second process is gone",
+            _BACK,
+            FaultScope.TWO,
+            (FaultNeed.TRAINERS, FaultNeed.OWN_JOB, FaultNeed.TWO_REPLICAS),
+        ),
+        FaultKind(
+            "kill-joining",
+            "SIGKILL to a trainer, and to its next process before that process commits a step",
+            "the journal of the second process has no commit",
+            _BACK,
+            needs=(FaultNeed.TRAINERS, FaultNeed.OWN_JOB),
+        ),
+        FaultKind(
+            "kill-server",
+            "SIGKILL to the replica's checkpoint server",
+            "the kernel says that the process is gone",
+            "the trainer starts another checkpoint server",
+        ),
+        FaultKind(
+            "kill-lighthouse",
+            "SIGKILL to the leading lighthouse",
+            "the kernel says that the process is gone",
+            "the drill starts the lighthouse again, and it answers",
+            FaultScope.LIGHTHOUSE,
+            _OWN,
+            3.0,
+        ),
+        FaultKind(
+            "kill-follower",
+            "SIGKILL to a lighthouse that does not lead",
+            "the kernel says that the process is gone",
+            "the drill starts the lighthouse again, and it answers",
+            FaultScope.LIGHTHOUSE,
+            (*_OWN, FaultNeed.TWO_LIGHTHOUSES),
+            3.0,
+        ),
+        FaultKind(
+            "stop-lighthouse",
+            "SIGSTOP to the leading lighthouse, later SIGCONT",
+            "the kernel says that the process is stopped",
+            "SIGCONT; the kernel says that the process is not stopped",
+            FaultScope.LIGHTHOUSE,
+            _OWN,
+            5.0,
+        ),
+        FaultKind(
+            "kill-store",
+            "SIGKILL to an etcd member",
+            "the kernel says that the process is gone",
+            "the drill starts the member again, and it is healthy",
+            FaultScope.STORE,
+            (*_OWN, FaultNeed.THREE_MEMBERS),
+            3.0,
+        ),
+        FaultKind(
+            "stop-store",
+            "SIGSTOP to an etcd member, later SIGCONT",
+            "the kernel says that the process is stopped",
+            "SIGCONT; the kernel says that the process is not stopped",
+            FaultScope.STORE,
+            (*_OWN, FaultNeed.THREE_MEMBERS),
+            5.0,
+        ),
+        FaultKind(
+            "cut-peers",
+            "no byte passes between the replica and its peers",
+            "the relay held bytes back",
+            _HEALED,
+            needs=_RELAY,
+            lasts_s=5.0,
+        ),
+        FaultKind(
+            "cut-in",
+            "no byte reaches the replica from its peers' connections; its answers pass",
+            "the relay held bytes back",
+            _HEALED,
+            needs=_RELAY,
+            lasts_s=5.0,
+        ),
+        FaultKind(
+            "cut-lighthouse",
+            "no byte passes between the replica and the lighthouse",
+            "the relay held bytes back",
+            _HEALED,
+            needs=(*_RELAY, FaultNeed.ONE_LIGHTHOUSE),
+            lasts_s=5.0,
+        ),
+        FaultKind(
+            "slow-link",
+            "each piece of bytes to the replica waits 50 ms in the relay",
+            "the relay delayed bytes",
+            _HEALED,
+            needs=_RELAY,
+            lasts_s=5.0,
+        ),
+        FaultKind(
+            "lossy-link",
+            "the relay resets connections to the replica, one after the other",
+            "the relay reset a connection",
+            _HEALED,
+            needs=_RELAY,
+            lasts_s=5.0,
+        ),
+        FaultKind(
+            "flip-payload",
+            "the relay flips one bit of a gradient on its way to the replica",
+            "the relay flipped the bit",
+            "the relay flips one bit alone",
+            needs=_RELAY,
+        ),
+        FaultKind(
+            "memory",
+            "a process of the drill takes a quarter of this host's free memory, 1 GB at most",
+            "the kernel counts the memory as that process's",
+            "the process ends",
+            FaultScope.HOST,
+            _OWN,
+            5.0,
+        ),
+        *(
+            FaultKind(name, does, "not possible", "not possible", scope, (need,))
+            for name, does, scope, need in (
+                ("hang", "the exchange thread stands still", FaultScope.REPLICA, FaultNeed.INJECTOR),
+                ("flip-gradient", "a bit of a local gradient flips", FaultScope.REPLICA, FaultNeed.INJECTOR),
+                ("flip-snapshot", "a bit of a snapshot flips", FaultScope.REPLICA, FaultNeed.INJECTOR),
+                ("poison", "a micro-batch kills its process", FaultScope.REPLICA, FaultNeed.INJECTOR),
+                ("clock", "the clock leaps", FaultScope.REPLICA, FaultNeed.INJECTOR),
+                ("disk-full", "the job's disk is full", FaultScope.HOST, FaultNeed.ROOM),
+            )
+        ),
+    )
+}
+
+
+def kind_of(name: str) -> FaultKind:
+    """Return the row of a fault. Raises ConfigError with one sentence."""
+    if name not in FAULTS:
+        raise ConfigError(f'there is no fault "{name[:40]}": `fabric drill --list` shows all faults')
+    return FAULTS[name]
+
+
+def obstacle(kind: FaultKind, met: Collection[FaultNeed]) -> str:
+    """Return why a fault is not possible where the needs ``met`` are met, or an empty string."""
+    missing = [need.value for need in kind.needs if need not in met]
+    return f"it needs {' and '.join(missing)}" if missing else ""

@@ -1,0 +1,167 @@
+"""``fabric drill``: each mistake is one sentence, and the reports say what the judge says."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+from drill.test_judge import FAULT, STEPS, record
+
+import fabric.cli.drill as command
+from fabric.cli.main import cli
+from fabric.drill.judge.drill_record import DrillRecord
+from fabric.drill.judge.drill_verdict import judge_drill
+from fabric.drill.report.documents import as_json, as_junit
+from fabric.drill.report.drill_page import page_of
+from fabric.drill.report.drill_tables import fault_table, kind_table
+from fabric.errors import FabricError
+
+PROGRAM = ["--", sys.executable, "train.py"]
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["drill", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--replicas", "1", *PROGRAM], "a job of one replica does not survive a drill"),
+        (["--replicas", "0", *PROGRAM], "--replicas is out of range: give at most 64"),
+        (["--lighthouses", "2", *PROGRAM], "two lighthouses need an etcd"),
+        (["--", "no-such-program"], 'there is no program "no-such-program"'),
+        ([], 'there is no program ""'),
+        (["--fault", "kil r1", *PROGRAM], 'there is no fault "kil"'),
+        (["--fault", "kill r7", *PROGRAM], 'kill names the replica "r7", which the job does not have'),
+        (["--fault", "hang r1", *PROGRAM], "hang is not possible here"),
+        (["--fault", "kill-follower", *PROGRAM], "it needs two lighthouses"),
+        (["--fault", "kill r1", "--random", "1", *PROGRAM], "contradict each other"),
+        (["--random", "1", "--every", "often", *PROGRAM], '--every is "often"'),
+        (["--random", "1", "--for", "ever", *PROGRAM], '--for is "ever"'),
+        (["--plan", "/no/plan.yaml", *PROGRAM], "the plan /no/plan.yaml cannot be read"),
+        (["--expect", "speed<=1s", *PROGRAM], 'the expectation "speed<=1s" names no measure'),
+        (["--expect", "stall", *PROGRAM], 'the expectation "stall" has no bound'),
+    ],
+)
+def test_a_mistake_is_one_sentence(words, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*words)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, FabricError)
+    assert why in str(result.exception) and "\n" not in str(result.exception)
+    assert not (tmp_path / "drill-out").exists()
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_text("mine")
+    result = run("--out", str(tmp_path), *PROGRAM)
+    assert "holds files and is not the folder of an earlier drill" in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_two_drills_in_one_folder_are_one_sentence(tmp_path):
+    out = tmp_path / "out"
+    with command.claimed(out, command._USE):
+        result = run("--out", str(out), *PROGRAM)
+    assert f"Another drill is running in {out}" in str(result.exception)
+
+
+def test_the_list_says_what_is_possible_and_why_not(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = run("--list", "--replicas", "2").output
+    rows = {words[1]: line for line in shown.splitlines() if len(words := line.split()) > 1}
+    assert "yes" in rows["kill"] and "yes" in rows["cut-peers"]
+    assert "it needs a job of three replicas or more" in rows["kill-two"]
+    assert "it needs an injector inside the trainer" in rows["hang"]
+    assert "it needs three etcd members" in rows["kill-store"]
+    assert "stall<=10s" in rows["stall"]
+
+
+class RecordedDrill:
+    """Stands for the drill of a job: it returns records that exist already."""
+
+    records: DrillRecord = record()
+
+    def __init__(self, options, schedule, say):
+        self.say = say
+
+    def run(self) -> DrillRecord:
+        self.say("[/not markup]")
+        return self.records
+
+
+@pytest.mark.parametrize(("expect", "code"), [("rejoined<=60s", 0), (f"steps>={STEPS + 1}", 1)])
+def test_a_failed_expectation_is_exit_code_1(expect, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "DrillRun", RecordedDrill)
+    out = tmp_path / "out"
+    result = run("--out", str(out), "--fault", "kill r1", "--expect", expect, *PROGRAM)
+    assert result.exit_code == code, result.output
+    line = f"fabric drill --replicas 3 --lighthouses 1 --fault 'kill r1' --expect '{expect}' -- "
+    assert (line in result.output.replace("\n", " ")) is bool(code)
+    document = json.loads((out / "report.json").read_text())
+    assert document["holds"] is (code == 0) and document["command"].startswith(line)
+    assert document["expectations"][0]["expectation"] == expect
+    suite = ElementTree.fromstring((out / "junit.xml").read_bytes())
+    assert (suite.get("tests"), suite.get("failures")) == ("2", str(code))
+    assert "<script" not in (out / "report.html").read_text()
+
+
+def test_a_plans_expectations_hold_for_its_drill(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "DrillRun", RecordedDrill)
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"faults": [{"fault": "kill", "target": "r1"}], "expect": ["steps>=99"]}))
+    result = run("--out", str(tmp_path / "out"), "--plan", str(plan), *PROGRAM)
+    assert result.exit_code == 1 and f"--plan {plan}" in result.output.replace("\n", "")
+
+
+def test_the_page_escapes_what_others_wrote():
+    fault = replace(FAULT, observed="<script>alert(1)</script>", about="<b>")
+    page = page_of(judge_drill(record(faults=(fault,))), "fabric drill <x>")
+    assert "<script>" not in page and "&lt;script&gt;" in page and "fabric drill &lt;x&gt;" in page
+
+
+def test_the_page_shows_each_fault_and_each_commit():
+    verdict = judge_drill(record())
+    page = page_of(verdict, "fabric drill")
+    commits = sum(len(lines) for lines in verdict.evidence.commits.values())
+    assert page.count('class="live"') + page.count('class="replayed"') == commits
+    assert page.count('class="replayed"') == 2
+    assert page.count('class="fault"') == 1 and "The job held." in page
+    assert "http" not in page.split("</head>")[0]
+
+
+def test_documents_have_no_infinite_numbers():
+    never = judge_drill(record(faults=(replace(FAULT, targets=("r9",), pids={}),)), ["rejoined<=1s"])
+    document = as_json(never)
+    assert json.loads(json.dumps(document, allow_nan=False))["faults"][0]["rejoined_s"] == {"r9": None}
+    assert document["expectations"][0]["shown"] == "never"
+    case = ElementTree.fromstring(as_junit(never)).find("testcase/failure")
+    assert case is not None and case.get("message") == "r9 never returned after kill r9"
+    assert fault_table(never).rows[0][4] == "never"
+
+
+def test_kinds_are_counted_with_their_longest_stall():
+    rows = kind_table(judge_drill(record(faults=(FAULT, replace(FAULT, began=FAULT.began + 1))))).rows
+    assert [row[:2] for row in rows] == [("kill", "2")]
+
+
+def test_junit_has_a_skipped_case_for_a_default_that_nothing_measures():
+    silent = judge_drill(replace(record(), faults=(), recoveries=None, sightings=()))
+    suite = ElementTree.fromstring(as_junit(silent))
+    assert len(suite.findall("testcase/skipped")) == 2
+
+
+def test_the_folder_of_an_earlier_drill_is_used_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "DrillRun", RecordedDrill)
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert run("--out", str(out), "--fault", "kill r1", *PROGRAM).exit_code == 0
+    assert sorted(Path(p).name for p in out.iterdir()) == [
+        ".fabric-drill",
+        "junit.xml",
+        "report.html",
+        "report.json",
+    ]

@@ -1,0 +1,142 @@
+"""A drill of real jobs: each fault happens, is seen, ends, and the job holds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from etcd_process import require_etcd
+
+TRAINER = Path(__file__).parent / "tiny_trainer.py"
+LIMIT_S = 900.0
+EXPECT = (
+    "promises-kept",
+    "digests-equal",
+    "samples-exactly-once",
+    "sources-agree",
+    "restarts==0",
+)
+
+# The fault, and the word that the drill's evidence has.
+FAULTS = {
+    "stop r2 1s": "is stopped",
+    "slow r1 1s": "was stopped",
+    "cut-peers r1 1s": "the relay held",
+    "cut-in r2 1s": "the relay held",
+    "cut-lighthouse r0 1s": "the relay held",
+    "slow-link r1 1s": "the relay delayed",
+    "lossy-link r1 1s": "the relay reset",
+    "flip-payload r2": "the relay flipped",
+    "kill-server r2": "is gone",
+    "kill-lighthouse 1s": "is gone",
+    "stop-lighthouse 1s": "is stopped",
+    "memory 1s": "holds",
+    "kill-joining r1": "its journal has no commit",
+    "kill-recovering r0": "recovers",
+    "kill-two r1": "is gone",
+    "kill-all": "is gone",
+}
+STORE_FAULTS = {
+    "kill-follower 1s": "is gone",
+    "kill-store 1s": "is gone",
+    "stop-store 1s": "is stopped",
+    "kill-lighthouse 1s": "is gone",
+}
+
+
+def drill(out: Path, faults: dict[str, str], *options: str, expect: Sequence[str] = EXPECT) -> dict:
+    """Run the drill; return its report."""
+    command = [sys.executable, "-m", "fabric.cli.main", "drill", "--out", str(out), *options]
+    for fault in faults:
+        command += ["--fault", fault]
+    for text in expect:
+        command += ["--expect", text]
+    command += ["--", sys.executable, str(TRAINER)]
+    environment = os.environ | {"TINY_STEPS": "1000000", "TINY_STEP_S": "0.05", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    logs = [f"--- {p.name}\n{p.read_text()[-2000:]}" for p in sorted((out / "log").glob("*.log"))]
+    assert done.returncode == 0, "\n".join([done.stdout[-8000:], done.stderr[-4000:], *logs])
+    return json.loads((out / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> dict:
+    """One job that meets every fault of a job with one lighthouse."""
+    out = tmp_path_factory.mktemp("drill") / "out"
+    # A death of all trainers may cost the step whose gradient no checkpoint server has yet.
+    return drill(out, FAULTS, expect=(*EXPECT, "steps_lost<=1", "rejoined<=300s"))
+
+
+@pytest.fixture(scope="module")
+def store_report(tmp_path_factory) -> dict:
+    """One job with two lighthouses and three etcd members."""
+    require_etcd()
+    out = tmp_path_factory.mktemp("drill") / "out"
+    options = ("--replicas", "2", "--lighthouses", "2", "--store-members", "3")
+    return drill(out, STORE_FAULTS, *options, expect=(*EXPECT, "steps_lost==0"))
+
+
+def check(report: dict, fault: str, evidence: str) -> None:
+    entries = [entry for entry in report["faults"] if entry["fault"] == fault.split()[0]]
+    assert entries
+    for entry in entries:
+        assert entry["observed"] and entry["undone"], entry
+    assert any(evidence in entry["observed"] for entry in entries)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "kill r1"])
+def test_a_fault_happens_and_ends_and_the_job_holds(report, fault):
+    check(report, fault, FAULTS.get(fault, "is gone"))
+    assert report["holds"]
+
+
+@pytest.mark.parametrize("fault", STORE_FAULTS)
+def test_a_fault_of_the_store_or_of_a_second_lighthouse_happens_and_ends(store_report, fault):
+    check(store_report, fault, STORE_FAULTS[fault])
+    assert store_report["holds"]
+
+
+def test_a_killed_drill_leaves_no_process(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "fabric.cli.main", "drill", "--out", str(out), "--replicas", "2"]
+    command += ["--fault", "stop r1 600s", "--", sys.executable, str(TRAINER)]
+    environment = os.environ | {"TINY_STEPS": "1000000", "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        until(lambda: [p for p in processes_of(out) if is_stopped(p)], "a stopped trainer")
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    until(lambda: not processes_of(out), "the end of every process")
+
+
+def processes_of(out: Path) -> list[int]:
+    """The processes whose run folder, or whose output, is in ``out``."""
+    pids = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and f"={out}/".encode() in (entry / "environ").read_bytes():
+                pids.append(int(entry.name))
+        except OSError:
+            continue
+    return pids
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def until(condition, what: str) -> None:
+    deadline = time.monotonic() + 180
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.05)

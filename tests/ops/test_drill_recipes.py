@@ -1,0 +1,91 @@
+"""The recipes of a weekly drill: what the drill is given, and that it has no right that it does not need."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from fabric.cli.drill import drill
+from fabric.drill.judge.expectations import parse_expectation
+from fabric.drill.schedule.drill_schedule import parse_duration
+
+OPS = Path(__file__).resolve().parents[2] / "ops"
+FAKE = """#!/bin/sh
+printf '%s\\n' "$@" > "$CALLED"
+exit "$CODE"
+"""
+
+
+def cron_job() -> dict[str, Any]:
+    return yaml.safe_load((OPS / "kubernetes" / "drill-cronjob.yaml").read_text())
+
+
+def pod() -> dict[str, Any]:
+    return cron_job()["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+
+
+def given(words: list[str]) -> dict[str, Any]:
+    """The options that the command's own parser reads."""
+    assert words[:2] == ["fabric", "drill"]
+    return drill.make_context("drill", words[2:]).params
+
+
+def test_a_failed_drill_fails_its_job_and_is_not_repeated():
+    spec = cron_job()["spec"]
+    assert spec["jobTemplate"]["spec"]["backoffLimit"] == 0 and pod()["restartPolicy"] == "Never"
+    assert spec["concurrencyPolicy"] == "Forbid"
+
+
+def test_the_pod_has_no_right_that_a_restricted_pod_lacks():
+    security = pod()["securityContext"]
+    assert security["runAsNonRoot"] is True and security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod()["automountServiceAccountToken"] is False
+    assert not {"hostPID", "hostNetwork", "hostIPC", "shareProcessNamespace"} & set(pod())
+    (container,) = pod()["containers"]
+    own = container["securityContext"]
+    assert own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
+    assert own["readOnlyRootFilesystem"] is True and "memory" in container["resources"]["limits"]
+    assert all("emptyDir" in volume for volume in pod()["volumes"])
+
+
+def test_the_drill_of_the_cron_job_is_one_that_the_command_accepts():
+    (container,) = pod()["containers"]
+    options = given(container["command"])
+    assert options["command"] == ("python", "drilled.py")
+    assert all(parse_expectation(text) for text in options["expect"])
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert str(options["out"].parent) in mounts
+    length_s = parse_duration(options["length"], "--for")
+    assert 2 * length_s < cron_job()["spec"]["jobTemplate"]["spec"]["activeDeadlineSeconds"]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_slurm_script_ends_with_the_exit_code_of_its_drill(tmp_path, code):
+    fake, called = tmp_path / "fabric", tmp_path / "called"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+    environment |= {"CALLED": str(called), "CODE": str(code), "DRILL_SEED": "12"}
+    script = OPS / "slurm" / "drill.sbatch"
+    done = subprocess.run(["bash", str(script), "train_me.py"], env=environment, timeout=60, check=False)
+    assert done.returncode == code
+    options = given(["fabric", *called.read_text().splitlines()])
+    assert (options["seed"], str(options["out"])) == (12, "drill-77")
+    assert options["command"] == ("python", "train_me.py")
+
+
+def test_the_slurm_script_asks_for_the_training_script():
+    script = OPS / "slurm" / "drill.sbatch"
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0 and "name the training script" in done.stderr
+
+
+def test_the_options_of_the_drill_are_those_of_its_command():
+    names = {name for p in drill.params if isinstance(p, click.Option) for name in p.opts}
+    script = (OPS / "slurm" / "drill.sbatch").read_text()
+    used = {word for word in script.splitlines()[-1].split() if word.startswith("--") and word != "--"}
+    assert used and used <= names

@@ -1,5 +1,6 @@
 """``fabric run``: starts a training script without slowing replicas that train on this host."""
 
+import functools
 import importlib
 import runpy
 import sys
@@ -15,28 +16,34 @@ from fabric.runtime.priority import run_low_priority
 
 # The longest time that a start waits for a lighthouse's status of the job.
 _LOOK_S = 2.0
+ADOPT = "--adopt"
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "--adopt", is_flag=True, help="The script knows nothing of fabric: make it a replica of the job."
+)
 @click.argument("script", metavar="SCRIPT | -m MODULE", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(script: str, arguments: tuple[str, ...]) -> None:
+def run(script: str, arguments: tuple[str, ...], adopt: bool) -> None:
     """Run a training SCRIPT (with -m: a module) as python would, with torch imported at low priority before.
 
     Where several replicas share a host, a replica that starts again takes no processor time from the steps of
     the others. Priority is that of the import alone: the script itself runs as ever.
     """
-    run_program([script, *arguments])
+    run_program([*([ADOPT] if adopt else []), script, *arguments])
 
 
 def names_a_program(words: list[str]) -> bool:
-    """Whether ``words`` begin with an existing script, or with ``-m`` and a module's name."""
+    """Whether ``words``, after ``--adopt``, begin with an existing script, or ``-m`` and a module's name."""
+    words = words[words[:1] == [ADOPT] :]
     return Path(*words[:1]).is_file() or (words[:1] == ["-m"] and len(words) > 1)
 
 
 def run_program(words: list[str]) -> None:
     """Run the script ``words[0]``, or the module after ``-m``, with the other words as its arguments. Its
-    exceptions pass through."""
+    exceptions pass through. ``--adopt`` may come first."""
+    adopts, words = words[:1] == [ADOPT], words[words[:1] == [ADOPT] :]
     failed = why_refused()
     if failed:
         sys.stderr.write(f"fabric: {failed}\n")
@@ -45,7 +52,11 @@ def run_program(words: list[str]) -> None:
     importlib.import_module("numpy")
     run_low_priority(_import)
     try:
-        _run(words)
+        if adopts:
+            adoption = importlib.import_module("fabric.integrations.adopt.adoption")
+            adoption.run_adopted(functools.partial(_run, words))
+        else:
+            _run(words)
     except Exception as error:
         # After ``attach`` the session's own hook does the same as this code.
         torch = sys.modules.get("torch")

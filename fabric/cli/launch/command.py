@@ -43,6 +43,7 @@ _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
 @click.option("--stop-s", default=30.0, help="From SIGTERM or Ctrl-C to SIGKILL, in seconds.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program, and not Python's.")
+@click.option("--adopt", type=click.Choice(["auto"]), help="SCRIPT is plain PyTorch: adopt its loop.")
 @click.option("--no-check", is_flag=True, help="The script has the settings: do not check FABRIC_*.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -53,6 +54,8 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
     finished, 75 restart, 76 its device failed, 78 it cannot build the layout, 1 do not restart.
     """
     command = _command(script, arguments, module=options["module"], no_python=options["no_python"])
+    if options["adopt"]:
+        command = _adopting(command, no_python=options["no_python"])
     environment = _environment(options)
     chosen = _checked_settings(environment, check=not options["no_check"])
     logs.set_up("launcher", chosen.log)
@@ -112,6 +115,14 @@ def _command(script: str, arguments: tuple[str, ...], *, module: bool, no_python
             f"there is no script {script} in {Path.cwd()}: correct its path, or say -m for a module"
         )
     return (*fabric_run, script, *arguments)
+
+
+def _adopting(command: tuple[str, ...], *, no_python: bool) -> tuple[str, ...]:
+    """Return the command line with which ``fabric run`` adopts the script. Raises ConfigError."""
+    if no_python:
+        raise ConfigError("--adopt is for Python scripts: leave --no-python away")
+    at = command.index("run") + 1
+    return (*command[:at], "--adopt", *command[at:])
 
 
 def _make_folder(folder: Path) -> None:

@@ -477,7 +477,7 @@ class Session:
         self._progress.state_step = order.step + 1
         self._state.digest_wanted = order.digest
         self._progress.samples.clear()
-        step.number, step.contributed = order.step, order.contributed
+        step.number, step.contributed, step.replayed = order.step, order.contributed, order.prepared is None
         step.metrics, step.done = restored(held.metrics), True
         self._clock.lap()
 

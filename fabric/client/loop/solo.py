@@ -25,6 +25,7 @@ class SoloStep:
     def __init__(self, session: "SoloSession", number: int, data: Loader) -> None:
         self.number = number
         self.contributed = True
+        self.replayed = False
         self.skipped = False
         self.metrics: dict[str, float] = {}
         self.done = False
@@ -166,7 +167,7 @@ class SoloSession:
         if self._sampler is not None:
             self._sampler.take(self.committed_step)
         step = SoloStep.__new__(SoloStep)
-        step.number, step.contributed = self.committed_step, True
+        step.number, step.contributed, step.replayed = self.committed_step, True, False
         step.metrics, step.done = self.take_metrics(), True
         step.skipped = self.skips()
         self.committed_step += 1

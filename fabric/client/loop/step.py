@@ -21,6 +21,7 @@ class Step:
     def __init__(self, session: "Session", number: int) -> None:
         self.number = number  # the committed step before this step's update; a recovery may raise this number
         self.contributed = False  # this replica's gradient is in the average; false in a replay
+        self.replayed = False  # the gradient is a published one, and this replica still catches up
         self.skipped = False  # the step has no update: every ``.grad`` is None
         self.metrics: dict[str, float] = {}  # sums over the whole global batch
         self.done = False

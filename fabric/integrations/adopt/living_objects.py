@@ -1,0 +1,127 @@
+"""Finds what a script trains with: its model, optimizer, schedulers and scaler, among all living objects.
+
+Every object that a joining replica would need must be known. So a script with a second model, a second
+optimizer or an object whose state the job cannot share is refused by name.
+"""
+
+import copy
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from fabric.errors import ConfigError
+
+_T = TypeVar("_T")
+
+OWN_WAY = "change the script to call fabric.client.attach"
+
+
+def living(kind: type[_T]) -> list[_T]:
+    """Return all living objects of this type. ``isinstance`` on foreign objects could run their code."""
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingObjects:
+    """The objects of one script that the replicas of its job share."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    schedulers: Sequence[LRScheduler]
+    scaler: torch.amp.GradScaler | None
+
+    @classmethod
+    def find(cls) -> "TrainingObjects":
+        """Return the objects of this process's script. Raises ConfigError where they are not unique."""
+        gc.collect()  # an object that the script has replaced must not count
+        optimizer = _only_optimizer()
+        return cls(_only_model(optimizer), optimizer, _schedulers(optimizer), _only_scaler())
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The objects for ``attach(..., state=)``."""
+        named: dict[str, Any] = {f"scheduler.{n}": x for n, x in enumerate(self.schedulers)}
+        return named | ({"scaler": self.scaler} if self.scaler is not None else {})
+
+    def describe(self) -> str:
+        """Name the objects for a sentence."""
+        rest = [self.optimizer, *self.schedulers, *([self.scaler] if self.scaler is not None else [])]
+        return f"the model {_name(self.model)} with " + ", ".join(map(_name, rest))
+
+    def schedule(self) -> "SchedulePosition":
+        """Return the values that the script's own loop advances, as they are now."""
+        groups = [{k: v for k, v in x.items() if k != "params"} for x in self.optimizer.param_groups]
+        return SchedulePosition(
+            copy.deepcopy([x.state_dict() for x in self.schedulers]), copy.deepcopy(groups)
+        )
+
+    def set_schedule(self, position: "SchedulePosition") -> None:
+        """Put back the values of ``schedule``."""
+        for scheduler, state in zip(self.schedulers, position.schedulers, strict=True):
+            scheduler.load_state_dict(copy.deepcopy(state))
+        for group, values in zip(self.optimizer.param_groups, position.groups, strict=True):
+            group.update(copy.deepcopy(values))
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePosition:
+    """The states of the schedulers, and the settings of the optimizer's groups."""
+
+    schedulers: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+
+def _only_optimizer() -> torch.optim.Optimizer:
+    optimizers = living(torch.optim.Optimizer)
+    if len(optimizers) != 1:
+        names = ", ".join(sorted(map(_name, optimizers))) or "none"
+        raise ConfigError(f"--adopt takes a script with one optimizer, and this one has {names}: {OWN_WAY}")
+    return optimizers[0]
+
+
+def _only_model(optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    modules = living(torch.nn.Module)
+    inside = {id(child) for module in modules for child in module.children()}
+    outermost = [m for m in modules if id(m) not in inside and next(m.parameters(), None) is not None]
+    if len(outermost) != 1:
+        names = ", ".join(sorted(map(_name, outermost))) or "none"
+        raise ConfigError(f"--adopt takes a script with one model, and this one has {names}: {OWN_WAY}")
+    model = outermost[0]
+    held = {id(parameter) for parameter in model.parameters()}
+    if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            f"the optimizer of the script has parameters that {_name(model)} has not, and --adopt shares one "
+            f"model: {OWN_WAY}"
+        )
+    return model
+
+
+def _schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+    steering = [x for x in living(LRScheduler) if x.optimizer.param_groups is optimizer.param_groups]
+    within = {id(part) for x in steering for part in getattr(x, "_schedulers", ())}
+    outer = [x for x in steering if id(x) not in within]
+    if any(isinstance(x, ReduceLROnPlateau) for x in steering):
+        raise ConfigError(
+            "--adopt cannot advance a ReduceLROnPlateau in a replica that joins, because it follows measured "
+            f"losses: {OWN_WAY}"
+        )
+    return sorted(outer, key=_name)
+
+
+def _only_scaler() -> torch.amp.GradScaler | None:
+    scalers = [x for x in living(torch.amp.GradScaler) if x.is_enabled()]
+    if len(scalers) > 1:
+        raise ConfigError(
+            f"--adopt takes a script with one GradScaler, and this one has {len(scalers)}: {OWN_WAY}"
+        )
+    return scalers[0] if scalers else None
+
+
+def _name(value: object) -> str:
+    kind = type(value).__name__
+    inner = getattr(value, "module", None) if kind == "DistributedDataParallel" else None
+    return kind if inner is None else f"{kind}({type(inner).__name__})"

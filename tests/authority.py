@@ -36,7 +36,7 @@ class Authority:
         subprocess.run(["openssl", *arguments], check=True, capture_output=True)
 
     def issue(self, name: str, host: str = "IP:127.0.0.1") -> tuple[Path, Path]:
-        """A certificate for ``host``, good for servers and clients, and its key."""
+        """Issue a certificate for ``host``, valid for servers and clients, with its key."""
         cert, key, request, extra = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr", "ext"))
         extra.write_text(f"subjectAltName={host}\nextendedKeyUsage=serverAuth,clientAuth\n")
         new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")

@@ -23,7 +23,7 @@ def _end_server(run_dir: Path) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
-    """A folder for one server, which dies with the test."""
+    """The run folder of one checkpoint server, which ends with the test."""
     folder = tmp_path / "run"
     yield folder
     _end_server(folder)
@@ -31,7 +31,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def attach(run_dir: Path) -> Iterator[Attach]:
-    """Starts or attaches to the server in ``run_dir``, as this process."""
+    """A function that attaches this process to the server in ``run_dir``, and starts the server if needed."""
     handles: list[ServerHandle] = []
 
     def start(**others: Any) -> ServerHandle:
@@ -45,7 +45,7 @@ def attach(run_dir: Path) -> Iterator[Attach]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHandle]:
-    """One server for a module's tests that change nothing for each other."""
+    """One checkpoint server for all tests of a module that do not disturb each other."""
     folder = tmp_path_factory.mktemp("served") / "run"
     handle = start_server(folder)
     yield handle

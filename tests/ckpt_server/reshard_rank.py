@@ -1,8 +1,8 @@
-"""The ranks of a layout: real processes with a real gloo group, forked from one that imported torch once.
+"""Starts the ranks of a layout: real processes with a gloo group, forked from a process with torch imported.
 
-A request on standard input is a JSON list with what each rank is told; the answer is the list of what they
-said. A rank builds the model in its layout, then either trains it, publishes its part at a checkpoint server
-of its own and dies, or takes over a state of another layout from such servers.
+A request on standard input is a JSON list with an order for each rank; the answer is a list of the ranks'
+results. A rank builds the model in its layout. Then the rank either trains, publishes its part at its own
+checkpoint server and dies, or it takes over a state of another layout from such servers.
 """
 
 import json
@@ -71,7 +71,7 @@ def train(objects: dict[str, Any], steps: int) -> None:
 
 
 def whole_sums(objects: dict[str, Any]) -> dict[str, list[float]]:
-    """Every tensor of model and optimizer, gathered whole: its sum, and its sum weighted by position."""
+    """Gather every tensor of model and optimizer: return its sum, and its sum weighted by position."""
     found = {}
     tensors = dict(objects["model"].state_dict())
     for index, state in objects["optimizer"].state_dict()["state"].items():
@@ -84,7 +84,7 @@ def whole_sums(objects: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def give(objects: dict[str, Any], run_dir: str, durable: str) -> dict[str, Any]:
-    """Publish my part of the trained state, and write it to storage."""
+    """Publish this rank's part of the trained state, and write it to storage."""
     train(objects, STEP)
     view = capture(objects, STEP)
     handle = start_server(Path(run_dir), orphan_s=600.0)
@@ -104,8 +104,9 @@ def give(objects: dict[str, Any], run_dir: str, durable: str) -> dict[str, Any]:
 
 
 def take(objects: dict[str, Any], sources: list[list[str]], digest: str, durable: str) -> dict[str, Any]:
-    """Take over the state, from storage where that is named; say what it is now, and how many bytes it
-    took."""
+    """Take over the state from servers, or from the named storage; return the new state's digest and the
+    bytes read.
+    """
     before = capture(objects, 0).digest()
     state = SnapshotRef(1, STEP, digest)
     parts: list[RankFile] = []
@@ -146,7 +147,7 @@ def be(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def fork(told: dict[str, Any]) -> tuple[int, int]:
-    """A rank in a process of its own: its id, and where it answers."""
+    """Fork a process for a rank; return its process id and the pipe with its result."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:

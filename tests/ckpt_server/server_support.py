@@ -1,5 +1,4 @@
-"""The common part of the checkpoint server's tests: files to publish, a trainer process, waiting for a
-condition."""
+"""Helpers of the checkpoint server's tests: files to publish, a trainer process, waiting for a condition."""
 
 import contextlib
 import itertools
@@ -109,7 +108,7 @@ def connect(url: str) -> HTTPConnection:
 
 
 def fetch(url: str, path: str, method: str = "GET", **headers: str) -> Answer:
-    """One request; header names have underscores for dashes."""
+    """Send one request; names of header arguments have underscores for dashes."""
     connection = connect(url)
     with contextlib.closing(connection):
         connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
@@ -128,7 +127,9 @@ def alive(pid: int) -> bool:
 
 @contextmanager
 def no_more_descriptors(left: int = 0, pid: int = 0) -> Iterator[int]:
-    """Process ``pid`` (0: this one) can open ``left`` more files; yields the lowest free descriptor."""
+    """Let process ``pid`` (0: this process) open only ``left`` more files; yield the lowest free
+    descriptor.
+    """
     taken = {int(name) for name in os.listdir(f"/proc/{pid or 'self'}/fd")}  # noqa: PTH208 - names, not paths
     lowest = next(number for number in itertools.count() if number not in taken)
     if not pid:
@@ -185,7 +186,7 @@ for line in sys.stdin:
 
 
 class TrainerProcess:
-    """A real trainer process that does what it is told over a pipe."""
+    """A real trainer process that obeys orders from a pipe."""
 
     def __init__(self, run_dir: Path, **options: Any) -> None:
         options = {"run_dir": run_dir, **options}

@@ -1,4 +1,6 @@
-"""The answers to readers over HTTP: exact bytes, exact refusals, and a sentence for everything malformed."""
+"""The checkpoint server answers HTTP requests with exact bytes, and refuses malformed requests with a
+sentence.
+"""
 
 import http.client
 import json
@@ -58,7 +60,7 @@ def test_a_request_without_a_range_gets_the_whole_file_with_its_headers(url):
 
 @pytest.fixture(scope="module")
 def kept(url):
-    """One connection for many requests, as fetchers use it."""
+    """One HTTP connection for many requests, as fetchers use it."""
     connection = connect(url)
     yield connection
     connection.close()

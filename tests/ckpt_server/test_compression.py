@@ -1,4 +1,6 @@
-"""Compressed transfers: every way in and out, what frames from outside may do, and who decides by what."""
+"""Compressed transfers: every way in and out, malicious frames, and the measurement that decides on
+compression.
+"""
 
 import contextlib
 import random
@@ -220,7 +222,7 @@ def test_a_fast_link_is_never_compressed():
 
 
 def measure(speed: LinkSpeed, plain: float, compressed: float, ranges: int) -> list[bool]:
-    """Whether each of these ranges in turn is compressed, on a stream of these speeds."""
+    """Return for each range in turn whether a stream with these speeds compresses it."""
     ways = []
     for _ in range(ranges):
         ways.append(speed.compress_next())
@@ -274,7 +276,9 @@ def test_any_measurements_lead_to_plain_or_compressed(measured):
 
 
 class SlowLink:
-    """A proxy that passes ``bytes_per_s`` on to the reader, all connections together; counts them."""
+    """A proxy that passes at most ``bytes_per_s`` on to the reader over all connections, and counts the
+    bytes.
+    """
 
     def __init__(self, target: tuple[str, int], bytes_per_s: float) -> None:
         self._target, self._pace, self._lock = target, bytes_per_s, threading.Lock()
@@ -340,8 +344,7 @@ def test_a_slow_link_brings_a_state_compressed_and_says_so(served):
 
 @pytest.mark.parametrize("offers", [True, False], ids=["compresses", "has no blocks by number"])
 def test_compressed_bytes_are_verified_after_decompression(served, url, monkeypatch, offers):
-    """Real weights, compressed from the first range on, of a server that compresses and one of the version
-    before."""
+    """Fetch compressed weights from a server that compresses and from a server of the version before."""
     monkeypatch.setattr(link_speed, "_FIRST_PLAIN", 0)
     monkeypatch.setattr(link_speed, "FAST_BYTES_S", 1e15)
     monkeypatch.setattr(link_speed, "GAIN", 0.0)

@@ -19,7 +19,7 @@ MESH = [["dp"], [2]]
 
 
 def part_of(tensors: dict[str, tuple[torch.Tensor, list[int], list[int]]], step: int = 3) -> StateView:
-    """A rank's view: of each tensor a part, with its offset in a whole of this shape."""
+    """Return a rank's view: its part of each tensor, with the part's offset in the whole tensor."""
     state, entries = {}, []
     for name, (part, offset, shape) in tensors.items():
         node: object = {"$tensor": name}
@@ -35,7 +35,7 @@ def part_of(tensors: dict[str, tuple[torch.Tensor, list[int], list[int]]], step:
 
 
 class _Always(dict):
-    """Every rank's part is the first copy."""
+    """Says of every rank's part that it is the first copy."""
 
     def get(self, key, default=None):
         return True

@@ -1,4 +1,6 @@
-"""The crash marker of a dead trainer is reported, over its successors, until the job is past that step."""
+"""The server reports a dead trainer's crash marker until the job has passed its step, also under later
+trainers.
+"""
 
 import os
 
@@ -34,7 +36,7 @@ async def test_a_death_at_a_micro_batch_is_in_every_status(watched):
 
 
 def test_a_note_whose_memory_is_still_being_allocated_counts_as_absent():
-    """Allocating takes a thread's while, and a beat to the lighthouse may fall into it."""
+    """The status sender may run while a thread still allocates the marker's memory."""
     memory = SlotTable()
     deaths = CrashLog(memory, TrainerWatch())
     memory.slot(CRASH_MARKER, 0).memfd = Memfd("a note")

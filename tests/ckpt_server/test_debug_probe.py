@@ -1,4 +1,4 @@
-"""/debug: a real trainer process that is well, keeps the interpreter's lock in C, is stopped, is dead."""
+"""/debug shows a real trainer that is healthy, keeps the interpreter's lock in C, is stopped, or is dead."""
 
 import json
 import os
@@ -163,7 +163,7 @@ def test_the_stacks_of_a_trainer_that_runs_hangs_in_c_code_is_stopped_or_died_ar
 
 
 def test_an_unresponsive_trainer_is_never_sent_a_signal_that_would_kill_it(tmp_path, attach, run_dir):
-    """This process attaches as a trainer and is not made ready to be looked into."""
+    """This process attaches as a trainer, but installs no handler of the signal for stacks."""
     handle: ServerHandle = attach()
     assert not catches(os.getpid(), STACKS_SIGNAL), "it would end this test"
     told = fetch(handle.url, "/debug/stacks").json

@@ -1,4 +1,4 @@
-"""Sharded state in and out: what each rank holds of FSDP2 models and their optimizers, bit for bit."""
+"""Each rank saves and loads its shards of FSDP2 models and their optimizers, bit for bit."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from fabric.ftar.buckets import FlatGradients
 
 @pytest.fixture
 def mesh(tmp_path):
-    """A mesh of one rank: sharding is real, and nobody else is needed to prove it."""
+    """A mesh of one rank: its tensors are real DTensors, without other processes."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     dist.destroy_process_group()

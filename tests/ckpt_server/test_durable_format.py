@@ -1,4 +1,4 @@
-"""Durable checkpoints as files: what torch reads, what fabric reads, and what is refused."""
+"""Durable checkpoints as files: torch reads them, fabric reads them, and fabric refuses damaged ones."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def manifest_for(file: bytes, step: int, generation: int = 1) -> dict:
 
 
 def write_one(url: str, found: dict, step: int = 3, generation: int = 1, **more) -> tuple[bytes, SnapshotRef]:
-    """Write the state of ``found`` as the writer does; returns the snapshot's bytes and its name."""
+    """Write the state of ``found`` as the writer does; return the snapshot's bytes and its name."""
     file = bytes(to_bytes(capture(found, step)))
     manifest = manifest_for(file, step, generation)
     order = DurableJob(url, "job", more.pop("replica", "r0"), 7, **more)
@@ -75,7 +75,7 @@ def write_one(url: str, found: dict, step: int = 3, generation: int = 1, **more)
 
 
 def bring_back(url: str, state: SnapshotRef, rank: int = 0) -> bytes:
-    """One rank's part, block by block, each verified."""
+    """Read one rank's part block by block, and verify each block."""
     with ExitStack() as stack:
         part = StoredRankFile(rank, find_checkpoint(Storage(url).at("job"), "job", state), stack)
         return bytes(part.complete(lambda nbytes: memoryview(bytearray(nbytes))))
@@ -116,7 +116,9 @@ class TestRoundTrip:
         assert torch.equal(load(read)["model/0.weight"], one["model"][0].weight)
 
     def test_odd_state_comes_back(self, url):
-        """Numpy arrays, dtypes that the file format has no word for, empty tensors, tied tensors."""
+        """Numpy arrays, dtypes without a name in the file format, empty tensors and tied tensors come back
+        equal.
+        """
 
         class Odd:
             def __init__(self) -> None:
@@ -175,7 +177,7 @@ def two_ranks(url: str, files: list[bytes], order: tuple[int, ...] = (1, 0)) -> 
 
 
 class Part:
-    """Shared state that a test writes down by hand."""
+    """Shared state whose content a test writes by hand."""
 
     def __init__(self, **state) -> None:
         self.state = state
@@ -222,7 +224,7 @@ class TestRanks:
         assert wanted["part"]["count"] == 7 and wanted["part"]["step"] == 3
 
     def test_different_values_under_one_name_on_two_ranks_are_kept_apart(self, url):
-        """The stages of a pipeline number their parameters alike."""
+        """Two stages of a pipeline may give two parameters the same name."""
         parts = [Part(average=torch.full((n,), float(n)), name=f"stage {n}") for n in (2, 3)]
         two_ranks(url, [bytes(to_bytes(capture({"part": p}, 3))) for p in parts])
         folder = list_checkpoints(Storage(url).at("job"), "job").complete[-1].storage.url
@@ -262,7 +264,7 @@ class TestRanks:
 
 @pytest.fixture
 def written(tmp_path):
-    """(storage URL, the checkpoint's folder, its state) of a checkpoint in a local folder."""
+    """Write a checkpoint to a local folder; return the storage URL, the checkpoint's folder and its state."""
     one = objects(1)
     train(one)
     _, state = write_one(str(tmp_path / "durable"), one)

@@ -1,4 +1,4 @@
-"""The checkpoint server has durable checkpoints written: one at a time, never at the trainer's expense."""
+"""The checkpoint server starts one writer of durable checkpoints at a time, and never delays the trainer."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def readers(handle, slot: int) -> int:
 
 
 def wait_for(condition: Callable[[], object], what: str) -> object:
-    """A writer imports torch, which takes long on a loaded machine."""
+    """Wait long, because a writer imports torch, which is slow on a loaded machine."""
     deadline = time.monotonic() + DEADLINE_S
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
@@ -71,7 +71,7 @@ def writers(handle) -> list[int]:
 
 @pytest.fixture
 def waiting(tmp_path, monkeypatch):
-    """Writers stop before their marker until this file is there."""
+    """A file before whose appearance no writer creates its marker."""
     monkeypatch.setenv("FABRIC_TEST_POINTS", f"durable-marker=wait:{tmp_path}/go")
     return tmp_path / "go"
 

@@ -1,5 +1,6 @@
-"""The writer as the process that it is: killed at every point, a full disk, a server that goes away; and what
-the command line makes of what it has written."""
+"""Real writer processes: killed at every point, with a full disk, with a server that ends; and `fabric`
+commands read their checkpoints.
+"""
 
 import json
 import os
@@ -105,7 +106,7 @@ def test_a_writer_killed_at_any_point_leaves_the_earlier_checkpoint_whole_and_th
 
 
 def test_retention_deletes_nothing_through_a_link(state, tmp_path):
-    """A folder of the job may be a link to an archive: what lies there is somebody's."""
+    """A folder of the job may be a link to an archive, whose files belong to another person."""
     file, manifest = state
     job = tmp_path / "durable" / "job"
     for step in (3, 4):
@@ -122,7 +123,7 @@ def test_retention_deletes_nothing_through_a_link(state, tmp_path):
 
 
 def test_a_full_disk_is_reported_and_leaves_only_the_earlier_checkpoint(state, tmp_path):
-    """The limit on the size of a file is met as a full disk is: in the middle of a write."""
+    """A limit on the file size fails in the middle of a write, as a full disk does."""
     file, manifest = state
     url = str(tmp_path)
     write_one(url, objects(2), 5)
@@ -134,7 +135,7 @@ def test_a_full_disk_is_reported_and_leaves_only_the_earlier_checkpoint(state, t
 
 @contextmanager
 def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A file system of that size, unmounted at the end."""
+    """Mount a file system of this size, and unmount it at the end."""
     folder.mkdir()
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", folder], capture_output=True, text=True
@@ -148,7 +149,7 @@ def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def test_after_a_full_disk_earlier_checkpoints_are_whole_and_the_next_is_written(state, tmp_path):
-    """With more room every time, from none to enough; what fails leaves nothing behind."""
+    """Each try has more room, from none to enough; a failed try leaves no file behind."""
     file, manifest = state
     page, order = os.sysconf("SC_PAGESIZE"), DurableJob("", "job", "r0", 9, keep=9)
     with mounted(tmp_path / "disk", 4 << 20) as disk:

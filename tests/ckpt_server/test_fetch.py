@@ -1,4 +1,4 @@
-"""Fetching from sources that lie, stall, die and disagree: complete and verified, or an error."""
+"""A fetch from sources that lie, stall, die or disagree ends complete and verified, or with an error."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def manifest_of(file: bytes, step: int = 5, block_bytes: int = BLOCK) -> dict[st
 
 
 class Origin:
-    """A source that tells the truth until told otherwise."""
+    """A source that serves correct bytes until the test changes it."""
 
     def __init__(self, file: bytes, token: str = "") -> None:
         self.file, self.token = file, token
@@ -98,7 +98,7 @@ class Origin:
         self.thread.start()
 
     def kill(self) -> None:
-        """As SIGKILL: the port is closed and every connection reset."""
+        """Act as a killed source: close the port and reset every connection."""
         self.server.shutdown()
         self.server.server_close()
         for connection in list(self.connections):
@@ -186,7 +186,7 @@ def ref(origin: Origin) -> SnapshotRef:
 
 
 class Memory:
-    """The target; remembers what was asked for."""
+    """The target memory of a fetch; records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []

@@ -1,4 +1,4 @@
-"""State and gradients over real checkpoint servers: from live objects to live objects."""
+"""State and gradients go from one replica's live objects through real checkpoint servers to another's."""
 
 import os
 import signal

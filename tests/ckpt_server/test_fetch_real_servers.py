@@ -1,4 +1,4 @@
-"""The fetcher of a newcomer against real servers: both sides of the wire as they ship."""
+"""A newcomer's fetcher fetches from real checkpoint servers."""
 
 import threading
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def token_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pair(tmp_path: Path, token_file: Path) -> Iterator[list[ServerHandle]]:
-    """Two servers, as of two replicas."""
+    """The checkpoint servers of two replicas."""
     handles = [start_server(tmp_path / name, replica=name, token_file=token_file) for name in ("r0", "r1")]
     yield handles
     for handle in handles:

@@ -1,9 +1,9 @@
-"""One byte of what travels is flipped, at a thousand places, headers included: nothing wrong is believed.
+"""One byte of a transfer is flipped, at a thousand places, headers included: no wrong byte is accepted.
 
-Each time a state or a gradient is fetched from a real server through a proxy that counts the bytes of both
-directions and changes one of them. Then either the fetch fails with a sentence, or what it gives is what it
-gives without a flip, bit for bit: bytes and description. A flip in a body must be noticed in any case; in a
-header it may hit what nobody reads (the date, say).
+Each case fetches a state or a gradient from a real server through a proxy that changes one byte of one
+direction. The fetch must fail with a sentence, or give the same bytes and description as without the flip. A
+flip in a body must always be noticed; a flip in a header may hit a field that no reader uses, such as the
+date.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ PATIENCE_S = 0.4  # a flipped length makes the reader wait for bytes that never 
 
 
 class FlippingProxy:
-    """Passes bytes on to ``target`` for one fetch, and changes byte ``offset`` of all that goes ``way``.
+    """Forwards bytes to ``target`` for one fetch, and changes byte ``offset`` of direction ``way``.
 
-    One for each fetch, so that nothing that comes late from the one before is counted.
+    Each fetch has its own proxy, so that late bytes of an earlier fetch do not count.
     """
 
     def __init__(self, target: tuple[str, int], way: int = UP, offset: int = -1, mask: int = 0) -> None:
@@ -89,7 +89,7 @@ class FlippingProxy:
                         one.close()
 
     def _pump(self, source: socket.socket, sink: socket.socket, way: int) -> bool:
-        """Whether the connection goes on."""
+        """Forward one piece; return whether the connection goes on."""
         with contextlib.suppress(OSError):
             data = bytearray(source.recv(1 << 16))
             seen, (armed, offset, mask) = self.record[way], self._place
@@ -148,7 +148,7 @@ def fetcher(patience_s: float) -> StateFetcher:
 
 
 def in_headers(stream: bytes) -> list[bool]:
-    """For every byte of one direction's conversation whether it belongs to a head, or to a chunk's frame."""
+    """Return for every byte of one direction whether it belongs to an HTTP head or a chunk's frame."""
     found: list[bool] = []
     while stream:
         head, _, stream = stream.partition(b"\r\n\r\n")
@@ -169,7 +169,7 @@ def in_headers(stream: bytes) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def target(served: ServerHandle) -> tuple[str, int]:
-    """Where the server listens that has what is fetched."""
+    """The address of the checkpoint server that has the fetched content."""
     publish(served, 1, FILE, STEP)
     served.begin("gradient", 1)
     served.allocate("gradient", 1, len(GRADIENT))[:] = GRADIENT

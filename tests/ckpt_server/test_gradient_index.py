@@ -1,5 +1,6 @@
-"""Gradients published by the index in shared memory, against a real server: as good as by a request, and
-asked for by nobody."""
+"""A gradient published by the index in shared memory is served like one published by a request to the
+server.
+"""
 
 import contextlib
 import threading

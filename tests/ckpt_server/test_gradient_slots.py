@@ -1,4 +1,6 @@
-"""How many published gradients a newcomer finds: the trainer's slots against a real checkpoint server."""
+"""The number of published gradients that a newcomer gets: the trainer's slots with a real checkpoint
+server.
+"""
 
 import threading
 
@@ -20,7 +22,7 @@ def plane():
 
 
 def run(slots: GradientSlots, first: int, last: int) -> None:
-    """Rounds, each published as soon as it is over; the slot of the next one is withdrawn ahead."""
+    """Run rounds: publish each gradient when its round is over, and withdraw the next round's slot ahead."""
     for step in range(first, last):
         slots.for_round(1, step).buffer[:] = step
         slots.publish(1, PreparedRound(1, step, f"{step:032x}", 1.0, (("r0", (0,)),)))
@@ -55,7 +57,7 @@ def test_rounds_go_on_while_the_server_allocates_a_large_slot(attach, plane):
 
 
 def test_a_late_publication_does_not_label_the_round_of_another_epoch(attach, plane):
-    """A cold start redoes a step whose gradient the keeper has not published yet."""
+    """A cold start redoes a step whose gradient the publishing thread has not published yet."""
     slots = GradientSlots(attach(), NBYTES, "layout", plane)
     old = PreparedRound(1, 5, f"{5:032x}", 1.0, (("r0", (0,)),))
     slots.for_round(1, 5).buffer[:] = 5

@@ -1,4 +1,6 @@
-"""A state whose server is on this host is read from its memory: verified, by the same user, with the token"""
+"""A fetch reads the memory of a checkpoint server on the same host: verified, for the same user only, with
+the token.
+"""
 
 import asyncio
 import contextlib
@@ -128,7 +130,9 @@ def test_wrong_bytes_in_shared_memory_are_refused(holder):
 
 
 def test_a_slot_that_is_withdrawn_and_written_while_it_is_read(holder, monkeypatch):
-    """The writer comes in the middle of a block: what was read of it is half of each state, and no lie."""
+    """The trainer rewrites the slot in the middle of a block, so the reader has half of each state and must
+    refuse it.
+    """
     pieces = []
 
     def read(body, into, read=local_source.MemoryBody.read):
@@ -321,7 +325,7 @@ def test_a_reader_that_says_nothing_is_cut_off():
 
 
 def memory_files():
-    """The descriptors of shared memory that are open here; those of other tests may close at any moment."""
+    """Return this process's open descriptors of shared memory; other tests may close theirs at any moment."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

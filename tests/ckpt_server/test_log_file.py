@@ -1,4 +1,4 @@
-"""The log of a checkpoint server is bounded, and loses nothing of what is new."""
+"""The log of a checkpoint server has a bounded size, and keeps the newest lines."""
 
 import pytest
 from server_support import publish, snapshot_file, wait_for

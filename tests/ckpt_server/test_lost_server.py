@@ -1,4 +1,4 @@
-"""A trainer whose own checkpoint server dies, or does not answer, while it needs it: with real servers."""
+"""A trainer's own checkpoint server dies or does not answer while the trainer needs it."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def kill_server(handle: ServerHandle) -> None:
 
 
 class Fetching:
-    """One trainer's way to a state: its slots in a real server's memory, and the ladder that fills them."""
+    """One trainer's fetch of a state: its slots in a real server's memory, and the sources that fill them."""
 
     def __init__(self, handle: ServerHandle, storage: str = "", restarts: bool = True) -> None:
         self.handle, self.restarts, self.copier = handle, restarts, CpuCopier()
@@ -164,7 +164,7 @@ def stop():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Every request that went out to a server, by name."""
+    """The names of all requests that this process sent to a server."""
     sent: list[str] = []
     send = RequestChannel._send
 
@@ -330,7 +330,7 @@ def raise_(error: BaseException) -> None:
 
 
 def descriptors() -> int:
-    """How many this process has open."""
+    """The number of descriptors that this process has open."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Connections by the hundred, from somebody without a token, cut no checkpoint server off."""
+"""Hundreds of connections from a client without a token block no request to a checkpoint server."""
 
 import re
 import socket
@@ -30,7 +30,7 @@ def token_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def narrow_server(run_dir: Path, token_file: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A server with few descriptors; the trainer finds it by its folder."""
+    """A server with few descriptors, which the trainer finds by the run folder."""
     command = [sys.executable, "-m", "fabric.ckpt_server", "--job=job", "--replica=r0", "--orphan-s=60"]
     command += [f"--run-dir={run_dir}", f"--token-file={token_file}"]
     limited = ["sh", "-c", f'ulimit -Sn {HAS} && ulimit -Hn {MAY} && exec "$@"', "sh", *command]
@@ -44,7 +44,7 @@ def narrow_server(run_dir: Path, token_file: Path) -> Iterator[subprocess.Popen[
 
 
 def stand_idle(url: str, says: bytes, stack: ExitStack, count: int = 600) -> None:
-    """Open connections one after the other that never ask anything, more than the server has descriptors."""
+    """Open more connections than the server has descriptors, and send no request on them."""
     place = urlsplit(url)
     assert place.hostname and place.port
     for number in range(count):

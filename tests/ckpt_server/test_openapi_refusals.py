@@ -1,5 +1,6 @@
-"""Every endpoint's refusals, generated from the OpenAPI document that the server serves of itself: a route or
-a parameter that is added is tried here too, and so is every refusal that the document announces."""
+"""Refusals of every route, generated from the server's own OpenAPI document. So the tests try each new route,
+parameter and announced refusal.
+"""
 
 import itertools
 import json
@@ -81,7 +82,9 @@ def parameters(path: str) -> dict[str, dict]:
 
 
 def ask(url: str, path: str, method: str = "GET", headers: dict[str, str] | None = None, **values: str):
-    """The operation at ``path`` with these parameters; those of the path have their good values else."""
+    """Call the operation at ``path`` with these parameters; other parameters of the path have correct
+    values.
+    """
     known, query, sent = parameters(path), [], dict(headers or {"Authorization": BEARER})
     for name, value in values.items():
         if known[name]["in"] == "query":
@@ -283,7 +286,7 @@ SPELLINGS = (
 
 
 def both_ways(text):
-    """A header read by columns, and entry by entry; None where it is refused."""
+    """Read a header by columns, and entry by entry; None where the reader refuses it."""
     try:
         columns = safetensors_file._read_ours(text, 0)
     except StateError:

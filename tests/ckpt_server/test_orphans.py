@@ -1,4 +1,4 @@
-"""No way of dying leaves shared memory behind: trainer, server or both are killed at any point."""
+"""A trainer, a server, or both, killed at any point, leave no shared memory behind."""
 
 import contextlib
 import signal
@@ -12,7 +12,7 @@ NBYTES = 2_000_000
 
 
 def fabric_memory() -> Iterator[tuple[int, int]]:
-    """(process, inode) of every memfd of ours that any process has open or mapped."""
+    """Return (process, inode) of every memfd of fabric that any process has open or mapped."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             for line in (process / "maps").read_text().splitlines():

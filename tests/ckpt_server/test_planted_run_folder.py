@@ -1,4 +1,6 @@
-"""Another user of the host makes the run folder first and listens in it: it gets nothing, and is named."""
+"""Another user who makes the run folder first and listens in it gets nothing, and the error names that
+user.
+"""
 
 import os
 import subprocess
@@ -42,7 +44,7 @@ while True:
 
 @pytest.fixture
 def shared(monkeypatch):
-    """A temporary folder in which every user may make things, as /tmp is."""
+    """A temporary folder in which every user may make files, like /tmp."""
     with tempfile.TemporaryDirectory(prefix="fabric-planted-") as folder:
         Path(folder).chmod(0o1777)
         monkeypatch.setattr("tempfile.tempdir", folder)
@@ -52,7 +54,7 @@ def shared(monkeypatch):
 
 @pytest.fixture
 def attacker():
-    """Starts the attack on a folder; ended with the test."""
+    """A function that starts the attacking program on a folder; the program ends with the test."""
     processes = []
 
     def start(folder: Path, *names: str) -> subprocess.Popen[str]:
@@ -79,7 +81,7 @@ def test_a_trainer_does_not_use_a_folder_that_another_user_made_first(shared, at
 
 
 def test_the_trainer_sends_nothing_to_another_users_server_in_its_folder(shared, attacker):
-    """Were the folder ours and the socket another's: the kernel's word for the process decides."""
+    """If the folder is ours but the socket is another user's, the kernel's answer about the peer decides."""
     folder = shared / "ours"
     folder.mkdir()
     folder.chmod(0o777)

@@ -1,4 +1,4 @@
-"""The small pure parts: ranges, kernel states, ports, tokens, errors as JSON."""
+"""Small pure functions: ranges, kernel states, ports, tokens, errors as JSON."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""A state in another layout of ranks: real processes with real gloo groups, real checkpoint servers."""
+"""A state is resharded to another layout of ranks, with real gloo groups and real checkpoint servers."""
 
 import contextlib
 import itertools
@@ -29,7 +29,7 @@ WIDTH = 90_000
 
 
 class Zygote:
-    """Has ranks live, one layout at a time."""
+    """Starts the ranks of one layout at a time."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(SCRIPT.parents[2]), str(SCRIPT.parent)])
@@ -63,8 +63,9 @@ class Zygote:
 
 @dataclass(frozen=True)
 class Held:
-    """A state whose trainers are dead: where its parts are, its digest, what the ranks said of it, and the
-    storage that holds it too."""
+    """A state of dead trainers: the URLs of its parts, its digest, the ranks' results, and the storage that
+    holds it too.
+    """
 
     sources: list[list[str]]
     digest: str
@@ -99,14 +100,14 @@ def held(zygote: Zygote, folder: Path, layout: str, world: int, width: int) -> I
 
 @pytest.fixture(scope="module")
 def fsdp2(zygote, tmp_path_factory) -> Iterator[Held]:
-    """50 MB of state over two ranks."""
+    """A state of 50 MB over two ranks of FSDP2."""
     with held(zygote, tmp_path_factory.mktemp("fsdp2") / "old", "fsdp", 2, WIDTH) as found:
         yield found
 
 
 @pytest.mark.parametrize("rung", ["memory", "storage"])
 def test_each_rank_reads_the_slices_that_it_needs(zygote, fsdp2, tmp_path, rung):
-    """Into four ranks: nobody reads more than its part and a block at each seam."""
+    """Each of four new ranks reads at most its part, plus one block at each end of a slice."""
     total = sum(one["nbytes"] for one in fsdp2.said)
     told = fsdp2.told | ({"durable": fsdp2.durable} if rung == "storage" else {})
     for one in zygote.run(tmp_path / "new", "fsdp", 4, WIDTH, **told):

@@ -1,4 +1,4 @@
-"""The server as a process: it starts fast, outlives its trainer, is found again, and ends when told."""
+"""A checkpoint server's process starts fast, outlives its trainer, is found again, and ends on request."""
 
 import contextlib
 import os
@@ -133,7 +133,7 @@ def test_a_server_without_descriptors_says_so_and_goes_on(attach):
 
 
 def hangs_up(path: Path) -> bool:
-    """Whether somebody listens there, reads what makes no sense, and closes the connection."""
+    """Return whether a server listens at this path and closes a connection with a malformed request."""
     with socket.socket(socket.AF_UNIX) as sock:
         try:
             sock.connect(str(path))
@@ -216,7 +216,7 @@ def test_ensure_keeps_server_and_memory_when_only_the_channel_was_lost(attach):
 
 
 def test_two_trainers_that_start_at_once_share_one_server(run_dir, attach):
-    """Both are this process, so both may attach; only one server may come of it."""
+    """Both trainers are this process, so both may attach, but only one server may start."""
     handles = []
     threads = [threading.Thread(target=lambda: handles.append(attach())) for _ in range(3)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Transfers over TLS, where the transport is another one: whole states, and readers that are in the way."""
+"""Transfers over TLS, which has another transport: whole states, and slow readers that are cut off."""
 
 import socket
 import ssl

@@ -1,4 +1,4 @@
-"""Slots: published or withdrawn, never torn; readers cost no memory; limits are said in sentences."""
+"""A slot is published or withdrawn, never half-written; readers cost no memory; errors name the limits."""
 
 import contextlib
 import http.client
@@ -29,7 +29,7 @@ NBYTES = 40_000_000
 
 
 class SlowReader:
-    """Asks for the data and reads only when told to."""
+    """A client that requests the data and reads only when the test says so."""
 
     def __init__(self, url: str, path: str, buffer_bytes: int = 65536) -> None:
         host, port = url.removeprefix("http://").split(":")
@@ -47,7 +47,7 @@ class SlowReader:
         self.promised = int(found[1])
 
     def read_rest(self) -> bytes:
-        """Everything until the end, however that comes."""
+        """Read until the connection ends, in whatever way."""
         parts = [self.body]
         with contextlib.suppress(ConnectionError):
             while sum(map(len, parts)) < self.promised and (data := self._socket.recv(1 << 20)):
@@ -98,7 +98,9 @@ def test_a_reader_of_a_withdrawn_snapshot_is_refused_and_does_not_get_the_older_
 
 
 def test_a_reader_sees_one_step_whole_or_less_while_the_slot_is_rewritten_all_the_time(attach):
-    """Every byte of step n is n: a mixture would show. Small answers end in the transport's buffers."""
+    """Every byte of step n is n, so a mixture of two steps would show. Small answers fit into the transport's
+    buffers.
+    """
     handle = attach()
     size = 200_000
     memory = handle.allocate("gradient", 0, size)
@@ -140,8 +142,9 @@ def test_a_reader_sees_one_step_whole_or_less_while_the_slot_is_rewritten_all_th
 
 
 def test_an_answer_that_counts_as_sent_refers_to_the_memory_no_more(attach):
-    """Where an answer just does not fit into the kernel's buffers, its end could wait in the server's,
-    with the request already done. How much fits is scanned by the size of the reader's buffer."""
+    """The end of an answer that does not fit into the kernel's buffers could still wait in the server's
+    buffer. The test scans the size that fits by changing the reader's buffer.
+    """
     handle = attach()
     size = (4 << 20) + 131071  # the last piece is small, and the server sends small pieces in another way
     memory = handle.allocate("gradient", 0, size)
@@ -173,7 +176,7 @@ def test_begin_unless_read_leaves_a_slot_that_has_readers(attach):
 
 
 def resident_anonymous(pid: int) -> int:
-    """KiB of the process's own memory: what is shared does not count."""
+    """Return the KiB of a process's own memory, without shared memory."""
     text = Path(f"/proc/{pid}/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", text)
     assert found

@@ -1,4 +1,4 @@
-"""Readers that stop in the middle of an answer are cut off, wherever they stop, and nothing is kept."""
+"""The server cuts off readers that stop in the middle of an answer, and keeps nothing for them."""
 
 import asyncio
 import os
@@ -75,7 +75,7 @@ async def cut_off(served: "Served") -> None:
 
 
 class Reader:
-    """Asks for ``path`` and reads so many bytes of the answer, no more."""
+    """A client that requests ``path`` and reads only this many bytes of the answer."""
 
     def __init__(self, port: int) -> None:
         self.line = socket.socket()

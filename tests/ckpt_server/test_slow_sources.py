@@ -1,4 +1,4 @@
-"""Sources that are silent, trickle, or can hardly be reached: they hold nobody up for long, or for ever."""
+"""Sources that are silent, slow or hard to reach delay a fetch only for a bounded time."""
 
 import contextlib
 import socket
@@ -18,14 +18,14 @@ FOREVER_S = 600.0
 
 @pytest.fixture
 def hurried(monkeypatch):
-    """A source that is not alone gets only a moment; a longer wait would exceed the test."""
+    """Shorten the time for a source while other sources exist, so that the test is short."""
     monkeypatch.setattr(gradient_fetch, "_TURN_S", 0.05)
     monkeypatch.setattr(gradient_fetch, "_LATE_S", 0.05)
     return fetcher(timeout_s=FOREVER_S)
 
 
 def nothing(origin: Origin, request) -> None:
-    """Not even a status line."""
+    """Send no byte, not even a status line."""
     origin.go.wait(60)
 
 
@@ -146,7 +146,7 @@ def test_a_range_that_makes_no_progress_is_given_up_and_one_that_does_is_not():
 
 @pytest.fixture
 def full_door():
-    """A listener whose queue is full: who dials it waits in the kernel, and gets no answer."""
+    """A listener with a full queue: a client's dial waits in the kernel without an answer."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         fill(stack, listener.getsockname())
@@ -188,7 +188,7 @@ def test_a_stream_that_is_to_give_up_does_so_while_it_is_still_dialled(full_door
 
 
 def test_a_state_comes_from_the_source_that_can_be_reached(origins, monkeypatch):  # noqa: F811
-    """One of two holders cannot be dialled any more when the bytes are fetched."""
+    """When the fetch begins, one of two servers with the state can no longer be dialled."""
     monkeypatch.setattr(http_source, "CONNECT_S", FOREVER_S)
     far, near = origins(2)
     memory, stack = Memory(), contextlib.ExitStack()

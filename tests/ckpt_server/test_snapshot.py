@@ -187,7 +187,7 @@ def test_manifest_describes_the_snapshot(copier: CpuCopier) -> None:
 
 
 class LazyLane:
-    """A device whose copies happen only when somebody waits for its event."""
+    """A device whose copies run only when a thread waits for their event."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -271,7 +271,7 @@ def test_device_error_is_kept_for_join() -> None:
 
 @pytest.mark.parametrize(("make", "name"), [(CpuCopier, "_take"), (lambda: CudaCopier(LazyLane()), "copy")])
 def test_a_fence_waits_for_a_block_that_another_thread_copies(monkeypatch, make, name) -> None:
-    """The keeper joins while the trainer fences: a unit that somebody has taken is not copied yet."""
+    """One thread joins while the trainer fences: a block that a thread has taken may not be copied yet."""
     copier = make()
     counters = [torch.tensor(float(n)) for n in range(4)]
     view = capture({"x": Tensors(filled(2 * BLOCK_BYTES), *counters)}, 2)

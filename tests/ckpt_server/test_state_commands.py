@@ -47,7 +47,7 @@ def test_a_snapshot_is_pulled_whole(url, tmp_path):
 
 
 def test_a_pull_goes_on_where_it_was_cut_off(url, tmp_path):
-    """Half of it is there, one block of that half is damaged: the rest and that block are fetched."""
+    """Half of the file exists with one damaged block: the pull fetches the rest and this block."""
     part = tmp_path / "x.part"
     half = bytearray(BIG[: 2 * BLOCK_BYTES + 100])
     half[BLOCK_BYTES + 7] ^= 1
@@ -152,7 +152,9 @@ def test_equal_states_do_not_differ(url, tmp_path):
 
 
 def test_a_server_that_dies_in_the_middle_is_one_sentence_and_the_rest_comes_from_another(run_dir, tmp_path):
-    """Two servers, one after the other, with the same state: only what was missing is fetched again."""
+    """Two servers hold the same state; after the first dies, the pull fetches only the missing part from the
+    second.
+    """
     file, part = snapshot_file(40_000_000, seed=6), tmp_path / "x.part"
     handle = start_server(run_dir)
     publish(handle, 0, file, 7)
@@ -188,7 +190,7 @@ def served_bytes(url: str) -> float:
 
 
 def test_many_small_tensors_are_compared_with_little_traffic(served, tmp_path):
-    """A block is fetched once, and not for each of the tensors in it."""
+    """`fabric diff` fetches a block once, not once per tensor in it."""
     many = {f"layer {n:04}": torch.full((100,), float(n)) for n in range(2000)}
     publish(served, 7, file_of(many), 700)
     file = tmp_path / "state.safetensors"

@@ -1,4 +1,4 @@
-"""The reversible encoding: whatever a state_dict may contain comes back equal, type for type."""
+"""The encoding is reversible: every value of a state_dict comes back equal, with its type."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Trainer status against real WebSocket peers: messages when the trainer stops, goes and comes back."""
+"""The status sender sends messages to real WebSockets when the trainer stops, ends and comes back."""
 
 import asyncio
 import signal
@@ -20,7 +20,7 @@ _DEADLINE_S = 30.0
 
 
 class Lighthouse:
-    """Takes statuses as a lighthouse does; ``leader`` redirects to another one when set."""
+    """Receives statuses as a lighthouse does; ``leader``, when set, is another lighthouse to redirect to."""
 
     def __init__(self) -> None:
         self.statuses: list[TrainerStatus] = []
@@ -54,7 +54,7 @@ class Lighthouse:
         self._news = asyncio.Event()
 
     async def until(self, condition: Callable[[TrainerStatus], bool]) -> TrainerStatus:
-        """The next status from now on that meets ``condition``."""
+        """Return the next status that meets ``condition``."""
         at = len(self.statuses)
         async with asyncio.timeout(_DEADLINE_S):
             while True:

@@ -1,4 +1,4 @@
-"""A state that is captured again and again is described as if it were captured for the first time."""
+"""A repeated capture describes the state exactly as a first capture would."""
 
 import math
 from collections import OrderedDict, defaultdict, deque
@@ -52,7 +52,7 @@ def same(describer, number):
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """The paths that are encoded, in order."""
+    """Return the paths that the capture encodes, in order."""
     paths, encode = [], training_state.encode
 
     def note(value, path, blobs, ties=None):

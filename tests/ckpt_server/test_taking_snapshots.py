@@ -1,4 +1,4 @@
-"""The trainer's side of a snapshot, with a real server: when the state may change, and what is served."""
+"""The trainer's side of a snapshot: when the state may change, and what the real server then serves."""
 
 import contextlib
 import re
@@ -32,7 +32,7 @@ def crash(error):
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """No copy is given up: on a loaded machine the server may take longer than SLOT_S."""
+    """Make the trainer wait longer than SLOT_S for the server, because the machine may be loaded."""
     monkeypatch.setattr("fabric.client.state.state_digest.SLOT_S", 60.0)
 
 
@@ -91,7 +91,7 @@ def test_the_state_of_the_boundary_is_served_and_the_next_may_begin(taken, keepe
 
 
 def limit_memory(pid: int, nbytes: int) -> None:
-    """No memfd of this process may grow beyond ``nbytes``: to it the machine's shared memory is full."""
+    """Let no memfd of this process grow beyond ``nbytes``, as if the machine's shared memory were full."""
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, hard))
 
@@ -134,7 +134,7 @@ def test_both_slots_have_their_memory_when_the_first_snapshot_is_there_and_keep_
 
 @pytest.fixture
 def large():
-    """More memory than is allocated within a moment; the optimizer makes its part at the first step."""
+    """A state too large for a quick allocation; its optimizer makes its part at the first step."""
     model = torch.nn.Linear(17 << 10, 1 << 10, bias=False)
     model.weight.grad = torch.zeros_like(model.weight)
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), momentum=0.9)}
@@ -231,7 +231,9 @@ def test_a_snapshot_is_published_under_the_digest_that_was_taken_before(taken, k
 
 
 def test_a_write_that_torch_does_not_count_is_found_without_a_digest_too(taken, keeper, model, slow):
-    """As long as it begins where the tensor does, which writes to whole tensors do."""
+    """Fabric finds such a write only if it changes the tensor's first bytes, as writes to whole tensors
+    do.
+    """
     snapshots, handle = taken
     said, done = [], threading.Event()
     snapshots.start(ref(1), keeper.submit, lambda event: (said.append(event), done.set()))
@@ -281,7 +283,7 @@ def test_a_digest_goes_on_during_a_snapshot_for_a_joining_replica(taken, keeper,
 
 
 def test_after_the_fence_the_digest_is_of_the_state_before_it(taken, keeper, model):
-    """Forward that changes buffers waits before it does, long before anybody asks for the digest."""
+    """A forward that changes buffers waits for the copy first, long before the digest is due."""
     snapshots, _ = taken
     expected = capture({"model": model}, 1).digest()
     snapshots.begin_digest(1, copied=False)
@@ -366,7 +368,7 @@ def on_device(attach, model):
 
 
 def test_on_a_device_a_change_before_the_fence_is_refused_by_name_and_not_served(on_device, keeper, model):
-    """The device has not read a byte yet: the host knows what was asked of it."""
+    """The device has not copied a byte yet, but the host knows which copies it has enqueued."""
     snapshots, handle, lane = on_device
     said, done = [], threading.Event()
     snapshots.start(ref(1), keeper.submit, lambda event: (said.append(event), done.set()))
@@ -393,7 +395,7 @@ def test_on_a_device_a_write_behind_the_fence_is_allowed(on_device, keeper, mode
 
 
 def test_on_a_device_an_uncounted_write_stops_the_next_snapshot(on_device, keeper, model):
-    """The digest is known when the device has copied: the trainer is at its next step by then."""
+    """The digest is known only after the device's copy, when the trainer is already at its next step."""
     snapshots, handle, lane = on_device
     done = threading.Event()
     digest = capture({"model": model}, 1).digest()

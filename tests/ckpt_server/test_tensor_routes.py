@@ -1,4 +1,4 @@
-"""One tensor by name, its statistics, and the OpenAPI document: against numpy, torch and the routes."""
+"""One tensor by name, its statistics, and the OpenAPI document, compared with numpy, torch and the routes."""
 
 import json
 import re

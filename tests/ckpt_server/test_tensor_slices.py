@@ -1,4 +1,4 @@
-"""Parts of a tensor by index: against torch's own indexing, of what a rank holds and of what is sharded."""
+"""Slices of whole and of sharded tensors, compared with torch's own indexing."""
 
 import json
 

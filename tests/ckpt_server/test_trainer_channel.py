@@ -1,4 +1,4 @@
-"""The channel from outside: whatever is sent, one sentence comes back and what is published stays."""
+"""Whatever a peer sends on the trainer's channel, it gets one sentence, and published snapshots stay."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ class Raw:
             self._socket.sendall(data)
 
     def answer(self) -> dict[str, Any] | None:
-        """The next line, or None where the server ended the connection."""
+        """Return the next line, or None if the server has ended the connection."""
         try:
             line = self._file.readline()
         except ConnectionError:
@@ -60,7 +60,7 @@ class Raw:
 
 @pytest.fixture
 def raw(served) -> Iterator[Raw]:
-    """Attached as this process, while a snapshot of step 9 is published."""
+    """A raw channel of this process as trainer, with a published snapshot of step 9."""
     handle = served
     handle.ensure()
     publish(handle, 0, snapshot_file(1000), 9)

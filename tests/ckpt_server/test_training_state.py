@@ -1,4 +1,4 @@
-"""State in and out: real modules and optimizers, bit for bit, or nothing at all."""
+"""States of real modules and optimizers load bit for bit, or change nothing at all."""
 
 import copy
 import io

@@ -14,7 +14,7 @@ from fabric.ckpt_server.server.unix_sockets import Response, UnixConnection, ser
 
 
 async def say_back(connection: UnixConnection) -> None:
-    """Answers every line; one of them is a defect."""
+    """Answer every line; one particular line raises an error, as a defect would."""
     while (line := await connection.receive()) is not None:
         if line == b"break":
             raise RuntimeError("a defect")
@@ -49,7 +49,7 @@ class Caller:
         return self
 
     async def ask(self, line: bytes) -> bytes:
-        """The answer to ``line``; empty where the other side has closed."""
+        """Return the answer to ``line``; empty if the other side has closed."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._socket, line + b"\n")

@@ -35,7 +35,7 @@ def error_of(result: Result) -> str:
 
 @pytest.mark.parametrize(("layout", "ranks"), [("fsdp*tp", 4), ("tp", 2)])
 def test_ranks_are_put_together_as_one_process_would_have_written_it(zygote, tmp_path, layout, ranks):
-    """From memory and from storage; a single process that takes the state over has the same bytes."""
+    """Memory and storage give the same bytes as a single process that takes over the state."""
     with held(zygote, tmp_path / "old", layout, ranks, width=90) as state:
         (alone,) = zygote.run(tmp_path / "new", "whole", 1, width=90, **state.told)
         urls = ",".join(source[0] for source in state.sources)

@@ -1,7 +1,7 @@
 """A synthetic run: three replicas, one killed, the retried round, a fetch, replay and join.
 
-Deterministic, and written from the documented journal format and data order alone, so that it shares
-no code with the verifier that it tests.
+The run is deterministic. It follows the documented journal format and data order, and shares no code with the
+verifier.
 """
 
 import copy
@@ -42,7 +42,7 @@ def samples(step: int, micro_batch: int) -> list[int]:
 
 
 class SyntheticRun:
-    """Builds the journals; ``entries`` by replica, ``supervisor`` what the supervisor saw."""
+    """Builds the journals: ``entries`` by replica, and ``supervisor``, the lines of the demo's supervisor."""
 
     def __init__(self, *, failure: bool = True, loss_offset: float = 0.0) -> None:
         self.entries: dict[str, list[Entry]] = {name: [] for name in REPLICAS}

@@ -1,4 +1,4 @@
-"""Arguments of ``fabric demo``, its folder, its processes, and what it sees of the journals."""
+"""Arguments of ``fabric demo``, its folder, its processes, and its reading of the journals."""
 
 import io
 import json

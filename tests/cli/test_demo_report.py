@@ -1,4 +1,4 @@
-"""The report and the tables show what the evidence says, and nothing from elsewhere."""
+"""The demo's report and tables show exactly the content of the journals."""
 
 import copy
 import io

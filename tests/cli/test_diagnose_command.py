@@ -1,4 +1,6 @@
-"""``fabric diagnose`` on files and strange servers: one sentence for each mistake, nothing is executed."""
+"""``fabric diagnose`` on files and malformed answers: one sentence for each mistake, and no code is
+executed.
+"""
 
 import json
 import pickle
@@ -168,7 +170,7 @@ def test_the_command_is_in_the_list_and_needs_no_torch(hung):
 
 
 class Answers:
-    """A server that says what it is told to say, by path; it remembers who asked."""
+    """A server with a fixed answer for each path; it records the tokens of its requests."""
 
     def __init__(self) -> None:
         self.said: dict[str, tuple[int, bytes]] = {}

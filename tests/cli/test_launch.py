@@ -57,13 +57,13 @@ sys.exit(int(act))
 
 
 def _hear_the_terminal() -> None:
-    """Undo what a shell does to a job in the background: such a launcher ignores Ctrl-C, as it should."""
+    """Restore the handler of Ctrl-C, which a shell makes background processes ignore."""
     for number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
 
 
 class Play:
-    """A folder with the script of the ranks and what they write down."""
+    """A folder with the script of the ranks and the files that the ranks write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,7 +105,7 @@ class Play:
         return path.read_text().splitlines() if path.exists() else []
 
     def starts(self) -> list[dict[str, str]]:
-        """What each rank was started with, with its attempt, rank and pid."""
+        """Return each rank's environment and arguments, with its attempt, rank and pid."""
         rows = []
         for line in self.lines("starts"):
             attempt, rank, pid, *words = line.split()
@@ -145,7 +145,7 @@ def play(tmp_path):
 
 
 def runs(pid: int) -> bool:
-    """Whether the process is there, and no zombie."""
+    """Return whether the process runs and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -209,7 +209,7 @@ def test_a_restart_follows_75_and_a_death_and_no_other_end(play, acts, code, att
 
 
 def test_one_ranks_death_restarts_all_ranks_with_a_fresh_rendezvous(play):
-    """The other rank waits for a peer that is gone, so the launcher ends it."""
+    """The launcher ends the other rank, which waits for a dead peer."""
     done = play.run("--ranks", "2", PLAY_0="waits 75 0", PLAY_1="killed 75 0")
     assert done.returncode == 0, done.stderr
     assert [(row["attempt"], row["rank"]) for row in sorted(play.starts(), key=str)] == [
@@ -357,7 +357,7 @@ def test_a_killed_launcher_leaves_no_process_behind(play):
 
 
 def test_a_process_without_the_mark_outlives_the_attempt(play):
-    """As a checkpoint server does, which is started without it, in a session of its own."""
+    """A checkpoint server is such a process: it starts without the mark, in its own session."""
     script = """
 import subprocess, sys
 from fabric.runtime.process_environment import outliving_environment

@@ -1,4 +1,4 @@
-"""The operator's name in the record, where the command's option does not give one."""
+"""The operator's name in the record when the command has no option for it."""
 
 import getpass
 import os

@@ -1,4 +1,4 @@
-"""What a launcher does next follows from the exit codes of the ranks, in plain values."""
+"""The launcher's next action is a pure function of the ranks' exit codes."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from fabric.runtime.rank_layout import RankLayout
 
 
 def end(*codes: int, first: tuple[int, ...] | None = None, ran_s: float = 1.0) -> AttemptEnd:
-    """``first``: the ranks that failed first, by default all that failed."""
+    """Make the end of an attempt; ``first`` are the ranks that failed first, by default all that failed."""
     failed = tuple(rank for rank, code in enumerate(codes) if code) if first is None else first
     return AttemptEnd(dict(enumerate(codes)), failed, ran_s)
 

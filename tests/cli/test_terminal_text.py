@@ -1,4 +1,6 @@
-"""Text of other processes cannot steer a person's terminal. An answer of another shape is a sentence."""
+"""Text of other processes cannot control a person's terminal. JSON of another shape leads to an error of one
+sentence.
+"""
 
 import json
 import subprocess
@@ -62,7 +64,7 @@ def answers() -> Iterator[Answers]:
 
 
 def steers(text: str) -> bool:
-    """Whether something in it could steer a terminal."""
+    """Return whether the text could control a terminal."""
     return any(not c.isprintable() for c in text.replace("\n", ""))
 
 
@@ -97,7 +99,7 @@ def test_names_of_tensors_steer_no_terminal(tmp_path):
 
 
 def test_an_error_steers_no_terminal(tmp_path):
-    """The whole command, for the line is written where it ends."""
+    """Run the whole command, because it writes the error line at its end."""
     path = tmp_path / "no\x1b[2Jsuch\x07state"
     command = [sys.executable, "-m", "fabric.cli.main", "inspect", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

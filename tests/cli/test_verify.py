@@ -88,7 +88,9 @@ def test_every_deleted_line_is_noticed(honest: SyntheticRun) -> None:
 
 
 def test_deleted_records_are_noticed_without_the_supervisor(honest: SyntheticRun) -> None:
-    """From the journals alone, all but contributions to aborted rounds, which left no trace."""
+    """The journals alone show every deleted line, except contributions to aborted rounds, which leave no
+    trace.
+    """
     aborted = 0
     for replica, index in positions(honest, "commit", "contribute", "state"):
         entry = honest.entries[replica][index]
@@ -101,7 +103,7 @@ def test_deleted_records_are_noticed_without_the_supervisor(honest: SyntheticRun
 
 
 def test_every_repeated_line_is_noticed(honest: SyntheticRun) -> None:
-    """By the supervisor alone where it changes nothing: links, say, may be made twice."""
+    """Where a repeated line changes nothing, as with links, only the supervisor's lines show it."""
     for replica, index in positions(honest):
         harmless = honest.entries[replica][index]["event"] in HARMLESS
         entries = altered(honest, replica, lambda lines, i=index: lines.insert(i, copy.deepcopy(lines[i])))
@@ -169,7 +171,7 @@ def test_a_skipped_and_a_repeated_sample_are_counted(honest: SyntheticRun) -> No
 
 
 def test_a_micro_batch_that_all_agree_to_leave_out_is_noticed(honest: SyntheticRun) -> None:
-    """Agreement is not enough: everybody may agree on the wrong thing."""
+    """Agreement of all replicas is not enough, because all may agree on a wrong list."""
     entries = copy.deepcopy(honest.entries)
     for lines in entries.values():
         for entry in lines:
@@ -182,7 +184,9 @@ def test_a_micro_batch_that_all_agree_to_leave_out_is_noticed(honest: SyntheticR
 
 @pytest.mark.parametrize(("generation", "is_broken"), [(1, True), (2, False)])
 def test_a_living_process_goes_back_only_into_a_new_generation(generation: int, is_broken: bool) -> None:
-    """As one does whose state was outvoted, when the others have died: the new generation begins earlier."""
+    """An outvoted process goes back when the others have died: the new generation begins at an earlier
+    step.
+    """
     told = [
         ("start", {}),
         ("epoch", {"epoch": 1, "generation": 1, "forced": True}),
@@ -199,7 +203,7 @@ def test_a_living_process_goes_back_only_into_a_new_generation(generation: int, 
 
 @pytest.mark.parametrize(("aborted", "is_broken"), [(0, True), (1, False)])
 def test_a_commit_of_an_older_epoch_was_decided_before_the_abort(aborted: int, is_broken: bool) -> None:
-    """The thread that decides may abort the next round before the other one writes the commit line."""
+    """The deciding thread may abort the next round before the main thread writes the commit line."""
     events = [
         ("start", {}),
         ("epoch", {"epoch": 1, "generation": 1, "forced": True}),
@@ -225,7 +229,7 @@ def test_time_that_goes_back_is_noticed(honest: SyntheticRun) -> None:
 def test_after_its_end_a_process_may_log_link_events_only(
     honest: SyntheticRun, event: str, is_broken: bool
 ) -> None:
-    """The network's thread may tell of links in the moment of the end; nothing else may follow it."""
+    """The network thread may log links at the moment of the end; no other line may follow the end."""
 
     def change(lines: list[Entry]) -> None:
         source = next((e for e in lines if e["event"] == event), lines[-1])

@@ -1,7 +1,7 @@
 """The data order under rosters that change: every sample of a step once, and nothing of another step.
 
-Each replica has a loader of its own and calls it as a session does: ``read_ahead`` for what is wanted now,
-``fetch`` for each micro-batch of it, ``expect`` for what comes next if nothing changes.
+Each replica calls its own loader as a session does: ``read_ahead`` for the present share, ``fetch`` for each
+of its micro-batches, ``expect`` for the next share if the roster stays.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ NAMES = ("r0", "r1", "r2", "r3")
 
 
 class Positions:
-    """A stream whose sample at a position is the position, of an endless one of passes of ``size``."""
+    """An endless stream with passes of ``size`` samples; the sample at a position is the position."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -73,7 +73,7 @@ class Job:
         return Work(MICRO_BATCHES, self.sharing)
 
     def step(self, step: int, deaths: list[tuple[str, int]]) -> None:
-        """Compute ``step``. A death (replica, n) comes when that one has read n of what it was given."""
+        """Compute ``step``. A death (replica, n) comes when the replica has read n of its micro-batches."""
         first = share_out(self.work, self.roster, self.roster)
         for replica in self.alive.values():
             replica.kept.clear()
@@ -111,7 +111,7 @@ class Job:
         assert set(computed) >= self._expected(), "samples of this step are missing"
 
     def _expected(self) -> set[int]:
-        """The micro-batches that these members must have computed together."""
+        """Return the micro-batches that these members together must compute."""
         if self.sharing == EVERYTHING:
             return set(range(MICRO_BATCHES))
         parts = cut(MICRO_BATCHES, [1] * len(NAMES))
@@ -173,7 +173,7 @@ def play(job: Job, script) -> None:
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=8))
 def test_batches_drawn_ahead_count_for_their_own_step_alone(ahead, script):
-    """``script``: for how many steps seat 1 is away after each one."""
+    """``script``: for each step, the number of steps for which data slot 1 is away afterwards."""
     data_slots, size, batch = 3, 60, 6
     at = [0]
     samplers = [

@@ -1,4 +1,4 @@
-"""The work that the user's loop declares, and the times that are reported with it."""
+"""The work that the user's loop declares, and the times in the heartbeat."""
 
 import math
 import time
@@ -13,7 +13,7 @@ from fabric.health.work import WorkAmount
 
 
 def step(samples: int = 4) -> Step:
-    """A step whose loop has just got a micro-batch."""
+    """Make a step whose loop has just got a micro-batch."""
     begun = Step(None, 7)
     begun.begin(samples)
     return begun

@@ -1,4 +1,4 @@
-"""A trainer's view of durable checkpoints: who writes one and when, what is found, memory before storage."""
+"""A trainer's use of durable checkpoints: which member writes them and when, and memory before storage."""
 
 import threading
 from dataclasses import dataclass, replace
@@ -104,7 +104,7 @@ class TestFinding:
 
 
 class Stuck(AbstractFileSystem):
-    """A mount whose server has vanished: who lists it waits until that is back."""
+    """Storage on a mount whose server has vanished: listing it blocks until the server is back."""
 
     protocol = "stuck"
     back = threading.Event()
@@ -156,7 +156,7 @@ class TestStorageThatDoesNotAnswer:
 
 @dataclass
 class Slots:
-    """Where a fetched state goes; this host's own server holds none."""
+    """The slots for a fetched state; this host's own server holds no state."""
 
     memory: bytearray
     job, replica = "job", "a"

@@ -1,4 +1,4 @@
-"""The recording of our own exchange is read as torch's recordings are."""
+"""The reader of torch's recordings also reads the recording of fabric's own exchange."""
 
 from fabric.client.gradients.exchange_recorder import ExchangeRecorder
 from fabric.collectives.recording import Process, Recording, parse_recording

@@ -1,4 +1,4 @@
-"""Word of the job's end, from one process of a replica to the next."""
+"""One process of a replica leaves a note of the job's end for the next process."""
 
 import pytest
 

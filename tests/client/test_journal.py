@@ -1,4 +1,4 @@
-"""The journal of a trainer on a disk that has no room."""
+"""A trainer's journal on a full disk."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def path(tmp_path):
 
 @contextmanager
 def full_disk(journal):
-    """Nothing can be written to the journal's descriptor: the kernel says that there is no space."""
+    """Make every write to the journal fail because the disk has no space."""
     kept, full = os.dup(journal._descriptor), os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, journal._descriptor)
     yield

@@ -36,13 +36,13 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def not_crowded(monkeypatch):
-    """Whatever runs beside the tests: these are about where work is done while there is room."""
+    """Pretend that the host is not crowded, because these tests are about threads, not about load."""
     monkeypatch.setattr(priority, "_ran_and_waited", lambda: (0.0, 0.0))
     monkeypatch.setattr(run_low_priority, "_waited_s", 0.0)
 
 
 class Replica:
-    """A model, its optimizer, and the threads in which that has stepped."""
+    """A model, its optimizer, and the threads in which the optimizer has stepped."""
 
     def __init__(self, make, seed: int = 1) -> None:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Metrics that are not finite survive a way on which only finite numbers pass."""
+"""Metrics that are not finite survive messages that allow only finite numbers."""
 
 import math
 
@@ -10,7 +10,7 @@ NAN, INF = math.nan, math.inf
 
 
 def travelled(*contributions):
-    """Return the user's values after these were added up on their way."""
+    """Return the user's metrics after their sum over the messages."""
     totals = {}
     for contribution in contributions:
         for name, value in finite(contribution):

@@ -1,4 +1,4 @@
-"""The links of one process, over real sockets: whom a failure names, and what a probe finds out."""
+"""The links of one process over real sockets: the peers that a failure names, and the results of probes."""
 
 import asyncio
 import socket
@@ -16,7 +16,7 @@ from fabric.transport.tcp import ListenerIdentity
 
 
 class Party:
-    """One process's links; what they feed lies in ``events``."""
+    """One process's links; ``events`` holds the events that the links feed to the core."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,14 +45,14 @@ def of(*members):
 
 @pytest.fixture
 def nobody():
-    """An address at which nobody listens, and nobody else will meanwhile."""
+    """An address at which no process listens during the test."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
 async def test_a_link_that_is_not_made_names_the_next_member_of_the_ring():
-    """It answers no greeting: it was reached, and is late for other reasons."""
+    """The next member accepts the connection but answers no greeting, so it is late and not unreachable."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         async with Party("b") as b:
             silent = Member("a", 1, f"127.0.0.1:{mute.getsockname()[1]}", "")

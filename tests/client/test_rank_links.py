@@ -1,4 +1,4 @@
-"""The links of a replica's ranks: what a rank says early is heard, and so is its end."""
+"""Rank 0 gets the early messages of its replica's ranks, and notices their ends."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ def greeting(rank: int) -> Greeting:
 
 
 async def test_messages_of_a_rank_before_rank_0_listens_are_heard():
-    """Rank 0 is slow under load: it still begins its own part when the others are ready already."""
+    """Under load rank 0 may still prepare its part when the other ranks are ready."""
     links, heard, lost = HeadLinks(3, 7), [], []
     pairs = [socket.socketpair() for _ in range(2)]
     ready = RankOutcome(io.Ready(0, "digest"))

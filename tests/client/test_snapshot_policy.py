@@ -11,7 +11,9 @@ from fabric.runtime.config import Settings
 
 
 def play(policy, step_s, cost_s, steps, now=1000.0):
-    """Steps of ``step_s`` whose snapshots take ``cost_s``, all of it beside them: (time, step) of each."""
+    """Play steps of ``step_s`` with background snapshots of ``cost_s``; return (time, step) of each
+    snapshot.
+    """
     found = []
     for step in range(steps):
         if policy.is_due(step, now):
@@ -38,7 +40,7 @@ def test_snapshots_take_as_much_time_as_the_budget_allows_and_no_more(step_s, co
 @pytest.mark.parametrize(("step_s", "cost_s"), [(1.0, 100.0), (45.0, 30.0), (90.0, 0.5)])
 @pytest.mark.parametrize("share", [0.0, 0.02])
 def test_the_newest_snapshot_is_never_older_than_the_limit(step_s, cost_s, share):
-    """Until the next copy is complete, the state before is what could be recovered."""
+    """Until the next copy is complete, only the previous snapshot could be recovered."""
     found = play(OverheadBudget(share, 600.0), step_s, cost_s, 2000)
     assert len(found) > 3
     assert all(interval + cost_s <= 600.0 + 1e-6 for interval in intervals(found))

@@ -1,4 +1,4 @@
-"""How a trainer takes its place and begins to talk."""
+"""A trainer's start: its incarnation and its first messages."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ print(json.dumps(claim(Path(sys.argv[1]))))
 
 
 def claimed_elsewhere(home):
-    """Return the note that another process finds there; the process has ended by now."""
+    """Return the incarnations that another process, now ended, got from the lock file."""
     said = subprocess.run([sys.executable, "-c", CLAIM, home], capture_output=True, text=True, check=True)
     incarnation, before = json.loads(said.stdout)
     return incarnation, tuple(before)

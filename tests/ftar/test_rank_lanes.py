@@ -21,6 +21,26 @@ from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, lanes_of
 from fabric.protocol.rules.layout_text import layout_text
 from fabric.protocol.rules.tensor_region import TensorRegion
 
+# A parameter that one layout cuts unevenly, and one of which it has a copy at each rank.
+WIDE = {"cut": (40, 90), "norm": (900,)}
+WHOLE_NORM = TensorRegion.whole(WIDE["norm"])
+
+
+def wide(*columns: tuple[int, int]) -> ReplicaLayout:
+    """``columns``: the first column and the number of columns of each rank."""
+    return ReplicaLayout(
+        tuple(
+            (
+                HeldParameter("cut", "float32", WIDE["cut"], TensorRegion((0, at), (WIDE["cut"][0], size))),
+                HeldParameter("norm", "float32", WIDE["norm"], WHOLE_NORM),
+            )
+            for at, size in columns
+        )
+    )
+
+
+WIDE_SINGLE, WIDE_COLUMNS = wide((0, 90)), wide((0, 10), (10, 80))
+
 
 @dataclass
 class Process:
@@ -43,7 +63,7 @@ class Process:
 
     def reduce(self, epoch: int = 1, step: int = 0) -> None:
         sections = self.lanes.sections
-        parts = [self.plane.memory(x.lane, x.dtype, x.elements) for x in sections]
+        parts = [self.plane.memory(x) for x in sections]
         for section, part in zip(sections, parts, strict=True):
             self.lanes.gather(section, self.flat, part)
         for section, part in zip(sections, parts, strict=True):
@@ -96,6 +116,28 @@ def test_every_rank_has_the_sum_of_all_replicas_in_its_own_places(layouts, links
                 future.result(WAIT_S)
             for process in processes:
                 process.check(expected)
+    for process in processes:
+        process.plane.close()
+
+
+def test_all_copies_of_a_piece_have_equal_bits():
+    """Three terms have other bits in another order, and the order follows from the place in a buffer."""
+    layouts = {"r0": WIDE_COLUMNS, "r1": WIDE_SINGLE, "r2": WIDE_SINGLE}
+    processes = start(layouts)
+    for seed, replica in enumerate(layouts):
+        generator = torch.Generator().manual_seed(seed)
+        gradient = {name: torch.randn(shape, generator=generator) for name, shape in WIDE.items()}
+        for process in (p for p in processes if p.replica == replica):
+            process.fill(gradient)
+    with ThreadPoolExecutor(len(processes)) as pool:
+        for future in [pool.submit(p.reduce) for p in processes]:
+            future.result(WAIT_S)
+    copies = {
+        (p.replica, p.rank): FlatPlaces(p.layout.ranks[p.rank]).view(p.flat, "norm", WHOLE_NORM)
+        for p in processes
+    }
+    first = copies["r0", 0]
+    assert all(torch.equal(first, copy) for copy in copies.values())
     for process in processes:
         process.plane.close()
 

@@ -40,6 +40,8 @@ def demand(condition: bool, broken: str) -> None:
 class Checks:
     """Fed by the world's parts; raises Violation at once."""
 
+    has_equal_layouts = True  # whether rank k of each replica exchanges with rank k of the others
+
     def __init__(self, micro_batches: int, min_replicas: int, sharing: Sharing = EVERYTHING) -> None:
         self.sharing = sharing
         self.rank = 0  # the rank of the checked lane, in worlds of ranks
@@ -65,8 +67,13 @@ class Checks:
         self.shares: ShareChecks | None = None  # the checker of shares, where shares follow speeds
         self.late: set[str] = set()  # processes that committed in an old generation
         self.decisions: dict[int, m.Resume] = {}
+<<<<<<< HEAD
         # (generation, step) -> digest of the state to which the commit was applied
         self.grounds: dict[tuple[int, int], str] = {}
+=======
+        # (generation, step) -> digest of the state under a commit
+        self.grounds: dict[tuple[object, ...], str] = {}
+>>>>>>> 60524d1 (sim: worlds of replicas with unequal layouts)
         self.prepared_rounds: dict[str, tuple[int, int]] = {}  # process -> the newest round it voted in
         # process -> (epoch, step) -> the digest of each replica's state, by its vote
         self.heard: dict[str, dict[tuple[int, int], dict[str, str]]] = {}
@@ -249,7 +256,7 @@ class Checks:
     def believed(self, trainer: "Trainer", record: Record) -> None:
         """A member takes part in epochs as the store has them, however it was told."""
         committed = [for_members(r) for r in self.records]
-        if self.rank:
+        if self.rank and self.has_equal_layouts:
             committed = [seen_by_rank(r, self.rank) for r in committed]
         if for_members(record) not in committed:
             raise Violation(f"{trainer.name} believes in a roster {record.names} that nobody committed")
@@ -380,7 +387,8 @@ class Checks:
             if order.prepared.gradient_digest != gradient.digest:
                 raise Violation(f"{who} held {order.prepared.gradient_digest}, but applies {gradient.digest}")
             self._is_of_one_roster(who, order, gradient)
-            said = self.grounds.setdefault((generation, order.step), trainer.main.said)
+            ground = self._ground(trainer, generation, order.step)
+            said = self.grounds.setdefault(ground, trainer.main.said)
             if said and trainer.main.said and said != trainer.main.said:
                 raise Violation(
                     f"{who} commits step {order.step} on state {trainer.main.said}, others on {said}"
@@ -404,6 +412,10 @@ class Checks:
         if (generation, order.step + 1) > self.newest:
             self.newest = (generation, order.step + 1)
             self.commits[generation] += 1
+
+    def _ground(self, trainer: "Trainer", generation: int, step: int) -> tuple[object, ...]:
+        """Members whose states have equal digests at this step."""
+        return generation, step
 
     def _is_before_the_end(self, who: str, generation: int, step: int) -> None:
         last = self.records[-1]

@@ -33,6 +33,8 @@ class Linking:
 class Links:
     """Owned by one trainer process."""
 
+    linking_class = Linking
+
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
         self.up: dict[Key, tuple[Connection, int]] = {}
@@ -48,7 +50,7 @@ class Links:
             found[0].send(found[1], encode(message))
 
     def link_up(self, record: Record) -> None:
-        linking = self.epochs.setdefault(record.epoch, Linking(record))
+        linking = self.epochs.setdefault(record.epoch, self.linking_class(record))
         if linking.running:
             return
         linking.running = True
@@ -60,9 +62,14 @@ class Links:
     def switch(self, record: Record) -> None:
         for epoch in [e for e in self.epochs if e < record.epoch]:
             linking = self.epochs.pop(epoch)
-            if not linking.done and linking.forward is not None and linking.forward.next is not None:
-                linking.forward.next[0].close(linking.forward.next[1], "the epoch is over")
+            if not linking.done:
+                self._drop(linking)
         self.trainer.ring.retire(record.epoch)
+
+    def _drop(self, linking: Linking) -> None:
+        """Close the ring connections that no ring has taken."""
+        if linking.forward is not None and linking.forward.next is not None:
+            linking.forward.next[0].close(linking.forward.next[1], "the epoch is over")
 
     # --- dialling ----------------------------------------------------------------------------------
 
@@ -156,9 +163,12 @@ class Links:
             linking.running = False
             if not linking.done and linking.record.lists(*self.key):
                 linking.done = True
-                previous = self._neighbour(linking.record, -1)
-                self.trainer.ring.install(linking.record, linking.forward, previous)
+                self._install(linking)
             self.trainer.feed(io.Linked(epoch))
+
+    def _install(self, linking: Linking) -> None:
+        previous = self._neighbour(linking.record, -1)
+        self.trainer.ring.install(linking.record, linking.forward, previous)
 
     def _missing(self, linking: Linking) -> list[str]:
         record = linking.record
@@ -166,8 +176,11 @@ class Links:
             return []
         others = [(x.replica, x.incarnation) for x in record.roster if x.replica != self.trainer.host]
         missing = [key[0] for key in others if key not in self.up]
-        if linking.done:
-            return missing
+        return missing if linking.done else [*missing, *self._without_ring(linking)]
+
+    def _without_ring(self, linking: Linking) -> list[str]:
+        """The neighbours to which ring connections are missing."""
+        record, missing = linking.record, list[str]()
         previous = self._neighbour(record, -1)
         if previous is not None and (record.epoch, previous) not in self.trainer.ring.arrivals:
             missing.append(previous[0])

@@ -188,13 +188,17 @@ class MainThread:
                 demand(skips, "a skipped step was to be applied")
                 trainer.clockwork.counts["late: update skipped"] += 1
             else:
-                self.digest = chain(self.digest, gradient)
+                self.update(gradient)
             trainer.world.checks.state(trainer, generation, self.step, self.digest)
             self._ready()
 
         extra = trainer.world.settings.replay_s if order.prepared is None else 0.0
         extra += self._announce(order.step)
         self._work(extra + trainer.clockwork.between(0.002, 0.02), updated)
+
+    def update(self, gradient: Gradient) -> None:
+        """The optimizer's step."""
+        self.digest = chain(self.digest, gradient)
 
     def _announce(self, step: int) -> float:
         """Now and then the user's code evaluates after its update, and says so."""

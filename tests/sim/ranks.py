@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any, get_args
 
-from sim.checkers import Checks, demand
+from sim.checkers import demand
 from sim.faults import Aims
 from sim.main_thread import MainThread
 from sim.network import Connection, End
@@ -56,7 +56,7 @@ class Lane:
         self.hosts_servers: dict[str, Server] = {}
         self.numbers: Counter[str] = Counter()
         settings = world.settings
-        self.checks = Checks(settings.micro_batches, settings.min_replicas, settings.sharing)
+        self.checks = world.checks_class(settings.micro_batches, settings.min_replicas, settings.sharing)
         self.checks.rank = rank
         self.checks.records, self.checks.by_epoch = world.checks.records, world.checks.by_epoch
 
@@ -319,6 +319,7 @@ class RankWorld(World):
     """Replicas of two or three ranks."""
 
     trainer_class = Heading
+    follower_class = Following
     has_one_lane = False
     # steps take longer, because every operation goes to rank 0 and back over sometimes slow links
     patience = 3
@@ -357,12 +358,16 @@ class RankWorld(World):
         head = host.trainer
         assert isinstance(head, Heading)
         followers = []
-        for lane in self.lanes:
+        for lane in self.lanes_of(head):
             server = lane.server_of(name)
-            follower = Following(self.clockwork, lane, name, host.incarnation, server, False)
+            follower = self.follower_class(self.clockwork, lane, name, host.incarnation, server, False)
             lane.by_key[name, host.incarnation] = follower
             followers.append(follower)
         head.join_up(followers)
+
+    def lanes_of(self, head: Heading) -> list[Lane]:
+        """The lanes of the other ranks of this replica."""
+        return self.lanes
 
     def exited(self, trainer: Trainer, code: int, reason: str) -> None:
         if "of this replica is lost" not in reason:

@@ -99,8 +99,11 @@ class Ring:
 
     # --- links -------------------------------------------------------------------------------------
 
-    def dial(self, record: Record, there: "Trainer", established: "object") -> None:
+    def dial(
+        self, record: Record, there: "Trainer", established: "object", ring: "Ring | None" = None
+    ) -> None:
         """Connect to the next member; ``established(links)`` when its greeting was answered."""
+        ring = ring or there.ring
         here, network = self.trainer, self.trainer.world.network
         mine = (here.host, here.incarnation)
         near_links, far_links = RingLinks(record, 0), RingLinks(record, 0)
@@ -118,12 +121,12 @@ class Ring:
             far = End(
                 there,
                 there.host,
-                lambda x: there.ring._chunk(far_links, x),
-                lambda why: there.ring._ended(far_links, other, why),
+                lambda x: ring._chunk(far_links, x),
+                lambda why: ring._ended(far_links, other, why),
             )
             connection = Connection(network, near, far)
             near_links.next, far_links.previous = (connection, 0), (connection, 1)
-            there.ring._arrived((record.epoch, mine), far_links)
+            ring._arrived((record.epoch, mine), far_links)
             here.after(network.delay(), lambda: established(near_links))  # type: ignore[operator]
 
         there.after(network.delay(), accepted)

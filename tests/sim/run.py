@@ -26,6 +26,7 @@ from sim.parted_worlds import PartedWorld
 from sim.ranks import RankWorld
 from sim.stall_worlds import StallWorld
 from sim.store_worlds import store_world
+from sim.unequal_worlds import UnequalWorld
 from sim.world import World
 
 # Kind of world -> the function that builds a world from a seed.
@@ -37,6 +38,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "order": OrderWorld,
     "durable": DurableWorld,
     "ranks": RankWorld,
+    "unequal": UnequalWorld,
     "store": store_world,
     "parted": PartedWorld,
     "end": EndWorld,

@@ -44,6 +44,9 @@ class Trainer(Process):
     """One incarnation of a replica."""
 
     main_class = MainThread
+    links_class = Links
+    ring_class: type[Any] = Ring
+    transfer_class = Transfer
 
     def __init__(
         self,
@@ -59,9 +62,9 @@ class Trainer(Process):
         self.host = host
         self.incarnation = incarnation
         self.server = server
-        self.links = Links(self)
-        self.ring = Ring(self)
-        self.transfer = Transfer(self)
+        self.links = self.links_class(self)
+        self.ring = self.ring_class(self)
+        self.transfer = self.transfer_class(self)
         self.main = self.main_class(self)
         self.pending_dials: dict[tuple[str, int], None] = {}
         self.listening = False

@@ -80,6 +80,7 @@ class World:
     """Built from a seed; ``run`` plays it to the end or raises."""
 
     trainer_class = Trainer
+    checks_class = Checks
     has_one_lane = True  # whether a snapshot of one server is a whole state
     lease_s = LEASE_S  # how long a lighthouse leads without renewing its lease
     patience = 1  # the factor by which a step may take longer than in a plain world
@@ -98,7 +99,9 @@ class World:
         self.flipped = False  # whether a bit of some state may be flipped
         self.halted = False  # whether the job has stopped because no member can say whose state is right
         self.settings = self.choose()
-        self.checks = Checks(self.settings.micro_batches, self.settings.min_replicas, self.settings.sharing)
+        self.checks = self.checks_class(
+            self.settings.micro_batches, self.settings.min_replicas, self.settings.sharing
+        )
         self.checks.cold_starts = ColdStarts(self)
         self.network = Network(self.clockwork)
         self.store = Store(self.clockwork, self.checks)

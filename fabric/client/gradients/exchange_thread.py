@@ -155,9 +155,10 @@ class ExchangeThread:
             if stream is not None:
                 stream.wait(bucket)
             self._gradients.gather_bucket(bucket, flat)
+            self._free(bucket)
         lanes, total = self.lanes.get(epoch), 0
         sections = lanes.rank_lanes.sections
-        parts = [plane.memory(x.lane, x.dtype, x.elements) for x in sections]
+        parts = [plane.memory(x) for x in sections]
         for section, part in zip(sections, parts, strict=True):
             # Gather all lanes before the first result is written: a piece with copies lies in several lanes.
             lanes.rank_lanes.gather(section, flat, part)
@@ -179,9 +180,7 @@ class ExchangeThread:
     def _reduce(self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor) -> None:
         if order.weight > 0:
             self._backend.run(lambda: self._gradients.gather_bucket(bucket, flat))
-            if not self.retain:
-                for _, parameter in bucket.parameters:
-                    parameter.grad = None
+            self._free(bucket)
         part = bucket.view(flat)
         # The result is stable: later rounds write to the slot only after two more commits, or after an abort.
         self._plane.all_reduce(
@@ -189,6 +188,11 @@ class ExchangeThread:
         )
         for peer, seconds in self._plane.waiting_s.items():
             self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
+
+    def _free(self, bucket: Bucket) -> None:
+        """Free the local gradients of a gathered bucket, unless they are kept until the commit."""
+        for _, parameter in bucket.parameters if not self.retain else ():
+            parameter.grad = None
 
     def close(self) -> None:
         self._worker.close(within_s=1.0)

@@ -12,6 +12,7 @@ import torch
 
 from fabric.errors import IllegalTransition
 from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.lanes.rank_lanes import LaneSection
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction
 
@@ -29,7 +30,7 @@ class LanePlane:
         self._aborted: dict[int, tuple[str, str]] = {}  # epoch -> reason, for lanes linked later
         self._retired_before = 0
         self._waiting_s: dict[str, float] = {}
-        self._memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._memory: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}  # (lane, type, group) -> memory
         self.shares_memory = self._ring(0).shares_memory
 
     def _ring(self, lane: int) -> CpuRing:
@@ -90,15 +91,19 @@ class LanePlane:
         """Take the links of one lane: see ``DataPlane.install``."""
         self._ring(lane).install(ring, next_socket, previous_socket)
 
-    def memory(self, lane: int, dtype: torch.dtype, elements: int) -> torch.Tensor:
-        """Return memory for a lane's pieces, which the lane's neighbours on this host can read."""
-        memory = self._memory.get((lane, dtype))
+    def memory(self, section: LaneSection) -> torch.Tensor:
+        """Return memory for a section's pieces, which the lane's neighbours on this host can read."""
+        key, ring, elements = (
+            (section.lane, section.dtype, section.group),
+            self._ring(section.lane),
+            section.elements,
+        )
+        memory = self._memory.get(key)
         if memory is None or memory.numel() < elements:
             if memory is not None:
-                self._ring(lane).unregister(memory.view(torch.uint8))
-            nbytes = max(elements, 1) * dtype.itemsize
-            memory = self._ring(lane).allocate(nbytes).view(dtype)
-            self._memory[lane, dtype] = memory
+                ring.unregister(memory.view(torch.uint8))
+            nbytes = max(elements, 1) * section.dtype.itemsize
+            memory = self._memory[key] = ring.allocate(nbytes).view(section.dtype)
         return memory[:elements]
 
     def reduce_lane(self, lane: int, epoch: int, step: int, part: torch.Tensor) -> None:

@@ -12,15 +12,24 @@ from fabric.protocol.rules.tensor_region import TensorRegion
 
 @dataclass(frozen=True, slots=True)
 class LaneSection:
-    """The pieces of one data type in a lane, which one exchange reduces as one buffer."""
+    """The pieces of one data type and group in a lane, which one exchange reduces as one buffer."""
 
     lane: int
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
+    group: int = 0
 
     @property
     def elements(self) -> int:
         return sum(piece.region.elements for piece in self.pieces)
+
+
+def _by_kind(lane: Lane) -> dict[tuple[str, int], list[Piece]]:
+    """Return the lane's pieces by data type and group."""
+    kinds: dict[tuple[str, int], list[Piece]] = {}
+    for piece in lane.pieces:
+        kinds.setdefault((piece.dtype, piece.group), []).append(piece)
+    return kinds
 
 
 class RankLanes:
@@ -36,9 +45,9 @@ class RankLanes:
         self._places = FlatPlaces(row)
         dtypes = {held.dtype: dtype_of(held) for held in row}
         self.sections = tuple(
-            LaneSection(number, dtypes[word], tuple(p for p in lanes[number].pieces if p.dtype == word))
+            LaneSection(number, dtypes[word], tuple(pieces), group)
             for number in self.numbers
-            for word in sorted({piece.dtype for piece in lanes[number].pieces})
+            for (word, group), pieces in sorted(_by_kind(lanes[number]).items())
         )
         self._lowest: dict[tuple[str, TensorRegion], int] = {}  # piece -> the copy whose result is taken
         for piece in (piece for section in self.sections for piece in section.pieces):

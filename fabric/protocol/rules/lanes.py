@@ -7,7 +7,9 @@ holds together. Those ranks form a ring and reduce the lane. A rank takes part i
 
 A part that several ranks of a replica hold has copies. Copy i of one replica is reduced with copy i of the
 others. A replica with fewer copies uses its copies repeatedly, so a rank may reduce a piece more than once.
-It keeps the result of the lowest copy. Equal layouts make one lane per rank: rank k with rank k.
+It keeps the result of the lowest copy. The pieces with copies at the same ranks form a *group*. Each lane
+exchanges a group as one buffer, so all copies of a piece have equal bits.
+Equal layouts make one lane per rank: rank k with rank k.
 
 The lanes do not depend on the order of the replicas, nor on how many of them have the same layout.
 """
@@ -49,6 +51,8 @@ class Piece:
     dtype: str
     region: TensorRegion
     copy: int = 0  # the number of this copy, where several ranks of a replica hold the part
+    # Pieces of one group are exchanged as one buffer, so that each copy of a piece is summed in one order.
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +110,16 @@ def lanes_of(layouts: Mapping[str, ReplicaLayout]) -> tuple[Lane, ...]:
     places = [list(cuts).index(replica) for replica in first_alike]
     pieces: dict[tuple[int, ...], list[Piece]] = {}
     refined: dict[tuple[_Cut, ...], list[_CommonPiece]] = {}  # a cache: most parameters are cut alike
+    groups: dict[tuple[tuple[int, ...], ...], int] = {}  # the ranks that hold copies -> group
     for name in sorted(next(iter(cuts.values()), {})):
         together = tuple(by_name[name] for by_name in cuts.values())
         if together not in refined:
             refined[together] = _refine(together)
         for common in refined[together]:
+            has_copies = len(cuts) > 1 and any(len(ranks) > 1 for ranks in common.ranks)
+            group = groups.setdefault(common.ranks, len(groups) + 1) if has_copies else 0
             for copy, holders in enumerate(common.holders()):
-                piece = Piece(name, together[0].dtype, common.region, copy)
+                piece = Piece(name, together[0].dtype, common.region, copy, group)
                 pieces.setdefault(holders, []).append(piece)
     return tuple(
         Lane(tuple(holders[place] for place in places), tuple(shared)) for holders, shared in pieces.items()

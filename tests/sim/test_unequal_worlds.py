@@ -1,0 +1,37 @@
+"""Replicas of unequal layouts, which change while others die: each lane has one holder in each replica, no
+piece is lost, all copies of an element are equal, and deliberate bugs are noticed."""
+
+import pytest
+import sim.unequal_worlds
+from sim import noticing
+from sim.run import hunt
+from sim.unequal_mutations import MUTATIONS
+
+SEEDS = 40
+MUTATION_SEEDS = 40
+
+
+def test_without_faults_no_replica_is_ever_outside():
+    for seed in range(4):
+        counts = sim.unequal_worlds.play(seed, faultless=True).clockwork.counts
+        assert counts["member: outside"] == counts["path: cold start"] == 0, seed
+        assert counts["path: lanes of unequal layouts"] or counts["path: complete"], seed
+
+
+def test_worlds_of_unequal_replicas_keep_every_invariant_in_every_lane():
+    counts, failures = hunt(0, SEEDS, "unequal")
+    for name, number in sorted(counts.items()):
+        print(f"{number:9} {name}")
+    assert not failures, "\n".join(failures)
+    missing = [name for name in sim.unequal_worlds.REQUIRED if not counts[name]]
+    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+
+
+def test_a_seed_replays_exactly():
+    first, second = sim.unequal_worlds.play(3, tracing=True), sim.unequal_worlds.play(3, tracing=True)
+    assert first.clockwork.lines == second.clockwork.lines and len(first.clockwork.lines) > 100
+
+
+@pytest.mark.parametrize("name", sorted(MUTATIONS))
+def test_the_simulator_notices_bugs_in_unequal_replicas(name):
+    noticing.find(MUTATIONS[name], sim.unequal_worlds.play, MUTATION_SEEDS)

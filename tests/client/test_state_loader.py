@@ -15,7 +15,7 @@ from fabric.ckpt_server.fetch.fetcher import FetchResult
 from fabric.ckpt_server.format.digest import file_digest
 from fabric.client.state import fetch_thread as module
 from fabric.client.state.fetch_thread import FetchThread
-from fabric.client.state.state_loader import StateLoader
+from fabric.client.state.state_loader import StateLoader, fetch_failure
 from fabric.errors import Gone, IntegrityError, ServerLost, StateError
 from fabric.model import DURABLE, SnapshotRef
 from fabric.protocol.messages import member_events as io
@@ -234,7 +234,15 @@ def test_a_state_is_read_from_one_layout_preferably_its_own(size, chosen):
 
 
 def test_a_layout_of_which_a_rank_is_missing_is_not_read():
-    servers = Layouts(half=[content(1), content(6)])
+    state = SnapshotRef(1, 7, content(7))
+    servers = Layouts(half=[content(1), content(6)], away=StateError("not there"))
     loader = StateLoader(None, None, None, 0, 2, lambda *_: servers, unequal=True)
-    with pytest.raises(StateError, match="no member serves step 7 in all of its ranks"):
-        loader._of_one_layout({0: ("http://half",)}, SnapshotRef(1, 7, content(7)))
+    order = io.FetchState(state, ("http://half", "http://away#1"))
+    # Another try may help while a server has not answered, and only then.
+    for served, unusable in (
+        ({0: ("http://half",)}, True),
+        ({0: ("http://half",), 1: ("http://away",)}, False),
+    ):
+        with pytest.raises(StateError, match="no member serves step 7 in all of its ranks") as caught:
+            loader._of_one_layout(served, state)
+        assert fetch_failure(order, caught.value).unusable == unusable

@@ -6,7 +6,7 @@ from protocol.test_leader import Lighthouse
 
 from fabric.model import RankAddress, SnapshotRef
 from fabric.protocol.leader.liveness import Liveness, LivenessConfig
-from fabric.protocol.leader.server_statuses import LastStatus, lanes
+from fabric.protocol.leader.server_statuses import LastStatus, ServerStatuses, lanes
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.layout_text import layout_text
@@ -74,6 +74,26 @@ def test_a_state_of_another_number_of_ranks_is_whole_when_all_of_its_own_lanes_a
         lighthouse.open(name, incarnation=2, predecessors=(1,))
     base = lighthouse.records[-1].base
     assert (base.step, base.sources) == (5, ("http://a", "http://a/1#1", "http://b/2#2"))
+
+
+def test_layouts_of_one_state_are_whole_each_for_itself():
+    """With unequal replicas one state has one name in every layout, with other numbers of parts."""
+    servers = ServerStatuses()
+
+    def serve(name, rank, parts):
+        url = f"http://{name}#{rank}" if rank else f"http://{name}"
+        beat = LastStatus(1, "running", 0.0, 0.0, True, url, (NEW,), parts=(parts,))
+        servers.of_rank(rank)[name] = beat
+
+    serve("whole", 0, 1)
+    serve("torn", 1, 3)
+    serve("torn", 2, 3)
+    assert servers.whole(1) == {NEW: {"http://whole", "http://torn#1", "http://torn#2"}}
+    del servers.of_rank(0)["whole"]
+    serve("half", 0, 2)
+    assert servers.whole(2) == {}, "rank 0 of two ranks and ranks 1 and 2 of three make no state"
+    serve("torn", 0, 3)
+    assert set(servers.whole(2)) == {NEW}
 
 
 def test_a_state_is_as_old_as_its_oldest_holder_says():

@@ -67,13 +67,8 @@ class Checks:
         self.shares: ShareChecks | None = None  # the checker of shares, where shares follow speeds
         self.late: set[str] = set()  # processes that committed in an old generation
         self.decisions: dict[int, m.Resume] = {}
-<<<<<<< HEAD
         # (generation, step) -> digest of the state to which the commit was applied
-        self.grounds: dict[tuple[int, int], str] = {}
-=======
-        # (generation, step) -> digest of the state under a commit
         self.grounds: dict[tuple[object, ...], str] = {}
->>>>>>> 60524d1 (sim: worlds of replicas with unequal layouts)
         self.prepared_rounds: dict[str, tuple[int, int]] = {}  # process -> the newest round it voted in
         # process -> (epoch, step) -> the digest of each replica's state, by its vote
         self.heard: dict[str, dict[tuple[int, int], dict[str, str]]] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sim.checkers import Violation, demand
-from sim.links import Key, Linking, Links
+from sim.links import Linking, Links
 from sim.ring import FLIPPED, SLOTS, Part, Ring, RingLinks, Running, Segment, plan_of, result_of
 from sim.server import Gradient, digest_of
 
@@ -403,15 +403,15 @@ class LaneLinks(Links):
         assert isinstance(linking, LaneLinking)
         record = linking.record
         for x in self._rings(record):
-            behind: Key | None = (x.previous_member.replica, x.previous_member.incarnation)
-            behind = behind if len(record.roster) > 1 else None
+            behind = self._neighbour(record, -1)
             self.trainer.ring.of(x.lane).install(record, linking.forwards.get(x.lane), behind)
 
     def _without_ring(self, linking: Linking) -> list[str]:
         assert isinstance(linking, LaneLinking)
         record, missing = linking.record, list[str]()
         for x in self._rings(record) if len(record.roster) > 1 else ():
-            behind = (x.previous_member.replica, x.previous_member.incarnation)
+            behind = self._neighbour(record, -1)
+            assert behind is not None
             if (record.epoch, behind) not in self.trainer.ring.of(x.lane).arrivals:
                 missing.append(behind[0])
             if x.lane not in linking.forwards:

@@ -131,6 +131,7 @@ class Server(Process):
                         deaths=tuple(self.deaths),
                         durable=self.written,
                         ended=self.ended,
+                        parts=self.world.parts_of(self),
                     )
                 ),
             )

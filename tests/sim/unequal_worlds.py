@@ -20,7 +20,7 @@ from sim.transfer import POLL_S, Transfer
 
 from fabric.ckpt_server.fetch.gradient_fetch import GradientMeta
 from fabric.client.state.gradient_pieces import PieceFetcher
-from fabric.client.state.state_loader import StateLoader
+from fabric.client.state.state_loader import StateLoader, fetch_failure
 from fabric.errors import Gone, StateError, Unreachable
 from fabric.model import RankAddress, SnapshotRef
 from fabric.protocol.member.core import MemberCore
@@ -209,7 +209,7 @@ class PieceTransfer(Transfer):
             files = [self._part(served[rank], order.state) for rank in sorted(served)]
         except StateError as error:
             trainer.clockwork.counts["path: state not delivered"] += 1
-            trainer.feed(io.FetchFailed(str(error)))
+            trainer.feed(fetch_failure(order, error))
             return
         named, parts = {name for name, _ in files}, [part for _, part in files]
         if len(named) > 1 or len(next(iter(named))) != len(parts):
@@ -394,6 +394,9 @@ class UnequalWorld(RankWorld):
     def keep(self, server: Server, ref: SnapshotRef, named: tuple[str, ...], values: dict[Any, str]) -> None:
         self.kept[server.url, ref] = named, values
         server.publish_snapshot(ref)
+
+    def parts_of(self, server: Server) -> tuple[int, ...]:
+        return tuple(len(self.kept[server.url, x][0]) for x in server.memory.snapshots)
 
     def held_by(self, server: Server, ranks: int) -> list[SnapshotRef]:
         """The snapshots there that a replica of so many ranks has taken: see ``ServerHandle.held_by``."""

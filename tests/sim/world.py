@@ -269,6 +269,10 @@ class World:
     def published(self, server: Server, ref: SnapshotRef) -> None:
         """A server serves this snapshot, which may become a durable checkpoint."""
 
+    def parts_of(self, server: Server) -> tuple[int, ...]:
+        """For each snapshot there, of how many ranks; empty where that never changes."""
+        return ()
+
     def listed(self) -> tuple[SnapshotRef, ...]:
         """The complete checkpoints that a process finds when it starts, oldest first."""
         return ()

@@ -34,6 +34,10 @@ class NoSlotMemory(StateError):
     """
 
 
+class NoWholeLayout(StateError):
+    """Every server has answered, and no layout of ranks has all of its parts there."""
+
+
 @dataclass(slots=True)
 class FetchedState:
     """A fetched state in one of this replica's own slots, not yet loaded."""
@@ -126,18 +130,23 @@ class StateLoader:
         if not self._unequal:
             return served
         layouts: dict[tuple[str, ...], dict[int, list[str]]] = {}
+        has_answered = []
         for rank, urls in served.items():
             fetcher = self.make_fetcher(rank)
             for url in urls:
+                has_answered.append(False)
                 with suppress(FabricError):
                     manifest = fetcher.fetch_manifest(url, state.step, state.generation)
+                    has_answered[-1] = True
                     if state_digest(manifest) == state.digest:
                         key = tuple(manifest.get("ranks", (manifest["digest"],)))
                         layouts.setdefault(key, {}).setdefault(rank, []).append(url)
             fetcher.close()
         complete = [key for key, ranks in layouts.items() if len(ranks) == len(key)]
         if not complete:
-            raise StateError(f"no member serves step {state.step} in all of its ranks")
+            raise (NoWholeLayout if all(has_answered) else StateError)(
+                f"no member serves step {state.step} in all of its ranks"
+            )
         best = min(complete, key=lambda key: (len(key) != self._size, len(key)))
         return {rank: tuple(urls) for rank, urls in layouts[best].items()}
 
@@ -223,9 +232,10 @@ def _fetched_state(
 def fetch_failure(order: io.FetchState, error: FabricError) -> io.FetchFailed:
     """Return the event that tells the core of a failed load.
 
-    ``unusable``: another try would fail too, because the state came from storage or was complete and wrong.
+    ``unusable``: another try would fail too, because the state came from storage, was complete and wrong, or
+    lacks a part everywhere.
     ``misfit``: the state does not fit here, whatever its source. A failure of this host sets neither.
     """
     own = isinstance(error, NoSlotMemory)
-    unusable = not own and (DURABLE in order.urls or isinstance(error, IntegrityError))
+    unusable = not own and (DURABLE in order.urls or isinstance(error, IntegrityError | NoWholeLayout))
     return io.FetchFailed(str(error), unusable, misfit=isinstance(error, Misfit))

@@ -6,6 +6,7 @@ first one is only out of contact. So a replica may have several servers of one r
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from fabric.model import Death, Member, ReplicaProcess, SnapshotRef
 from fabric.protocol.messages.network import TrainerStatus
@@ -156,14 +157,15 @@ class ServerStatuses:
     def whole(self, ranks: int) -> dict[SnapshotRef, set[str]]:
         """The snapshots in ``held`` of which each rank's part has a living holder, in any replica.
 
-        A snapshot has ``ranks`` parts unless a server reports another number.
+        A snapshot has ``ranks`` parts unless a server reports another number. One snapshot may lie in several
+        layouts of ranks, which have different numbers of parts.
         """
-        parts = {
-            ref: count
-            for status in self._holders()
-            for ref, count in zip(status.snapshots, status.parts, strict=False)
-        }
-        return {ref: urls for ref, urls in self.held().items() if lanes(urls) >= parts.get(ref, ranks)}
+        holders: dict[tuple[SnapshotRef, int], set[str]] = {}  # (snapshot, number of parts) -> servers
+        for status in self._holders():
+            for ref, count in zip_longest(status.snapshots, status.parts[: len(status.snapshots)]):
+                holders.setdefault((ref, count or ranks), set()).add(status.ckpt)
+        complete = {ref for (ref, count), urls in holders.items() if lanes(urls) >= count}
+        return {ref: urls for ref, urls in self.held().items() if ref in complete}
 
     def freshest(self, ranks: int) -> SnapshotRef | None:
         """The newest state of which servers hold every part now; ``ranks`` as in ``whole``."""

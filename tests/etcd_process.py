@@ -1,7 +1,6 @@
 """Real etcds for tests: on free loopback ports, with a data directory of their own, stopped by pid.
 
-They are also told to die with the test process where the kernel lets us ask for it, so that an aborted
-run leaves none behind.
+Where the kernel allows it, each etcd dies with the test process, so that an aborted run leaves none behind.
 """
 
 import http.client
@@ -26,7 +25,7 @@ HOW_TO_GET_ONE = (
 
 
 def require_etcd() -> str:
-    """The path of the binary. Without one the test is skipped, and under ``CI=true`` it fails."""
+    """Return the path of the etcd binary. Without etcd skip the test, or fail it under ``CI=true``."""
     path = shutil.which("etcd")
     if path is None:
         if os.environ.get("CI") == "true":
@@ -45,7 +44,7 @@ def wait_until(condition: Callable[[], object], what: str, deadline_s: float = S
 
 @dataclass
 class EtcdMember:
-    """One etcd. ``cluster`` is the value of --initial-cluster when it is one of several."""
+    """One etcd. One etcd process; ``cluster`` is its --initial-cluster if it belongs to a cluster."""
 
     data: Path
     client_port: int
@@ -105,7 +104,7 @@ class EtcdMember:
         wait_until(self.is_healthy, f"etcd {self.name} to be healthy")
 
     def stop(self) -> None:
-        """End it for good, whatever state it is in."""
+        """End the process for good, even if it is stopped."""
         process, self.process = self.process, None
         if process is not None:
             process.kill()
@@ -122,14 +121,14 @@ class EtcdMember:
 
 @contextmanager
 def running_etcd(directory: Path) -> Iterator[EtcdMember]:
-    """One etcd, empty and healthy."""
+    """Start one empty etcd, and wait until it is healthy."""
     with running_cluster(directory, 1) as members:
         yield members[0]
 
 
 @contextmanager
 def running_cluster(directory: Path, size: int) -> Iterator[list[EtcdMember]]:
-    """A cluster of ``size`` members that knows its leader."""
+    """Start a cluster of ``size`` members, and wait until it has a leader."""
     require_etcd()
     ports = free_ports(2 * size)
     names = [f"m{index}" for index in range(size)]
@@ -151,7 +150,7 @@ def running_cluster(directory: Path, size: int) -> Iterator[list[EtcdMember]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now; all are held until the last is known, so that they differ."""
+    """Return free ports; hold each port until the last is known, so that all differ."""
     with_ports = [socket.socket() for _ in range(count)]
     try:
         for holder in with_ports:

@@ -1,6 +1,6 @@
-"""Every combination of what the rungs of the ladder do, and what the member is told of it.
+"""Every combination of outcomes of the sources of a state, and the event that the member core gets.
 
-The rungs are this host's own memory, one to three other sources, and durable storage. The sources and the
+The sources are this host's own memory, one to three other servers, and durable storage. The sources and the
 server's memory are stand-ins; ``StateLoader``, ``FetchThread`` and ``fetch_failure`` are the shipping code.
 """
 
@@ -34,7 +34,7 @@ def manifest() -> dict:
 
 @dataclass
 class Host:
-    """Own memory with one slot, the sources, and what was asked of them."""
+    """A host: its own memory with one slot, the sources, and a list of the requests to them."""
 
     own: str
     sources: dict[str, str]
@@ -87,7 +87,7 @@ class Host:
 
 @dataclass
 class Storage:
-    """As ``DurableCheckpoints``: it finds nothing; a state that is read from it has tests of its own."""
+    """Stands for ``DurableCheckpoints`` without checkpoints; other tests read states from storage."""
 
     asked: int = 0
 
@@ -97,7 +97,7 @@ class Storage:
 
 
 def fetch(host: Host, storage: Storage, monkeypatch, durable: bool) -> tuple[object, FetchThread]:
-    """The event for the member, by the transfer thread's own code."""
+    """Return the event for the member core, made by the fetch thread's own code."""
     monkeypatch.setattr(module, "_PAUSE_S", 0.0)
     monkeypatch.setattr(module, "Worker", lambda *_, **__: SimpleNamespace(submit=lambda job: job()))
     ladder = StateLoader(host, storage, SimpleNamespace(), 0, 1, lambda *_: host)
@@ -110,7 +110,9 @@ def fetch(host: Host, storage: Storage, monkeypatch, durable: bool) -> tuple[obj
 
 
 def worlds():
-    """Own memory, up to three sources in every order, storage or none, and a place for the state or none."""
+    """Every combination of own memory, up to three sources in any order, storage or none, and a free slot or
+    none.
+    """
     for count in (0, 1, 2, 3):
         for kinds in itertools.product(SOURCE, repeat=count):
             yield from itertools.product(OWN, [kinds], [False, True], [True, False])

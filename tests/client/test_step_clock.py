@@ -1,4 +1,4 @@
-"""Which time counts as a rank's computing: no waits, no pauses, and nothing between the steps."""
+"""A rank's computing time includes no waits, no pauses, and no time between steps."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from fabric.client.process.step_clock import StepClock
 
 
 class Now:
-    """A clock that a test moves."""
+    """A clock that the test moves."""
 
     def __init__(self, monkeypatch) -> None:
         self.at = 100.0
@@ -95,7 +95,7 @@ def test_more_waiting_than_time_never_makes_a_time_below_zero(clock, now):
 
 @pytest.fixture
 def waits(monkeypatch):
-    """Waits that are measured until the test ends; each one passes two seconds."""
+    """Waits that the clock measures until the test ends; each wait moves the clock by two seconds."""
     moment = Now(monkeypatch)
     monkeypatch.setattr(dist.Work, "wait", lambda self, *a: moment.pass_s(2.0) or True)
     monkeypatch.setattr(functional, "wait_tensor", lambda tensor: moment.pass_s(2.0) or tensor)

@@ -28,7 +28,7 @@ from fabric.runtime.config import Settings
 
 
 class Counting:
-    """An iterable of 0 to size - 1 that counts how often it was begun and how much was read."""
+    """An iterable of 0 to size - 1 that counts its iterations and its reads."""
 
     def __init__(self, size):
         self.size, self.begun, self.read = size, 0, 0
@@ -183,7 +183,7 @@ def test_a_pass_ends_after_its_whole_steps_and_the_next_begins_where_the_job_is(
 
 
 def loop(sampler, batch_size, accumulate=1, workers=0, steps=40):
-    """A user's loop; the steps that were exchanged until it is over, by whether they count."""
+    """Run a user's loop; return for each exchanged step whether it counts."""
     session_step = [0]
     sampler.bind(lambda: session_step[0])
     done, gathered = [], []
@@ -226,7 +226,7 @@ def test_a_loop_that_computes_another_number_than_per_step_is_refused_with_both(
 
 
 def test_forgotten_accumulation_is_noticed_although_workers_draw_ahead():
-    """Two workers' batches are on their way; what was drawn falls behind what was exchanged all the same."""
+    """Although two workers draw ahead, the drawn samples fall behind the exchanged ones."""
     sampler = step_sampler(480, 16, 3, (0, 2), lambda: 0)
     drawn = iter(sampler)
     for _ in range(16):  # two steps ahead
@@ -251,7 +251,7 @@ def test_alone_a_loop_of_whole_steps_gets_the_steps_of_the_job():
 
 @pytest.mark.parametrize("batch_size", [8, 12, 24, 48])
 def test_alone_a_loop_of_any_batch_size_goes_through_the_passes_in_order(batch_size):
-    """As without fabric: no sample is left out, and none comes twice in a pass."""
+    """As without fabric, a pass has every sample exactly once."""
     sampler = sampler_of(data_slots=1, alone=True)
     done = loop(sampler, batch_size, steps=3 * 48 // batch_size)
     drawn = [i for _, indices in done for i in indices]

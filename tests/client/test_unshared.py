@@ -1,4 +1,6 @@
-"""A scheduler or a scaler that was forgotten in ``state=`` is named; one that is there in any form is not."""
+"""The error names a scheduler or scaler that is missing in ``state=``, but none that ``state=`` contains in
+any form.
+"""
 
 import pytest
 import torch
@@ -41,14 +43,14 @@ def test_a_scheduler_that_is_not_in_the_state_is_refused_by_its_name(name):
 
 
 class Progress:
-    """A user's object that carries the scheduler in its own state."""
+    """A user's object whose own state contains the scheduler's."""
 
     def __init__(self, scheduler):
         self.parts = {"schedulers": [scheduler]}
 
 
 class Handle:
-    """As Accelerate's wrapper of an optimizer."""
+    """A wrapper of an optimizer like Accelerate's."""
 
     def __init__(self, inner):
         self.inner = inner

@@ -1,4 +1,4 @@
-"""A trainer that waits says for whom: once, then rarely, and never while orders come in time."""
+"""A waiting trainer logs for whom it waits: once, then rarely, and never while effects come in time."""
 
 import logging
 import queue
@@ -20,7 +20,7 @@ TOLD = {
 
 
 class Lines(logging.Handler):
-    """Every line that is logged; sets ``said`` when there is one more."""
+    """Collects the logged lines; sets ``said`` at each new line."""
 
     def __init__(self):
         super().__init__()

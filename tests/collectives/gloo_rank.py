@@ -1,4 +1,4 @@
-"""One rank of a gloo world that gets into trouble, and dumps what torch has recorded of it."""
+"""One rank of a gloo world that plays a fault, and then dumps torch's recording."""
 
 import os
 import time
@@ -13,7 +13,7 @@ LATE_ROUNDS = 12
 
 
 class GlooRank:
-    """Rank ``rank`` of ``world``; the methods without an underscore are the troubles."""
+    """Rank ``rank`` of ``world``; each method without an underscore plays one fault."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self.folder, self.rank, self.world = folder, rank, world
@@ -31,7 +31,7 @@ class GlooRank:
         self.in_order()
 
     def settle(self) -> None:
-        """A call is marked as done a moment after it has returned."""
+        """Wait, because torch marks a call as done a moment after the call has returned."""
         while b'"retired":false' in torch._C._distributed_c10d._dump_fr_trace_json():
             pass
 
@@ -63,7 +63,7 @@ class GlooRank:
         dist.all_reduce(torch.ones(5, dtype=torch.int64 if self.rank else torch.float32), async_op=True)
 
     def deadlock(self) -> None:
-        """Each waits in a group to which the other one does not come."""
+        """Each rank waits in a process group that the other rank does not enter."""
         dist.all_reduce(torch.ones(2), group=self.first)
         dist.all_reduce(torch.ones(2), group=self.second)
         self.settle()
@@ -73,7 +73,7 @@ class GlooRank:
         dist.all_reduce(torch.ones(2), group=self.second if self.rank else self.first, async_op=True)
 
     def straggler(self) -> None:
-        """The last rank comes when all others have come, and 20 ms later still."""
+        """The last rank enters 20 ms after all other ranks."""
         last = self.world - 1
         for number in range(LATE_ROUNDS):
             if self.rank == last:
@@ -85,7 +85,7 @@ class GlooRank:
         self.settle()
 
     def timeout(self) -> None:
-        """Rank 0 gives up; its call looks like one that is done."""
+        """Rank 0 times out; in its recording the call looks complete."""
         if self.rank == 0:
             try:
                 dist.all_reduce(torch.ones(7), group=self.first, async_op=True).wait(timedelta(seconds=0.2))
@@ -95,7 +95,7 @@ class GlooRank:
 
 
 def run(folder: Path, rank: int, world: int, trouble: str, buffer: int, line: Connection) -> None:
-    """A process: gets into trouble when it is told to, dumps, and waits for its end."""
+    """The process: plays the requested fault, dumps the recording, and waits for its end."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(buffer)
     torch.set_num_threads(1)
     member = GlooRank(folder, rank, world)

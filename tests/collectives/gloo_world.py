@@ -1,4 +1,4 @@
-"""Real gloo processes that record their collectives, for tests: started, brought into trouble, ended."""
+"""Starts real gloo processes that record their collectives, lets them play a fault, and ends them."""
 
 import multiprocessing
 from pathlib import Path
@@ -40,8 +40,9 @@ class GlooWorld:
         assert self._lines[rank].recv() == word
 
     def get_into_trouble(self, *, one_by_one: bool = False) -> None:
-        """Until every rank has dumped. ``one_by_one``: a rank ends before the next one calls, so that no
-        byte of a call that does not fit arrives: gloo would abort the process."""
+        """Play the fault, until every rank has dumped its recording. With ``one_by_one`` each rank ends
+        before the next rank calls. Otherwise bytes of a mismatched call would make gloo abort the process.
+        """
         for rank in range(len(self._lines)):
             self._hear(rank, "ready")
         for rank, line in enumerate(self._lines):

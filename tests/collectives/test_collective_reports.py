@@ -183,7 +183,7 @@ def test_the_straggler_by_durations_where_clocks_disagree():
 
 
 def test_two_hiccups_are_no_straggler():
-    """One rank is late by a second twice, as one that writes a checkpoint."""
+    """One rank is late by a second twice, as a rank that writes a checkpoint."""
     usual = [entry(n, duration_ms=5.0) for n in range(1, 41)]
     late = [entry(n, duration_ms=5.0 if n not in (20, 30) else 1.0) for n in range(1, 41)]
     waited = [entry(n, duration_ms=5.0 if n not in (20, 30) else 1001.0) for n in range(1, 41)]
@@ -191,7 +191,7 @@ def test_two_hiccups_are_no_straggler():
 
 
 def test_hsdp_groups_of_one_name_with_other_ranks_are_apart():
-    """Local synchronisation gives groups of other ranks one name."""
+    """With local synchronisation, groups of different ranks have the same name."""
     left, right = {"7": ("shard", [0, 1])}, {"7": ("shard", [2, 3])}
     hung, done = [entry(1, group=("7", "shard"), state="started")], [entry(1, group=("7", "shard"))]
     read = recordings({0: hung, 1: []}, left) + recordings({2: done, 3: done}, right)

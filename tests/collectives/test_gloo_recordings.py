@@ -1,4 +1,4 @@
-"""Dumps of real gloo processes in trouble: each is read in both forms and explained."""
+"""Dumps of real gloo processes with faults are read in both forms and explained."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pickles of strangers: plain data is read as Python reads it, all else is refused with one sentence."""
+"""From untrusted pickles the reader accepts plain data, as Python reads it, and refuses everything else."""
 
 import pickle
 import pickletools

@@ -33,5 +33,5 @@ async def store(backend: Backend) -> Store:
 
 @pytest.fixture
 def prefix() -> str:
-    """Keys of this test alone: the etcd is shared by all."""
+    """The prefix of this test's own keys, because all tests share one etcd."""
     return f"/test/{uuid.uuid4().hex}/"

@@ -18,7 +18,7 @@ from fabric.store.sqlite_file import SqliteFile
 
 
 class HoldingFile(SqliteFile):
-    """Stops at the named point between the operations of a commit and its COMMIT."""
+    """A file that stops at the named point between the operations of a transaction and its COMMIT."""
 
     def _apply(self, operations: Sequence[object]) -> None:
         super()._apply(operations)  # type: ignore[arg-type]

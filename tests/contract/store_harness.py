@@ -1,4 +1,4 @@
-"""How the contract suite opens the same store several times, whatever is behind it."""
+"""Opens several handles on one store of any backend, for the contract tests."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ Answer = TypeVar("Answer")
 
 
 class Backend:
-    """One store; ``open`` gives connected handles on it, which ``close`` gives up."""
+    """One store; ``open`` returns a connected handle, and ``close`` closes all handles."""
 
     def __init__(self, name: str, make: Callable[[], Store]) -> None:
         self.name = name
@@ -37,7 +37,7 @@ async def soon(awaitable: Awaitable[Answer]) -> Answer:
 
 
 async def take(watch: AsyncGenerator[WatchEvent, None], count: int) -> list[WatchEvent]:
-    """The next events of a watch."""
+    """Return the next events of a watch."""
     return [await soon(anext(watch)) for _ in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that loses what it is told to lose."""
+"""A TCP proxy on loopback that loses the requests or answers that the test chooses."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ class TcpProxy:
         return f"127.0.0.1:{self.port}"
 
     def cut(self) -> None:
-        """Reset every connection that is open now."""
+        """Reset every open connection."""
         for writer in tuple(self._writers):
             writer.transport.abort()
 

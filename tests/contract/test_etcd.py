@@ -1,5 +1,4 @@
-"""The promises that only a real etcd can show: lost answers, cut watches, dead members, and another client's
-view."""
+"""Promises of the store that need a real etcd: lost answers, cut watches, dead members, another client."""
 
 import asyncio
 import json
@@ -128,7 +127,7 @@ async def test_a_write_that_arrives_late_fails_at_its_guard(
 async def test_a_late_write_without_a_newer_one_is_applied_late(
     proxy: TcpProxy, direct: Store, prefix: str
 ) -> None:
-    """Why indefinite is not failed: a read that finds nothing has not settled it."""
+    """An indefinite write is not a failed write: it may be applied after a read that did not find it."""
     key = prefix + "a"
     async with connected(f"etcd://{proxy.address}", attempt_timeout_s=0.5) as store:
         proxy.mode = "hold"
@@ -214,7 +213,7 @@ async def test_a_silent_watch_is_replaced(proxy: TcpProxy, direct: Store, prefix
 async def test_a_quiet_watch_is_not_called_lost(
     proxy: TcpProxy, direct: Store, prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where nothing happens it takes another connection now and then, and has nothing to say about that."""
+    """A quiet watch changes its connection now and then, without reporting a loss."""
     caplog.set_level("DEBUG", logger="fabric.store")
     async with connected(f"etcd://{proxy.address}", watch_silence_s=0.2) as store:
         _, revision = await store.list(prefix)
@@ -403,7 +402,7 @@ async def test_a_killed_leader_does_not_stop_the_others(tmp_path: Path, prefix: 
 
 
 async def written(store: Store, key: str) -> bool:
-    """Write once: what was lost is read again and, unless it is there, written again under its guard."""
+    """Write once: after a lost answer, read the key and repeat the guarded write unless it was applied."""
     try:
         found = await store.get(key)
         return found is not None or bool(
@@ -414,7 +413,7 @@ async def written(store: Store, key: str) -> bool:
 
 
 async def once_led(ask: Callable[[], Awaitable[T]]) -> T:
-    """Ask until the cluster has a leader: on a loaded machine a new one may lose its lead again."""
+    """Retry until the cluster has a leader, which may change again on a loaded machine."""
     async with asyncio.timeout(60):
         while True:
             with suppress(StoreUnavailable):

@@ -1,4 +1,4 @@
-"""Being let in by a real etcd: users and passwords, TLS, certificates of our own, and all the refusals."""
+"""Access to a real etcd: users and passwords, TLS, client certificates, and all refusals."""
 
 from base64 import b64encode
 from collections.abc import Iterator
@@ -26,7 +26,9 @@ async def ask(member: EtcdMember, path: str, body: dict[str, object]) -> None:
 
 
 async def enable_users(member: EtcdMember) -> None:
-    """root for etcd itself, and ``fabric``, who may touch everything under /fabric/ and /test/."""
+    """Create the user root for etcd, and the user ``fabric`` with rights to all keys below /fabric/ and
+    /test/.
+    """
     await ask(member, "user/add", {"name": "root", "password": "secret of root"})
     await ask(member, "user/grant", {"user": "root", "role": "root"})
     await ask(member, "user/add", {"name": "fabric", "password": "secret of fabric"})
@@ -127,7 +129,7 @@ def tls_etcd(folder: Path, authority: Authority, *, wants_certificates: bool) ->
 
 
 async def connects(url: str, access: EtcdAccess) -> None:
-    """Connects and writes; waits for an etcd that listens but has no leader yet."""
+    """Connect and write; wait while etcd listens but has no leader."""
     store = open_store(url, access=access, attempt_timeout_s=5.0)
     try:
         await store.connect()
@@ -137,7 +139,7 @@ async def connects(url: str, access: EtcdAccess) -> None:
 
 
 async def until_ready(url: str, access: EtcdAccess) -> None:
-    """etcd listens a moment before it has elected itself."""
+    """Wait, because etcd listens a moment before it has elected a leader."""
     for _ in range(200):
         try:
             return await connects(url, access)

@@ -1,4 +1,4 @@
-"""Answers of an endpoint that is not etcd, or not well; no real etcd can be made to send them."""
+"""Answers that no real etcd sends: of a broken endpoint, or of another program."""
 
 import base64
 import json
@@ -194,7 +194,7 @@ async def test_a_watch_that_cannot_go_on_says_so(lines: list[object], error: typ
 
 
 async def test_a_watch_goes_on_after_passing_errors() -> None:
-    """Errors of the moment, a line that was cut off, progress: resumed, and from the right revision."""
+    """After a temporary error, a cut line or a progress notice, the watch resumes from the right revision."""
     asked: list[int] = []
     event = {"kv": {"key": "YQ==", "value": "MQ==", "create_revision": "8", "mod_revision": "8"}}
     bodies = [

@@ -1,4 +1,4 @@
-"""URLs: what they open, and what is refused before anything is touched."""
+"""A store's URL opens the right store, and a wrong URL is refused before any file or server is touched."""
 
 from pathlib import Path
 

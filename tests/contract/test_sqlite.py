@@ -1,4 +1,4 @@
-"""The promises of the file: several processes, sudden death, reboots, and files of other programs."""
+"""Promises of the SQLite store: several processes, sudden deaths, reboots, and files of other programs."""
 
 import asyncio
 import os
@@ -222,7 +222,7 @@ def test_rounding_does_not_end_a_lease(path: Path) -> None:
 
 @pytest.mark.parametrize(("boot", "now_s"), [("second", 5000.0), ("first", 3.0)])
 def test_a_reboot_ends_all_leases(path: Path, boot: str, now_s: float) -> None:
-    """By the boot's id, and where the kernel tells none, by a clock that began again."""
+    """The store notices a reboot by the boot id, or without one by a clock that began again."""
     before = SqliteFile(path, busy_timeout_s=1, clock=lambda: 5000.0, boot="first")
     lease = before.grant(600)
     before.commit([], [Put("/held", b"1", lease.id), Put("/kept", b"1")])
@@ -240,7 +240,7 @@ def test_a_commit_that_the_disk_does_not_confirm_is_indefinite(
     file = SqliteFile(path, busy_timeout_s=1)
 
     class FailingDisk:
-        """Stands between us and SQLite, and loses COMMITs."""
+        """A wrapper of SQLite that loses COMMITs, as a failing disk would."""
 
         def __init__(self, connection: sqlite3.Connection) -> None:
             self.connection = connection
@@ -336,7 +336,7 @@ async def test_a_damaged_file_is_one_sentence(path: Path, first_page: int) -> No
 
 @contextmanager
 def without_root() -> Iterator[None]:
-    """Root may write everywhere, so be somebody else for a while."""
+    """Run as another user, because root may write everywhere."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(NOBODY)

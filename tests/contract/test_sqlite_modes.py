@@ -1,4 +1,4 @@
-"""The files of the SQLite store are closed to others: who can read them can stop a lighthouse by a lock."""
+"""Other users cannot open the files of the SQLite store: a reader could stop a lighthouse by a lock."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ with open(sys.argv[1], "rb") as file:
 
 @pytest.fixture
 def shared():
-    """A folder that every user of the host can look into."""
+    """A folder that every user of the host can list."""
     with tempfile.TemporaryDirectory(prefix="fabric-modes-") as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)

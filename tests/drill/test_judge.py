@@ -166,7 +166,7 @@ def die_unasked(entries: Entries) -> None:
 
 
 def go_on(entries: Entries) -> None:
-    """No process has ended."""
+    """Make a drill in which no process has ended."""
     for replica in entries:
         entries[replica] = [e for e in entries[replica] if e["event"] not in ("finish", "stop")]
 

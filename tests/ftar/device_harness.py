@@ -49,7 +49,7 @@ class DeviceMembers:
     def reduce(
         self, epoch: int, step: int, inputs: Sequence[torch.Tensor], reduction: Reduction = SUM
     ) -> dict[int, torch.Tensor]:
-        """The results; the inputs are checked to be as they were."""
+        """Reduce and return the results; check that the inputs are unchanged."""
         before = [x.clone() for x in inputs]
         results = {i: torch.zeros_like(inputs[i]) for i in self.who}
         futures = [self.submit(i, epoch, step, inputs[i], results[i], reduction) for i in self.who]

@@ -1,8 +1,8 @@
 """gloo behind the planes' interface: a baseline to compare with, not a plane to run jobs on.
 
-Its lacks are the reason for our own planes. A collective that was aborted goes on in gloo's threads until its
-timeout, so it works on a copy. 16-bit floats are rounded after every addition. Its sockets do not greet:
-every process that reaches a port is a member.
+These defects of gloo are the reason for fabric's own planes. A collective that was aborted goes on in gloo's
+threads until its timeout, so it works on a copy. 16-bit floats are rounded after every addition. gloo's
+sockets check no token: every process that reaches a port becomes a member.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,13 @@ def gloo_plane(exchange_s: float = 30.0) -> GroupPlane:
 
 
 class GlooFactory:
-    """See ``CommunicatorFactory``. ``collective_s`` bounds what nobody can interrupt."""
+    """See ``CommunicatorFactory``. ``collective_s`` bounds a collective, which no thread can interrupt."""
 
     def __init__(self, collective_s: float = 30.0) -> None:
         self._collective = timedelta(seconds=collective_s)
 
     def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
-        """See ``CommunicatorFactory``: a store at a port that the system chooses."""
+        """Open a store at a port that the system chooses (``CommunicatorFactory``)."""
         store = _dist.TCPStore(host, 0, ring.world, is_master=True, wait_for_workers=False)
         return Rendezvous(host, store.port), store
 
@@ -46,7 +46,9 @@ class GlooFactory:
         timeout_s: float,
         began: Callable[[Communicator], None],
     ) -> Communicator:
-        """See ``CommunicatorFactory``. The first collective connects the members, so there is one here."""
+        """See ``CommunicatorFactory``. Make the communicator and run one collective, because the first
+        collective connects the members.
+        """
         bound = timedelta(seconds=timeout_s)
         store = kept or _dist.TCPStore(rendezvous.host, rendezvous.port, ring.world, False, bound)
         options = _dist.ProcessGroupGloo._Options()
@@ -65,7 +67,9 @@ class GlooFactory:
 
 
 class GlooCommunicator:
-    """See ``Communicator``. ``store`` lives as long as the group may look at it."""
+    """See ``Communicator``. A communicator over gloo; ``store`` lives as long as the process group may read
+    it.
+    """
 
     def __init__(self, group: Any, store: Any) -> None:
         self._group = group
@@ -87,5 +91,5 @@ class GlooCommunicator:
         return wait
 
     def abort(self) -> None:
-        """Nothing ends a collective of gloo; its result is not used."""
+        """Mark the communicator as aborted; gloo's collective cannot be ended, but its result is not used."""
         self.is_aborted = True

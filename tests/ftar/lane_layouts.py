@@ -41,7 +41,7 @@ COLUMNS = over(
 
 
 def gradient_of(seed: int) -> dict[str, torch.Tensor]:
-    """Small whole numbers, so that sums have the same bits in any order."""
+    """A gradient of small whole numbers, so that sums have the same bits in any order."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randint(-9, 10, shape, generator=generator).to(

@@ -17,7 +17,7 @@ WAIT_S = 20.0
 
 
 def socket_ring(world: int, plane: str = "tcp") -> Pairs:
-    """(next, previous) of each member; member i's next is linked to member i+1's previous.
+    """Return (next, previous) of each member; member i's next is linked to member i+1's previous.
 
     ``plane`` is tcp, shm, or mixed: every other link of either kind, beginning with shared memory.
     """
@@ -88,7 +88,7 @@ class RingMembers:
         reduction: Reduction = SUM,
         result_is_stable: bool = False,
     ) -> dict[int, Future]:
-        """Begin one exchange, in place where there are no ``results``."""
+        """Begin one exchange; without ``results`` it reduces in place."""
 
         def reduce(i: int) -> None:
             result = None if results is None else results[i]
@@ -106,7 +106,7 @@ class RingMembers:
         reduction: Reduction = SUM,
         memory: str = "in place",
     ) -> dict[int, torch.Tensor]:
-        """The results of one exchange, which must leave the inputs as they were.
+        """Return the results of one exchange; check that it left the inputs unchanged.
 
         ``memory``: in place, kept (results elsewhere), or shared (both in memory from the plane).
         """
@@ -137,7 +137,9 @@ class RingMembers:
 def documented(
     inputs: Sequence[torch.Tensor], bounds: list[tuple[int, int]], reduction: Reduction = SUM
 ) -> torch.Tensor:
-    """The left fold in ring order, segment s beginning at member s, 16 bits in float32 and rounded once."""
+    """The documented sum: a left fold in ring order from member s for segment s, with 16-bit types in
+    float32.
+    """
     folds = {"sum": torch.add, "mean": torch.add, "min": torch.minimum, "max": torch.maximum}
     world, result = len(inputs), inputs[0].clone()
     for s, (start, stop) in enumerate(bounds):
@@ -154,7 +156,7 @@ def documented(
 
 
 def random_tensor(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Values of very different sizes, so that the order of a sum shows in its bits."""
+    """Return values of very different sizes, so that the order of a sum shows in its bits."""
     generator = torch.Generator().manual_seed(seed)
     if not dtype.is_floating_point:
         info = torch.iinfo(dtype)

@@ -1,8 +1,8 @@
 """A device made of host memory and one thread: real bytes, in the latest order that events allow.
 
-Nothing runs when it is enqueued. The thread runs what somebody waits for, and of that only what the event
-depends on, so a copy that was enqueued but is not waited for happens late or never, as on a GPU that is
-behind. ``pause`` stands for a GPU that is busy, ``fail`` for one that is lost.
+Enqueued work does not run at once. The device's thread runs only work on which an awaited event depends. So
+an enqueued copy that no thread waits for happens late or never, as on a GPU that is behind. ``pause`` makes
+the device busy, and ``fail`` makes it lost.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class SimulatedEvent:
         self.callbacks: list[Callable[[], None]] = []
 
     def done(self) -> bool:
-        """See ``DeviceEvent``; asking is waiting: it lets the device come to this point."""
+        """Return whether the event has happened; a query lets the device run up to this event."""
         device = self.stream.device
         with device.turn:
             device.check()
@@ -80,7 +80,7 @@ class SimulatedStream:
 
 
 class _Immediate(SimulatedStream):
-    """The stream of a thread whose work is done when it says so."""
+    """A stream whose work is done when the call returns."""
 
     def run(self, work: _Work) -> None:
         """See ``DeviceStream``."""
@@ -92,7 +92,8 @@ class _Immediate(SimulatedStream):
 
 
 class SimulatedDevice:
-    """See ``Device``. ``name`` tells devices of one host apart; only equal ones open each other's memory.
+    """See ``Device``. A simulated device; processes open each other's memory only if their devices have the
+    same ``name``.
 
     What torch does on the CPU has happened when it returns, so ``compute`` is what a test makes of it: a
     stream as late as the others, or with ``immediate`` one that is never behind, for a real trainer.
@@ -161,7 +162,7 @@ class SimulatedDevice:
         self.registered = list(memory)
 
     def share(self, nbytes: int) -> tuple[torch.Tensor, SharedMemoryHandle] | None:
-        """See ``Device``: a memfd, which another process of this user opens by process and number."""
+        """Share memory as a memfd, which another process of this user opens by process id and descriptor."""
         file = os.memfd_create("fabric-device", os.MFD_CLOEXEC)
         self._files.append(file)
         os.ftruncate(file, nbytes)
@@ -201,22 +202,22 @@ class SimulatedDevice:
 
     @property
     def is_asked(self) -> bool:
-        """Whether somebody waits for something that has not happened."""
+        """Return whether a thread waits for an event that has not happened."""
         return bool(self._wanted)
 
     def pause(self) -> None:
-        """The device is busy with something else from here on."""
+        """Make the device busy with other work."""
         with self.turn:
             self._paused = True
 
     def resume(self) -> None:
-        """It is free again."""
+        """End the device's other work."""
         with self.turn:
             self._paused = False
             self.turn.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """The device is lost: every wait raises."""
+        """Lose the device: every wait raises."""
         with self.turn:
             self.error = error
             callbacks = [wakeup_fd for event in self._wanted for wakeup_fd in event.callbacks]
@@ -230,7 +231,7 @@ class SimulatedDevice:
             raise RuntimeError(str(self.error)) from self.error
 
     def want(self, event: SimulatedEvent) -> None:
-        """Somebody asks for ``event`` (``turn`` is held)."""
+        """Request ``event``; the caller holds ``turn``."""
         if not event.happened and event not in self._wanted:
             self._wanted.append(event)
             self.turn.notify_all()
@@ -248,7 +249,7 @@ class SimulatedDevice:
                 self._step(self._wanted[-1])
 
     def _step(self, event: SimulatedEvent) -> None:
-        """One operation that ``event`` depends on."""
+        """Run one operation on which ``event`` depends."""
         stream = event.stream
         while isinstance(head := stream.queue[0], SimulatedEvent) and head.stream is not stream:
             if head.happened:

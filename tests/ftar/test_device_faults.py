@@ -1,4 +1,4 @@
-"""How an exchange on a device ends when it cannot go on, and what is bounded meanwhile."""
+"""The ends of a failed exchange on a device, and the bounds on its memory and time."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def ones(count: int, length: int = 1000) -> list[torch.Tensor]:
 
 
 def go_on(members: DeviceMembers, epoch: int, who: list[int]) -> None:
-    """The next epoch works, with what was kept."""
+    """Check that the next epoch works with the kept gradients."""
     links = socket_ring(len(who), "shm")
     for place, i in enumerate(who):
         members.planes[i].install(Ring(epoch, place, tuple(f"m{j}" for j in who)), *links[place])
@@ -89,7 +89,7 @@ def test_an_abort_does_not_wait_for_the_device_and_the_next_exchange_does(form):
 
 
 class RawPeer:
-    """The other member of a ring of two, played by hand."""
+    """The other member of a ring of two; the test writes its bytes."""
 
     def __init__(self, position: int = 0, **options) -> None:
         self.device = SimulatedDevice()
@@ -308,7 +308,7 @@ WORLD, VICTIM, SURVIVORS = 3, 1, [0, 2]
 
 
 def fork_victim(pairs, pieces: int, signal_number: int, **options) -> int:
-    """A process that plays the victim and signals itself after so many pieces; its pid."""
+    """Fork a victim that signals itself after this many pieces; return its pid."""
     pid = os.fork()
     if pid:
         for sock in pairs[VICTIM]:

@@ -1,4 +1,4 @@
-"""The device ring on a device of host memory that does everything as late as events allow."""
+"""The device ring on a simulated device that performs everything as late as events allow."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_in_place_and_several_exchanges_of_one_step(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_copy_waits_for_enqueued_work_of_the_compute_stream(form):
-    """The gradient is written by work that is queued and does not run before somebody asks for it."""
+    """Queued work writes the gradient, and this work runs only when a thread waits for it."""
     with DeviceMembers(2, **FORMS[form]) as members:
         members.install(1)
         values = [random_tensor(1000, torch.float32, i) for i in range(2)]
@@ -101,7 +101,7 @@ def test_the_copy_waits_for_enqueued_work_of_the_compute_stream(form):
 
 
 def test_events_keep_the_streams_in_order(monkeypatch):
-    """The same ring on a device that ignores waits: wrong bits, so the tests above can fail."""
+    """On a device that ignores waits the ring gives wrong bits, so the tests above can fail."""
     monkeypatch.setattr(SimulatedStream, "wait", lambda self, event: None)
     with DeviceMembers(2) as members:
         members.install(1)
@@ -118,7 +118,7 @@ def test_events_keep_the_streams_in_order(monkeypatch):
 
 @given(st.integers(0, 3000), st.integers(1, 7), st.integers(1, 4), st.sampled_from([1, 16, 48, 1000]))
 def test_every_element_takes_the_documented_way(length, world, group, chunk):
-    """By counting: each member adds its own once in ring order, and each gets each result once."""
+    """Each member adds its own element once, in ring order, and gets each result once."""
     bounds = segment_bounds(length, world)
     links = [order_pieces(length, world, i, chunk, group) for i in range(world)]
     for position, (sends, _) in enumerate(links):
@@ -141,7 +141,7 @@ def test_every_element_takes_the_documented_way(length, world, group, chunk):
 
 @given(st.integers(1, 3000), st.integers(2, 7), st.integers(1, 4))
 def test_two_groups_of_buffers_for_partial_sums_suffice(length, world, group):
-    """All members in lock step, each sending whenever it may: nobody ever waits for ever."""
+    """With all members in lock step, each sending whenever it may, no member waits for ever."""
     links = [order_pieces(length, world, i, 16, group) for i in range(world)]
     sent, got, held = [0] * world, [0] * world, [set() for _ in range(world)]
     while any(sent[i] < len(links[i][0]) for i in range(world)):

@@ -162,7 +162,7 @@ def test_an_exchange_over_its_bound_is_ended_by_the_watchdog():
 
 
 def test_an_abort_while_the_communicator_is_built():
-    """The first member alone: it meets, and nobody comes."""
+    """The first member builds its communicator alone, and no other member comes."""
     groups = Groups(1, make_s=3.0)
     (next_, previous), _ = socket_ring(2)
     with groups:

@@ -49,7 +49,7 @@ def test_a_member_forwards_only_what_it_has_received(length, world, chunk):
 @settings(deadline=None)  # on a busy machine single examples are slow
 @given(LENGTHS, st.integers(2, 9), st.integers(0, 300))
 def test_the_schedule_run_on_sets_gives_all_members_everything_once(length, world, chunk):
-    """Each element carries the list of members added to it; hop by hop, as the ring would."""
+    """Run the schedule hop by hop on elements that list the members added to them."""
     state = [[[p] for _ in range(length)] for p in range(world)]
     plans = [schedule(length, world, p, chunk) for p in range(world)]
     sent = [0] * world
@@ -103,7 +103,7 @@ def test_the_kernel_is_the_documented_arithmetic(dtype, reduction):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_partial_sums_of_sixteen_bits_are_float32_and_rounded_once(dtype):
-    """Each addend alone is lost when it is rounded at every addition."""
+    """With rounding at every addition each addend would be lost."""
     tiny = 2.0**-12 if dtype == torch.float16 else 2.0**-9
     parts = [torch.full((100,), x, dtype=dtype) for x in (1.0, tiny, tiny, tiny)]
     wide = torch.empty(100)

@@ -34,7 +34,7 @@ FLOAT = DTYPE_CODES[torch.float32]
 
 
 class ScriptedNeighbour:
-    """One real plane at position 0 of a ring of two or three; everybody else is this object."""
+    """Plays all other members of a ring of two or three for one real plane at position 0."""
 
     def __init__(self, world: int = 2, epoch: int = 5, **options) -> None:
         self.world, self.epoch = world, epoch
@@ -67,7 +67,7 @@ class ScriptedNeighbour:
         return pack(ChunkHeader(**fields), digest(payload)) + payload
 
     def good(self) -> bytes:
-        """Everything that member 1 sends when its buffer is all ones: its part, then the sum."""
+        """Return all bytes that member 1 sends if its buffer is all ones: its part, then the sum."""
         return self.chunk(0, torch.ones(16)) + self.chunk(1, torch.full((16,), 3.0))
 
     def reduce(self) -> torch.Tensor:
@@ -222,7 +222,9 @@ def test_a_reset_in_the_middle_of_a_chunk_is_the_loss_of_its_sender():
 
 
 def test_a_member_that_is_late_for_the_exchange_has_the_long_bound():
-    """Member 2's own part says nothing about member 1, who may be in user code for long."""
+    """Member 2's own part does not prove that member 1 has entered, and member 1 may be in user code for
+    long.
+    """
     with ScriptedNeighbour(world=3, entry_s=0.3, exchange_s=0.001) as script:
         script.writer.sendall(script.chunk(0, torch.ones(16), length=48))
         buffer = torch.zeros(48)
@@ -354,7 +356,7 @@ def test_after_an_abort_the_next_epoch_works_on_fresh_links():
 
 
 def test_a_plane_that_is_closed_in_the_midst_of_an_exchange_ends_it_as_aborted(monkeypatch):
-    """The process ends: its memory goes in the moment in which the exchange's thread looks for it."""
+    """The process ends and releases its memory just when the exchange thread looks for it."""
     find, looks = OwnSegments.find, []
 
     def closing_find(segments: OwnSegments, memory: torch.Tensor) -> object:

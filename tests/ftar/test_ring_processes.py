@@ -1,7 +1,7 @@
-"""A member that is a real process, killed or stopped in mid-ring, over TCP and over shared memory.
+"""A real process is killed or stopped as a member in the middle of an exchange, over TCP and shared memory.
 
-The victim is forked from this process and dies by its own hand at an exact count of socket operations, so
-every point of the exchange is reached without timing. The survivors are threads here.
+The forked victim ends itself after an exact count of socket operations, so the tests reach every point of the
+exchange without timing. The survivors are threads here.
 """
 
 import os
@@ -28,7 +28,7 @@ LENGTH = 100_003
 
 
 def fork_victim(pairs: Pairs, after_operations: int, signal_number: int) -> int:
-    """A process that plays the victim and signals itself before that operation; its pid."""
+    """Fork a victim that signals itself before this operation; return its pid."""
     pid = os.fork()
     if pid:
         for sock in pairs[VICTIM]:
@@ -68,7 +68,7 @@ def fork_victim(pairs: Pairs, after_operations: int, signal_number: int) -> int:
 
 
 def check_next_epoch(members: RingMembers, gradients: dict[int, torch.Tensor]) -> None:
-    """The survivors go on with what they kept, in a ring of three."""
+    """Check that the survivors go on with their kept gradients, in a ring of three."""
     links = socket_ring(3)
     for place, i in enumerate(SURVIVORS):
         ring = Ring(2, place, tuple(f"m{j}" for j in SURVIVORS))

@@ -1,4 +1,4 @@
-"""Links of shared memory: what is read is whole or does not count, and nothing foreign is believed."""
+"""A link of shared memory: a torn read does not count, and foreign bytes are refused."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def message(header: ChunkHeader, number: int, value: int) -> bytes:
 
 
 class Pair:
-    """The sender's end of one link in the hands of a test, and the receiver's."""
+    """Both ends of one link, driven by a test."""
 
     def __init__(self) -> None:
         one, two = socket.socketpair()
@@ -84,7 +84,7 @@ def test_a_chunk_that_its_sender_gave_up_during_the_read_is_discarded():
 
 
 def test_an_abort_raises_the_guard_before_the_exchange_returns(monkeypatch):
-    """Member 1 is held in the midst of reading member 0's bucket, which is written over after the abort."""
+    """Member 1 is held while it reads member 0's bucket, which member 0 overwrites after the abort."""
     reading, go_on = threading.Event(), threading.Event()
     find = Inbox.find
 
@@ -121,7 +121,7 @@ def test_an_abort_raises_the_guard_before_the_exchange_returns(monkeypatch):
 
 
 def test_no_member_returns_before_the_farthest_member_has_read_everything(monkeypatch):
-    """Member 3 reads everybody's memory, that of members who are not its neighbours too."""
+    """Member 3 reads the memory of all members, also of members that are not its neighbours."""
     go_on = threading.Event()
     tell_read = RingLinks.tell_read
 
@@ -165,7 +165,9 @@ def test_no_member_returns_before_the_next_member_has_read_everything(monkeypatc
 
 @pytest.fixture
 def slow_reader(monkeypatch):
-    """Member 1 is held when it is about to copy a result that lies in another's memory: (reading, go_on)."""
+    """Hold member 1 before it copies a result from another member's memory; return the events (reading,
+    go_on).
+    """
     reading, go_on = threading.Event(), threading.Event()
     keep = Operands.keep
 
@@ -181,7 +183,9 @@ def slow_reader(monkeypatch):
 
 
 def _lasting(members: RingMembers, step: int = 1) -> tuple[dict[int, torch.Tensor], dict[int, Future]]:
-    """One exchange whose results last; member 1 has sevens. The results, and how it goes."""
+    """Run one exchange whose results stay unchanged; member 1's elements are all seven. The results, and how
+    it goes.
+    """
     values = {i: torch.full((64,), 7.0 if i == 1 else 1.0) for i in members.who}
     results = {i: members.shared(i, torch.zeros(64)) for i in members.who}
     return results, members.start(1, step, values, results, result_is_stable=True)
@@ -324,7 +328,7 @@ def test_a_mapping_outlives_an_epoch_and_goes_when_two_have_not_used_it():
 
 
 def open_files() -> set[tuple[str, int]]:
-    """This process's descriptors, with their inodes; those of other tests may close at any moment."""
+    """Return this process's descriptors with their inodes; other tests may close theirs at any moment."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor is closed already

@@ -1,4 +1,4 @@
-"""The part of a ring of processes that the GPU tests and their stand-in on host memory need."""
+"""A ring of processes, for the GPU tests and for their check on host memory."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ __all__ = ["check_all_reduce", "check_kill", "run_members"]
 
 
 def documented(world: int, numel: int, dtype: str, operation: str) -> torch.Tensor:
-    """The left fold in ring order, 16-bit sums in float32 and rounded once."""
+    """The documented sum: a left fold in ring order, with 16-bit types summed in float32."""
     inputs = [values(numel, dtype, seed) for seed in range(world)]
     wide = torch.float32 if inputs[0].dtype.itemsize == 2 else inputs[0].dtype
     kernel = {"min": torch.minimum, "max": torch.maximum}.get(operation, torch.add)
@@ -29,7 +29,7 @@ def documented(world: int, numel: int, dtype: str, operation: str) -> torch.Tens
 
 
 def check_all_reduce(device: str, world: int, planes: list[str], chunk: int = 64 * 1024) -> None:
-    """The documented bits on every member, for sizes around a chunk, types and operations."""
+    """Check that every member has the documented bits, for sizes around a chunk, types and operations."""
     work = [
         {"plane": plane, "numel": numel, "dtype": dtype, "operation": operation}
         for plane in planes
@@ -44,7 +44,7 @@ def check_all_reduce(device: str, world: int, planes: list[str], chunk: int = 64
 
 
 def check_kill(device: str, plane: str) -> None:
-    """One of three members kills itself in the midst: the others abort and name it."""
+    """Check that two members abort and name the third, which kills itself during the exchange."""
     work = [
         {"plane": plane, "numel": 100_000},
         {"plane": plane, "numel": 1_000_000, "die_at": 40, "who": 1},

@@ -1,4 +1,4 @@
-"""On a real GPU: the seam, rings of several processes on one device, NCCL, and a whole job."""
+"""On a real GPU: the device interface, rings of several processes on one device, NCCL, and a whole job."""
 
 import pytest
 import torch

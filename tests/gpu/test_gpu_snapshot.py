@@ -1,4 +1,4 @@
-"""On a real GPU: a snapshot is what the state was, while the optimizer goes on."""
+"""On a real GPU a snapshot holds the state of its step, although the optimizer goes on."""
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def listed() -> dict[str, str]:
-    """Test -> its last pass, from the page."""
+    """Return each GPU test of the page with its last pass."""
     page = (ROOT / "docs/benchmarks.md").read_text()
     return dict(re.findall(r"^\| `(tests/gpu/[\w.]+::\w+)` \| (.*) \|$", page, flags=re.MULTILINE))
 

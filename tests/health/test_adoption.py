@@ -1,4 +1,4 @@
-"""Which plan is in force, and what holds a remedy: two planners, deaths in between, budget and veto."""
+"""The plan in force, and the reasons that hold a remedy back: two planners, deaths, budget and veto."""
 
 from dataclasses import replace
 

@@ -1,10 +1,10 @@
-"""Slowdowns of a moment make the next one wait; after a calm time none waits."""
+"""Short slowdowns delay the report of the next slowdown; after a calm time the delay ends."""
 
 from fabric.health.damping import CALM, MOST, SHORT, Damping
 
 
 def play(damping: Damping, start: int, steps: int, every: int, lasts: int) -> int:
-    """Slowdowns of ``lasts`` steps, one ``every`` so many; return how many were told."""
+    """Play slowdowns of ``lasts`` steps, one per ``every`` steps; return the number of reports."""
     told, was = 0, False
     for step in range(start, start + steps):
         is_told = bool(damping.admit({"r0"} if step % every < lasts else set(), step))

@@ -134,7 +134,7 @@ def test_a_hiccup_of_two_steps_accuses_no_replica():
 
 
 def test_more_work_is_not_slowness():
-    """A replica that computes a dead one's part takes longer, as predicted."""
+    """A replica that computes a dead replica's part takes longer, as predicted."""
     fleet = Fleet(seed=8)
     fleet.run(BEFORE)
     for step in range(1000, 1030):

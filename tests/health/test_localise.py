@@ -1,4 +1,4 @@
-"""Where a slowdown is: rank, stage, link, replica or job, and whom it may be asked to confirm."""
+"""The place of a slowdown (rank, stage, link, replica or job), and the ranks that can confirm it."""
 
 import math
 

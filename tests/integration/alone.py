@@ -7,7 +7,9 @@ from fabric.client.data.loader import SamplePlan
 
 
 def losses_alone(model: torch.nn.Module, steps: int, global_batch: int, clip: float = 0.0) -> list[float]:
-    """The loss of every step of ``model`` on the sharded trainers' data. ``clip``: to this norm, if any."""
+    """The loss of every step of ``model`` on the sharded trainers' data. ``clip`` is the norm for gradient
+    clipping, if any.
+    """
     data, plan = example("fsdp2").samples(64), SamplePlan(64, global_batch, MICRO_BATCH, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

@@ -1,5 +1,6 @@
-"""User's loops in which values go wrong: a bit that flips in memory, a gradient that is not a number, an
-update that cannot keep up, a model that changes. ``BAD`` names what, ``BAD_STEP`` when."""
+"""User's loops with wrong values: a bit flips in memory, a gradient is NaN, a replay is too slow, the model
+changes. ``BAD`` names the fault, ``BAD_STEP`` its step.
+"""
 
 import os
 import time
@@ -18,7 +19,7 @@ STEP_S = float(os.environ.get("TINY_STEP_S", "0.02"))
 
 
 def flip_a_bit(model: torch.nn.Module) -> None:
-    """One bit of one weight, as a bad memory cell would."""
+    """Flip one bit of one weight, as a bad memory cell would."""
     bits = next(model.parameters()).detach().view(torch.int32).flatten()
     bits[3] ^= 1 << 20
 
@@ -55,7 +56,7 @@ def train(
 
 
 def a_flipped_bit() -> None:
-    """Once: not again where the same step comes again."""
+    """Flip the bit once, and not again if the same step is repeated."""
     to_come = {STEP}
 
     def flip(step: Step, model: torch.nn.Module) -> None:
@@ -67,7 +68,7 @@ def a_flipped_bit() -> None:
 
 
 def let_r0_get_ahead(steps: int) -> None:
-    """Return when r0 has committed so many more, or has this replica in its roster, or has finished."""
+    """Return when r0 has committed this many more steps, or lists this replica, or has finished."""
     journal = Path(os.environ["FABRIC_JOURNAL"]).with_name("r0.jsonl")
     begun = journal.read_text().count('"event":"commit"')
     while True:
@@ -81,7 +82,7 @@ def let_r0_get_ahead(steps: int) -> None:
 
 
 class SlowLoading(torch.optim.lr_scheduler.LambdaLR):
-    """Loading its state takes three of the others' steps."""
+    """A state whose loading takes as long as three steps of the other members."""
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         let_r0_get_ahead(3)
@@ -89,7 +90,7 @@ class SlowLoading(torch.optim.lr_scheduler.LambdaLR):
 
 
 def a_slow_replay() -> None:
-    """As long as it only replays, its update takes two of the others' steps, however fast those are."""
+    """While this replica replays, its update takes as long as two steps of the other members."""
     train(
         after_update=lambda step, model: None if step.contributed else let_r0_get_ahead(2),
         scheduler_class=SlowLoading,
@@ -101,7 +102,7 @@ def not_a_number() -> None:
 
 
 def a_sparse_gradient() -> None:
-    """As an embedding makes it that was built with sparse=True."""
+    """Give the embedding a sparse gradient, as sparse=True does."""
     at = 0
 
     def note(step: Step, loss: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,7 @@ def a_frozen_layer() -> None:
 
 
 class Drifting(torch.optim.AdamW):
-    """Equal gradients, other states: what unlike devices do, exaggerated."""
+    """An optimizer whose states differ after equal gradients, as on unlike devices."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:

@@ -25,7 +25,9 @@ _SWITCHES = (
 
 
 def require_browser() -> tuple[str, str]:
-    """Paths of chromium and its driver. Without them the test is skipped, and under ``CI=true`` it fails."""
+    """Return the paths of chromium and its driver. Without them the test is skipped, and under ``CI=true`` it
+    fails.
+    """
     found = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
     if None in found:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(HOW_TO_GET_IT)
@@ -33,7 +35,7 @@ def require_browser() -> tuple[str, str]:
 
 
 class Browser:
-    """One window. ``folder`` takes its profile and log."""
+    """One window. A browser whose profile and log lie in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         chromium, driver = require_browser()
@@ -85,7 +87,7 @@ class Browser:
         self._do("url", {"url": url})
 
     def run(self, script: str, *arguments: object) -> Any:
-        """The value of a function body run in the page."""
+        """Run a function body in the page, and return its value."""
         return self._do("execute/sync", {"script": script, "args": list(arguments)})
 
     def text(self, css: str) -> str:
@@ -109,12 +111,12 @@ class Browser:
         self._do(f"element/{self._find(css)}/value", {"text": text})
 
     def press(self, *keys: str) -> None:
-        """Keys to whatever has the focus."""
+        """Send keys to the element with the focus."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self._do("actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
 
     def press_down(self, css: str) -> None:
-        """The pointer's button goes down on an element, and stays there until ``let_go``."""
+        """Press the pointer's button on an element, and hold it until ``let_go``."""
         target = {_ELEMENT: self._find(css)}
         move = {"type": "pointerMove", "duration": 0, "origin": target, "x": 0, "y": 0}
         self._point([move, {"type": "pointerDown", "button": 0}])
@@ -127,7 +129,7 @@ class Browser:
         self._do("actions", {"actions": [mouse]})
 
     def console(self) -> list[str]:
-        """Errors that the page's own script or its policy caused, since the last call."""
+        """Return the errors that the page's script or its policy caused since the last call."""
         return [e["message"] for e in self._do("se/log", {"type": "browser"}) if e["level"] == "SEVERE"]
 
     def resize(self, width: int, height: int) -> None:

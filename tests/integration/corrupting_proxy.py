@@ -1,4 +1,4 @@
-"""A TCP proxy that flips one bit of the first large piece that goes through it, once."""
+"""A TCP proxy that flips one bit of the first large piece, once."""
 
 import contextlib
 import socket
@@ -6,9 +6,9 @@ import threading
 
 
 class CorruptingProxy:
-    """Listens on ``listen``, forwards to ``target``; ``corrupted`` is set when it has done its deed.
+    """Forwards from ``listen`` to ``target``; ``corrupted`` is set after the flip.
 
-    Pieces of ``at_least`` bytes and more are gradients; what is shorter (greetings, messages) passes whole.
+    Pieces of at least ``at_least`` bytes are gradients; shorter pieces (greetings, messages) pass unchanged.
     """
 
     def __init__(self, listen: tuple[str, int], target: tuple[str, int], at_least: int) -> None:

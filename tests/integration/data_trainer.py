@@ -21,7 +21,9 @@ PAUSE_S = 0.005
 
 
 class Poisonous(Samples):
-    """Reading one of these samples kills the process, as a corrupt file in a C decoder might."""
+    """A data set in which reading certain samples kills the process, as a corrupt file in a C decoder
+    might.
+    """
 
     def __getitem__(self, index: int):
         if str(index) == os.environ.get("DATA_POISON"):
@@ -32,7 +34,7 @@ class Poisonous(Samples):
 
 
 class Lines(torch.utils.data.IterableDataset):
-    """The samples in a fixed order, and how often the iteration began, in ``begun``."""
+    """An iterable of samples in a fixed order; ``begun`` counts its iterations."""
 
     def __init__(self, size: int) -> None:
         self._samples = Samples(size)
@@ -43,7 +45,7 @@ class Lines(torch.utils.data.IterableDataset):
 
 
 class OnSomeHosts(Samples):
-    """Samples of which this process can read the shards of its loader alone."""
+    """A data set of which this process can read only the shards of its loader."""
 
     ranges: list[tuple[int, int]] | None = None
 

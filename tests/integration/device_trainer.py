@@ -1,4 +1,4 @@
-"""``tiny_trainer`` on the device path, with host memory for a device: what a GPU does, but for the GPU.
+"""``tiny_trainer`` on the device path, with a simulated device of host memory in place of a GPU.
 
 Copies and sums run on the device's thread, in the latest order that events allow; only the user's own torch
 operations are immediate, as they are on any CPU.

@@ -1,8 +1,8 @@
-"""A loop of somebody else's that ends as the test says, and saves what it has after ``close``.
+"""A loop with ``exchange`` that ends as the test says, and saves its state after ``close``.
 
-END_STEP: the committed step at which it ends. END_OWN: it ends after so many steps of its own instead.
-END_GATE: before the step END_GATE_STEP it waits until this file exists. END_PACE_S: what a step takes until
-the file END_HURRY exists.
+END_STEP: the committed step at which the loop ends. END_OWN: the number of its own steps after which the loop
+ends instead. END_GATE: before the step END_GATE_STEP it waits until this file exists. END_PACE_S: seconds of
+a step until the file END_HURRY exists.
 """
 
 import json

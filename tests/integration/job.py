@@ -21,13 +21,13 @@ DEADLINE_S = 180.0  # such a wait usually takes a second or two, but the machine
 
 
 class StartedProcess(int):
-    """A process id that names one process; the kernel gives the same id to a later one."""
+    """A process id with the process's start time, because the kernel reuses ids."""
 
     number: int
 
 
 class Zygote:
-    """Forks trainers; one for the whole test session."""
+    """Forks trainers; all tests of a session share one zygote."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{EXAMPLES}"}
@@ -58,7 +58,7 @@ class Zygote:
                     self.changed.notify_all()
 
     def status_of(self, process: StartedProcess) -> int | None:
-        """How this process ended; None while it runs."""
+        """Return the exit status of this process; None while it runs."""
         return self._statuses.get(process.number)
 
     def start(self, environment: dict[str, str], log: Path) -> StartedProcess:
@@ -101,7 +101,7 @@ class Job:
         return self.folder / "token"
 
     def start_lighthouse(self, port: int = 0, apart: int = 0) -> None:
-        """``apart``: it speaks a protocol version that many above ours."""
+        """Start a lighthouse whose protocol version is ``apart`` above ours."""
         ready = self.folder / "lighthouse.json"
         ready.unlink(missing_ok=True)
         program = (
@@ -128,7 +128,7 @@ class Job:
         return self.pids[replica]
 
     def trainer_environment(self, replica: str, **more: str) -> dict[str, str]:
-        """The environment of a trainer of this job."""
+        """Return the environment of a trainer of this job."""
         return {
             "FABRIC_JOB": "test",
             "FABRIC_REPLICA": replica,
@@ -172,11 +172,11 @@ class Job:
             return answer.read()
 
     def status(self) -> dict:
-        """The job as the lighthouse sees it."""
+        """Return the job's status from the lighthouse."""
         return json.loads(self.ask("/v1/jobs/test"))
 
     def told(self, kind: str = "") -> list[dict]:
-        """Return the lighthouse's events, of this kind or of all."""
+        """Return the lighthouse's events of this kind, or all events."""
         found = json.loads(self.ask("/v1/jobs/test/events"))
         return [e for e in found if not kind or e["kind"] == kind]
 
@@ -219,9 +219,9 @@ class Job:
         _signal(self.pids[replica], signal.SIGKILL)
 
     def kill_together(self, step: int, replicas: Sequence[str]) -> None:
-        """Start everybody; kill these in one moment, each at the first micro-batch of its share of ``step``.
+        """Start all replicas; kill these together, each at the first micro-batch of its share of ``step``.
 
-        Were each to kill itself there, a slow one might be given the micro-batch at which another died.
+        If each killed itself, a slow replica might inherit the micro-batch at which another died.
         """
         gate = self.folder / "gate"
         awaited = [gate / f"{replica}.awaited" for replica in replicas]

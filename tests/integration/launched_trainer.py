@@ -1,7 +1,7 @@
 """One rank that a launcher has started: the layout trainer's model, in the layout that it is asked for.
 
 Each rank writes down its rendezvous and its process. ``LAUNCHED_DEVICE`` names the rank whose device fails,
-and the step: ``1@6``. It waits there for the file ``LAUNCHED_GATE``.
+and the step: ``1@6``. Before the failure the rank waits for the file ``LAUNCHED_GATE``.
 """
 
 import os
@@ -20,7 +20,7 @@ import fabric.client
 
 
 class Samples(Paced):
-    """The samples of a rank, the device of which may fail when it reads one."""
+    """The samples of a rank; reading one of them may make the rank's device fail."""
 
     def __init__(self) -> None:
         super().__init__(example("fsdp2").samples(64))

@@ -1,6 +1,6 @@
 """One model in any layout: ``SHARDED`` is ``plain`` (one process), ``fsdp`` or ``tp`` (over all ranks).
 
-``LAYOUT_WIDTH`` makes another model of it. The pace is the sharded trainer's.
+``LAYOUT_WIDTH`` changes the model's width. The pace is the sharded trainer's.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ GLOBAL_BATCH = 16
 
 
 def build(width: int = 30) -> torch.nn.Module:
-    """The same whole model in every layout."""
+    """Build the whole model, which is equal in every layout."""
     torch.manual_seed(5)
     return torch.nn.Sequential(
         torch.nn.Linear(16, width),

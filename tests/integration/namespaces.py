@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces with a cable between them, which can be pulled or cut one way.
 
-Only what happens inside them is touched; the machine's own network stays as it is.
+The machine's own network stays unchanged.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ class Cable:
 
     @staticmethod
     def problem() -> str:
-        """Why there can be none here, or empty."""
+        """Return why this machine allows no namespaces, or an empty text."""
         if not shutil.which("ip") or not shutil.which("tc"):
             return "ip and tc (iproute2) are not installed"
         name = f"fabric-{os.getpid()}-try"
@@ -54,12 +54,12 @@ class Cable:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
     def plug(self) -> None:
-        """Both ends are up."""
+        """Set both ends up."""
         for name in self.names:
             _run("ip", "-n", name, "link", "set", "cable", "up")
 
     def pull(self) -> None:
-        """The first end is down: nothing passes, and nobody is told."""
+        """Set the first end down: no packet passes, and no process gets an error."""
         _run("ip", "-n", self.names[0], "link", "set", "cable", "down")
 
     def lose(self, side: int) -> None:

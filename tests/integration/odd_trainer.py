@@ -1,6 +1,6 @@
-"""User's loops that are not the ordinary one: mistakes by name, a plain loop, and one that prints its losses.
+"""Unusual user's loops: mistakes by name, a plain loop, and a loop that prints its losses.
 
-``ODD`` names what to do. Everything that is not the oddity itself is ``tiny_trainer``'s.
+``ODD`` names what to do. Apart from its oddity, each loop equals ``tiny_trainer``'s.
 """
 
 import os
@@ -18,7 +18,7 @@ ODD_STEP = 5
 
 
 class Opaque:
-    """Like a scheduler, but its state holds what no file can: a function."""
+    """Like a scheduler, but its state holds a function, which no file can store."""
 
     def __init__(self, opaque_from: int = 0) -> None:
         self.calls, self._opaque_from = 0, opaque_from
@@ -115,7 +115,7 @@ def plain_loop() -> None:
 
 
 def another_dtype() -> None:
-    """One tensor is of another type than everybody else's."""
+    """One tensor has another dtype than at the other replicas."""
     model, optimizer, scheduler = build(64)
     model[3].bias.data = model[3].bias.data.double()
     train(model, optimizer, state={"scheduler": scheduler})
@@ -172,13 +172,13 @@ def iterate_twice() -> None:
 
 
 class Average:
-    """A running mean in the shared state, which is changed beside forward and not beside the optimizer."""
+    """A running mean in the shared state that wrongly changes during forward, not at the optimizer's step."""
 
     def __init__(self) -> None:
         self.mean = torch.zeros(32)
 
     def step(self) -> None:
-        """Where it should be changed."""
+        """Change the running mean at the right place."""
 
     def state_dict(self) -> dict:
         return {"mean": self.mean}
@@ -198,8 +198,9 @@ def average_in_forward(written_to: Callable[[torch.Tensor], torch.Tensor]) -> No
 
 
 def resumed() -> None:
-    """Begins at the step of a checkpoint of its own, which is older on each further replica; every step says
-    what a loop wants to know in which one replica writes a file for all."""
+    """Begin at the step of the script's own checkpoint, which is older on each further replica. Each step
+    prints whether this replica is the writer.
+    """
     model, optimizer, scheduler = build(64)
     mine = 40 - 10 * int(os.environ["FABRIC_REPLICA"][1:])
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler}, step=mine)
@@ -217,7 +218,7 @@ def resumed() -> None:
 
 
 def scheduler_apart() -> None:
-    """On purpose, and wrongly: who joins has a learning rate of its own."""
+    """A deliberate mistake: a joining replica has its own learning rate."""
     model, optimizer, scheduler = build(64)
     session = fabric.client.attach(model, optimizer, unshared="ignore")
     data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)

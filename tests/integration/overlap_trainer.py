@@ -1,5 +1,5 @@
-"""tiny_trainer's loop with buckets so small that its gradients are several; it prints what it computes, and
-proves that buckets are exchanged while backward still runs: backward waits for that in its midst.
+"""tiny_trainer's loop with several small buckets. Backward waits in its middle until a bucket is exchanged,
+which proves the overlap.
 
 ``OVERLAP``: ``plain``, ``ddp`` (with another bucket layout on every replica), or ``changed``, where the
 user's code changes a gradient after the last backward.
@@ -30,7 +30,7 @@ reduced, first = threading.Event(), threading.Event()
 
 
 def watch_the_exchange() -> None:
-    """``reduced`` is set when a bucket's reduction has ended, well or not."""
+    """``reduced`` is set when a bucket's reduction has ended, with or without an error."""
     reduce = ExchangeThread._reduce
 
     def watched(self, *arguments):
@@ -66,7 +66,7 @@ def main() -> None:
         fabric.client.ddp(model, session)
 
     def in_the_midst(*_: object) -> None:
-        """The last layer's gradient is final, the first one's is not begun."""
+        """Called when the last layer's gradient is final and the first layer's is not begun."""
         if session.overlap.stream is None:
             return
         if how == "ddp" and not first.is_set():

@@ -1,5 +1,6 @@
-"""How fast the trainers of a test go while a replica of theirs is away: so slowly towards the end that it
-finds the job still there, however long its start takes on a loaded machine."""
+"""The pace of a test's trainers: while a replica is away they go slowly, so that the job still runs when the
+replica comes back.
+"""
 
 import os
 import time
@@ -12,11 +13,11 @@ _LAST_STEPS = 6
 
 
 def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None:
-    """At the beginning of a step, of which ``left`` are to come: nothing where all are there. Else six times
-    ``step_s``, and towards the end until a newcomer needs a step of this one, at most four seconds. At
-    the very end it only needs one that could not join without it: one that replays is given time to come up.
+    """Pause at the beginning of a step, with ``left`` steps to come; do not pause if no replica is missing.
+    With a replica missing, pause six times ``step_s``, and near the end up to four seconds. At the very end
+    pause only until a replaying newcomer has caught up.
 
-    TINY_PATIENT_STEPS says in how many steps before the end; 0: in none, for nobody is to come."""
+    TINY_PATIENT_STEPS is the number of last steps with such pauses; 0: none."""
     # read here, because the zygote has another environment
     patient_steps = int(os.environ.get("TINY_PATIENT_STEPS", "0"))
     if len(session.members) >= int(os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1]):
@@ -28,7 +29,9 @@ def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None
 
 
 def _is_needed(session: fabric.client.Session, left: int) -> bool:
-    """Whether somebody follows this member, or waits for an epoch that begins with its next commit."""
+    """Return whether a newcomer replays this member's gradients, or waits for an epoch after its next
+    commit.
+    """
     member = session._engine.member.view
     follows = member.listeners and left > _LAST_STEPS
     return bool(member.promised_snapshots or follows or member.newest is not member.current)

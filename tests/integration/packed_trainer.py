@@ -1,6 +1,6 @@
-"""Packed documents of varying length: a timed wait stands for the device that computes them, as long as their
-tokens and their attention take. While the file PACKED_SLOW exists, this replica takes PACKED_FACTOR times as
-long."""
+"""A trainer with packed documents of varying length; a timed wait, by their tokens and attention, stands for
+the device. While the file PACKED_SLOW exists, this replica takes PACKED_FACTOR times as long.
+"""
 
 import os
 import random
@@ -32,7 +32,7 @@ class Packed(torch.utils.data.Dataset):
 
 
 def compute(lengths: list[float], slow: Path) -> None:
-    """Wait in small pieces, so that a stopped process loses its time."""
+    """Wait in small pieces, so that the time of a stop adds to the wait."""
     seconds = sum(TOKEN_S * x + PAIR_S * x * x for x in lengths)
     factor = float(os.environ.get("PACKED_FACTOR", "3")) if slow.exists() else 1.0
     for _ in range(max(1, round(seconds * factor / 0.002))):

@@ -1,4 +1,4 @@
-"""A job whose replicas are several processes each: a launcher of test size in the place of torchrun."""
+"""A job whose replicas have several ranks, with a small test launcher in place of torchrun."""
 
 import os
 import signal
@@ -13,8 +13,9 @@ from fabric.audit.verify import judge
 
 @dataclass
 class RankJob(Job):
-    """``pids`` and ``codes`` are by ``r0.1``: rank 1 of replica r0. A replica starts again when all of its
-    ranks have ended."""
+    """The keys of ``pids`` and ``codes`` are like ``r0.1``: rank 1 of replica r0. A replica starts again when
+    all of its ranks have ended.
+    """
 
     ranks: int = 2
     sizes: dict[str, int] = field(default_factory=dict)  # replica -> its number of ranks, where it differs
@@ -22,7 +23,7 @@ class RankJob(Job):
     groups: dict[str, list[str]] = field(default_factory=dict)
 
     def start(self, replica: str, points: str = "", rank: int = 0, **more: str) -> int:
-        """Start all ranks of a replica; ``points`` are for one of them."""
+        """Start all ranks of a replica; one of them gets the failpoints ``points``."""
         number = self.starts[replica] = self.starts.get(replica, 0) + 1
         ranks = self.sizes.get(replica, self.ranks)
         if replica in self.layouts:
@@ -50,11 +51,11 @@ class RankJob(Job):
         os.kill(self.pids[f"{replica}.{rank}"], signal.SIGKILL)
 
     def has_ended(self, replica: str) -> bool:
-        """Whether every rank of it has."""
+        """Return whether every rank of the replica has ended."""
         return all(self.ended(name) is not None for name in self.groups[replica])
 
     def finish(self, restart: bool = True, deadline_s: float = DEADLINE_S) -> None:
-        """Restart replicas that ended otherwise than with 0 or 1 until all have ended so."""
+        """Restart replicas until all have ended with code 0 or 1."""
 
         def all_done() -> bool:
             for replica, names in self.groups.items():
@@ -71,7 +72,9 @@ class RankJob(Job):
         self.wait_for(all_done, "every rank's end", deadline_s)
 
     def check_lanes(self, steps: int) -> None:
-        """Every lane ends bitwise equal over the replicas, and rank 0's journals keep every promise."""
+        """Check that every lane ends bitwise equal over the replicas, and that rank 0's journals are
+        valid.
+        """
         for rank in range(self.ranks):
             lanes = {}
             for replica in self.groups:

@@ -1,6 +1,6 @@
 """One rank of a replica of several: runs the ``train`` of the example that ``SHARDED`` names, paced.
 
-The pace stands for a device that computes: without it the job would be over before anybody rejoins.
+The pauses stand for a device that computes; without them the job would end before a replica rejoins.
 """
 
 import faulthandler
@@ -27,7 +27,7 @@ MICRO_BATCH = 4
 
 
 def example(name: str):
-    """The module of one example."""
+    """Return the module of one example."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     specification = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
@@ -37,7 +37,7 @@ def example(name: str):
 
 
 class Paced(torch.utils.data.Dataset):
-    """The examples' samples; while a replica is away rank 0 gives it the time to come back."""
+    """The examples' samples; while a replica is away, rank 0 pauses to let it come back."""
 
     def __init__(self, samples) -> None:
         self.samples = samples

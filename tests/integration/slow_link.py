@@ -1,4 +1,4 @@
-"""A host behind a bad network: what is sent to it goes through here, and crawls when ``is_slow`` is set."""
+"""A proxy in front of a host, which slows the traffic to the host down when ``is_slow`` is set."""
 
 import contextlib
 import selectors

@@ -1,5 +1,6 @@
-"""A replica that gets stuck on the way: in C code that keeps the interpreter's lock, or its ranks in
-collectives that one of them does not come to, or that do not match. ``STUCK`` says how; step 6 is where."""
+"""A replica that hangs: in C code that keeps the interpreter's lock, in a collective that a rank does not
+enter, or in collectives that do not match. ``STUCK`` names the kind of hang, which comes at step 6.
+"""
 
 import ctypes
 import os
@@ -14,7 +15,7 @@ STEP = 6
 
 
 def stuck_in_c() -> None:
-    """A lock that is taken twice: no signal ends that wait, and PyDLL keeps the interpreter's lock."""
+    """Take a lock twice in C: no signal ends this wait, and PyDLL keeps the interpreter's lock."""
     lock, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     for _ in range(2):
         lock.pthread_mutex_lock(mutex)
@@ -37,7 +38,7 @@ def get_stuck() -> None:
 
 
 class Stuck:
-    """Samples that get stuck at the first one of some step."""
+    """Samples of which the first of a given step hangs."""
 
     def __init__(self, samples) -> None:
         self.samples = samples

@@ -1,4 +1,6 @@
-"""All trainers are killed at once: the job resumes from host memory, from a state as young as was shown."""
+"""After the death of all trainers the job resumes from host memory, at the step that ``recoverable``
+showed.
+"""
 
 import json
 import time

@@ -1,5 +1,6 @@
-"""Silent corruption with real processes: digests are compared in the barrier, the minority is named,
-evicted and healed; where nobody can tell who is right the job stops."""
+"""Silent corruption with real processes: votes compare digests, the leader evicts the minority, and the job
+stops if no majority exists.
+"""
 
 import re
 
@@ -50,7 +51,9 @@ def test_two_members_that_disagree_about_the_state_stop(zygote, tmp_path):
 def test_of_two_members_with_different_states_the_joining_one_is_evicted_and_the_entry_named(
     zygote, tmp_path
 ):
-    """Its scheduler is not shared, so it joins with another learning rate: the other one goes on."""
+    """The joining replica's scheduler is not shared, so it has another learning rate, and the other replica
+    goes on.
+    """
     environment = {"TEST_TRAINER": "odd_trainer", "ODD": "a scheduler apart", "TINY_STEPS": "4000"}
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
         job.start("r0")
@@ -74,7 +77,9 @@ def test_of_two_members_with_different_states_the_joining_one_is_evicted_and_the
 
 
 def test_an_outvoted_replica_does_not_go_on_when_the_two_others_are_killed(zygote, tmp_path):
-    """They die before they can report. Its state is the newest that is left, and known to be wrong."""
+    """Both members of the majority die before they can report. The outvoted replica's state is the newest,
+    but the majority has called it wrong.
+    """
     environment = {"TINY_STEPS": "20", "FABRIC_SNAPSHOT_EVERY": "3"}
     with Job(zygote, tmp_path, environment=environment) as job:
         # The failpoint stops the control threads of r0 and r2 after their commit votes.

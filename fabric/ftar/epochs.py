@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fabric.errors import ConfigError, IllegalTransition, ProtocolError, RoundAborted
+from fabric.ftar import chunk_headers
+from fabric.ftar.chunk_headers import ChunkHeader
 from fabric.ftar.plane import Ring
 
 # The number of aborts kept for epochs whose links have not come yet.
@@ -114,7 +116,22 @@ class EpochLinks:
             self.aborted(why, about)
 
     def aborted(self, why: str, about: str) -> None:
-        """Do what an abort needs beyond waking the exchange. Called once; must not block."""
+        """Tell the previous member, which tells the member before it, until all members know the cause.
+
+        Called once; must not block.
+        """
+        if self.previous is not None:
+            # A ring link carries few bytes backward, so the socket's buffer has room for this message.
+            with suppress(OSError):
+                self.previous.send(chunk_headers.notice(self.ring.epoch, self.ring.position, why, about))
+
+    def take_back(self, data: bytearray, *kinds: int) -> ChunkHeader | None:
+        """Take a message of one of ``kinds`` off ``data``. Raises RoundAborted for the notice of an abort."""
+        message = chunk_headers.take_back(data, *kinds)
+        if isinstance(message, tuple):
+            why, about = message
+            raise RoundAborted(why, about if about in self.ring.names else "")
+        return message
 
     @contextmanager
     def reading_back(self) -> Iterator[bytearray]:

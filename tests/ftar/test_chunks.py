@@ -5,10 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
-from fabric.ftar.host.chunk_headers import (
+from fabric.ftar.chunk_headers import (
+    ANSWER,
+    CREDIT,
     GATHER,
     HEADER_BYTES,
     MAX_NOTICE_BYTES,
+    READ,
     REDUCE,
     ChunkHeader,
     ExchangeSpec,
@@ -17,6 +20,7 @@ from fabric.ftar.host.chunk_headers import (
     notice,
     pack,
     take_back,
+    to_previous,
     unpack,
 )
 
@@ -67,12 +71,22 @@ def test_an_abort_notice_is_read_from_any_fragments(why, about, cut):
 def test_returned_bytes_are_parsed_message_by_message():
     spec = ExchangeSpec(7, 1, 0, 3, 1, 100)
     data = bytearray(all_read(spec, 2, end=True) + notice(7, 2, "m1 was lost", "m1") + b"F")
-    said = take_back(data)
+    said = take_back(data, READ)
     assert isinstance(said, ChunkHeader)
     assert (said.spec, said.source, said.sequence) == (spec, 2, 1)
     assert take_back(data) == ("m1 was lost", "m1")
     assert take_back(data) is None
     assert data == b"F"
+
+
+def test_answers_and_credits_are_read_in_order_and_only_where_they_are_expected():
+    data = bytearray(to_previous(ANSWER, 1) + to_previous(CREDIT, 5) + notice(7, 2, "enough", ""))
+    assert take_back(bytearray(data[: HEADER_BYTES - 1]), ANSWER, CREDIT) is None
+    with pytest.raises(ProtocolError, match="no notice"):
+        take_back(bytearray(data), READ)
+    answer, credit = take_back(data, ANSWER, CREDIT), take_back(data, ANSWER, CREDIT)
+    assert [(x.kind, x.sequence) for x in (answer, credit)] == [(ANSWER, 1), (CREDIT, 5)]
+    assert take_back(data, ANSWER, CREDIT) == ("enough", "") and not data
 
 
 @given(st.binary(max_size=300))

@@ -15,8 +15,21 @@ from ftar.simulated_device import SimulatedDevice
 from ring_harness import WAIT_S, names, same_bits, socket_ring, wait_until
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
-from fabric.ftar.device import frames
+from fabric.ftar.chunk_headers import (
+    ANSWER,
+    CREDIT,
+    DEVICE_REDUCE,
+    HEADER_BYTES,
+    ChunkHeader,
+    ExchangeSpec,
+    digest,
+    pack,
+    take_back,
+    to_previous,
+    unpack,
+)
 from fabric.ftar.device.device_ring import DeviceRing
+from fabric.ftar.device.memory_offers import OFFER_HEAD_BYTES, offer, offer_size, read_offer
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
 
@@ -143,22 +156,22 @@ def start(peer: RawPeer, members_length: int = 4000):
 @pytest.mark.parametrize("peer", [{"group": 64}], indirect=True)
 def test_chunks_in_shared_memory_are_bounded_by_slots_and_credits(peer):
     future = start(peer)
-    handle = frames.read_offer(peer.receive(frames.offer_size(peer.receive(frames.OFFER_HEAD_BYTES))))
+    handle = read_offer(peer.receive(offer_size(peer.receive(OFFER_HEAD_BYTES))))
     assert handle is not None and handle.nbytes == CHUNK * SMALL["slots"]
     opened = SimulatedDevice()
     memory = opened.open(handle)
     assert memory is not None
-    peer.next.sendall(frames.offer(None))
-    peer.previous.sendall(frames.back(frames.ANSWER, 1))
+    peer.next.sendall(offer(None))
+    peer.previous.sendall(to_previous(ANSWER, 1))
     for number in range(SMALL["slots"]):
-        chunk = frames.unpack(peer.receive(frames.CHUNK_BYTES))
-        assert (chunk.sequence, chunk.gather, chunk.size) == (number, False, CHUNK)
+        header, _ = unpack(peer.receive(HEADER_BYTES))
+        assert (header.sequence, header.kind, header.size) == (number, DEVICE_REDUCE, CHUNK)
         assert (memory[number * CHUNK : (number + 1) * CHUNK].view(torch.float32) == 1).all()
     assert peer.silent()
     for credit in (1, 2):
-        peer.previous.sendall(frames.back(frames.CREDIT, credit))
+        peer.previous.sendall(to_previous(CREDIT, credit))
         for _ in range(credit):
-            peer.receive(frames.CHUNK_BYTES)
+            peer.receive(HEADER_BYTES)
         assert peer.silent()
     peer.plane.abort(1, "enough")
     with pytest.raises(RoundAborted, match="enough"):
@@ -168,24 +181,21 @@ def test_chunks_in_shared_memory_are_bounded_by_slots_and_credits(peer):
 
 def test_a_member_that_cannot_open_the_memory_gets_bytes(peer):
     future = start(peer)
-    peer.receive(frames.offer_size(peer.receive(frames.OFFER_HEAD_BYTES)))
-    peer.next.sendall(frames.offer(None))
-    peer.previous.sendall(frames.back(frames.ANSWER, 0))
-    chunk = frames.unpack(peer.receive(frames.CHUNK_BYTES))
-    payload = peer.receive(chunk.size)
-    assert chunk.digested and chunk.digest == frames.digest(payload)
+    peer.receive(offer_size(peer.receive(OFFER_HEAD_BYTES)))
+    peer.next.sendall(offer(None))
+    peer.previous.sendall(to_previous(ANSWER, 0))
+    header, payload_digest = unpack(peer.receive(HEADER_BYTES))
+    payload = peer.receive(header.size)
+    assert payload_digest == digest(payload)
     assert (torch.frombuffer(bytearray(payload), dtype=torch.float32) == 1).all()
     peer.plane.abort(1, "enough")
     with pytest.raises(RoundAborted):
         future.result(WAIT_S)
 
 
-def chunk(sequence: int = 0, length: int = 4000, size: int = CHUNK, **changes) -> frames.ChunkFrame:
-    expected = frames.ChunkFrame(
-        epoch=1, step=0, exchange=0, world=2, source=1, dtype=1, operation=0, length=length, gather=False,
-        sequence=sequence, size=size,
-    )  # fmt: skip
-    return replace(expected, **changes)
+def chunk(sequence: int = 0, size: int = CHUNK, **changes) -> ChunkHeader:
+    spec = ExchangeSpec(epoch=1, step=0, exchange=0, world=2, dtype=1, length=4000)
+    return ChunkHeader(replace(spec, **changes), DEVICE_REDUCE, 1, sequence, size)
 
 
 TCP = pytest.mark.parametrize("peer", [{"shares": False}], indirect=True)
@@ -208,27 +218,27 @@ TCP = pytest.mark.parametrize("peer", [{"shares": False}], indirect=True)
 )
 def test_bytes_for_another_exchange_are_not_summed(peer, sent, sentence):
     future = start(peer)
-    peer.next.sendall(frames.pack(sent))
+    peer.next.sendall(pack(sent))
     with pytest.raises(RoundAborted, match=sentence) as aborted:
         future.result(WAIT_S)
     assert aborted.value.about == "m1"
-    while (found := frames.take_back(back := bytearray(peer.next.recv(4096)))) is None:
+    assert aborted.value.mismatch == ("differ" in sentence)
+    while (notice := take_back(back := bytearray(peer.next.recv(4096)))) is None:
         assert back
-    assert sentence in found.why and found.about == "m1"
+    assert sentence in notice[0] and notice[1] == "m1"
 
 
 @TCP
 def test_corrupted_bytes_and_foreign_bytes_are_noticed(peer):
     future = start(peer)
-    sent = frames.with_digest(chunk(), bytes(CHUNK))
-    peer.next.sendall(frames.pack(sent) + bytes(CHUNK - 1) + b"\1")
+    peer.next.sendall(pack(chunk(), digest(bytes(CHUNK))) + bytes(CHUNK - 1) + b"\1")
     with pytest.raises(RoundAborted, match="chunk 0 does not match its digest"):
         future.result(WAIT_S)
     peer.close()
     other = RawPeer(shares=False)
     future = start(other)
     other.next.sendall(b"FTR1" + bytes(200))
-    with pytest.raises(RoundAborted, match="that member's parameters are not on a GPU"):
+    with pytest.raises(RoundAborted, match="no chunk header"):
         future.result(WAIT_S)
     other.close()
 
@@ -237,7 +247,7 @@ def test_corrupted_bytes_and_foreign_bytes_are_noticed(peer):
 def test_a_silent_neighbour_is_named_after_the_bound(peer):
     future = start(peer)
     # In a ring of two the first chunk proves that both members have entered the exchange.
-    peer.next.sendall(frames.pack(frames.with_digest(chunk(), bytes(CHUNK))) + bytes(CHUNK))
+    peer.next.sendall(pack(chunk(), digest(bytes(CHUNK))) + bytes(CHUNK))
     with pytest.raises(RoundAborted, match="m1 stalled") as aborted:
         future.result(WAIT_S)
     assert aborted.value.about == "m1"
@@ -259,8 +269,8 @@ def test_a_device_that_is_lost_ends_the_exchange_and_the_neighbour_hears_why(pee
     peer.device.fail(RuntimeError("an illegal memory access was encountered"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         future.result(WAIT_S)
-    found = frames.take_back(bytearray(peer.next.recv(4096)))
-    assert found is not None and "an illegal memory access" in found.why
+    notice = take_back(bytearray(peer.next.recv(4096)))
+    assert notice is not None and "an illegal memory access" in notice[0]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -14,7 +14,7 @@ from sim.checkers import Violation, demand
 from sim.network import Connection, End
 from sim.server import Gradient, digest_of
 
-from fabric.ftar.host import chunk_headers
+from fabric.ftar import chunk_headers
 from fabric.ftar.ring_schedule import ALIGNMENT, Schedule, schedule
 from fabric.model import Record
 from fabric.protocol.messages import member_events as io

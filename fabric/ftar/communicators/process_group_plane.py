@@ -7,7 +7,6 @@ watchdog thread per epoch reads the sockets. It ends the communicator when the e
 is gone, or an exchange exceeds its bound. An ended communicator is never used again.
 """
 
-import contextlib
 import json
 import math
 import select
@@ -22,7 +21,6 @@ from typing import Any, Protocol
 import torch
 
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
-from fabric.ftar.device import frames
 from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, lost
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
@@ -114,9 +112,7 @@ class GroupLinks(EpochLinks):
 
     def aborted(self, why: str, about: str) -> None:
         """Tell the previous member, and wake the waiting threads. The watchdog then ends the communicator."""
-        if self.previous is not None:
-            with contextlib.suppress(OSError):
-                self.previous.send(frames.notice(why, about))
+        super().aborted(why, about)
         with self.changed:
             self.changed.notify_all()
         self._met.set()
@@ -221,9 +217,7 @@ class GroupLinks(EpochLinks):
 
     def _hear_back(self, data: bytes) -> None:
         self._came_back += data
-        frame = frames.take_back(self._came_back)
-        if frame is not None:
-            raise RoundAborted(frame.why, frame.about if frame.about in self.ring.names else "")
+        self.take_back(self._came_back)
 
 
 class GroupPlane(EpochPlane[GroupLinks]):

@@ -14,7 +14,7 @@ import os
 import select
 import time
 
-from fabric.errors import ProtocolError, RoundAborted
+from fabric.errors import Mismatch, ProtocolError, RoundAborted
 from fabric.ftar.device.device_links import DeviceLinks
 from fabric.ftar.device.piece_order import PieceOrder
 from fabric.ftar.device.pieces import Incoming, Outgoing
@@ -81,7 +81,9 @@ class DeviceExchange:
             return self._in.pump()
         except ProtocolError as error:
             raise RoundAborted(
-                f"{peer} in the exchange of epoch {self._links.ring.epoch}: {error}", peer
+                f"{peer} in the exchange of epoch {self._links.ring.epoch}: {error}",
+                peer,
+                mismatch=isinstance(error, Mismatch),
             ) from error
         except EOFError as error:
             raise lost(peer, None) from error

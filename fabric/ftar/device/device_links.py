@@ -1,4 +1,4 @@
-"""The two sockets of one epoch's device ring, the frames that come back on them, and shared device memory.
+"""The two sockets of one epoch's device ring, the messages that come back on them, and shared device memory.
 
 The link of neighbours on one host is a unix socket. There the sender shares device memory, and the receiver
 reads the chunks from it if it can open it. Then the socket carries the chunks' headers, and the receiver
@@ -6,12 +6,12 @@ returns a credit for every slot that it has read. All other links carry the chun
 """
 
 import socket
-from contextlib import suppress
 
 import torch
 
 from fabric.errors import RoundAborted
-from fabric.ftar.device import frames
+from fabric.ftar.chunk_headers import ANSWER, CREDIT, to_previous
+from fabric.ftar.device import memory_offers
 from fabric.ftar.device.device_api import Device
 from fabric.ftar.epochs import EpochLinks, is_shared, lost
 from fabric.ftar.plane import Ring
@@ -42,17 +42,17 @@ class DeviceLinks(EpochLinks):
         self.offers = False
         shared = device.share(nbytes)
         if shared is None:
-            return frames.offer(None)
+            return memory_offers.offer(None)
         self.outbox, handle = shared
-        return frames.offer(handle)
+        return memory_offers.offer(handle)
 
     def take_offer(self, body: bytes | bytearray, device: Device) -> None:
         """Open the memory of an offer, and tell the previous member whether that worked. Raises
         ProtocolError."""
         self.expects_offer = False
-        handle = frames.read_offer(body)
+        handle = memory_offers.read_offer(body)
         self.inbox = None if handle is None else device.open(handle)
-        self.send_back(frames.back(frames.ANSWER, int(self.inbox is not None)))
+        self.send_back(to_previous(ANSWER, int(self.inbox is not None)))
 
     def send_back(self, frame: bytes) -> None:
         """Send a small frame to the previous member. Raises RoundAborted where not all of it can be sent."""
@@ -67,24 +67,13 @@ class DeviceLinks(EpochLinks):
             if sent != len(frame):
                 raise RoundAborted(f"the ring link to {self.ring.previous} does not take answers", "")
 
-    def aborted(self, why: str, about: str) -> None:
-        """Tell the previous member, which tells the member before it, until all members know the cause."""
-        if self.previous is not None:
-            with suppress(OSError):
-                self.previous.send(frames.notice(why, about))
-
     def hear_back(self) -> None:
         """Read answers and credits from the next member. Raises RoundAborted at a notice or the end."""
         with self.reading_back() as back:
-            while (frame := frames.take_back(back)) is not None:
-                self._handle(frame)
-
-    def _handle(self, frame: frames.BackwardFrame) -> None:
-        if frame.kind == frames.ABORT:
-            raise RoundAborted(frame.why, frame.about if frame.about in self.ring.names else "")
-        if frame.kind == frames.CREDIT:
-            self.credits += frame.value
-        else:
-            self.accepted = bool(frame.value) and self.outbox is not None
-            if not self.accepted:
-                self.outbox = None
+            while (message := self.take_back(back, ANSWER, CREDIT)) is not None:
+                if message.kind == CREDIT:
+                    self.credits += message.sequence
+                    continue
+                self.accepted = bool(message.sequence) and self.outbox is not None
+                if not self.accepted:
+                    self.outbox = None

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from fabric.errors import ConfigError
-from fabric.ftar.device import frames
+from fabric.ftar.chunk_headers import DEVICE_GATHER, DEVICE_REDUCE, ChunkHeader, ExchangeSpec
 from fabric.ftar.device.device_api import Device
 from fabric.ftar.device.device_exchange import DeviceExchange
 from fabric.ftar.device.device_links import DeviceLinks
@@ -168,26 +168,25 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         result: torch.Tensor,
         reduction: Reduction,
     ) -> ReductionTask:
-        def frame(piece: DevicePiece, member: int, size: int) -> frames.ChunkFrame:
-            return frames.ChunkFrame(
-                epoch=ring.epoch,
-                step=step,
-                exchange=exchange,
-                world=ring.world,
-                source=member,
-                dtype=DTYPE_CODES[source.dtype],
-                operation=reduction.code,
-                length=source.numel(),
-                gather=piece.gather,
-                sequence=piece.sequence,
-                size=size,
-            )
+        spec = ExchangeSpec(
+            ring.epoch,
+            step,
+            exchange,
+            ring.world,
+            DTYPE_CODES[source.dtype],
+            source.numel(),
+            reduction.code,
+        )
+
+        def header(piece: DevicePiece, member: int, size: int) -> ChunkHeader:
+            kind = DEVICE_GATHER if piece.gather else DEVICE_REDUCE
+            return ChunkHeader(spec, kind, member, piece.sequence, size)
 
         def on_piece() -> None:
             self._on_piece(step)
 
         return ReductionTask(
-            source, result, reduction.operation, reduction.weight, frame, self._checksum, on_piece
+            source, result, reduction.operation, reduction.weight, header, self._checksum, on_piece
         )
 
 

@@ -6,9 +6,19 @@ from dataclasses import dataclass
 import torch
 
 from fabric.errors import ProtocolError
-from fabric.ftar.device import frames
+from fabric.ftar.chunk_headers import (
+    CREDIT,
+    HEADER_BYTES,
+    ChunkHeader,
+    check_expected,
+    digest,
+    pack,
+    to_previous,
+    unpack,
+)
 from fabric.ftar.device.device_api import DeviceEvent
 from fabric.ftar.device.device_links import DeviceLinks
+from fabric.ftar.device.memory_offers import OFFER_HEAD_BYTES, offer_size
 from fabric.ftar.device.piece_order import DevicePiece
 from fabric.ftar.device.workspace import DeviceWorkspace, ReductionTask
 
@@ -109,13 +119,12 @@ class Outgoing:
 
     def _frame(self, piece: DevicePiece) -> list[memoryview]:
         size = self._task.size(piece)
-        chunk = self._task.frame(piece, self._links.ring.position, size)
+        header = self._task.header(piece, self._links.ring.position, size)
         if self._links.accepted:
-            return [memoryview(frames.pack(chunk))]
+            return [memoryview(pack(header))]
         payload = self._space.outgoing[self._sent % self._space.slots].numpy().data[:size]
-        if self._task.checksum:
-            chunk = frames.with_digest(chunk, payload)
-        return [memoryview(frames.pack(chunk)), payload]
+        payload_digest = digest(payload) if self._task.checksum else None
+        return [memoryview(pack(header, payload_digest)), payload]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +148,10 @@ class Incoming:
         self._task, self._links, self._space, self._pieces = task, links, space, pieces
         self._source = (links.ring.position - 1) % links.ring.world
         self._uses: deque[DeviceEvent] = deque()
-        self._head = bytearray(frames.OFFER_HEAD_BYTES if links.expects_offer else frames.CHUNK_BYTES)
+        self._head = bytearray(OFFER_HEAD_BYTES if links.expects_offer else HEADER_BYTES)
         self._offer: bytearray | None = None
-        self._chunk: frames.ChunkFrame | None = None
+        self._chunk: ChunkHeader | None = None
+        self._digest: int | None = None  # of the chunk's bytes; None where the sender made none
         self._filled = 0
         self.arrived: dict[int, Arrival] = {}
         self.completed = 0
@@ -169,7 +179,7 @@ class Incoming:
             self._uses.popleft()
             count += 1
         if count and self._links.inbox is not None:
-            self._links.send_back(frames.back(frames.CREDIT, count))
+            self._links.send_back(to_previous(CREDIT, count))
         return count > 0
 
     def pump(self) -> tuple[bool, bool]:
@@ -212,18 +222,16 @@ class Incoming:
 
     def _read_offer(self) -> None:
         if self._offer is None:
-            self._offer = bytearray(frames.offer_size(self._head))
+            self._offer = bytearray(offer_size(self._head))
             if self._offer:
                 return
         self._links.take_offer(self._offer, self._space.device)
-        self._offer, self._head = None, bytearray(frames.CHUNK_BYTES)
+        self._offer, self._head = None, bytearray(HEADER_BYTES)
 
     def _begin(self) -> None:
         piece = self._pieces[self.completed]
-        chunk = frames.unpack(self._head)
-        expected = self._task.frame(piece, self._source, self._task.size(piece))
-        if chunk.identity != expected.identity:
-            raise ProtocolError(difference(chunk, expected))
+        chunk, self._digest = unpack(self._head)
+        check_expected(chunk, self._task.header(piece, self._source, self._task.size(piece)))
         self._chunk = chunk
 
     def _has_room(self) -> bool:
@@ -231,11 +239,11 @@ class Incoming:
         # A chunk that this member reads from shared memory needs no slot of this member.
         return (piece.gather or bool(space.free)) and len(self._uses) < space.slots
 
-    def _take(self, chunk: frames.ChunkFrame) -> tuple[bool, bool]:
+    def _take(self, chunk: ChunkHeader) -> tuple[bool, bool]:
         piece = self._pieces[self.completed]
         if self._links.inbox is None:
             data = self._staged()
-            if chunk.digested and frames.digest(data.numpy().data) != chunk.digest:
+            if self._digest is not None and self._digest != digest(data.numpy().data):
                 raise ProtocolError(
                     f"chunk {chunk.sequence} does not match its digest: bytes were corrupted on the way or "
                     "in memory; if it repeats, check that host's memory and network"
@@ -285,22 +293,3 @@ class Incoming:
             space.free.append((slot, None))
             return None, landed
         return slot, total
-
-
-def difference(got: frames.ChunkFrame, expected: frames.ChunkFrame) -> str:
-    """Say how a chunk's header differs from the expected one."""
-    if (got.epoch, got.step, got.exchange) != (expected.epoch, expected.step, expected.exchange):
-        return (
-            f"it is in exchange {got.exchange} of step {got.step} of epoch {got.epoch}, we are in exchange "
-            f"{expected.exchange} of step {expected.step} of epoch {expected.epoch}"
-        )
-    if (got.length, got.dtype, got.operation) != (expected.length, expected.dtype, expected.operation):
-        return (
-            f"it reduces {got.length} elements of type {got.dtype} by operation {got.operation}, we "
-            f"{expected.length} of type {expected.dtype} by {expected.operation}: the replicas' models differ"
-        )
-    return (
-        f"its chunk {got.sequence} of {got.size} bytes (position {got.source} of {got.world}) came where "
-        f"chunk {expected.sequence} of {expected.size} bytes (position {expected.source} of "
-        f"{expected.world}) was due: chunk sizes or rings differ"
-    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fabric.ftar.device import frames
+from fabric.ftar.chunk_headers import ChunkHeader
 from fabric.ftar.device.device_api import Device, DeviceEvent
 from fabric.ftar.device.piece_order import DevicePiece
 
@@ -70,7 +70,7 @@ class DeviceWorkspace:
 class ReductionTask:
     """One reduction: flat ``source`` into flat ``result`` (maybe the same), and the operation.
 
-    ``weight`` divides a mean. ``frame(piece, source, size)`` is the header of a piece that member ``source``
+    ``weight`` divides a mean. ``header(piece, source, size)`` is the header of a piece that member ``source``
     sends.
     """
 
@@ -78,7 +78,7 @@ class ReductionTask:
     result: torch.Tensor
     operation: str
     weight: float
-    frame: Callable[[DevicePiece, int, int], frames.ChunkFrame]
+    header: Callable[[DevicePiece, int, int], ChunkHeader]
     checksum: bool
     on_piece: Callable[[], None]
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 
 from fabric.errors import ConfigError
+from fabric.ftar.chunk_headers import ExchangeSpec
 from fabric.ftar.epochs import Bounds, EpochPlane
-from fabric.ftar.host.chunk_headers import ExchangeSpec
 from fabric.ftar.host.exchange_buffers import StagingMemory, make_operands
 from fabric.ftar.host.ring_exchange import ExchangeResources, HostExchange
 from fabric.ftar.host.ring_links import RingLinks

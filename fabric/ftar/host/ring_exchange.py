@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from fabric.errors import Mismatch, ProtocolError, RoundAborted
+from fabric.ftar.chunk_headers import GATHER, REDUCE, ChunkHeader, ExchangeSpec
 from fabric.ftar.epochs import Bounds, Waiting, lost
-from fabric.ftar.host.chunk_headers import GATHER, REDUCE, ChunkHeader, ExchangeSpec
 from fabric.ftar.host.exchange_buffers import Operands
 from fabric.ftar.host.ring_links import RingLinks
 from fabric.ftar.host.shm_transport import ReferenceReceiver, ReferenceSender

@@ -20,16 +20,15 @@ because the kernel may give a closed descriptor's number to another file.
 import socket
 from contextlib import suppress
 
-from fabric.errors import RoundAborted
-from fabric.ftar.epochs import EpochLinks, is_shared
-from fabric.ftar.host.chunk_headers import (
+from fabric.ftar.chunk_headers import (
+    READ,
     ChunkHeader,
     ExchangeSpec,
     all_read,
     notice,
     pack,
-    take_back,
 )
+from fabric.ftar.epochs import EpochLinks, is_shared
 from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments
 from fabric.ftar.host.shm_transport import Inbox, Outbox
 from fabric.ftar.plane import Ring
@@ -61,13 +60,9 @@ class RingLinks(EpochLinks):
 
     def aborted(self, why: str, about: str) -> None:
         """Raise the guard, and tell the previous member, before the exchange returns."""
-        message = notice(self.ring.epoch, self.ring.position, why, about)
         if self.outbox is not None:
-            self.outbox.raise_guard(message)
-        if self.previous is not None:
-            # A ring link carries few bytes backward, so the socket's buffer has room for this message.
-            with suppress(OSError):
-                self.previous.send(message)
+            self.outbox.raise_guard(notice(self.ring.epoch, self.ring.position, why, about))
+        super().aborted(why, about)
 
     def release(self) -> None:
         """Close the descriptors, and release mapped and shared memory."""
@@ -104,10 +99,7 @@ class RingLinks(EpochLinks):
         Returns when no complete message is left. Passes a READ message on to the members that it concerns.
         """
         with self.reading_back() as back:
-            while (message := take_back(back)) is not None:
-                if not isinstance(message, ChunkHeader):
-                    why, about = message
-                    raise RoundAborted(why, about if about in self.ring.names else "")
+            while (message := self.take_back(back, READ)) is not None:
                 self._readers[message.source] = message
                 if message.source != (self.ring.position - 1) % self.ring.world:
                     self._send_back(pack(message))

@@ -30,11 +30,12 @@ import numpy as np
 import torch
 
 from fabric.errors import ProtocolError, RoundAborted
-from fabric.ftar.host.chunk_headers import (
+from fabric.ftar.chunk_headers import (
     HEADER_BYTES,
     MAX_NOTICE_BYTES,
     SEGMENT,
     ChunkHeader,
+    check_expected,
     digest,
     pack,
     take_back,
@@ -49,7 +50,6 @@ from fabric.ftar.host.shm_segments import (
     SharedSegment,
     unpack_segment_refs,
 )
-from fabric.ftar.host.tcp_transport import check_expected
 from fabric.ftar.plane import Ring
 from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from fabric.errors import Mismatch, ProtocolError
-from fabric.ftar.host.chunk_headers import HEADER_BYTES, ChunkHeader, digest, pack, unpack
+from fabric.ftar.chunk_headers import HEADER_BYTES, ChunkHeader, check_expected, digest, pack, unpack
 from fabric.ftar.host.exchange_buffers import Operands, raw
 from fabric.ftar.ring_schedule import RingPiece
 
@@ -174,26 +174,3 @@ class ByteReceiver:
             self._operands.take(piece, [self._operands.typed(piece, self._scratch[: len(payload)])])
         self.everybody = self.everybody or piece.everybody
         self.completed += 1
-
-
-def check_expected(got: ChunkHeader, expected: ChunkHeader) -> None:
-    """Raise ProtocolError, which says how they differ, unless ``got`` is the expected header."""
-    if got == expected:
-        return
-    if got.spec.order > expected.spec.order:
-        raise ProtocolError(
-            f"it is in exchange {got.spec.exchange} of step {got.spec.step} of epoch "
-            f"{got.spec.epoch} already, we are in exchange {expected.spec.exchange} of step "
-            f"{expected.spec.step} of epoch {expected.spec.epoch}"
-        )
-    ours, theirs = expected.spec, got.spec
-    if (theirs.length, theirs.dtype, theirs.operation) != (ours.length, ours.dtype, ours.operation):
-        raise Mismatch(
-            f"it reduces {theirs.length} elements of type {theirs.dtype} by operation {theirs.operation}, we "
-            f"{ours.length} of type {ours.dtype} by operation {ours.operation}: the replicas' models differ"
-        )
-    raise Mismatch(
-        f"its chunk {got.sequence} of {got.size} bytes (position {got.source} of {got.spec.world}) "
-        f"came where chunk {expected.sequence} of {expected.size} bytes (position {expected.source} "
-        f"of {expected.spec.world}) was due: chunk sizes or rings differ"
-    )

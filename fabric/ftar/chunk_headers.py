@@ -5,6 +5,8 @@ bytes of an old round and never adds them, and members that disagree about a buf
 A header carries a digest of its payload and a digest of the header. The payload's digest covers the payload
 alone. So a result that travels on unchanged keeps the digest of the member that computed it: no later member
 computes the digest again, and corruption on the way is noticed.
+
+Rings in host memory and device rings send the same headers, with kinds of their own for chunks.
 """
 
 import json
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from fabric.errors import ProtocolError
+from fabric.errors import Mismatch, ProtocolError
 
 _LAYOUT = struct.Struct("<4sBBHHHIIQQQIQ")
 _DIGEST = struct.Struct("<Q")
@@ -23,6 +25,9 @@ HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 # Chunks that go forward: REDUCE has a partial result, GATHER a result, SEGMENT announces memory of later
 # chunks. Chunks that go backward: ABORT, and READ ("all memory was read").
 REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
+# The chunks of a device ring go in another order. Two more messages go backward: ANSWER says whether the
+# member can read the offered memory, CREDIT says how many slots it has read.
+DEVICE_REDUCE, DEVICE_GATHER, ANSWER, CREDIT = 6, 7, 8, 9
 _PAYLOAD_DIGESTED, _RESULT_IS_STABLE = 1, 2
 MAX_NOTICE_BYTES = 2048
 _MAX_WHY_CHARACTERS = 300
@@ -54,7 +59,7 @@ class ChunkHeader:
     """The header of one chunk."""
 
     spec: ExchangeSpec
-    kind: int  # the chunk's kind: REDUCE, GATHER, ABORT, SEGMENT or READ
+    kind: int  # the chunk's kind, such as REDUCE
     source: int  # the sender's position
     sequence: int  # number of the chunk in its exchange
     size: int  # number of bytes of the payload
@@ -107,6 +112,29 @@ def unpack(data: Payload) -> tuple[ChunkHeader, int | None]:
     return ChunkHeader(spec, kind, source, sequence, size), expected if flags & _PAYLOAD_DIGESTED else None
 
 
+def check_expected(got: ChunkHeader, expected: ChunkHeader) -> None:
+    """Raise ProtocolError, which says how they differ, unless ``got`` is the expected header."""
+    if got == expected:
+        return
+    if got.spec.order != expected.spec.order:
+        raise ProtocolError(
+            f"it is in exchange {got.spec.exchange} of step {got.spec.step} of epoch {got.spec.epoch}, "
+            f"we are in exchange {expected.spec.exchange} of step {expected.spec.step} of epoch "
+            f"{expected.spec.epoch}"
+        )
+    ours, theirs = expected.spec, got.spec
+    if (theirs.length, theirs.dtype, theirs.operation) != (ours.length, ours.dtype, ours.operation):
+        raise Mismatch(
+            f"it reduces {theirs.length} elements of type {theirs.dtype} by operation {theirs.operation}, we "
+            f"{ours.length} of type {ours.dtype} by operation {ours.operation}: the replicas' models differ"
+        )
+    raise Mismatch(
+        f"its chunk {got.sequence} of {got.size} bytes (position {got.source} of {got.spec.world}) "
+        f"came where chunk {expected.sequence} of {expected.size} bytes (position {expected.source} "
+        f"of {expected.spec.world}) was due: chunk sizes or rings differ"
+    )
+
+
 def notice(epoch: int, source: int, why: str, about: str) -> bytes:
     """Return the bytes that tell the previous member of an abort, its reason and the peer it is about."""
     text = json.dumps([about, why[:_MAX_WHY_CHARACTERS]]).encode()
@@ -124,23 +152,28 @@ def all_read(spec: ExchangeSpec, source: int, end: bool) -> bytes:
     return pack(ChunkHeader(spec, READ, source, int(end), 0))
 
 
-def take_back(data: bytearray) -> tuple[str, str] | ChunkHeader | None:
+def to_previous(kind: int, value: int) -> bytes:
+    """Return the bytes of an ANSWER (1 or 0) or a CREDIT (slots) to the previous member."""
+    return pack(ChunkHeader(ExchangeSpec(0, 0, 0, 0, 0, 0), kind, 0, value, 0))
+
+
+def take_back(data: bytearray, *kinds: int) -> tuple[str, str] | ChunkHeader | None:
     """Take one complete message off the front of the bytes that came back from the next member.
 
-    Returns (why, about) of an abort, the header of a READ message, or None while more must come. Raises
-    ProtocolError for any other bytes.
+    Returns (why, about) of an abort, the header of a message of one of ``kinds``, or None while more must
+    come. Raises ProtocolError for any other bytes.
     """
     if len(data) < HEADER_BYTES:
         return None
     header, expected = unpack(data)
-    if header.kind not in (ABORT, READ) or header.size > MAX_NOTICE_BYTES:
+    if header.kind not in (ABORT, *kinds) or header.size > MAX_NOTICE_BYTES:
         raise ProtocolError("the bytes on the ring's way back are no notice")
     end = HEADER_BYTES + header.size
     if len(data) < end:
         return None
     text = bytes(data[HEADER_BYTES:end])
     del data[:end]
-    if header.kind == READ:
+    if header.kind != ABORT:
         return header
     if expected != digest(text):
         raise ProtocolError("a notice on the ring's way back is corrupt")

@@ -232,6 +232,13 @@ def test_a_step_that_all_replicas_took_to_their_death_is_no_disagreement():
     ).holds
 
 
+def test_a_drill_that_kills_all_trainers_has_no_default_bound_of_lost_steps():
+    everybody = replace(FAULT, targets=tuple(RUN.entries))
+    texts = [o.expectation for o in judge_drill(record(faults=(everybody,))).outcomes]
+    assert texts == [text for text in DEFAULTS if text != "steps_lost==0"]
+    assert [o.expectation for o in judge_drill(record()).outcomes] == list(DEFAULTS)
+
+
 @pytest.mark.parametrize("violation", VIOLATIONS)
 def test_a_violated_expectation_is_noticed(violation):
     text, broken = VIOLATIONS[violation]

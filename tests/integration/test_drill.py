@@ -68,8 +68,8 @@ def drill(out: Path, faults: dict[str, str], *options: str, expect: Sequence[str
 def report(tmp_path_factory) -> dict:
     """One job that meets every fault of a job with one lighthouse."""
     out = tmp_path_factory.mktemp("drill") / "out"
-    # A death of all trainers may cost the step whose gradient no checkpoint server has yet.
-    return drill(out, FAULTS, expect=(*EXPECT, "steps_lost<=1", "rejoined<=300s"))
+    # A death of all trainers may cost the steps since the newest snapshot, so steps_lost has no bound here.
+    return drill(out, FAULTS, expect=(*EXPECT, "rejoined<=300s"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from fabric.audit.summary import RunSummary
 from fabric.audit.verify import Verdict, judge
 from fabric.drill.judge.disagreements import disagreements
 from fabric.drill.judge.drill_record import DrillRecord, InjectedFault
-from fabric.drill.judge.expectations import DEFAULTS, Expectation, MeasureUnit, parse_expectation
+from fabric.drill.judge.expectations import DEFAULTS, MAY_LOSE, Expectation, MeasureUnit, parse_expectation
 from fabric.drill.judge.timelines import DrillTimes
 
 
@@ -59,7 +59,7 @@ def judge_drill(record: DrillRecord, expectations: Sequence[str] = ()) -> DrillV
     The checker of the journals is that of ``fabric demo verify``. An expectation that was asked for and that
     no record measures has failed; a default one is passed over.
     """
-    wanted = [parse_expectation(text) for text in expectations or DEFAULTS]
+    wanted = [parse_expectation(text) for text in expectations or _defaults(record)]
     verdict = judge(record.evidence(), is_over=record.is_over)
     times = DrillTimes(record, verdict.evidence)
     differing = disagreements(record, verdict.evidence, verdict.summary)
@@ -74,6 +74,13 @@ def judge_drill(record: DrillRecord, expectations: Sequence[str] = ()) -> DrillV
         evidence=verdict.evidence,
         median_step_s=times.median_step_s,
     )
+
+
+def _defaults(record: DrillRecord) -> list[str]:
+    """Return the defaults. A death of all trainers may cost the steps since the newest snapshot."""
+    names = set(record.run.journals)
+    all_died = any(fault.kills and names <= set(fault.targets) for fault in record.faults)
+    return [text for text in DEFAULTS if not (all_died and text == MAY_LOSE)]
 
 
 class _Measures:

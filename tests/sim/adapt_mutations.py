@@ -17,7 +17,9 @@ Patch = pytest.MonkeyPatch
 
 
 def change_shares_within_an_epoch(patch: Patch) -> None:
-    """Members then work by the old shares, and a decision's table by the new ones."""
+    """Change the shares within an epoch: members then work by the old shares, and the decision's table by the
+    new ones.
+    """
 
     def written(part: Adaptations, record: Record, adaptation: Adaptation, why: str) -> None:
         asked = [part.writer.asked(record, x) for x in record.roster]

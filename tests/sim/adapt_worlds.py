@@ -42,7 +42,9 @@ REQUIRED = (
 
 
 class AdaptWorld(World):
-    """Each process is healthy or slow; a detector looks at the record and advises, now and then too late."""
+    """A world whose processes are healthy or slow; a detector reads the record and advises, sometimes too
+    late.
+    """
 
     def __init__(self, seed: int, aims: Aims = ()) -> None:
         self.slow: dict[tuple[str, int], int] = {}  # process -> its speed in thousandths
@@ -75,7 +77,7 @@ class AdaptWorld(World):
     # --- the detector --------------------------------------------------------------------------------
 
     def slow_down(self, name: str) -> None:
-        """The present process of this replica is slow from now on."""
+        """Make the present process of this replica slow."""
         host = self.hosts[name]
         if host.trainer is not None and host.trainer.alive:
             self.slow[name, host.incarnation] = self.clockwork.random.choice((20, 100, 333, 500, 750))
@@ -119,7 +121,7 @@ class AdaptWorld(World):
     # --- the end -------------------------------------------------------------------------------------
 
     def _is_whole(self) -> "object":
-        """All replicas are back, and none is slow any more: no share is lowered.
+        """Return whether all replicas are back and healthy, with no share lowered.
 
         In every second world the operator switches the adaptation off instead, while replicas are slow.
         """
@@ -138,7 +140,7 @@ class AdaptWorld(World):
         return done
 
     def run(self) -> None:
-        """As every world; what the checker of shares has met counts too."""
+        """Run the world; count also what the checker of shares has met."""
         try:
             super().run()
         finally:
@@ -147,5 +149,5 @@ class AdaptWorld(World):
 
 
 def play(seed: int, aims: Aims = ()) -> None:
-    """Play one; raises what it finds."""
+    """Play one world; raise the violation that it finds."""
     AdaptWorld(seed, aims).run()

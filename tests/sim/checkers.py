@@ -1,5 +1,5 @@
-"""The invariants of the protocol, checked from outside: what members applied, said and promised, and what the
-store was told. Nothing here looks into the cores to decide what is right.
+"""Checks the invariants of the protocol from outside: by what members apply, send and promise, and by the
+store's records. The checkers never look into the cores to decide what is right.
 """
 
 from collections import Counter
@@ -28,17 +28,17 @@ MOST_EPOCHS = 1000
 
 
 class Violation(AssertionError):
-    """An invariant was broken; the message says which, by whom, and how."""
+    """An invariant was broken; the message names the invariant and the process."""
 
 
 def demand(condition: bool, broken: str) -> None:
-    """The effects that a core gives, and the facts that it may count on."""
+    """Checks the effects of a core against facts that the core may rely on."""
     if not condition:
         raise Violation(broken)
 
 
 class Checks:
-    """Fed by the world's parts; raises Violation at once."""
+    """The checks of a world, called by its parts; raises Violation at once."""
 
     has_equal_layouts = True  # whether rank k of each replica exchanges with rank k of the others
 
@@ -84,7 +84,9 @@ class Checks:
         self.leader = revision
 
     def written(self, before: Record | None, after: Record, revision: int) -> None:
-        """Every record follows from the one it replaces, and a deposed lighthouse changes nothing."""
+        """Check that a record follows from the record that it replaces, and that a deposed lighthouse changes
+        nothing.
+        """
         if revision != self.leader:
             raise Violation(
                 f"epoch {after.epoch} was written by leader {revision} after {self.leader} was elected"
@@ -121,13 +123,13 @@ class Checks:
             raise Violation(f"nobody in epoch {record.epoch} knows the job's state")
 
     def _forget_rounds(self, before: Record, after: Record) -> None:
-        """Those who are left out come back as ones that are fresh, whatever round they had entered."""
+        """Forget the rounds of evicted replicas, because an evicted replica comes back as a newcomer."""
         for x in before.roster:
             if not after.lists(x.replica, x.incarnation):
                 self.entered.pop((x.replica, x.incarnation), None)
 
     def closed(self, trainer: "Trainer", generation: int) -> None:
-        """The user's loop has ended there."""
+        """Note that the user's loop of this trainer has ended."""
         self.ends[trainer.name] = (generation, trainer.main.step)
 
     def _begins_again(self, before: Record, after: Record, revision: int) -> None:
@@ -138,8 +140,9 @@ class Checks:
             self.cold_starts.began(before, after, revision)
 
     def over(self, trainer: "Trainer", order: io.Finish) -> None:
-        """A process ends as finished only once the job is complete, and with the final state in its memory if
-        it took part to the end."""
+        """Check that a process ends as finished only when the job is complete, and with the final state if it
+        was a member to the end.
+        """
         record, step = self.records[-1], trainer.main.step
         if not record.complete:
             self._is_over_without_record(trainer, order)
@@ -161,7 +164,7 @@ class Checks:
             )
 
     def _said_finished(self, trainer: "Trainer", message: m.Finished) -> None:
-        """Only who has come to the end of its loop says so, or who gives up wanting more."""
+        """Check that only a trainer whose loop has ended, or that gives up further steps, sends Finished."""
         at = (message.fence.generation, message.step)
         if self.ends.setdefault(trainer.name, at) != at or message.step != trainer.main.step:
             raise Violation(
@@ -171,8 +174,9 @@ class Checks:
             raise Violation(f"{trainer.name} says that it finished at {at}, and its loop has not ended")
 
     def _is_over_without_record(self, trainer: "Trainer", order: io.Finish) -> None:
-        """No lighthouse has marked the job complete: then everybody's loop must have ended where this one
-        did, or no lighthouse has answered for the autonomy."""
+        """Check an end without a complete record: all loops have ended at this step, or no lighthouse has
+        answered for ``autonomy_s``.
+        """
         self.ended_alone = True
         if self.rank:
             return  # rank 0 reports the end of the loop for all ranks
@@ -190,7 +194,7 @@ class Checks:
         return record.min_replicas or self.min_replicas
 
     def _let_in(self, before: Record, after: Record) -> None:
-        """No replica joins while joins are paused, or above the maximum that an operator has set."""
+        """Check that no replica joins while joins are paused, or above the operator's maximum."""
         came = [x.replica for x in after.roster if not before.lists(x.replica, x.incarnation)]
         if came and after.overrides.paused:
             raise Violation(f"{came} joined in epoch {after.epoch} while joins were paused")
@@ -200,7 +204,7 @@ class Checks:
             )
 
     def paths(self, before: Record | None, after: Record) -> list[str]:
-        """Rare paths that this change of the record belongs to."""
+        """Return the rare paths to which this change of the record belongs."""
         found = []
         if len(after.roster) < self._needed(after) and not after.complete:
             found.append("path: parked")
@@ -233,23 +237,23 @@ class Checks:
                 )
 
     def _took_part(self, member: Member) -> bool:
-        """Whether it entered a round, and its state was there then or is now."""
+        """Return whether the member entered a round, and had the round's state then or has it now."""
         key = (member.replica, member.incarnation)
         return self.steps.get(key, -1) >= self.entered.get(key, 10**9)
 
     def announced(self, record: Record) -> None:
-        """Rule 1: nothing is announced before it is committed."""
+        """Rule 1: check that the store has committed the announced record."""
         if for_members(record) not in map(for_members, self.records):
             raise Violation(f"epoch {record.epoch} was announced before the store had it")
 
     def announced_change(self, told: m.RosterDelta) -> None:
-        """The same of a change: what it ends in is committed."""
+        """Rule 1: check that the store has committed the record to which an announced change leads."""
         ends_in = (told.record, told.after)
         if ends_in not in [(replace(for_members(r), roster=()), r.roster_digest) for r in self.records]:
             raise Violation(f"epoch {told.record.epoch} was announced before the store had it")
 
     def believed(self, trainer: "Trainer", record: Record) -> None:
-        """A member takes part in epochs as the store has them, however it was told."""
+        """Check that a member's epoch equals the store's record, whichever message brought it."""
         committed = [for_members(r) for r in self.records]
         if self.rank and self.has_equal_layouts:
             committed = [seen_by_rank(r, self.rank) for r in committed]
@@ -257,7 +261,7 @@ class Checks:
             raise Violation(f"{trainer.name} believes in a roster {record.names} that nobody committed")
 
     def decided(self, resume: m.Resume) -> None:
-        """Every leader decides the same, and nothing committed is lost."""
+        """Check that every leader decides the same, and that no committed step is lost."""
         epoch = resume.fence.epoch
         known = self.decisions.get(epoch)
         if known is not None and known != resume:
@@ -277,7 +281,7 @@ class Checks:
     # --- rounds ------------------------------------------------------------------------------------
 
     def said_to_peer(self, trainer: "Trainer", message: m.PeerMessage) -> None:
-        """Fencing: only members of an epoch speak in it, and nobody against a promise."""
+        """Fencing: check that only members of an epoch send messages in it, and none against its promise."""
         epoch, who = message.fence.epoch, trainer.name
         record = self.by_epoch.get(epoch)
         if record is None or not record.lists(trainer.host, trainer.incarnation):
@@ -302,7 +306,9 @@ class Checks:
             rounds.setdefault((vote.fence.epoch, vote.step), {})[replica] = vote.state_digest
 
     def aborted(self, trainer: "Trainer", epoch: int, step: int) -> None:
-        """Note whether the trainer leaves the round knowing that most of the roster have another state."""
+        """Note whether the trainer leaves the round with the knowledge that most members have another
+        state.
+        """
         digests = self.heard.pop(trainer.name, {}).get((epoch, step), {})
         # Take the digest from the member's own vote, which covers all ranks of the replica.
         own, record = digests.get(trainer.host, ""), self.by_epoch[epoch]
@@ -311,7 +317,7 @@ class Checks:
             self.outvoted[trainer.name] = record.generation
 
     def healed(self, trainer: "Trainer") -> None:
-        """The trainer has loaded another state."""
+        """Note that the trainer has loaded another state."""
         self.outvoted.pop(trainer.name, None)
 
     def running(self, trainer: "Trainer", message: m.Running) -> None:
@@ -320,7 +326,9 @@ class Checks:
         self.steps[key] = trainer.main.step
 
     def reported(self, trainer: "Trainer", report: m.Report) -> None:
-        """A report promises to stay out of older epochs. A vote stands until a decision or an eviction."""
+        """Note the promise of a report: its sender stays out of older epochs. Check that the report names the
+        member's vote, which stands until a decision or an eviction.
+        """
         who = trainer.name
         self.promises[who] = max(self.promises.get(who, 0), report.fence.epoch)
         voted = self.prepared_rounds.get(who)
@@ -332,11 +340,11 @@ class Checks:
             raise Violation(f"{who} voted in round {voted}, and reports that it has not prepared it")
 
     def released(self, trainer: "Trainer") -> None:
-        """A decision was adopted, or the trainer is outside: its prepared round is void."""
+        """Note that the trainer's prepared round is void, after a decision or an eviction."""
         self.prepared_rounds.pop(trainer.name, None)
 
     def gathered(self, trainer: "Trainer", order: io.StartExchange, content: tuple[int, ...]) -> None:
-        """The ring gets the contents of the contribution.
+        """Check that the ring gets the gradient of the contribution.
 
         A stopped core sends no contribution, so its round cannot be committed.
         """
@@ -355,7 +363,7 @@ class Checks:
             self._is_the_last_of_its_own(trainer, effect.prepared, effect.generation)
 
     def _is_committed(self, trainer: "Trainer", prepared: io.PreparedRound) -> None:
-        """Every member of the round has voted, or a decision goes on behind it."""
+        """Return whether all members of the round have voted, or a decision resumes after it."""
         voters = {who for who, epoch, step in self.votes if (epoch, step) == (prepared.epoch, prepared.step)}
         named = any(x.step == prepared.step + 1 and x.commit_digest for x in self.decisions.values())
         if not voters or named:
@@ -367,7 +375,9 @@ class Checks:
             raise Violation(f"{trainer.name} publishes step {prepared.step} before {sorted(missing)} voted")
 
     def applied(self, trainer: "Trainer", order: io.Apply, gradient: "Gradient", generation: int) -> None:
-        """Agreement, plus one, exactly once, one generation at a time, and nothing after the end."""
+        """Check an applied step: agreement, plus one, exactly once, one generation at a time, nothing after
+        the end.
+        """
         who = trainer.name
         self._is_before_the_end(who, generation, order.step)
         if order.step != trainer.main.step or gradient.step != order.step:
@@ -424,8 +434,8 @@ class Checks:
     ) -> None:
         """A cold start waits for all processes that may still commit.
 
-        It does not wait for one that was left out before, or was joining. That process may commit one round
-        of the past, for which all others of its roster voted, and no other after that.
+        A cold start does not wait for a process that was left out before, or was joining. Such a process may
+        commit one past round for which its whole roster voted, and no further round.
         """
         who, key = trainer.name, (trainer.host, trainer.incarnation)
         last = next(r for r in reversed(self.records) if r.generation == generation)
@@ -442,8 +452,7 @@ class Checks:
         self.late.add(who)
 
     def _unexplained(self, record: Record, step: int, gradient: "Gradient", missing: list[int]) -> list[int]:
-        """What of ``missing`` no record explains: that it killed two, or that nobody who could compute it was
-        there (by the policy's own words, with equal shares)."""
+        """Return the part of ``missing`` that no record explains by poison or by an absent member."""
         poisoned = record.poisoned(step)
         self.skipped.update((step, i) for i in missing)
         left = [i for i in missing if i not in poisoned]
@@ -467,7 +476,7 @@ class Checks:
         return [i for i in left if hosts[parts[i]] & there]
 
     def _is_of_one_roster(self, who: str, order: io.Apply, gradient: "Gradient") -> None:
-        """Fencing: a round is made by the members of its epoch's roster, and nobody else."""
+        """Fencing: check that a round has exactly the members of its epoch's roster."""
         assert order.prepared is not None
         made_by = tuple(name for name, _ in gradient.parts)
         if made_by != self.by_epoch[order.prepared.epoch].names:
@@ -476,7 +485,7 @@ class Checks:
             )
 
     def state(self, trainer: "Trainer", generation: int, step: int, digest: str) -> None:
-        """Agreement of the states after every step."""
+        """Check that the members' states agree after every step."""
         self.steps[trainer.host, trainer.incarnation] = step
         if generation == 0 or FLIPPED in digest:
             return

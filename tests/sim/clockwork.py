@@ -35,7 +35,7 @@ class Clockwork:
         heapq.heappush(self._queue, (self.now + delay, self._number, action))
 
     def run(self, until: float, done: Callable[[], bool]) -> bool:
-        """Run actions until ``done`` or time ``until``; whether it was done."""
+        """Run actions until ``done`` or time ``until``; return whether ``done`` came."""
         while self._queue and self._queue[0][0] <= until:
             self.now, _, action = heapq.heappop(self._queue)
             action()
@@ -55,7 +55,7 @@ class Clockwork:
             self.lines.append(f"{self.now:9.4f} {who:<8} {what}")
 
     def show(self, who: str, sign: str, value: object, prefix: str = "") -> None:
-        """An event (``<``) or effect (``>``) of a core, for the trace and the observer."""
+        """Pass an event (``<``) or effect (``>``) of a core to the trace and the observer."""
         if self.tracing:
             self.trace(who, f"{prefix}{sign} {value}")
         if self.observe is not None:
@@ -63,7 +63,7 @@ class Clockwork:
 
     @property
     def watched(self) -> bool:
-        """Whether anybody wants to see events and effects."""
+        """Whether a trace or an observer needs events and effects."""
         return self.tracing or self.observe is not None
 
     @property
@@ -72,7 +72,7 @@ class Clockwork:
 
 
 class Process:
-    """Something with a clock of its own that the kernel may stop, continue or end."""
+    """A simulated process with its own clock, which can be stopped, continued and ended."""
 
     def __init__(self, clockwork: Clockwork, name: str) -> None:
         self.clockwork = clockwork
@@ -111,8 +111,9 @@ class Process:
             self.paused = True
 
     def resume(self) -> None:
-        """What came meanwhile is looked at in the order in which it came. An event loop that was stuck,
-        and not stopped, looks at its sockets before its timers."""
+        """Continue the process: it handles what has arrived meanwhile in the order of arrival. After a hang
+        (not a stop) the event loop handles its sockets before its timers.
+        """
         if not self.paused:
             return
         self.paused = False

@@ -1,6 +1,6 @@
 """The rules of a cold start, checked from outside.
 
-It passes over no process that may still commit, and begins from the newest state in memory within reach.
+A cold start ignores no process that may still commit, and begins from the newest reachable state in memory.
 """
 
 from typing import TYPE_CHECKING
@@ -20,13 +20,13 @@ KNOWN_S = 1.0
 
 
 class ColdStarts:
-    """Asked for every record that begins a generation after another one."""
+    """Checks every record that begins a new generation."""
 
     def __init__(self, world: "World") -> None:
         self.world = world
 
     def began(self, before: Record, after: Record, revision: int) -> None:
-        """The record in the store is replaced by one of a new generation."""
+        """Check the record of a new generation against the record that it replaces."""
         self.world.clockwork.counts["cold: generation begun again"] += 1
         if not before.failed:
             for member in before.roster:
@@ -34,7 +34,9 @@ class ColdStarts:
         self._has_the_newest_base(after, revision)
 
     def _is_justified(self, member: Member, after: Record) -> None:
-        """This member is dead, or must have stopped by itself, or has said that it holds nothing of worth."""
+        """Return whether the member is dead, must have stopped itself, or has reported that it holds no
+        state.
+        """
         trainer = self.world.by_key.get((member.replica, member.incarnation))
         if member.joining or trainer is None or not trainer.alive or self._is_worthless(trainer):
             return
@@ -63,7 +65,7 @@ class ColdStarts:
             )
 
     def _known(self, server: "Server", leader: str) -> list[tuple[int, int]]:
-        """States there that this leader can know of."""
+        """Return the states on this server that the leader can know."""
         world = self.world
         if not server.alive or server.paused or server.trainer is None:
             return []

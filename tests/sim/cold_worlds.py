@@ -1,7 +1,7 @@
-"""Worlds around the cold start: processes that nobody sees go on committing, others come in their place, and
-the leader must neither pass over who may still commit, nor go back behind what memory holds.
+"""Worlds about the cold start: unseen processes go on committing while others take their place. The leader
+must wait for processes that may commit, and must not lose states held in memory.
 
-Each world has one scripted fault and no other, so that nothing hides what it is about.
+Each world has one scripted fault and no other, so that no other fault hides it.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ REQUIRED = (
 
 
 class Cut:
-    """The world as a process sees it that reaches no lighthouse."""
+    """The world as a process without a reachable lighthouse sees it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -54,7 +54,7 @@ class Cut:
 
 
 class ColdWorld(World):
-    """``strikes`` is when the scripted fault comes, ``lasts`` how long nothing is healed."""
+    """A world with one scripted fault at time ``strikes``, which lasts ``lasts`` seconds."""
 
     strikes, lasts = 2.0, 14.0
 
@@ -67,14 +67,14 @@ class ColdWorld(World):
         raise NotImplementedError
 
     def cut_off(self, host: str) -> None:
-        """From and to all lighthouses."""
+        """Cut the host off from all lighthouses, in both directions."""
         for name in self.lighthouses:
             self.network.block(host, name)
             self.network.block(name, host)
 
 
 def of(settings: Settings, replicas: int, least: int = 1) -> Settings:
-    """The same job with so many replicas."""
+    """Return the same settings with this number of replicas."""
     policy = replace(settings.leader.policy, min_replicas=least, start_replicas=replicas)
     return replace(
         settings,
@@ -88,8 +88,9 @@ def of(settings: Settings, replicas: int, least: int = 1) -> Settings:
 
 
 class Ghosts(ColdWorld):
-    """All hosts are cut off from the lighthouses and go on by themselves. The scheduler starts every replica
-    elsewhere, at times on hosts that have run an older process of it."""
+    """All hosts are cut off from the lighthouses and go on without them. The scheduler starts every replica
+    elsewhere, at times on hosts that have run an older process of it.
+    """
 
     def __init__(self, seed: int) -> None:
         self.ghosts: set[Trainer] = set()
@@ -128,8 +129,10 @@ class Ghosts(ColdWorld):
 
 
 class Suspended(ColdWorld):
-    """The only member's host is cut off and suspended for longer than its autonomy. The answer to its last
-    beat lies unread in its socket. Meanwhile the other replica comes back and begins alone."""
+    """The only member's host is cut off and suspended for longer than its autonomy. The answer to the
+    suspended member's last heartbeat lies unread in its socket. Meanwhile the other replica comes back and
+    begins alone.
+    """
 
     def choose(self) -> Settings:
         return of(super().choose(), 2)
@@ -166,7 +169,9 @@ class Suspended(ColdWorld):
 
 
 class Stopped(ColdWorld):
-    """All members are stopped for less than their autonomy, as their servers say, while a newcomer comes."""
+    """All members are stopped for less than their autonomy, as their servers report, while a newcomer
+    arrives.
+    """
 
     def choose(self) -> Settings:
         return of(super().choose(), 3)
@@ -186,7 +191,8 @@ class Stopped(ColdWorld):
 
 class Twins(ColdWorld):
     """A second process of a living replica is started on another host, at times just when the first one's
-    session has ended. It must be refused, and the first one must not be disturbed."""
+    session has ended. The leader must refuse the second process, and the first process must go on.
+    """
 
     lasts = 6.0
 
@@ -224,8 +230,9 @@ class Twins(ColdWorld):
 
 
 class Tie(ColdWorld):
-    """Two of four replicas came later, and a bit of the state that these two have is wrong. Nobody is in the
-    majority: those go that have been here for less long."""
+    """Two of four replicas came later, and a bit of the state that these two have is wrong. Neither half is a
+    majority, so the leader evicts the members with the shorter tenure.
+    """
 
     strikes, lasts = 5.0, 9.0
 
@@ -239,7 +246,7 @@ class Tie(ColdWorld):
         self.wrong: set[tuple[str, int]] = set()
 
     def strike(self) -> None:
-        """Where all stand at the same step between two rounds; else in a moment."""
+        """Strike when all members are at the same step between two rounds; otherwise try again soon."""
         found = [self.hosts[name].trainer for name in ("r2", "r3")]
         record = self.store.record
         there = record is not None and len(record.roster) == 4 and not any(x.joining for x in record.roster)
@@ -262,8 +269,9 @@ class Tie(ColdWorld):
 
 
 class Outsider(ColdWorld):
-    """A process that was in rounds of the last generation begins the next one, below them. It waits there for
-    another member before it enters a round."""
+    """A process that entered rounds of the last generation begins the next generation at an earlier step. In
+    the new generation the process waits for another member before it enters a round.
+    """
 
     lasts = 12.0
 
@@ -295,8 +303,9 @@ class Outsider(ColdWorld):
 
 
 class LateServer(ColdWorld):
-    """All members die, and so does the leader. The server that holds the newest state reaches the next leader
-    last, within its grace period. The processes that come back were not there when that state was made."""
+    """All members and the leader die. The server that holds the newest state reaches the next leader last,
+    within its grace period. The restarted processes were not running when the newest state was made.
+    """
 
     lasts = 9.0
 
@@ -310,7 +319,7 @@ class LateServer(ColdWorld):
         super().__init__(seed)
 
     def strike(self) -> None:
-        """r0 goes on alone, and takes the newest snapshot there is."""
+        """Strike: r0 goes on alone, and holds the newest snapshot."""
         for name in ("r1", "r2"):
             self.kill_trainer(name, 2.5)
         self.clockwork.at(2.0, self.lose_the_last)
@@ -345,12 +354,12 @@ KINDS: tuple[Callable[[int], World], ...] = (Ghosts, Suspended, Stopped, Twins, 
 
 
 def cold_world(seed: int) -> World:
-    """One of the kinds after the other; within a kind the variants follow each other."""
+    """Return a world: seeds go through the kinds in turn, and through the variants of each kind."""
     return KINDS[seed % len(KINDS)](seed // len(KINDS))
 
 
 def play(seed: int) -> None:
-    """Play one; raises what it finds."""
+    """Play one world; raise the violation that it finds."""
     cold_world(seed).run()
 
 
@@ -360,7 +369,7 @@ Patch = pytest.MonkeyPatch
 
 
 def forget_who_was_replaced(patch: Patch) -> None:
-    """Contact is known by the replica's name alone."""
+    """Bug: the leader counts contact by the replica's name, not by the process."""
     opened, hear = Liveness.opened, Liveness.hear
 
     def heard(live: Liveness, status: m.TrainerStatus, member: Entry | None, now: float) -> Any:
@@ -373,7 +382,7 @@ def forget_who_was_replaced(patch: Patch) -> None:
 
 
 def believe_whoever_vouches(patch: Patch) -> None:
-    """A host that ran any process of the replica vouches for all of them."""
+    """Bug: a host that ran any process of the replica counts as proof of the end of all its processes."""
 
     def vouches(session: m.OpenSession, member: Entry) -> bool:
         return bool(session.predecessors)
@@ -397,7 +406,7 @@ def date_contact_from_the_answer(patch: Patch) -> None:
 
 
 def let_the_clock_stand_still_while_suspended(patch: Patch) -> None:
-    """As CLOCK_MONOTONIC does."""
+    """Bug: the member's clock stands still while its host is suspended, like CLOCK_MONOTONIC."""
     lost: dict[Process, float] = {}
     since: dict[Process, float] = {}
     clock, pause, resume = Process.clock, Process.pause, Process.resume
@@ -440,7 +449,7 @@ def count_rounds_of_older_generations(patch: Patch) -> None:
 
 
 def begin_before_all_servers_are_heard(patch: Patch) -> None:
-    """Nor by what the sessions say of them."""
+    """Bug: the leader begins before it has heard all servers, and ignores the states that sessions name."""
     patch.setattr(Liveness, "servers_to_hear", lambda live, roster, now: {})
     held = BaseChoice.held_states
 

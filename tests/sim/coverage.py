@@ -1,4 +1,6 @@
-"""Which faults and which rare paths a hunt has met: a simulator that never meets one proves nothing of it."""
+"""Counts the faults and rare paths of a run, because a simulator proves nothing about a path that it never
+meets.
+"""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -85,7 +87,7 @@ REQUIRED = (
 
 
 def told(counts: Counter[str], effect: io.RecordEvent) -> None:
-    """Count what the leader's own words say has happened."""
+    """Count the paths that the leader's event log shows."""
     counts[f"leader: {effect.kind}"] += 1
     for words, name in REASONS.items():
         if words in effect.why and effect.kind in ("epoch", "resume", "complete"):
@@ -100,7 +102,7 @@ def told(counts: Counter[str], effect: io.RecordEvent) -> None:
 
 
 def struck(world: "World", kind: str) -> None:
-    """Count what a fault met when it struck."""
+    """Count the circumstances in which a fault struck."""
     counts = world.clockwork.counts
     counts[f"fault: {kind}"] += 1
     modes = [t.core.view.mode for t in world.living()]
@@ -123,5 +125,5 @@ def struck(world: "World", kind: str) -> None:
 
 
 def missing(counts: Counter[str]) -> list[str]:
-    """The faults and paths that a hunt should have met and has not."""
+    """Return the faults and paths that the run should have met and has not met."""
     return [name for name in REQUIRED if not counts[name]]

@@ -1,5 +1,6 @@
-"""Deliberate bugs in how a job begins again from durable storage: the worlds of ``durable_worlds`` must
-notice each, in one of the kinds where it matters."""
+"""Deliberate bugs in a restart from durable storage; the worlds of ``durable_worlds`` must notice each
+bug.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,7 +51,9 @@ def begin_from_the_oldest(patch: Patch) -> None:
 
 
 def each_takes_what_it_can_load(patch: Patch) -> None:
-    """A replica that cannot load the base takes its oldest checkpoint, and says that it has the base."""
+    """Bug: a replica that cannot load the base loads its oldest checkpoint, and reports that it has the
+    base.
+    """
     failed, installed = CatchUp.on_fetch_failed, CatchUp.on_installed
 
     def on_failed(member: CatchUp, event: io.FetchFailed) -> None:

@@ -1,9 +1,9 @@
-"""Worlds with durable storage, in which everybody dies at once and no memory is left, twice. The newest
-complete checkpoint is whole, or one member cannot read it, or it is damaged for all, or all of them are. The
-others' faults strike too in half of these worlds.
+"""Worlds with durable storage in which all processes die at once, twice, and no memory is left. The newest
+complete checkpoint is intact, or one member cannot read it, or no member can, or all checkpoints are damaged.
+Half of these worlds also have the faults of plain worlds.
 
-What must hold: a generation begins from the newest checkpoint that anybody can load, and everybody from that
-one; where nothing can be loaded the job fails, and nobody commits again.
+All members must begin a generation from the newest checkpoint that any member can load. If no checkpoint can
+be loaded, the job must fail and no member may commit again.
 """
 
 from sim.checkers import demand
@@ -27,7 +27,9 @@ LATEST_S = 14.0
 
 
 class DurableWorld(World):
-    """``storage`` holds the complete checkpoints, oldest first. ``unreadable``: who cannot load which."""
+    """``storage`` holds the complete checkpoints, oldest first. ``unreadable``: replica -> the checkpoints
+    that it cannot load.
+    """
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
         self.storage: list[SnapshotRef] = []
@@ -45,7 +47,7 @@ class DurableWorld(World):
     # --- storage -----------------------------------------------------------------------------------
 
     def published(self, server: Server, ref: SnapshotRef) -> None:
-        """One writer at a time: it ends with its server, and what it has written then counts for nothing."""
+        """Run one writer at a time; a writer that ends with its server leaves an incomplete checkpoint."""
         newest = max(((x.generation, x.step) for x in self.storage), default=(0, 0))
         if not self.writing or FLIPPED in ref.digest or (ref.generation, ref.step) <= newest:
             return
@@ -67,7 +69,9 @@ class DurableWorld(World):
     # --- the strikes ---------------------------------------------------------------------------------
 
     def _strike_when_ready(self) -> None:
-        """Twice: the second time they must begin from the same checkpoint, for nothing was written since."""
+        """Strike twice: the second time all must begin from the same checkpoint, because none was written
+        since.
+        """
         late = self.clockwork.now > LATEST_S
         if late or self.halted:
             self._resume_writing()
@@ -120,7 +124,7 @@ class DurableWorld(World):
             self._check_beginning(trainer)
 
     def _check_beginning(self, trainer: Trainer) -> None:
-        """The first step of a generation is committed on the state that the record names."""
+        """Check that the first step of a generation is committed on the base that the record names."""
         generation = trainer.core.view.generation
         base = next(r.base for r in reversed(self.checks.records) if r.generation == generation)
         if trainer.main.step != base.step or not base.digest or FLIPPED in trainer.main.digest:
@@ -134,7 +138,7 @@ class DurableWorld(World):
         self._check_rung(SnapshotRef(base.generation, base.step, base.digest))
 
     def _check_rung(self, began: SnapshotRef) -> None:
-        """Where nothing else goes wrong it is the newest that anybody can load, and there is one."""
+        """Without other faults, check that the base is the newest checkpoint that any member can load."""
         if not self.strikes or not self.alone:
             return
         demand(self.expected is not None, "nothing could be loaded, and the job began from scratch")
@@ -153,10 +157,10 @@ class DurableWorld(World):
 
 
 def play(seed: int) -> None:
-    """Play one; raises what it finds."""
+    """Play one world; raise the violation that it finds."""
     DurableWorld(seed).run()
 
 
 def play_alone(kind: str, number: int) -> None:
-    """Play the world of this number among those of ``kind`` in which nothing else goes wrong."""
+    """Play the world of this number among the worlds of ``kind`` without other faults."""
     play(2 * (number * len(KINDS) + KINDS.index(kind)))

@@ -1,4 +1,4 @@
-"""Deliberate bugs in how a job ends; each must be noticed in the worlds that are about that."""
+"""Deliberate bugs in the end of a job; the worlds of ``end_worlds`` must notice each bug."""
 
 from collections.abc import Callable
 
@@ -68,7 +68,7 @@ def mark_the_end_where_the_first_word_of_it_says(patch: Patch) -> None:
 
 
 def end_with_who_wanted_more_unsaid(patch: Patch) -> None:
-    """A member stops for others' end, and does not say so: they wait for it."""
+    """Bug: a member stops because another member has finished, but does not send Finished."""
 
     def records(member: Ending) -> list[Record]:
         return []

@@ -1,10 +1,9 @@
-"""Worlds that are about the end of a job: no lighthouse is there when the loops end, or the loops do not end
-at the same step, or that of a newcomer ends before it has caught up. In half of them the other faults strike
-before that.
+"""Worlds about the end of a job: no lighthouse runs when the loops end, the loops end at different steps, or
+a newcomer's loop ends before it has caught up. Half of these worlds also have the faults of plain worlds
+before the end.
 
-What must hold: everybody ends in time, and with the same final state or with an error; nobody goes on beyond
-the first end; the others never stand still for a loop that has ended; and a lighthouse that comes back marks
-the job complete, by the word of those that were there.
+All replicas must end in time, with the same final state or with an error. No member may go on beyond the
+first end, or wait for an ended loop. A lighthouse that comes back must mark the job complete.
 """
 
 from dataclasses import replace
@@ -35,8 +34,9 @@ ADVICE = "session.committed_step"
 
 
 class EndWorld(World):
-    """``own_until``: where the loops of these hosts end, if not where the others' do. ``wrong``: hosts whose
-    process has ended with exit code 1, for its loop does not end where the job does."""
+    """``own_until``: host -> the step at which its loop ends, if it differs from the others. ``wrong``: hosts
+    whose process ended with exit code 1, because its loop does not end where the job ends.
+    """
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
         self.alone = seed % 2 == 0  # whether this world has no other faults
@@ -78,7 +78,7 @@ class EndWorld(World):
         ] += 1
 
     def _say_goodbye(self, trainer: Trainer) -> None:
-        """A process that ends closes its links: its earlier messages arrive."""
+        """Close the links of an ending process; its earlier messages still arrive."""
         for connection in list(self.network.connections):
             for side, end in enumerate(connection.ends):
                 if end.process is trainer:
@@ -94,7 +94,7 @@ class EndWorld(World):
             self.closed.append(self.clockwork.now)
 
     def run(self) -> None:
-        """Faults, healing, and then the end in question."""
+        """Run the faults, heal them, and then play the end."""
         self.clockwork.run(6.0, lambda: self.faults.over or self.halted)
         self.faults.heal()
         self._demand("every replica is back and steps are committed", HEAL_LIMIT_S, self._is_whole())
@@ -139,8 +139,9 @@ class EndWorld(World):
             self.clockwork.at(self.clockwork.between(NO_LEADER_S, NO_LEADER_S + 3.0), self.lingering.clear)
 
     def _judge_record(self) -> None:
-        """The lighthouses come back: checkpoint servers know how it ended, or what the next processes read
-        where the last ones wrote it."""
+        """Bring the lighthouses back: checkpoint servers, or new processes with the note on disk, must report
+        the job's end.
+        """
         before, starts = self.store.record, self.clockwork.chance(0.5) and not self.living()
         assert before is not None
         if before.complete:
@@ -172,7 +173,9 @@ class EndWorld(World):
             self.own_until[name] = self.until + random.randrange(1, 40)
 
     def _judge_unequal(self) -> None:
-        """The loop that ended first is right. All others hear of it, and none went on."""
+        """Judge a job with unequal loops: the job must end where the first loop ended. All other members must
+        get the news of the end, and none may go on.
+        """
         told, wrong = sorted(self.wrong), sorted(self.own_until)
         demand(set(told) <= set(wrong), f"{told} were told, not {wrong}")
         demand(told == wrong or "away" in self.kind, f"{told} were told, not {wrong}")
@@ -208,5 +211,5 @@ class EndWorld(World):
 
 
 def play(seed: int) -> None:
-    """Play one; raises what it finds."""
+    """Play one world; raise the violation that it finds."""
     EndWorld(seed).run()

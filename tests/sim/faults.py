@@ -1,4 +1,4 @@
-"""The faults of a world, at random times and at moments."""
+"""Injects the faults of a world, at random times and at chosen events."""
 
 from typing import TYPE_CHECKING
 
@@ -66,8 +66,9 @@ Aims = tuple[tuple[str, str], ...]
 
 
 class Faults:
-    """``count`` faults (None: as the seed wants), all over within some seconds. ``aims`` adds pairs of what
-    to wait for and what to do then, for worlds that are to hit one spot."""
+    """Injects ``count`` faults (None: as the seed chooses), which all end within some seconds. ``aims`` adds
+    pairs of a trigger and a fault, for worlds that aim at one rare moment.
+    """
 
     def __init__(self, world: "World", count: int | None, aims: Aims = ()) -> None:
         self.world = world
@@ -102,7 +103,7 @@ class Faults:
             self.over = True
 
     def happened(self, what: str, host: str) -> None:
-        """Let the faults strike that waited for this."""
+        """Inject the faults that waited for this trigger."""
         if self.over or not self.waiting:
             return
         for item in [w for w in self.waiting if w[0] == what]:
@@ -112,7 +113,7 @@ class Faults:
             self.world.clockwork.at(delay, lambda kind=kind: self.strike(kind, host))
 
     def strike(self, kind: str, host: str = "") -> None:
-        """Do it, to ``host`` where it matters."""
+        """Inject a fault, at ``host`` if the fault concerns a host."""
         if self.over:
             return
         world, clockwork = self.world, self.world.clockwork
@@ -136,8 +137,9 @@ class Faults:
         self.world.kill_server(name)
 
     def _move_host(self, name: str, _: str) -> None:
-        """The replica starts anew elsewhere, where the time of day is another: nobody there can vouch for
-        what became of the old process."""
+        """Start the replica on another host with another time of day, which cannot prove the end of the old
+        process.
+        """
         self.world.kill_server(name)
         self.world.kill_trainer(name)
         host = self.world.hosts[name]
@@ -238,7 +240,9 @@ class Faults:
         self.world.store.down = False
 
     def _crash_in_a_write(self, _: str, __: str) -> None:
-        """Kill the next lighthouse that writes. Its write may land while another one leads."""
+        """Kill the next lighthouse that writes. Its write may reach the store while another lighthouse
+        leads.
+        """
 
         def crash(revision: int) -> None:
             writers = [n for n, x in self.world.lighthouses.items() if x.alive and x.revision == revision]
@@ -252,7 +256,7 @@ class Faults:
         self.world.clockwork.at(self._long_or_short(), self.world.store.restart)
 
     def _old_words(self, name: str, _: str) -> None:
-        """A replica hears an epoch and a decision of the past again."""
+        """Send an old epoch and an old decision to a replica again."""
         trainer, checks = self.world.hosts[name].trainer, self.world.checks
         if trainer is None or not trainer.alive or len(checks.records) < 2:
             return
@@ -263,12 +267,13 @@ class Faults:
             trainer.feed(FromLeader(word))
 
     def _missed_word(self, name: str, _: str) -> None:
-        """The next epoch is not heard here, though the session lasts; the one after it tells of that."""
+        """Lose the message of the next epoch to this host, though its session lasts."""
         self.world.network.unheard[name] = True
 
     def _long_absence(self, name: str, _: str) -> None:
-        """A host is out of the lighthouses' sight, and stopped, for longer than its autonomy; all others die,
-        so that a new generation begins without it."""
+        """Cut off and stop a host for longer than its autonomy, and kill all others, so that a new generation
+        begins without it.
+        """
         world, seconds = self.world, self.world.clockwork.between(8.0, 10.0)
         for lighthouse in world.lighthouses:
             world.network.block(name, lighthouse)
@@ -281,23 +286,23 @@ class Faults:
         world.clockwork.at(seconds, world.network.heal)
 
     def _flip_on_the_wire(self, name: str, _: str) -> None:
-        """The next chunk that this host sends is damaged on the way."""
+        """Damage the next chunk that this host sends."""
         self.world.network.flips[name] = True
 
     def _flip_in_a_result(self, name: str, _: str) -> None:
-        """The next result of the exchange is wrong in this host's memory, before its digest is taken."""
+        """Flip a bit of the next result in this host's memory, before its digest is taken."""
         trainer = self.world.hosts[name].trainer
         if trainer is not None and trainer.alive:
             trainer.ring.flip = True
 
     def _slow_digest(self, name: str, _: str) -> None:
-        """The digest of the next result takes long here, as that of a large gradient does."""
+        """Make the digest of the next result slow, as for a large gradient."""
         trainer = self.world.hosts[name].trainer
         if trainer is not None and trainer.alive:
             trainer.ring.digest_s = 0.3
 
     def _flip_in_a_state(self, name: str, _: str) -> None:
-        """A bit of the state changes; with two replicas nobody could tell whose."""
+        """Flip a bit of a state; with only two replicas no majority could name the wrong one."""
         trainer, record = self.world.hosts[name].trainer, self.world.store.record
         if trainer is not None and trainer.alive and record is not None and len(record.roster) > 2:
             self.world.flipped = True
@@ -345,7 +350,7 @@ class Faults:
     # --- what only worlds with slow replicas have: see ``adapt_worlds`` -----------------------------
 
     def _slow_replica(self, name: str, _: str) -> None:
-        """Its process computes slowly from now on, until it ends or is well again."""
+        """Make the replica's process slow, until it ends or recovers."""
         self.world.slow_down(name)
 
     def _well_again(self, name: str, _: str) -> None:
@@ -363,13 +368,13 @@ class Faults:
     # --- what only mixed worlds have: see ``mixed_worlds`` -------------------------------------------
 
     def _stuck_lighthouse(self, _: str, __: str) -> None:
-        """For longer than any lease; it finds what members have said when it goes on."""
+        """Hang the leader for longer than any lease; then it reads the members' waiting messages."""
         seconds = self.world.clockwork.between(4.0, 10.0)
         self.not_before = max(self.not_before, self.world.clockwork.now + seconds)
         self._pause(self.world.lighthouses[self._leader_name()], seconds)
 
     def _store_cut(self, _: str, __: str) -> None:
-        """The one that leads does not reach the store; all else does, and reaches it."""
+        """Cut the leader off from the store; all other connections work."""
         name = self._leader_name()
         self.world.store.cut.add(name)
         self.world.clockwork.at(self._long_or_short(), lambda: self.world.store.cut.discard(name))
@@ -385,7 +390,7 @@ class Faults:
     # --- the end -----------------------------------------------------------------------------------
 
     def heal(self) -> None:
-        """Everything is put right; what is dead is started again."""
+        """Heal all faults, and start dead processes again."""
         world = self.world
         self.over = True
         self.waiting.clear()

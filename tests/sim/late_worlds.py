@@ -1,6 +1,7 @@
 """Worlds in which a newcomer cannot catch up by replay: its updates take longer than the job's steps, or its
-settings turn replay off. In half of them some sums are not finite, and their updates are skipped. The same
-faults strike; everybody must still come back."""
+settings turn replay off. In half of these worlds some sums are not finite, and members skip these updates.
+The worlds also have the faults of plain worlds, and all replicas must still come back.
+"""
 
 from dataclasses import replace
 
@@ -26,7 +27,9 @@ AIMS = (
 
 
 def late_world(seed: int) -> World:
-    """One world: slow replay in two thirds of them, no replay in the others; a third is aimed at."""
+    """Return one world: with slow replay (two thirds) or without replay; a third of them have aimed
+    faults.
+    """
     aims = (("commit vote", "kill trainer"), AIMS[seed // 3 % len(AIMS)]) if seed % 3 == 1 else ()
     world = World(seed, aims=aims)
     if seed % 3:
@@ -44,5 +47,5 @@ def late_world(seed: int) -> World:
 
 
 def play(seed: int) -> None:
-    """Play one; raises what it finds."""
+    """Play one world; raise the violation that it finds."""
     late_world(seed).run()

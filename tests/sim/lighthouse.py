@@ -1,4 +1,4 @@
-"""A lighthouse process: stands for election, drives the leader core while it leads, serves sessions."""
+"""A lighthouse process: takes part in elections, drives the leader core while it leads, serves sessions."""
 
 import random
 from typing import TYPE_CHECKING, cast
@@ -19,7 +19,7 @@ ELECTION_S = 0.15
 
 
 class Lighthouse(Process):
-    """One process of it; a restart makes another object with the same name."""
+    """One process of a lighthouse; a restart makes another object with the same name."""
 
     def __init__(self, clockwork: Clockwork, world: "World", name: str) -> None:
         super().__init__(clockwork, name)
@@ -99,7 +99,7 @@ class Lighthouse(Process):
         self.statuses.clear()
 
     def holds(self) -> bool:
-        """Asked before every act as a leader: whether the lease cannot have ended yet."""
+        """Return before every act of a leader whether its lease surely still holds."""
         if self.core is not None and self.clock() > self.lease_end:
             self._step_down("its lease may have ended")
         return self.core is not None
@@ -216,7 +216,7 @@ class Lighthouse(Process):
     # --- sessions and statuses -----------------------------------------------------------------------
 
     def on_session(self, connection: Connection, data: object) -> None:
-        """A message on a session; the first one says whose it is."""
+        """Handle a message on a session; the first message names the replica."""
         if not self.holds():
             connection.close(1, "not the leader")
             return
@@ -230,7 +230,7 @@ class Lighthouse(Process):
                 return
 
     def _open(self, connection: Connection, session: m.OpenSession) -> None:
-        """As the shell does it: the core has taken a session that its peer now has."""
+        """Open a session as the real shell does, after the core has accepted it."""
         name = session.replica
         self._opening = (name, session.incarnation, connection)
         self.feed(io.SessionOpened(session))

@@ -1,9 +1,9 @@
-"""Worlds whose network is only partly there: link graphs that are not transitive, split, one-way or flapping,
-for long. Nothing else goes wrong, so *availability* is checked: while some set of members that fulfils the
-minimum reaches each other and a lighthouse, steps commit within a bound. The status sentence must be true
-meanwhile, and nobody may be left out who is no end of a cut link.
+"""Worlds with a partly broken network: graphs of links that are not transitive, split, one-way or flapping.
+Without other faults these worlds check *availability*: if enough members reach each other and a lighthouse,
+steps commit within a bound. The status sentence must stay true, and the leader may leave out only members at
+an end of a cut link.
 
-And calm worlds, in which lighthouses and the store fail and every replica is well: nobody may be evicted.
+In calm worlds only lighthouses and the store fail, and the leader may evict no replica.
 """
 
 import itertools
@@ -31,7 +31,7 @@ Pair = tuple[str, str]
 
 
 class LinkWorld(World):
-    """One graph of cut links for some time."""
+    """A world with one graph of cut links for some time."""
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
         self.kind = KINDS[seed % len(KINDS)]
@@ -54,7 +54,7 @@ class LinkWorld(World):
     # --- the graph ---------------------------------------------------------------------------------
 
     def _ways(self) -> list[Pair]:
-        """(from, to) of what is lost."""
+        """Return the (from, to) pairs of hosts whose packets are lost."""
         names = sorted(self.hosts)
         self.clockwork.random.shuffle(names)
         half = len(names) // 2
@@ -115,7 +115,7 @@ class LinkWorld(World):
             self._end()
 
     def _most_together(self, since: float) -> int:
-        """How many reach each other, and have all the time."""
+        """Return the size of the largest set of members that have reached each other all the time."""
         cut = {pair for pair, at in self.cut.items() if at >= since}
         names = sorted(t.host for t in self.living())
         for size in range(len(names), 0, -1):
@@ -159,12 +159,12 @@ class LinkWorld(World):
 
 
 class CalmWorld(World):
-    """Lighthouses crash and are stopped, the store is away, and every replica is well."""
+    """A world in which lighthouses crash or stop and the store is away, but every replica is healthy."""
 
     lease_s = 4.0  # with this lease a leader that was stopped for some seconds still leads
 
     def choose(self) -> Settings:
-        """With time enough for every fault: nobody ends for want of a lighthouse."""
+        """Choose settings with a long autonomy, so that no member ends without a lighthouse."""
         found = super().choose()
         member = replace(found.member, autonomy_s=120.0)
         return replace(found, member=member, leader=replace(found.leader, autonomy_s=120.0))

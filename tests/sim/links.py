@@ -1,5 +1,6 @@
-"""A trainer's links to the other members, as the client's shell makes them: one ordered control link per
-process that outlives epochs, and ring connections of one epoch; missing ones are dialled until a limit."""
+"""A trainer's links to the other members, as in the client: one control link per process, which outlives
+epochs, and ring connections per epoch.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -31,7 +32,7 @@ class Linking:
 
 
 class Links:
-    """Owned by one trainer process."""
+    """The links of one trainer process."""
 
     linking_class = Linking
 
@@ -87,7 +88,7 @@ class Links:
         self.trainer.after((0.02, 0.05, 0.1, 0.2)[min(attempt, 3)], lambda: self._dial(linking, attempt + 1))
 
     def _dial_next(self, linking: Linking) -> None:
-        """One dial at a time, given up after a while: the peer may be stopped, or gone."""
+        """Dial one peer at a time, with a time limit, because the peer may be stopped or gone."""
         now, record = self.trainer.clockwork.now, linking.record
         following = self._neighbour(record, 1)
         there = self.trainer.world.trainer(following) if following is not None else None
@@ -109,7 +110,7 @@ class Links:
         return self.trainer.world.network.can_talk(self.trainer.host, there.host) and not there.paused
 
     def _connect(self, there: "Trainer") -> None:
-        """A greeting takes a round trip through both processes, so a paused one answers later."""
+        """Connect with a greeting, which takes a round trip through both processes."""
         here, network = self.trainer, self.trainer.world.network
         if not self._can_reach(there):
             return
@@ -155,7 +156,7 @@ class Links:
         self.check()
 
     def check(self) -> None:
-        """Say Linked for every epoch whose links all stand."""
+        """Feed Linked for every epoch whose links are all up."""
         for epoch in list(self.epochs):
             linking = self.epochs.get(epoch)
             if linking is None or not linking.running or self._missing(linking):
@@ -211,7 +212,7 @@ class Links:
     # --- who can be reached ------------------------------------------------------------------------
 
     def probe(self, members: tuple[Member, ...]) -> None:
-        """A connection to each, which needs no more than their hosts; given up after a while."""
+        """Probe each member by a connection to its host, with a time limit."""
         names = [x.replica for x in members if x.replica != self.trainer.host]
         missing = self._unreachable(members, names)
         delay = PROBE_S if missing else 2 * self.trainer.world.network.delay()
@@ -222,7 +223,7 @@ class Links:
         self.trainer.after(delay, ended)
 
     def _unreachable(self, members: tuple[Member, ...], names: list[str]) -> list[str]:
-        """Those of ``names`` at whose hosts nothing arrives, or nobody listens any more."""
+        """Return those of ``names`` whose hosts are unreachable or no longer listen."""
         world, here = self.trainer.world, self.trainer.host
         there = {x.replica for x in members if world.trainer((x.replica, x.incarnation)) is not None}
         return [n for n in dict.fromkeys(names) if n not in there or not world.network.can_talk(here, n)]

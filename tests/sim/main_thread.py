@@ -1,4 +1,5 @@
-"""The user's loop: waits for orders, computes micro-batches, runs the update, loads states; one at a time.
+"""The user's loop: waits for effects, computes micro-batches, applies updates and loads states, one at a
+time.
 
 Gradients and states are symbols. The kept gradient is the tuple of micro-batches in the order in which they
 were added; a state is its step and the hash chain of every gradient applied to it.
@@ -43,11 +44,11 @@ class MainThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is in the user's code, or at work for it."""
+        """Whether the main thread is in user code, or works for it."""
         return self._busy
 
     def start(self) -> None:
-        """Do the work of ``attach`` and the first ``_ready``."""
+        """Do the work of ``attach``, then the first ``_ready``."""
         if not self.trainer.server.memory.snapshots:
             self.snapshot(0)
         self._ready()
@@ -78,7 +79,7 @@ class MainThread:
 
     @property
     def will_stop(self) -> bool:
-        """Whether the core has stopped, and this thread has not come to that order."""
+        """Whether the core has stopped, but this thread has not yet taken the effect to stop."""
         return any(isinstance(order, io.Stop) for order in self._orders)
 
     def _work(self, seconds: float, then: "object") -> None:
@@ -118,7 +119,7 @@ class MainThread:
         self._work(sum(seconds), computed)
 
     def _stream(self, order: io.Compute, seconds: float) -> None:
-        """In some worlds the exchange begins with the last backward; what goes out is what comes of it."""
+        """In some worlds, begin the exchange with the last backward."""
         if not self.trainer.world.settings.streaming or not order.micro_batches:
             return
 
@@ -129,7 +130,7 @@ class MainThread:
         self.trainer.after(seconds, begun)
 
     def _redo(self) -> str:
-        """Seldom the user's code changes a gradient that was on its way."""
+        """In rare cases, let user code change a gradient that is already being exchanged."""
         clockwork, trainer = self.trainer.clockwork, self.trainer
         world = trainer.world
         if not trainer.ring.awaited or world.blackout or world.find_leader(trainer.host) is None:
@@ -140,7 +141,7 @@ class MainThread:
         return "a gradient was changed after the last backward"
 
     def _walk_through(self, order: io.Compute, seconds: list[float]) -> None:
-        """Note which micro-batch is under way, and die at one that kills."""
+        """Note the micro-batch under way, and die at a poison micro-batch."""
         trainer, begun = self.trainer, 0.0
 
         def reach(place: tuple[int, int] | None) -> None:
@@ -201,7 +202,7 @@ class MainThread:
         self.digest = chain(self.digest, gradient)
 
     def _announce(self, step: int) -> float:
-        """Now and then the user's code evaluates after its update, and says so."""
+        """Sometimes let user code evaluate after its update, and announce this by ``busy``."""
         every = self.trainer.world.settings.busy_every
         if not every or step % every:
             return 0.0
@@ -268,7 +269,7 @@ class MainThread:
         self.snapshot(self.trainer.core.view.generation)
 
     def snapshot(self, generation: int) -> None:
-        """Copied while the user's code goes on; the server serves it when it is complete."""
+        """Copy a snapshot while user code goes on; the server serves it when it is complete."""
         trainer, step, digest = self.trainer, self.step, self.digest
         server = trainer.server
         if not server.alive:

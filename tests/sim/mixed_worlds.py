@@ -1,7 +1,7 @@
-"""Worlds of settings and faults that the plain ones do not have. There are up to seven replicas with unequal
-shares, up to three lighthouses, digests of the state at few steps, skipped updates, a spare, and user code
-that announces itself. A lighthouse is stuck for long, or does not reach the store. The store takes no
-writes."""
+"""Worlds with settings and faults that plain worlds lack. There are up to seven replicas with unequal shares,
+up to three lighthouses, digests of the state at few steps, skipped updates, a spare, and user code that
+announces itself. A lighthouse hangs for long, or does not reach the store. Or the store refuses all writes.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ REQUIRED = (
 
 
 class MixedWorld(World):
-    """One to three of the strikes, beside the faults of every world."""
+    """A world with one to three of these faults, in addition to those of plain worlds."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -54,5 +54,5 @@ class MixedWorld(World):
 
 
 def play(seed: int) -> None:
-    """Play one; raises what it finds."""
+    """Play one world; raise the violation that it finds."""
     MixedWorld(seed).run()

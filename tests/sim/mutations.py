@@ -1,5 +1,5 @@
-"""Deliberate protocol bugs. Each breaks one rule that looks as if it could be left out; the simulator must
-notice every one of them, else it proves nothing.
+"""Deliberate protocol bugs. Deliberate bugs: each breaks one rule that might seem needless, and the simulator
+must notice each bug.
 """
 
 from collections.abc import Callable, Mapping
@@ -162,7 +162,7 @@ def forget_the_promise_of_a_report(patch: Patch) -> None:
     hear_of = Membership._hear_of
 
     def heard(member: Membership, record: Record) -> None:
-        """Answers a forced epoch, and goes on in the old one."""
+        """Bug: a member answers a forced epoch, and goes on in the old epoch."""
         newest = member._epochs.newest
         newer = newest is not None and record.fence > newest.fence
         if (

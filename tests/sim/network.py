@@ -1,6 +1,6 @@
-"""Connections between hosts: ordered, delayed, cut by partitions, reset, and ended by death.
+"""Connections between hosts: ordered and delayed; partitions cut them, resets and deaths end them.
 
-A partition holds what is sent (the kernel retransmits) until it heals, or until each end gives up on its own.
+A partition holds sent messages (the kernel retransmits) until it heals, or until an end gives up.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ _decode = lru_cache(maxsize=64)(wire.decode)
 
 
 def encode(message: network.Message) -> bytes:
-    """The bytes that travel, by the shipping codec."""
+    """Return a message's bytes by the real codec."""
     unhashable = isinstance(message, network.Heartbeat)
     return wire.encode(message) if unhashable else cast(bytes, _encode(message))
 
 
 def decode(data: object) -> network.Message:
-    """The message in what arrived."""
+    """Return the message in these bytes."""
     return cast(network.Message, _decode(data))
 
 
@@ -52,7 +52,7 @@ class End:
 
 
 class Connection:
-    """Two ends; ``send(0, ...)`` goes from end 0 to end 1."""
+    """A connection with two ends; ``send(0, ...)`` goes from end 0 to end 1."""
 
     def __init__(self, network: "Network", first: End, second: End) -> None:
         self.network = network
@@ -66,7 +66,7 @@ class Connection:
             self._to(1 - side, lambda: self._deliver(there, message))
 
     def close(self, side: int, why: str) -> None:
-        """This end closes; the other sees everything sent before, then the end."""
+        """Close this end; the other end gets everything sent before, then the end."""
         here, there = self.ends[side], self.ends[1 - side]
         if not here.open:
             return
@@ -75,12 +75,12 @@ class Connection:
         self._forget()
 
     def reset(self, why: str) -> None:
-        """Both ends see a reset soon; what is in flight is lost."""
+        """Reset both ends soon; messages in flight are lost."""
         for end in self.ends:
             self.network.clockwork.at(self.network.delay(), lambda end=end: self._end(end, why))
 
     def end_by_death(self, process: Process) -> None:
-        """The kernel of a dead process closes its end; at times the tail of what it sent is lost too."""
+        """Close the end of a dead process; sometimes the last sent messages are lost too."""
         for side, end in enumerate(self.ends):
             if end.process is process and end.open:
                 if self.network.clockwork.chance(0.3):
@@ -117,7 +117,7 @@ class Connection:
         clockwork.at(arrival - clockwork.now, arrive)
 
     def flush(self) -> None:
-        """The partition has healed: what was held arrives."""
+        """Deliver the messages that a healed partition has held."""
         for side, end in enumerate(self.ends):
             if end.held and (self.ends[1 - side].host, end.host) not in self.network.blocked:
                 held, end.held = end.held, []
@@ -125,7 +125,7 @@ class Connection:
                     self.network.clockwork.at(0.0, action)
 
     def give_up(self) -> None:
-        """Called some time into a partition: each end closes if it still cannot be heard."""
+        """Close both ends if the partition still lasts."""
         a, b = self.ends[0].host, self.ends[1].host
         if (a, b) in self.network.blocked or (b, a) in self.network.blocked:
             for end in self.ends:
@@ -147,7 +147,7 @@ class Connection:
 
 
 class Network:
-    """All connections, which hosts cannot reach which, and how long things take."""
+    """All connections, the cuts between hosts, and the delays."""
 
     def __init__(self, clockwork: Clockwork) -> None:
         self.clockwork = clockwork
@@ -160,7 +160,7 @@ class Network:
         self.slow = 0.03  # the probability that a packet is delayed
 
     def delay(self) -> float:
-        """One way, in seconds."""
+        """Return a one-way delay in seconds."""
         clockwork = self.clockwork
         if clockwork.random.random() < self.slow:
             return 0.005 + 0.1 * clockwork.random.random()
@@ -170,12 +170,12 @@ class Network:
         return (a, b) not in self.blocked and (b, a) not in self.blocked
 
     def could_talk(self, a: str, b: str, seconds: float) -> bool:
-        """Whether they could for so long, until now."""
+        """Return whether two hosts could talk during this time up to now."""
         healed = self.healed.get(frozenset((a, b)), -seconds)
         return self.can_talk(a, b) and self.clockwork.now - healed >= seconds
 
     def block(self, a: str, b: str) -> None:
-        """From now on nothing gets from ``a`` to ``b``; a connection needs both directions to live."""
+        """Cut the direction from ``a`` to ``b``; a connection needs both directions."""
         self.blocked[a, b] = None
         for connection in list(self.connections):
             if connection.is_open and connection.is_between(a, b):
@@ -192,7 +192,7 @@ class Network:
             connection.end_by_death(process)
 
     def reset_between(self, a: str, b: str) -> bool:
-        """Reset one connection between these hosts, if there is any."""
+        """Reset one connection between these hosts, if one exists."""
         found = [c for c in self.connections if c.is_open and c.is_between(a, b)]
         if not found:
             return False

@@ -1,6 +1,7 @@
-"""Whether the simulator notices a deliberate bug. What counts is a checker's violation, or a transition that
-the core itself refused; any other exception is a defect of the mutation and fails its test. The seed that
-notices must pass without the bug, for worlds that fail anyway would notice nothing."""
+"""Whether the simulator notices a deliberate bug. A bug is noticed by a checker's violation or by a
+transition that a core refuses. Any other exception is a defect of the mutation and fails its test. The
+noticing seed must pass without the bug, because a world that fails anyway notices nothing.
+"""
 
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ NOTICED = (Violation, IllegalTransition)
 
 
 def find(mutate: Callable[[pytest.MonkeyPatch], None], play: Callable[[int], object], seeds: int) -> int:
-    """The first of ``seeds`` worlds that notices the bug; fails the test where none does."""
+    """Return the first of ``seeds`` worlds that notices the bug; fail the test if none does."""
     name = mutate.__name__.replace("_", " ")
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)

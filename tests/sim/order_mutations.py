@@ -1,4 +1,4 @@
-"""Deliberate bugs in who is kept out, and for how long: the worlds of ``order_worlds`` must notice each."""
+"""Deliberate bugs in penalties and overrides; the worlds of ``order_worlds`` must notice each bug."""
 
 from collections.abc import Callable
 from dataclasses import replace

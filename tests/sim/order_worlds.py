@@ -1,5 +1,7 @@
-"""Worlds with an operator and with memory of failures: joins are paused, the job is scaled, a replica stands
-by, and who fails too often is kept out for a while. The same faults strike; in the end all must be back."""
+"""Worlds with an operator and with penalties: joins are paused, the job is scaled, one replica is a spare,
+and replicas that fail too often stay out. The worlds also have the faults of plain worlds; in the end all
+replicas must be back.
+"""
 
 from dataclasses import replace
 
@@ -42,7 +44,7 @@ REQUIRED = (
 
 
 class OrderWorld(World):
-    """Some jobs have one replica more than they may have members."""
+    """A world with an operator; some jobs have one replica more than they may have members."""
 
     def __init__(self, seed: int, aims: Aims = ()) -> None:
         super().__init__(seed, aims=aims or (AIMS[seed // 2 % len(AIMS)] if seed % 2 else ()))
@@ -90,11 +92,11 @@ class OrderWorld(World):
 
     @property
     def _errs(self) -> bool:
-        """Whether the hosts of lighthouses have times of day that are wrong."""
+        """Whether the lighthouses' hosts have wrong times of day."""
         return self.clockwork.seed % 4 == 0
 
     def _is_whole(self) -> "object":
-        """As many as there may be are members, once the operator has taken back what was ordered."""
+        """Return whether the job has all its members, after the operator has withdrawn its overrides."""
         start: dict[int, int] = {}
 
         def done() -> bool:
@@ -127,8 +129,10 @@ class OrderWorld(World):
         return super()._is_finished()
 
     def _is_taken_back(self, record: Record) -> bool:
-        """Whether no order holds any more. Then whoever was sent away is started again, as nothing but the
-        operator does it: without them a job that was scaled down may lack what its policy needs."""
+        """Return whether no override is in force any more. Then whoever was sent away is started again, as
+        nothing but the operator does it: without them a job that was scaled down may lack what its policy
+        needs.
+        """
         if record.overrides != OperatorOverrides():
             if self.clockwork.now - self.asked > 0.5:
                 self.asked = self.clockwork.now
@@ -142,7 +146,7 @@ class OrderWorld(World):
         return True
 
     def _admit_hosts(self, record: Record) -> None:
-        """The operator has had the hosts mended."""
+        """Let the operator admit the hosts, as after a repair."""
         if self.clockwork.now - self.asked > 0.5:
             self.asked = self.clockwork.now
             self.clockwork.counts["orders: hosts admitted"] += 1
@@ -163,7 +167,7 @@ class OrderWorld(World):
                     lighthouse.run(lambda e=event, x=lighthouse: x.feed(e) if x.core is not None else None)
 
     def told(self, effect: io.RecordEvent) -> None:
-        """Count what the leader's words say of orders and penalties."""
+        """Count the overrides and penalties in the leader's event log."""
         super().told(effect)
         counts = self.clockwork.counts
         for words, name in REASONS.items():
@@ -179,7 +183,7 @@ class OrderWorld(World):
                 kept_out -= set(joined)
 
     def run(self) -> None:
-        """As every world; what the checker of penalties has met counts too."""
+        """Run the world; count also what the checker of penalties has met."""
         try:
             super().run()
         finally:
@@ -190,5 +194,5 @@ class OrderWorld(World):
 
 
 def play(seed: int, aims: Aims = ()) -> None:
-    """Play one; raises what it finds."""
+    """Play one world; raise the violation that it finds."""
     OrderWorld(seed, aims).run()

@@ -1,6 +1,7 @@
-"""Worlds of two replicas whose states part. Nothing else goes wrong. In half of them one that joins brings
-the mistake, as with a scheduler outside the shared state: it goes, and the job goes on. In the others both
-have agreed since they came: nobody can tell who is right, and the job stops."""
+"""Worlds of two replicas whose states differ, without other faults. In half of these worlds a joining replica
+has the wrong state, as with a scheduler outside the shared state: the leader must evict it. In the other
+worlds the two states have agreed before, so neither can be called wrong, and the job must stop.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ REQUIRED += ("parted: the newcomer went",)
 
 
 class PartedWorld(World):
-    """``newcomer``: whether the state of the one that joins is the other one."""
+    """A world of two replicas; ``newcomer``: whether the joining replica has the wrong state."""
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
         self.newcomer = seed % 2 == 0
@@ -78,5 +79,5 @@ class PartedWorld(World):
 
 
 def play(seed: int) -> None:
-    """Play one; raises what it finds."""
+    """Play one world; raise the violation that it finds."""
     PartedWorld(seed).run()

@@ -1,7 +1,7 @@
-"""Who may not come in yet: the evidence against replicas that failed, counted from outside.
+"""Checks penalties from outside: counts the evidence against replicas that failed.
 
-What it sees are the records that the store was told, the words that replicas said and what operators ordered.
-It counts only what must count by every clock: leaders' clocks go wrong, and so do times of day.
+The checker sees the store's records, the replicas' messages and the operators' orders. The checker counts
+only evidence that counts by every clock, because clocks and times of day go wrong.
 """
 
 from collections import defaultdict
@@ -15,9 +15,10 @@ NO_FAILURE = ("evicted by ", "it cannot go on: ")
 
 class Penalties:
     """``limit`` failures within ``window_s`` keep a replica out (each host has one replica here, so that its
-    penalty is the same); ``least`` members are needed where nobody has ordered otherwise. ``error_s`` is how
-    far two leaders may be apart about when something was. Who failed twice within ``half_life_s`` comes in
-    only where the job has fewer than ``full`` members."""
+    penalty is the same); ``least`` members are needed where nobody has ordered otherwise. ``error_s``: the
+    largest difference between two leaders' times of one event. A replica that failed twice within
+    ``half_life_s`` may join only while the job has fewer than ``full`` members.
+    """
 
     def __init__(
         self,
@@ -46,19 +47,23 @@ class Penalties:
         self.met = 0  # number of records written while a replica was kept out
 
     def asked(self, record: Record) -> None:
-        """A leader begins to write it: what it knew then is what it may be held to."""
+        """Note the time at which a leader begins to write the record, because the leader knew only earlier
+        evidence.
+        """
         self._asked.setdefault(record.nonce, self._now())
 
     def excuse(self, replica: str, incarnation: int) -> None:
-        """This process has said itself that it cannot go on, or an operator has asked for its end."""
+        """Excuse a process that has sent CannotContinue, or whose end an operator has asked for."""
         self._excused.add((replica, incarnation))
 
     def pardon(self, replica: str) -> None:
-        """An operator lets it in: what was before counts no more."""
+        """Forget the failures of a replica that an operator admits."""
         self._failures.pop(replica, None)
 
     def written(self, before: Record, after: Record) -> str:
-        """Judge who came in with ``after`` (what is wrong with it, or empty), then count who was left out."""
+        """Judge the replicas that ``after`` admits, then count the evictions; return the violation, or
+        empty.
+        """
         at = self._asked.get(after.nonce, self._now())
         kept_out = {name for name in self._failures if self._is_kept_out(name, at)}
         self.met += bool(kept_out)
@@ -94,16 +99,16 @@ class Penalties:
                 self._failures[member.replica].append(at)
 
     def _is_kept_out(self, name: str, at: float) -> bool:
-        """Whether it failed so often so short a time ago that every leader must know and agree."""
+        """Return whether every leader must keep the replica out, because it failed too often."""
         recent = [x for x in self._failures[name] if 1.1 * (at - x) + self._error_s < self._window_s]
         return 0 < self._limit <= len(recent)
 
     def _is_suspect(self, name: str, at: float) -> bool:
-        """Whether it failed twice so short a time ago that every leader must know and agree."""
+        """Return whether every leader must call the replica's host suspect."""
         recent = [x for x in self._failures[name] if 1.1 * (at - x) + self._error_s < self._half_life_s]
         return self._limit > 0 and len(recent) >= 2
 
     def _may_be_kept_out(self, name: str, at: float) -> bool:
-        """Whether it failed so often so short a time ago that a leader may say so."""
+        """Return whether a leader may keep the replica out, by its own clock."""
         recent = [x for x in self._perhaps[name] if (at - x) / 1.1 - self._error_s < self._window_s]
         return 0 < self._limit <= len(recent)

@@ -1,4 +1,4 @@
-"""Deliberate bugs in how a replica's ranks act as one member; the worlds of ``ranks`` must notice each."""
+"""Deliberate bugs in the ranks of a replica; the worlds of ``ranks`` must notice each bug."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ Patch = pytest.MonkeyPatch
 
 
 def a_commit_decided_per_lane(patch: Patch) -> None:
-    """Rank 0's own lane counts as the round; the others are committed whether they are reduced or not."""
+    """Bug: rank 0 commits when its own lane is reduced, even if other lanes are not."""
     exchanged, part = Ranks._on_exchanged, Ranks._part
 
     def on_exchanged(ranks: Ranks, rank: int, event: io.Exchanged, now: float) -> None:

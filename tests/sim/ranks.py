@@ -1,8 +1,9 @@
-"""Worlds whose replicas have several ranks: the shipping ``Ranks`` at rank 0, ``FollowerRank`` elsewhere.
+"""Worlds whose replicas have several ranks: the real ``Ranks`` at rank 0, ``FollowerRank`` at the others.
 
 Every rank is a process with a main thread, a data plane, fetches and a checkpoint server of its own; what it
-sees of the job is its ``Lane``: the same rank of the other replicas, and checks that are its own. Orders and
-outcomes travel as the bytes of the shipping codec. Ranks are killed, stopped and cut off from each other.
+sees of the job is its ``Lane``: the same rank of the other replicas, and checks that are its own. Commands
+and outcomes travel as bytes of the real codec. The faults kill and stop ranks, and cut them off from each
+other.
 """
 
 from collections import Counter
@@ -71,7 +72,7 @@ class Lane:
         return [t for t in self.by_key.values() if t.alive]
 
     def happened(self, what: str, host: str) -> None:
-        """Faults wait for what the ranks 0 do."""
+        """Pass on a trigger of rank 0, for which faults wait."""
 
     def initial_digest(self, host: str) -> str:
         return digest_of("initial", self.rank, host if self.settings.different_starts else "same")
@@ -80,7 +81,7 @@ class Lane:
         return self.server_of(trainer.host, trainer)
 
     def server_of(self, host: str, trainer: "Trainer | None" = None) -> Server:
-        """The living checkpoint server of this rank there, started where there is none."""
+        """Return this rank's living checkpoint server; start one if needed."""
         server = self.hosts_servers.get(host)
         if server is None or not server.alive:
             self.numbers[host] += 1
@@ -98,7 +99,7 @@ class Lane:
         self.end(trainer)
 
     def end(self, trainer: Trainer) -> None:
-        """The process is gone, by whatever cause."""
+        """Note that the process has ended, for any reason."""
         if trainer.alive:
             trainer.kill()
             self.network.death(trainer)
@@ -106,7 +107,7 @@ class Lane:
 
 
 class RankMain(MainThread):
-    """The user's loop at one rank: parts of snapshots are named when all ranks have theirs."""
+    """The user's loop at one rank; a snapshot gets its name when all ranks have their parts."""
 
     def start(self) -> None:
         self.unnamed: dict[tuple[int, int], str] = {}
@@ -115,7 +116,7 @@ class RankMain(MainThread):
             self.trainer.feed(ro.SnapshotDue(0))
 
     def snapshot(self, generation: int) -> None:
-        """By policy: when rank 0 says so."""
+        """Take a snapshot when rank 0 orders it."""
         if isinstance(self.trainer, Heading):
             self.trainer.feed(ro.SnapshotDue(self.step))
 
@@ -170,7 +171,7 @@ class RankMain(MainThread):
 
 
 class _Core(Ranks):
-    """The shipping class; what the shell around a core reads of it is its member's."""
+    """The real class, with the fields of the member core that the simulated shell reads."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["member"], name)
@@ -191,7 +192,7 @@ class Heading(Trainer):
         self._performers[ro.NameSnapshot] = self.main.name
 
     def join_up(self, followers: "list[Following]") -> None:
-        """The ranks have told each other what they are, and are linked."""
+        """Link the ranks of the replica."""
         member = self.core.member
         ranks = tuple(RankAddress(f"{x.host}.{x.rank}", x.server.ckpt) for x in followers)
         servers = [x.server.memory.snapshots for x in followers]
@@ -262,7 +263,7 @@ class _Obeying:
 
 
 class Always(dict):  # type: ignore[type-arg]
-    """Followers have no control links to other replicas, and miss none."""
+    """The empty set of peers of a follower, which has no control links to other replicas."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -284,10 +285,10 @@ class Following(Trainer):
         self._performers[ro.NameSnapshot] = self.main.name
 
     def _connect(self) -> None:
-        """Rank 0 alone speaks to the lighthouse."""
+        """Connect rank 0 to the lighthouse; other ranks have no session."""
 
     def wait_in_ring(self, replica: str) -> None:
-        """Rank 0 alone says whom the replica waits for."""
+        """Report the awaited member, at rank 0 only."""
 
     def feed(self, event: Any) -> None:
         if not self.alive or not isinstance(event, _OUTCOMES):
@@ -383,7 +384,7 @@ class RankWorld(World):
             self.clockwork.at(0.0, lambda kind=item[1]: self.strike_rank(kind, host))
 
     def strike_rank(self, kind: str, host: str = "") -> None:
-        """Do it to a rank other than 0."""
+        """Inject the fault at a rank other than 0."""
         clockwork = self.clockwork
         lane = clockwork.random.choice(self.lanes)
         living = [t for t in lane.living() if t.host == host] or lane.living()
@@ -405,14 +406,14 @@ class RankWorld(World):
             self.network.death(victim.server)
 
     def run(self) -> None:
-        """As every world; who was left out for a rank counts too."""
+        """Run the world; count also evictions because of a rank."""
         super().run()
         evicted = [x for x in self.checks.records if "the process of its rank" in x.reason]
         self.clockwork.counts["path: eviction for a rank"] += len(evicted)
 
 
 def play(seed: int, tracing: bool = False, faultless: bool = False, aims: Aims = ()) -> RankWorld:
-    """One world to its end; raises what went wrong, with the world attached."""
+    """Play one world to its end; raise the violation, with the world attached."""
     world = RankWorld(seed, tracing, faultless, aims)
     try:
         world.run()

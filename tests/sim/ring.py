@@ -1,8 +1,8 @@
 """A trainer's data plane: the ring of one epoch over two connections, by the shipping schedule and headers.
 
-Segments are symbols: who put in what, in the order in which it was added. Everything else is as in
-``fabric.ftar``: what a member sends next depends on what its neighbour sent it, an epoch's links fail for
-good, the notice of an abort travels backwards, and nothing is noticed outside of an exchange.
+Segments are symbols: the members' parts in the order of addition. The rest is as in ``fabric.ftar``: a member
+forwards what its neighbour sent, failed links stay failed, an abort's notice travels backwards, and only an
+exchange notices a failure.
 """
 
 from collections import deque
@@ -80,7 +80,7 @@ def is_intact(payload: bytes, digest: int | None) -> bool:
 
 
 class Ring:
-    """Owned by one trainer process; ``slots`` are its result buffers by step, the newest last."""
+    """The data plane of one trainer process; ``slots`` are its result buffers by step, the newest last."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
@@ -102,7 +102,7 @@ class Ring:
     def dial(
         self, record: Record, there: "Trainer", established: "object", ring: "Ring | None" = None
     ) -> None:
-        """Connect to the next member; ``established(links)`` when its greeting was answered."""
+        """Connect to the next member; call ``established(links)`` after its greeting."""
         ring = ring or there.ring
         here, network = self.trainer, self.trainer.world.network
         mine = (here.host, here.incarnation)
@@ -139,7 +139,7 @@ class Ring:
         self.trainer.links.check()
 
     def install(self, record: Record, forward: RingLinks | None, previous: Key | None) -> None:
-        """The epoch is linked: both connections are the ring's now."""
+        """Take over both connections of a linked epoch."""
         links = forward or RingLinks(record, 0)
         links.position = record.names.index(self.trainer.host)
         if previous is not None:
@@ -160,7 +160,7 @@ class Ring:
             self._abort(links, *self._early.pop(record.epoch))
 
     def retire(self, before: int) -> None:
-        """Older epochs are over: close their links, which ends what still uses them."""
+        """Close the links of older epochs, which ends exchanges that still use them."""
         self._retired_before = max(self._retired_before, before)
         for epoch in [e for e in self.epochs if e < before]:
             links = self.epochs.pop(epoch)
@@ -178,7 +178,7 @@ class Ring:
             self._early.setdefault(epoch, (why, about))
 
     def _abort(self, links: RingLinks, why: str, about: str) -> None:
-        """For good; the previous member is told, once."""
+        """Abort the epoch's links for good, and send the notice to the previous member once."""
         if links.incident_id is not None:
             return
         links.incident_id = (why, about)
@@ -197,7 +197,7 @@ class Ring:
             self._failed(awaited, why, about)
 
     def _stop(self) -> None:
-        """Nothing is under way here any more, and nobody's bytes are waited for."""
+        """Note that no exchange is under way and no bytes are awaited."""
         self._running = None
         self._wait_for("")
 
@@ -222,7 +222,7 @@ class Ring:
         self.trainer.after(busy + clockwork.between(0.0, 0.002), lambda: self._begin(order))
 
     def finished(self, step: int, changed: bool) -> None:
-        """The last backward has ended: what waits for its gradient has it now, or an older one of it."""
+        """Give the final gradient to the exchange that waits for the last backward."""
         order, self.awaited = self.awaited, None
         if order is not None and order.step == step:
             self._begin(order, changed)
@@ -261,7 +261,7 @@ class Ring:
         self._pump()
 
     def _pump(self) -> None:
-        """Move what can be moved."""
+        """Send and receive all chunks that can move now."""
         running = self._running
         if running is None:
             return
@@ -343,7 +343,7 @@ class Ring:
         self.trainer.after(busy, lambda: self.trainer.feed(done))
 
     def result(self, step: int) -> Gradient:
-        """The result of ``step`` here."""
+        """Return this member's result of ``step``."""
         demand(
             step in self.slots, f"{self.trainer.name} is told to use the result of step {step}, and has none"
         )
@@ -371,10 +371,12 @@ class Ring:
 
 
 def result_of(step: int, segments: list[Segment]) -> Gradient:
-    """The reduced gradient. Floating point is not associative: the order of the ring is part of the bits.
+    """The reduced gradient. Return the result of a round; its bits depend on the ring order, because floating
+    point is not associative.
 
     Segment s is summed from member s on. Parts are in ring order; a segment that is not made of the same
-    parts as the first shows as a part of its own."""
+    parts as the first shows as a part of its own.
+    """
     first = segments[0]
     turned = [x if s == 0 else x[-s:] + x[:-s] for s, x in enumerate(segments)]
     odd = tuple((f"segment {s}", ()) for s, x in enumerate(turned) if x != first or FLIPPED in x)

@@ -51,7 +51,7 @@ KINDS: dict[str, Callable[[int], World]] = {
 
 
 def hunt(first: int, last: int, kind: str = "plain", limit: int = 20) -> tuple[Counter[str], list[str]]:
-    """Play ``first`` to ``last`` (exclusive): the counters of what was met, and a line per failure."""
+    """Play the seeds from ``first`` to ``last`` (exclusive); return the counters, and a line per failure."""
     counts: Counter[str] = Counter()
     failures: list[str] = []
     for seed in range(first, last):
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def replay(seed: int, kind: str) -> int:
-    """One seed with everything that happened."""
+    """Play one seed, and print its trace."""
     world = KINDS[kind](seed)
     world.clockwork.tracing = True
     try:

@@ -1,9 +1,9 @@
-"""Scripted worlds: commands in, a readable account of what every core heard and ordered out.
+"""Scripted worlds: a scenario has commands, and a readable account of every core's events and effects.
 
-A scenario is a text file of blocks. A block is one or more commands, a line ``----``, and the account of
-what follows from them. ``#`` begins a comment. The first block sets the world up. The world is the
-simulator's: the shipping cores, codec and ring schedule in virtual time, with a fixed seed. So an account
-repeats exactly, and a change of the protocol shows as a difference of text.
+A scenario is a text file of blocks. A block is one or more commands, a line ``----``, and the account of what
+follows from them. ``#`` begins a comment. The first block sets the world up. The simulator plays the world
+with the real cores, codec and ring schedule in virtual time, with a fixed seed. So an account repeats
+exactly, and a change of the protocol shows as a difference of text.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ _UNTOLD = (
 
 
 class ScriptedWorld(World):
-    """A faultless world of ``replicas`` equal members; only the script does anything to it."""
+    """A world of ``replicas`` equal members without faults other than the script's."""
 
     def __init__(self, replicas: int, lighthouses: int, least: int) -> None:
         self._size = replicas, lighthouses, least
@@ -90,7 +90,7 @@ class ScriptedWorld(World):
 
 
 class Scenario:
-    """One world that obeys commands and tells what follows."""
+    """One world that obeys commands and returns the account of what follows."""
 
     def __init__(self) -> None:
         self.world: ScriptedWorld | None = None
@@ -114,7 +114,7 @@ class Scenario:
         }
 
     def play(self, commands: list[str]) -> str:
-        """Obey them one after the other; the account of all that followed."""
+        """Obey the commands in order; return the account of what followed."""
         self._lines.clear()
         for command in commands:
             verb, *words = command.split()
@@ -139,7 +139,7 @@ class Scenario:
         self._world.clockwork.run(self._world.clockwork.now + seconds, lambda: False)
 
     def _skip(self, to: str, *words: str) -> None:
-        """``skip to CONDITION``: run on as ``until`` does, and tell only where everybody is then."""
+        """``skip to CONDITION``: run until the condition holds, and show only where every party is then."""
         assert to == "to"
         self._run_until(*words)
         trainers = [h.trainer for h in self._world.hosts.values() if h.name not in self._away]
@@ -163,7 +163,7 @@ class Scenario:
             raise AssertionError(f"not within {LIMIT_S:g} s: {' '.join(words)}; {world._describe_leader()}")
 
     def _all(self, holds: Callable[[Any], bool]) -> bool:
-        """Whether it holds of all trainers that the script let live and that reach a lighthouse."""
+        """Return whether the condition holds for all living trainers that reach a lighthouse."""
         wanted = [h.trainer for h in self._world.hosts.values() if h.name not in self._away]
         return all(t is not None and holds(t.core) for t in wanted)
 
@@ -186,7 +186,7 @@ class Scenario:
             self._observe(self._world.clockwork.now, name, "", "starts")
 
     def _block(self, name: str, other: str) -> None:
-        """In both directions; ``lighthouses`` stands for all of them."""
+        """Cut the connection in both directions; ``lighthouses`` stands for all lighthouses."""
         world = self._world
         self._away.add(name)
         self._cut.add(name)
@@ -244,7 +244,7 @@ class Scenario:
 
 
 def told(value: object) -> str:
-    """A value in few words: its type and the fields that differ from their defaults."""
+    """Describe a value shortly: its type and the fields that differ from their defaults."""
     if isinstance(value, Record):
         members = " ".join(
             x.replica + ("+" if x.joining else "") + ("-" if x.leaving else "") for x in value.roster
@@ -280,7 +280,7 @@ def told(value: object) -> str:
 
 
 def _folded(lines: list[tuple[float, str, str]]) -> Iterator[tuple[float, str, str]]:
-    """One line where the same is said to several at once."""
+    """Join the lines of a message that goes to several receivers at once."""
     at, who, what, receivers = -1.0, "", "", list[str]()
     for line in [*lines, (-2.0, "", "")]:
         to = re.fullmatch(r"to (\S+): (.*)", line[2])
@@ -294,7 +294,7 @@ def _folded(lines: list[tuple[float, str, str]]) -> Iterator[tuple[float, str, s
 
 
 def blocks(text: str) -> Iterator[tuple[list[str], list[str], str]]:
-    """Comment lines, commands, and the account that is on file, of every block."""
+    """Return the comment lines, the commands and the stored account of every block."""
     comments, commands, account, reading = list[str](), list[str](), list[str](), False
     for line in [*text.splitlines(), ""]:
         if reading and line:
@@ -312,7 +312,7 @@ def blocks(text: str) -> Iterator[tuple[list[str], list[str], str]]:
 
 
 def replay(text: str) -> str:
-    """The scenario as it reads when it is played now."""
+    """Play the scenario, and return its text with the present account."""
     scenario, played = Scenario(), list[str]()
     for comments, commands, _ in blocks(text):
         account = scenario.play(commands)

@@ -81,7 +81,7 @@ class Server(Process):
     # --- memory ------------------------------------------------------------------------------------
 
     def take_slot(self) -> None:
-        """Withdraw the older snapshot: its memory takes the next one."""
+        """Withdraw the older snapshot; its memory takes the next snapshot."""
         while len(self.memory.snapshots) >= 2:
             self.memory.snapshots.pop(0)
 
@@ -112,7 +112,7 @@ class Server(Process):
             self._connection = None
 
     def status(self) -> None:
-        """Say how the trainer is, to whichever lighthouse leads and can be reached."""
+        """Send the trainer's status to the leading lighthouse, if it can be reached."""
         if self._connection is None:
             self._connect()
         if self._connection is not None and self.trainer is not None:
@@ -137,7 +137,7 @@ class Server(Process):
             )
 
     def reach(self, world: Any) -> None:
-        """From now on this process sees the world so; its connection ends."""
+        """Change the part of the world that this process reaches; its connection ends."""
         self.world = world
         if self._connection is not None:
             self._connection.reset("timed out")

@@ -1,4 +1,6 @@
-"""Unequal shares, checked from outside: what every record may give each member, and why it may change."""
+"""Checks unequal shares from outside: the allowed shares of every record, and the allowed reasons of a
+change.
+"""
 
 from collections.abc import Callable
 
@@ -19,11 +21,11 @@ class ShareChecks:
         self.met: list[str] = []
 
     def advise(self, epoch: int, speeds: tuple[MemberSpeed, ...]) -> None:
-        """The detector gives this advice to some leader."""
+        """Note that the detector gives this advice to a leader."""
         self.advised.add((epoch, facts_of(speeds)))
 
     def written(self, before: Record | None, after: Record) -> str:
-        """What is wrong with this record, or empty."""
+        """Return what is wrong with this record, or empty."""
         wrong = self._wrong_shares(after)
         if wrong or before is None or after.generation != before.generation:
             return wrong

@@ -1,5 +1,6 @@
-"""Worlds of the other ways to share a batch out: policy ``shrink``, data that only some can read, and
-micro-batches that kill whoever computes them."""
+"""Worlds of other ways to divide a batch: policy ``shrink``, data that only some replicas can read, and
+poison.
+"""
 
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from fabric.model import Sharing
 
 
 class SharingWorld(World):
-    """A world with this ``sharing``; its seats are as many as its replicas."""
+    """A world with this ``sharing``, and as many data slots as replicas."""
 
     def __init__(
         self,
@@ -70,8 +71,9 @@ class SharingWorld(World):
 
 
 class RackWorld(SharingWorld):
-    """Three racks of two replicas each. One rack dies in mid-step and comes back, then the next one; without
-    other faults. Two replicas can read each shard, and a shard that nobody can read is skipped."""
+    """Three racks of two replicas each. One rack after the other dies within a step and comes back; without
+    other faults. Two replicas can read each shard, and the job skips a shard without a reader.
+    """
 
     def __init__(self, seed: int, redundancy: int = 2) -> None:
         super().__init__(seed, Sharing(readers=redundancy, on_loss="shrink"), faultless=True)
@@ -98,7 +100,7 @@ class RackWorld(SharingWorld):
             self.clockwork.counts["a rack died"] += 1
 
     def run(self) -> None:
-        """No part of a step is left out while any two racks live."""
+        """Check that no part of a step is left out while two racks live."""
         self.clockwork.run(14.0, lambda: False)
         super().run()
         if self.checks.skipped:

@@ -1,5 +1,6 @@
-"""Deliberate bugs in who is waited for, for how long, and who is blamed: the worlds of ``stall_worlds`` must
-notice each; and in the fallback of a join, which those of ``late_worlds`` must."""
+"""Deliberate bugs in waits and blame, which ``stall_worlds`` must notice, and in blocking joins, which
+``late_worlds`` must notice.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,7 +80,7 @@ STALLS: dict[str, tuple[Callable[[Patch], None], str]] = {
 
 
 def never_fall_back(patch: Patch) -> None:
-    """However often a newcomer falls off, it is told to replay again."""
+    """Bug: a newcomer that falls behind repeatedly never gets a blocking join."""
     patch.setattr(Joins, "admit_blocking_join", lambda joins, record: False)
 
 
@@ -93,7 +94,7 @@ def serve_the_awaited_a_step_that_nobody_reaches(patch: Patch) -> None:
 
 
 def let_the_awaited_in_with_what_it_had(patch: Patch) -> None:
-    """A newcomer says that it is at the others' step."""
+    """Bug: in a blocking join the newcomer reports the others' step with its old state."""
     is_at = KnownEpochs.is_at
 
     def there(member: KnownEpochs, where: Record | Fence, step: int) -> bool:
@@ -118,7 +119,7 @@ def admit_the_awaited_by_a_planned_epoch(patch: Patch) -> None:
 
 
 def count_the_awaited_as_knowing(patch: Patch) -> None:
-    """From its admission on it passes for one that knows every step."""
+    """Bug: a newcomer in a blocking join counts as a member that knows the state."""
     knows = JobState.knows
 
     def known(state: JobState, member: Member) -> bool:

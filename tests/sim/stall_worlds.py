@@ -1,6 +1,7 @@
-"""Worlds in which somebody holds the others up without dying: a data plane that hangs in a living process,
-user code that does not come back in time, a control thread that is stuck, a newcomer whose state does not
-arrive. Where nothing else goes wrong, the others must step on while it lasts."""
+"""Worlds in which a living member delays the others: by a hung data plane, slow user code, a stuck control
+thread, or a newcomer's state that does not arrive. Without other faults the other members must go on during
+the delay.
+"""
 
 from dataclasses import replace
 
@@ -25,7 +26,9 @@ FREE_S = 4.0
 
 
 class StallWorld(World):
-    """One of the kinds in one replica, for some seconds; no other faults in half of them."""
+    """A world with one kind of delay in one replica for some seconds; half of the worlds have no other
+    faults.
+    """
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
         self.alone = seed % 2 == 0  # whether this world has no other faults
@@ -77,10 +80,10 @@ class StallWorld(World):
 
 
 def play(seed: int) -> None:
-    """Play one; raises what it finds."""
+    """Play one world; raise the violation that it finds."""
     StallWorld(seed).run()
 
 
 def play_alone(kind: str, number: int) -> None:
-    """Play the world of this number among those in which nothing but ``kind`` goes wrong."""
+    """Play the world of this number among the worlds with ``kind`` as the only fault."""
     play(2 * (number * len(KINDS) + KINDS.index(kind)))

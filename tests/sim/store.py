@@ -21,7 +21,9 @@ decode_record = lru_cache(maxsize=64)(wire.decode_record)
 
 
 class Store:
-    """``mishaps`` is how often an operation goes wrong; ``down`` fails all of them."""
+    """The store; ``mishaps`` is the probability that an operation fails, and ``down`` fails all
+    operations.
+    """
 
     def __init__(self, clockwork: Clockwork, checks: Checks) -> None:
         self.clockwork = clockwork
@@ -46,8 +48,9 @@ class Store:
         return decode_record(self.stored) if self.stored else None
 
     def crash(self) -> None:
-        """What is under way is lost; what was committed is there after the restart, and so is the lease,
-        which begins anew."""
+        """Crash: operations under way are lost. After the restart the committed record is there, and the
+        lease begins again.
+        """
         self.down = True
         self.starts += 1
         self.clockwork.counts["store: operations lost in a crash"] += self.under_way
@@ -59,12 +62,12 @@ class Store:
             self.expires = self.clockwork.now + self.lease_s
 
     def wipe(self, name: str) -> None:
-        """An empty store takes its place: its record and the election key are gone."""
+        """Replace the store by an empty one, without record and election key."""
         self.name, self.stored, self.holder = name, b"", ""
         self.revision += 1
 
     def _soon(self, action: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Do it at the store, or call ``lost`` when the store has crashed meanwhile."""
+        """Perform the operation at the store, or call ``lost`` if the store has crashed meanwhile."""
         starts = self.starts
         self.under_way += 1
 
@@ -78,7 +81,7 @@ class Store:
         self.clockwork.at(self._delay(), arrive)
 
     def acquire(self, name: str, answer: Callable[[int], None]) -> None:
-        """Create the election key if it is absent; answers its revision, or 0."""
+        """Create the election key if it is absent; answer its revision, or 0."""
 
         def apply() -> None:
             if self.down or (self.holder and self.clockwork.now < self.expires):
@@ -110,7 +113,7 @@ class Store:
             self.holder = ""
 
     def read(self, answer: Callable[[Record | None], None]) -> None:
-        """Retried by the caller's shell until it works, so it answers once, late at worst."""
+        """Read the record; the caller's shell retries, so the answer comes once, late at worst."""
 
         def apply() -> None:
             if self.down:
@@ -123,7 +126,7 @@ class Store:
     def write(
         self, record: Record, previous: Record | None, revision: int, answer: Callable[[str], None]
     ) -> None:
-        """Guarded by the election key and the record as it was; answers ok, refused or indefinite."""
+        """Write under the guard of the election key and the old record; answer ok, refused or indefinite."""
         if self.checks.penalties is not None:
             self.checks.penalties.asked(record)
         if self.before_write is not None:
@@ -188,7 +191,7 @@ class Store:
 
 
 class Reach:
-    """The store as one lighthouse reaches it, or does not: then nobody answers what it asks, or late."""
+    """The store as one lighthouse reaches it; while cut off, answers come late or never."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store

@@ -1,5 +1,6 @@
-"""Worlds whose control store is wiped, or replaced by an empty one, while the job runs; and worlds in which
-it has elected another lighthouse while the one that led was stuck."""
+"""Worlds whose control store is wiped or replaced by an empty store, and worlds whose leader hangs while the
+store elects another lighthouse.
+"""
 
 from dataclasses import replace
 
@@ -21,10 +22,10 @@ REQUIRED = (
 
 
 class WipedWorld(World):
-    """An empty store takes the place of the job's, once or twice. Its id sorts before or after the old one's.
-    About then a trainer may die, a checkpoint server, or the lighthouse that leads.
+    """An empty store takes the place of the job's, once or twice. The new store's id sorts before or after
+    the old store's id. At about that time a trainer, a checkpoint server or the leader may die.
 
-    Nobody is cut off or stopped: an empty store names no member whose autonomy could be waited for."""
+    No process is cut off or stopped, because an empty store names no members to wait for."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, faultless=True)
@@ -40,7 +41,7 @@ class WipedWorld(World):
                 clockwork.at(when, lambda kind=kind: self.faults.strike(kind))
 
     def wipe(self) -> None:
-        """Under the feet of whoever leads."""
+        """Wipe the store while a lighthouse leads."""
         before = self.store.record
         self.clockwork.counts["store: wiped"] += 1
         self.store.wipe(self.clockwork.random.choice(("aaa", "zzz")) + str(self.store.revision))
@@ -50,9 +51,11 @@ class WipedWorld(World):
 
 
 class DeposedWorld(World):
-    """The lighthouse that leads is stuck for longer than its lease, and another one is elected. One replica
-    reaches only the old one, which finds that replica's beats in its sockets when it goes on. The other
-    replica died before. It comes back, and begins alone once the first must have stopped by itself."""
+    """The leader hangs for longer than its lease, and the store elects another lighthouse. One replica
+    reaches only the old leader, which finds this replica's heartbeats in its sockets after the hang. The
+    other replica died before the hang. The dead replica comes back, and begins alone when the first replica
+    must have stopped itself.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, faultless=True)
@@ -76,7 +79,7 @@ class DeposedWorld(World):
         )
 
     def stop(self) -> None:
-        """The old one goes on when those whom it told nothing should soon stop."""
+        """Stop the leader until its members should soon stop themselves."""
         leading = [name for name, x in self.lighthouses.items() if x.leads]
         if not leading:
             self.clockwork.at(0.1, self.stop)
@@ -93,12 +96,12 @@ class DeposedWorld(World):
 
 
 def store_world(seed: int) -> World:
-    """One world; every third is about a lighthouse that was followed."""
+    """Return one world; every third is about a deposed leader."""
     return DeposedWorld(seed) if seed % 3 == 0 else WipedWorld(seed)
 
 
 def play(seed: int) -> None:
-    """Play one; raises what it finds."""
+    """Play one world; raise the violation that it finds."""
     store_world(seed).run()
 
 
@@ -106,7 +109,7 @@ def play(seed: int) -> None:
 
 
 def compare_the_ids_of_stores(patch: pytest.MonkeyPatch) -> None:
-    """A record of a store whose name sorts lower is of the past."""
+    """Bug: a record of a store whose id sorts lower counts as old."""
 
     def is_news(self: Membership, record: Record) -> bool:
         newest = self._epochs.newest
@@ -118,12 +121,12 @@ def compare_the_ids_of_stores(patch: pytest.MonkeyPatch) -> None:
 
 
 def begin_at_the_first_epoch_in_an_empty_store(patch: pytest.MonkeyPatch) -> None:
-    """A new store begins at epoch 1 in spite of the epochs that its processes have known."""
+    """Bug: an empty store begins at epoch 1, although processes know higher epochs."""
     patch.setattr(Starts, "newest_of_another_store", lambda self: (0, 0))
 
 
 def answer_members_when_the_lease_has_ended(patch: pytest.MonkeyPatch) -> None:
-    """A lighthouse looks at its lease only when it renews it."""
+    """Bug: a lighthouse checks its lease only when it renews the lease."""
     patch.setattr(Lighthouse, "holds", lambda self: self.core is not None)
 
 

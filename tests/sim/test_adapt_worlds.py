@@ -1,4 +1,6 @@
-"""Slow replicas whose shares change under faults: each record means the same to all, and all is undone."""
+"""Worlds whose shares follow slow replicas: all members read each record alike, and lowered shares are given
+back.
+"""
 
 import pytest
 from sim import adapt_worlds, noticing

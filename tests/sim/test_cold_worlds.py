@@ -1,4 +1,6 @@
-"""Worlds around the cold start: nobody who may still commit is passed over, and no held state is lost."""
+"""Worlds about the cold start: the leader waits for every process that may still commit, and loses no held
+state.
+"""
 
 import pytest
 from sim import cold_worlds, noticing

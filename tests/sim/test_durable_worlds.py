@@ -1,5 +1,4 @@
-"""All die and no memory is left: the job begins again from the newest checkpoint that can be loaded, or
-fails."""
+"""After the loss of all memory the job begins again from the newest loadable checkpoint, or fails."""
 
 import pytest
 from sim import durable_worlds, noticing

@@ -1,5 +1,6 @@
-"""How a job ends, under seeded worlds: without a lighthouse, with loops of unequal lengths, beside a newcomer
-whose loop counts its own steps."""
+"""Seeded worlds about the end of a job: without a lighthouse, with loops of unequal lengths, and with a
+newcomer that counts its own steps.
+"""
 
 import pytest
 from sim import end_worlds, noticing

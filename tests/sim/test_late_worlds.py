@@ -1,4 +1,4 @@
-"""Newcomers that replay too slowly, or not at all: the others wait for them, and everybody returns."""
+"""Members wait for newcomers that replay too slowly or not at all, and all replicas return."""
 
 import pytest
 from sim import late_worlds, noticing

@@ -41,17 +41,17 @@ def leave_nobody_out_for_a_link(patch: Patch) -> None:
 
 
 def let_in_whoever_asks(patch: Patch) -> None:
-    """Whether it reaches the members or not."""
+    """Bug: the leader admits a replica even if it does not reach the members."""
     patch.setattr(Admission, "_cut_off", lambda admission, record, peer: "")
 
 
 def let_in_as_soon_as_a_link_is_whole(patch: Patch) -> None:
-    """A link that flaps costs a change every time."""
+    """Bug: the leader admits a replica as soon as a link works again."""
     patch.setattr(Healing, "is_calm", lambda healing, process, now: True)
 
 
 def no_credit_after_an_election(patch: Patch) -> None:
-    """All who are not back yet are evicted."""
+    """Bug: after an election the leader evicts members that are not back yet."""
     patch.setattr(Liveness, "grace_until", property(lambda liveness: float("-inf")))
 
 

@@ -1,4 +1,4 @@
-"""Settings and faults that the plain worlds do not have; and former false alarms of the simulator."""
+"""Worlds with settings and faults that plain worlds lack, and seeds with former false alarms."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_a_round_before_an_eviction_does_not_confirm_a_returned_member():
 
 
 def test_large_jobs_take_the_same_path_in_small_worlds(monkeypatch):
-    """Jobs of hundreds are planned for together; here as if two were many."""
+    """The leader plans once for many events in jobs of hundreds; here already in jobs of two."""
     monkeypatch.setattr("fabric.protocol.leader.core.MANY", 2)
     for seed in range(40):
         run_seed(seed)

@@ -1,4 +1,4 @@
-"""A check of the check: deliberate protocol bugs, each of which the simulator must notice in time."""
+"""The simulator must notice each deliberate protocol bug within its seeds."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Operators' orders, penalties and stand-bys under the same faults: what was ordered holds, all come back."""
+"""Overrides, penalties and spares under faults: overrides hold, and all replicas come back."""
 
 import pytest
 from sim import noticing, order_worlds

@@ -1,4 +1,6 @@
-"""Two replicas whose states part: the newcomer goes, and where both had agreed the job stops."""
+"""If the states of two replicas differ, the leader evicts the newcomer; if they had agreed before, the job
+stops.
+"""
 
 import pytest
 from sim import noticing, parted_worlds

@@ -25,7 +25,7 @@ class QuietWorld(World):
         return any(host.drained for host in self.hosts.values())
 
     def run(self) -> None:
-        """Start without the last one, let it in, let another go, finish."""
+        """Start without the last replica, admit it, drain another, and finish."""
         self.clockwork.run(4.5, lambda: False)
         self._demand("the late one has joined", HEAL_LIMIT_S, self._is_whole())
         if self.clockwork.seed % 2 and self.settings.replicas > self.settings.min_replicas + 1:

@@ -1,5 +1,6 @@
-"""Replicas of several ranks in the simulator: nothing breaks an invariant in any lane, nothing rare went
-unmet, and deliberate bugs are noticed."""
+"""Simulated replicas of several ranks: no lane breaks an invariant, all rare paths occur, and deliberate bugs
+are noticed.
+"""
 
 import pytest
 import sim.ranks

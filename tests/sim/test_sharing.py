@@ -1,5 +1,5 @@
-"""Policy shrink, data that only some can read, and poison, in hundreds of seeded worlds: whatever is left out
-of a committed gradient is explained by the record, and a micro-batch that killed two is not given to a third.
+"""Policy ``shrink``, data that only some replicas can read, and poison: the record explains all omitted
+micro-batches, and no third process gets a poison micro-batch.
 """
 
 import pytest
@@ -105,7 +105,7 @@ def compute_a_part_on_each_host_that_is_there(patch):
 
 
 def give_the_patch_by_the_layout_of_the_epoch_before(patch):
-    """The share of a dead member goes where the full roster would have put it: partly to the dead."""
+    """Bug: a dead member's share is divided by the old roster, so a part goes to dead members."""
     hand_round = assignment.hand_round
 
     def stale(work, roster, able, missing, load):

@@ -1,4 +1,6 @@
-"""Members that hold the others up are named and left out, whatever else goes wrong; then they come back."""
+"""The leader names and evicts members that delay the others, under any further faults; then they come
+back.
+"""
 
 import pytest
 from sim import noticing, stall_worlds

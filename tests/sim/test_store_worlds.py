@@ -1,4 +1,4 @@
-"""Worlds whose control store is wiped while the job runs: everybody goes on in the new one."""
+"""If the control store is wiped while a job runs, all replicas go on under the new store."""
 
 import pytest
 from sim import noticing, store_worlds

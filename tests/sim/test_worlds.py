@@ -1,4 +1,4 @@
-"""The protocol under thousands of seeded worlds: nothing breaks an invariant, and nothing rare went unmet."""
+"""In thousands of seeded worlds no invariant breaks, and every rare path occurs."""
 
 import os
 import subprocess

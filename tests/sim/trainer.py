@@ -116,7 +116,7 @@ class Trainer(Process):
     # --- the core ----------------------------------------------------------------------------------
 
     def feed(self, event: io.Event) -> None:
-        """Hand an event to the core and perform what it orders; events of that come after it."""
+        """Feed an event to the core and perform its effects; events of these effects come later."""
         if not self.alive:
             return
         if self.paused:
@@ -141,7 +141,7 @@ class Trainer(Process):
         self._arm()
 
     def wait_in_ring(self, replica: str) -> None:
-        """The data plane waits for bytes of ``replica`` now."""
+        """Note that the data plane waits for bytes of ``replica``."""
         self.core.handle(io.RingWaitsFor(replica), self.clock())
 
     def _trace_event(self, event: io.Event) -> None:
@@ -224,7 +224,7 @@ class Trainer(Process):
             self._session.send(0, encode(message))
 
     def _connect(self) -> None:
-        """Keep a session open: to whichever lighthouse leads, after a back-off."""
+        """Keep a session with the leading lighthouse open; reconnect after a pause."""
         retry = self.clockwork.between(0.02, 0.2)
         leader = self.world.find_leader(self.host)
         if leader is None:
@@ -260,12 +260,14 @@ class Trainer(Process):
         self.feed(io.FromLeader(message))
 
     def _say_again(self) -> None:
-        """Nothing else tells it of the epoch that it missed if no other one comes."""
+        """Send the record again, because a member that missed an epoch learns of it only from a later one."""
         if self._missed and self._session is not None:
             self._session.reset("reset after a word that was not heard")
 
     def finish(self, order: io.Finish) -> None:
-        """The job is over. Where no lighthouse has heard of that, word of it stays here for the next one."""
+        """End the trainer, because the job is over. If no lighthouse knows of the end, leave a note on the
+        host for the next process.
+        """
         if order.alone:
             self.clockwork.counts["path: ended without a lighthouse"] += 1
         if order.ended is not None:
@@ -275,17 +277,17 @@ class Trainer(Process):
 
     @staticmethod
     def is_answer(data: object) -> bool:
-        """Whether this answers a beat."""
+        """Return whether the message answers a heartbeat."""
         return isinstance(decode(data), m.HeartbeatAck)
 
     def reach(self, world: Any) -> None:
-        """From now on this process sees the world so; its session ends."""
+        """Change the part of the world that this process reaches; its session ends."""
         self.world = world
         if self._session is not None:
             self._session.reset("timed out")
 
     def exit(self, code: int, reason: str) -> None:
-        """The process ends by itself."""
+        """End the process with an exit code of its own."""
         if self.alive:
             self.clockwork.trace(self.name, f"exits {code}: {reason}")
             self.world.exited(self, code, reason)

@@ -17,7 +17,9 @@ SLOW_UNTIL_S = 12.0
 
 
 class Transfer:
-    """``state`` and ``gradient`` are what arrived last, verified but not yet loaded or applied."""
+    """The fetches of one trainer; ``state`` and ``gradient`` arrived last, verified but not yet loaded or
+    applied.
+    """
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
@@ -39,7 +41,7 @@ class Transfer:
         self.trainer.after(delay, lambda: self._state_arrives(order))
 
     def _state_arrives(self, order: io.FetchState) -> None:
-        """Stripes come from all sources; one that still has it at the end is enough."""
+        """Complete a fetch of ranges from all sources, if one source still holds the state at the end."""
         self.trainer.server.take_slot() if self.trainer.server.alive else None
         for server in self._reachable(order.urls, with_own=True):
             if order.state in server.memory.snapshots:

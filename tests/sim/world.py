@@ -1,7 +1,7 @@
 """One seeded world: a job's hosts, lighthouses, store and network, from the first start to the finish.
 
-Faults come first (``faults.py``); then everything is healed and progress is demanded: every replica back in
-the roster, some further steps, and a clean finish, each within a bounded virtual time.
+A world has faults first (``faults.py``). Then all faults are healed, and the world demands progress within
+bounded virtual time: every replica in the roster, further steps, a clean finish.
 """
 
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Host:
-    """Where one replica lives; ``drained`` when it has left for good."""
+    """The host of one replica; ``drained`` after the replica has left for good."""
 
     name: str
     server: Server
@@ -137,7 +137,7 @@ class World:
             self.lighthouses[name] = Lighthouse(self.clockwork, self, name)
 
     def find_leader(self, host: str) -> Lighthouse | None:
-        """A lighthouse that a client would reach: any of them redirects to the leader."""
+        """Return the lighthouse to which a client would be redirected."""
         for lighthouse in self.lighthouses.values():
             if lighthouse.leads and not lighthouse.paused:
                 return lighthouse if self.network.can_talk(host, lighthouse.name) else None
@@ -149,7 +149,7 @@ class World:
         return server
 
     def ensure_server(self, trainer: Trainer) -> Server:
-        """The trainer notices that its server died, and starts another with empty memory."""
+        """Start another server with empty memory, as a trainer does after its server's death."""
         host = self.hosts[trainer.host]
         if not host.server.alive:
             host.servers += 1
@@ -178,7 +178,7 @@ class World:
         self.clockwork.trace(host.trainer.name, "starts")
 
     def until_of(self, trainer: Trainer) -> int:
-        """The step at which the loop there ends."""
+        """Return the step at which this host's loop ends."""
         return self.until
 
     def trainer(self, key: tuple[str, int]) -> Trainer | None:
@@ -222,7 +222,7 @@ class World:
         self.network.death(lighthouse)
 
     def exited(self, trainer: Trainer, code: int, reason: str) -> None:
-        """A trainer ended by itself: 0 finished or drained, 75 restart me, 1 do not."""
+        """Handle a trainer's exit code: 0 finished or drained, 75 restart, 1 do not restart."""
         host = self.hosts[trainer.host]
         self.kill_trainer(trainer.host, 0.3)
         self.clockwork.counts[f"exit {code}"] += 1
@@ -241,11 +241,11 @@ class World:
             raise Violation(f"{trainer.name} gave up: {reason}")
 
     def time_error(self) -> float:
-        """How far off the time of day is where a lighthouse is elected, in seconds."""
+        """Return the error of the time of day at an elected lighthouse, in seconds."""
         return 0.0
 
     def shares_of(self, host: str) -> int:
-        """Its relative part of the micro-batches."""
+        """Return the host's share of the micro-batches."""
         shares = self.settings.shares
         return shares[int(host.removeprefix("r"))] if shares else 1
 
@@ -253,28 +253,28 @@ class World:
         return digest_of("initial", host if self.settings.different_starts else "same")
 
     def ordered(self, action: str, host: str) -> None:
-        """An operator says this to a leader."""
+        """Send an operator's order to a leader."""
         if action == "evict":
             self.ended_by_wish(host)
         elif action == "admit" and self.checks.penalties is not None:
             self.checks.penalties.pardon(host)
 
     def ended_by_wish(self, host: str) -> None:
-        """The process there is to be left out by its own wish or an operator's."""
+        """Note that the process, or an operator, has asked for its eviction."""
         if self.checks.penalties is not None:
             self.checks.penalties.excuse(host, self.hosts[host].incarnation)
 
     # --- durable storage: in most worlds there is none ----------------------------------------------
 
     def published(self, server: Server, ref: SnapshotRef) -> None:
-        """A server serves this snapshot, which may become a durable checkpoint."""
+        """Note that a server serves this snapshot, which may become a durable checkpoint."""
 
     def parts_of(self, server: Server) -> tuple[int, ...]:
         """For each snapshot there, of how many ranks; empty where that never changes."""
         return ()
 
     def listed(self) -> tuple[SnapshotRef, ...]:
-        """The complete checkpoints that a process finds when it starts, oldest first."""
+        """Return the complete checkpoints that a starting process finds, oldest first."""
         return ()
 
     def can_load(self, host: str, ref: SnapshotRef) -> bool:
@@ -282,13 +282,13 @@ class World:
         return False
 
     def happened(self, what: str, host: str) -> None:
-        """Something that a fault may be waiting for."""
+        """Report a trigger for which a fault may wait."""
         self.faults.happened(what, host)
 
     # --- the play ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Faults, then healing, then progress, then the finish."""
+        """Run the faults, heal them, demand progress, and demand the finish."""
         clockwork = self.clockwork
         if self.blackout and not self.ends_early:
             self._survive_blackout()
@@ -327,7 +327,7 @@ class World:
         return [t.main.step if t is not None and t.alive else -1 for t in found]
 
     def told(self, effect: leader_events.RecordEvent) -> None:
-        """Take an event of a leader's decisions."""
+        """Take an event of the leader's event log."""
         coverage.told(self.clockwork.counts, effect)
 
     def struck(self, kind: str) -> None:
@@ -378,7 +378,7 @@ class World:
 
 
 def choose_settings(clockwork: Clockwork) -> Settings:
-    """A small job; some with a minimum of two replicas."""
+    """Choose the settings of a small job; some jobs need at least two replicas."""
     replicas = clockwork.random.choice((2, 3, 3, 3, 4, 5))
     minimum = 2 if clockwork.chance(0.25) else 1
     policy = Policy(min_replicas=minimum, start_replicas=replicas, start_wait_s=2.0)
@@ -399,7 +399,7 @@ def choose_settings(clockwork: Clockwork) -> Settings:
 
 
 def run_seed(seed: int, tracing: bool = False, faultless: bool = False, aims: Aims = ()) -> World:
-    """Play one seed; raises what went wrong, with the world attached as ``world``."""
+    """Play one seed; raise the violation, with the world attached as ``world``."""
     world = World(seed, tracing, faultless, aims)
     try:
         world.run()

@@ -18,7 +18,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *NOTES.glob(
 NOT_DOCUMENTED = {
     "FABRIC_TEST_POINTS",
     "FABRIC_LAUNCH_MARK",  # marks the processes of one launcher
-    "FABRIC_DRILL",  # allows drills of a process; `fabric drill` sets it for the job that it starts
     "FABRIC_GUARD_MARK",  # marks the processes that a demo or a drill started, so that it ends no others
 }
 NOT_A_PART = {"__pycache__"}

@@ -35,6 +35,7 @@ from fabric.client.loop.shared_state import Optimizers, optimizers_by_name, shar
 from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.unshared_schedulers import UNSHARED, UnsharedWatch
 from fabric.client.process.crash_marker import CrashMarker
+from fabric.client.process.drill_endpoint import DrillEndpoint
 from fabric.client.process.excepthook import install_excepthook
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim_identity
 from fabric.client.process.journal import Journal
@@ -176,11 +177,19 @@ def _attach(
         describer=StateDescriber(objects, averaged.standing),
         policy=choices.snapshots or policy_of(chosen),
         journal=journal,
-        failpoints=Failpoints(chosen.points),
+        failpoints=_failpoints(chosen),
     )
     model_watch = ModelWatch(model, parameters, watch)
     parts = trainer.make_parts()
     return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
+
+
+def _failpoints(settings: Settings) -> Failpoints:
+    """Return the failpoints of this process, which obey a drill if the settings allow drills."""
+    points = Failpoints(settings.points)
+    if settings.drill:
+        points.on_hit = DrillEndpoint(settings.home).hit
+    return points
 
 
 def _set_up_logs(settings: Settings, process: ProcessIdentity) -> None:

@@ -72,6 +72,7 @@ class Settings:
     durable_every: int = 0  # steps from one durable checkpoint to the next; 0 to count seconds
     durable_keep: int = 3  # how many durable checkpoints are kept
     durable_required: bool = False  # refuse to start or write where storage has no checkpoint of the job
+    drill: bool = False  # let `fabric drill` on this host hold or kill this process at a named point
     points: str = ""  # armed failpoints (FABRIC_TEST_POINTS), for tests
 
     @property

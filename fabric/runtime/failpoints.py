@@ -9,6 +9,7 @@ waits, ``PATH.awaited`` exists). Without the variable a failpoint costs one test
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from fabric.errors import ConfigError
@@ -46,6 +47,8 @@ class Failpoints:
 
     def __init__(self, text: str) -> None:
         self._armed: dict[tuple[str, int | None], str] = {}
+        # Where FABRIC_DRILL allows drills: obeys a drill's order; called with each point and its step.
+        self.on_hit: Callable[[str, int], None] | None = None
         for part in filter(None, text.split(",")):
             where, _, action = part.partition("=")
             name, _, step = where.partition("@")
@@ -57,6 +60,8 @@ class Failpoints:
 
     def hit(self, name: str, step: int) -> None:
         """Act if this failpoint is armed; each acts once."""
+        if self.on_hit is not None:
+            self.on_hit(name, step)
         if not self._armed:
             return
         action = self._armed.pop((name, step), None) or self._armed.pop((name, None), None)

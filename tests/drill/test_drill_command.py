@@ -36,7 +36,7 @@ def run(*words: str) -> Result:
         ([], 'there is no program ""'),
         (["--fault", "kil r1", *PROGRAM], 'there is no fault "kil"'),
         (["--fault", "kill r7", *PROGRAM], 'kill names the replica "r7", which the job does not have'),
-        (["--fault", "hang r1", *PROGRAM], "hang is not possible here"),
+        (["--fault", "poison r1", *PROGRAM], "poison is not possible here"),
         (["--fault", "kill-follower", *PROGRAM], "it needs two lighthouses"),
         (["--fault", "kill r1", "--random", "1", *PROGRAM], "contradict each other"),
         (["--random", "1", "--every", "often", *PROGRAM], '--every is "often"'),
@@ -75,7 +75,7 @@ def test_the_list_says_what_is_possible_and_why_not(monkeypatch):
     rows = {words[1]: line for line in shown.splitlines() if len(words := line.split()) > 1}
     assert "yes" in rows["kill"] and "yes" in rows["cut-peers"]
     assert "it needs a job of three replicas or more" in rows["kill-two"]
-    assert "it needs an injector inside the trainer" in rows["hang"]
+    assert "it needs a hook inside the trainer" in rows["poison"]
     assert "it needs three etcd members" in rows["kill-store"]
     assert "stall<=10s" in rows["stall"]
 

@@ -125,6 +125,8 @@ def test_a_plan_never_runs_code():
         ("stop r1 5s", ScheduledFault("stop", "r1", 0.0, 5.0)),
         ("kill-lighthouse 500ms", ScheduledFault("kill-lighthouse", "", 0.0, 0.5)),
         ("kill-all", ScheduledFault("kill-all")),
+        ("kill r2 @optimizer", ScheduledFault("kill", "r2", point="optimizer")),
+        ("hang r0 3s @ring", ScheduledFault("hang", "r0", 0.0, 3.0, point="ring")),
     ],
 )
 def test_a_fault_is_read_from_words(text: str, fault: ScheduledFault):
@@ -140,7 +142,9 @@ def test_a_fault_is_read_from_words(text: str, fault: ScheduledFault):
         ("kill r9", 'names the replica "r9", which the job does not have: give one of r0, r1, r2'),
         ("kill-all r1", "hits all replicas: leave r1 away"),
         ("kill r1 5s", "lasts a moment"),
-        ("hang r1", "it needs an injector inside the trainer"),
+        ("poison r1", "it needs a hook inside the trainer"),
+        ("stop r1 @ring", 'stop cannot hit the point "ring": kill and hang can'),
+        ("kill r1 @nowhere", 'kill cannot hit the point "nowhere"'),
     ],
 )
 def test_an_impossible_fault_is_one_sentence(text: str, why: str):

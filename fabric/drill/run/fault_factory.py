@@ -5,6 +5,7 @@ from collections.abc import Callable
 from fabric.drill.injection.drilled_processes import ProcessTarget
 from fabric.drill.run.active_fault import ActiveFault, DrillScene
 from fabric.drill.run.link_faults import LinkFault
+from fabric.drill.run.point_faults import PointFault
 from fabric.drill.run.process_faults import (
     KillJoining,
     KillRecovering,
@@ -25,7 +26,10 @@ def make_fault(scene: DrillScene, fault: ScheduledFault) -> ActiveFault:
     if name in _LINKS:
         return LinkFault(scene, fault)
     makers: dict[str, Callable[[], ActiveFault]] = {
-        "kill": lambda: KillTrainers(scene, fault, (fault.target,)),
+        "kill": lambda: (
+            PointFault(scene, fault, "kill") if fault.point else KillTrainers(scene, fault, (fault.target,))
+        ),
+        "hang": lambda: PointFault(scene, fault, "hold"),
         "kill-two": lambda: KillTrainers(scene, fault, _pair(scene, fault.target)),
         "kill-all": lambda: KillTrainers(scene, fault, scene.replicas),
         "kill-joining": lambda: KillJoining(scene, fault, (fault.target,)),

@@ -105,6 +105,14 @@ class StartedJob:
         """A client of the lighthouses."""
         return Lighthouses(tuple(self.urls.values()), JOB, self._token)
 
+    @property
+    def name(self) -> str:
+        """The name of this drill in the logs of its trainers."""
+        return self.options.out.name[:64]
+
+    def run_dir(self, replica: str) -> Path:
+        return self.options.out / "run" / replica
+
     def journal(self, replica: str) -> Path:
         return self.options.out / "journal" / f"{replica}.jsonl"
 

@@ -12,6 +12,9 @@ import msgspec
 from fabric.drill.schedule.fault_table import FAULTS, FaultKind, FaultNeed, FaultScope, kind_of, obstacle
 from fabric.errors import ConfigError
 
+# The faults that can hit a point of a step, and the failpoints that every step of a trainer passes.
+POINTED = ("kill", "hang")
+POINTS = ("forward", "before-ring", "ring", "before-barrier", "barrier", "after-barrier", "optimizer")
 MAX_ENTRIES = 10_000
 MAX_SECONDS = 7 * 86_400.0
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -27,6 +30,7 @@ class ScheduledFault:
     after_s: float = 0.0
     lasts_s: float | None = None  # None: as the table of faults says
     step: int | None = None  # wait also until the target has committed this step
+    point: str = ""  # of `kill` and `hang`: the failpoint in the step
 
     @property
     def kind(self) -> FaultKind:
@@ -37,7 +41,12 @@ class ScheduledFault:
         return self.kind.lasts_s if self.lasts_s is None else self.lasts_s
 
     def __str__(self) -> str:
-        words = [self.fault, self.target, f"after {self.after_s:.1f} s"]
+        words = [
+            self.fault,
+            self.target,
+            f"at {self.point}" if self.point else "",
+            f"after {self.after_s:.1f} s",
+        ]
         words += [f"for {self.duration_s:g} s"] if self.duration_s else []
         return " ".join(word for word in words if word)
 
@@ -48,6 +57,7 @@ class _PlanEntry(msgspec.Struct, forbid_unknown_fields=True):
     after: str = "0s"
     lasts: str = ""
     step: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    point: str = ""
 
 
 class _Plan(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,11 +85,13 @@ def parse_duration(text: str, what: str) -> float:
 
 
 def parse_fault(text: str, replicas: Sequence[str]) -> ScheduledFault:
-    """Parse "kill r1", "stop r1 5s" or "kill-lighthouse". Raises ConfigError.
+    """Parse "kill r1", "kill r1 @optimizer", "stop r1 5s" or "kill-lighthouse". Raises ConfigError.
 
     A fault of a replica that names none hits the second replica of ``replicas``.
     """
-    words = text.split()
+    *words, last = text.split() or [""]
+    point = last.removeprefix("@") if last.startswith("@") else ""
+    words += [last] if last and not point else []
     if not 1 <= len(words) <= 3:
         raise ConfigError(f'the fault "{text[:80]}" cannot be read: write it as "kill r1" or "stop r1 5s"')
     kind = kind_of(words[0])
@@ -89,7 +101,7 @@ def parse_fault(text: str, replicas: Sequence[str]) -> ScheduledFault:
     target = words[1] if len(words) > 1 else ""
     if not target and kind.scope in (FaultScope.REPLICA, FaultScope.TWO):
         target = replicas[1 % len(replicas)]
-    return ScheduledFault(kind.name, target, 0.0, lasts_s)
+    return ScheduledFault(kind.name, target, 0.0, lasts_s, point=point)
 
 
 def parse_plan(document: Any, name: str) -> DrillSchedule:
@@ -104,7 +116,7 @@ def parse_plan(document: Any, name: str) -> DrillSchedule:
         lasts_s = parse_duration(entry.lasts, f'"lasts" of {place}') if entry.lasts else None
         after_s = parse_duration(entry.after, f'"after" of {place}')
         kind = kind_of(entry.fault)
-        faults.append(ScheduledFault(kind.name, entry.target, after_s, lasts_s, entry.step))
+        faults.append(ScheduledFault(kind.name, entry.target, after_s, lasts_s, entry.step, entry.point))
     ordered = tuple(sorted(faults, key=lambda fault: fault.after_s))
     return DrillSchedule(ordered, tuple(plan.expect), origin=f"--plan {name}")
 
@@ -151,6 +163,11 @@ def check_schedule(
             raise ConfigError(
                 f'{fault.fault} names the replica "{fault.target}", which the job does not have: '
                 f"give one of {names}"
+            )
+        if fault.point and (fault.fault not in POINTED or fault.point not in POINTS):
+            raise ConfigError(
+                f'{fault.fault} cannot hit the point "{fault.point[:40]}": {" and ".join(POINTED)} can, and '
+                f"the points are {', '.join(POINTS)}"
             )
         if fault.lasts_s is not None and not fault.kind.lasts_s:
             raise ConfigError(f"{fault.fault} lasts a moment: leave its duration away")

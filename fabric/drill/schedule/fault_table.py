@@ -27,7 +27,7 @@ class FaultNeed(StrEnum):
     ONE_LIGHTHOUSE = "a drill with one lighthouse, because a second one is reached without the relay"
     TWO_LIGHTHOUSES = "two lighthouses that the drill starts (--lighthouses 2)"
     THREE_MEMBERS = "three etcd members that the drill starts (--store-members 3)"
-    INJECTOR = "an injector inside the trainer, which this version does not have"
+    INJECTOR = "a hook inside the trainer that this version does not have"
     ROOM = "a small file system of the job's own, which this version cannot make"
 
 
@@ -66,6 +66,14 @@ FAULTS: Mapping[str, FaultKind] = {
             "the kernel says that the process is stopped, again and again",
             "SIGCONT; the kernel says that the process is not stopped",
             lasts_s=5.0,
+        ),
+        FaultKind(
+            "hang",
+            "the trainer's exchange stands still inside the ring",
+            "the trainer says at which step it stands still",
+            "the trainer goes on, and says so",
+            needs=(FaultNeed.TRAINERS, FaultNeed.OWN_JOB),
+            lasts_s=3.0,
         ),
         FaultKind(
             "kill-two",
@@ -207,7 +215,6 @@ FAULTS: Mapping[str, FaultKind] = {
         *(
             FaultKind(name, does, "not possible", "not possible", scope, (need,))
             for name, does, scope, need in (
-                ("hang", "the exchange thread stands still", FaultScope.REPLICA, FaultNeed.INJECTOR),
                 ("flip-gradient", "a bit of a local gradient flips", FaultScope.REPLICA, FaultNeed.INJECTOR),
                 ("flip-snapshot", "a bit of a snapshot flips", FaultScope.REPLICA, FaultNeed.INJECTOR),
                 ("poison", "a micro-batch kills its process", FaultScope.REPLICA, FaultNeed.INJECTOR),

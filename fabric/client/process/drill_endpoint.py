@@ -1,0 +1,130 @@
+"""Obeys a drill in this process: holds it, or kills it, at a named point of a step.
+
+The endpoint exists only with ``FABRIC_DRILL=1``. Only a process of the same user on the same host reaches it,
+by the socket ``drill.sock`` in the run folder. One drill at a time; the end of its connection ends its order.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import threading
+from pathlib import Path
+
+from fabric.ckpt_server.wire.channel_protocol import LineBuffer, socket_path
+from fabric.errors import FabricError, Refused
+from fabric.runtime.drill_orders import DRILL_SOCKET_NAME, MAX_ORDER_BYTES, PointOrder, read_order
+
+log = logging.getLogger(__name__)
+
+_PEER_S = 5.0
+_PEER_CREDENTIALS = struct.Struct("iII")
+
+
+class _HeldOrder:
+    """An order under way, and the connection that it came by."""
+
+    def __init__(self, order: PointOrder, asking: socket.socket) -> None:
+        self.order = order
+        self.over = threading.Event()  # the thread at the point may go on
+        self.obeyed = threading.Event()  # that thread has gone on, or will never stop there
+        self._asking = asking
+
+    def report(self, **body: object) -> None:
+        with contextlib.suppress(OSError):  # the drill is gone, and its order with it
+            self._asking.sendall(json.dumps(body).encode() + b"\n")
+
+
+class DrillEndpoint:
+    """Takes orders from a daemon thread; ``hit`` obeys them in the thread that reaches the point."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._guard = threading.Lock()
+        self._held: _HeldOrder | None = None
+        self._path = run_dir / DRILL_SOCKET_NAME
+        self._path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with socket_path(run_dir, DRILL_SOCKET_NAME) as path:
+            listener.bind(path)
+        self._path.chmod(0o600)
+        listener.listen(8)
+        self._listener = listener
+        threading.Thread(target=self._accept, name="fabric-drill", daemon=True).start()
+
+    def hit(self, name: str, step: int) -> None:
+        """Obey the order for this point, if there is one; each order acts once."""
+        held = self._held
+        if held is None or held.order.point != name or step < held.order.step:
+            return
+        with self._guard:
+            if self._held is not held:
+                return
+            self._held = None
+        order = held.order
+        log.warning("fabric: drill %s: %s at %s of step %d", order.drill, order.action, name, step)
+        held.report(hit=name, step=step)
+        if order.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        held.over.wait(order.seconds)
+        held.report(over=name, step=step)
+        held.obeyed.set()
+
+    def close(self) -> None:
+        """Take no more orders."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with self._listener, contextlib.suppress(OSError):
+            while True:
+                asking, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(asking,), name="fabric-drill", daemon=True).start()
+
+    def _serve(self, asking: socket.socket) -> None:
+        """Take one order, and drop it at the end of its connection."""
+        held: _HeldOrder | None = None
+        with asking, contextlib.suppress(OSError):
+            try:
+                asking.settimeout(_PEER_S)
+                held = self._take(asking)
+                held.report(ok=True)
+                asking.settimeout(None)
+                while asking.recv(MAX_ORDER_BYTES):
+                    pass
+            except FabricError as error:
+                asking.sendall(json.dumps({"ok": False, "error": str(error)}).encode() + b"\n")
+            finally:
+                if held is not None:
+                    self._drop(held)
+
+    def _take(self, asking: socket.socket) -> _HeldOrder:
+        data = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        if _PEER_CREDENTIALS.unpack(data)[1] != os.geteuid():
+            raise Refused("this process obeys drills of its own user alone: drill as that user")
+        lines = LineBuffer(MAX_ORDER_BYTES)
+        while (line := lines.next_line()) is None:
+            received = asking.recv(MAX_ORDER_BYTES)
+            if not received:
+                raise Refused("the order of a drill was cut short: send one line")
+            lines.feed(received)
+        held = _HeldOrder(read_order(line), asking)
+        with self._guard:
+            if self._held is not None:
+                raise Refused(
+                    f"the drill {self._held.order.drill} has an order for this process: wait for its end"
+                )
+            self._held = held
+        return held
+
+    def _drop(self, held: _HeldOrder) -> None:
+        held.over.set()
+        with self._guard:
+            if self._held is held:
+                self._held = None
+                held.obeyed.set()
+        held.obeyed.wait(_PEER_S)  # its last report needs the connection

@@ -1,0 +1,71 @@
+"""The order of a drill for one process, and its form on the socket in that process's run folder.
+
+The socket exists only if FABRIC_DRILL allows drills. An order is one line of JSON, a report is one line too.
+The connection is the order's lease: at its end, or after ``seconds``, the process goes on.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fabric.errors import ProtocolError
+from fabric.runtime.failpoints import NAMES
+
+DRILL_SOCKET_NAME = "drill.sock"
+MAX_ORDER_BYTES = 4096
+MOST_SECONDS = 3600.0
+ACTIONS = ("hold", "kill")
+
+
+@dataclass(frozen=True, slots=True)
+class PointOrder:
+    """Hold or kill the process when it reaches ``point`` for the first time at ``step`` or later."""
+
+    drill: str  # name of the drill, for sentences and logs
+    point: str
+    action: str
+    seconds: float = 0.0  # how long to hold
+    step: int = 0
+
+    def line(self) -> bytes:
+        """Return the order's line."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def read_order(line: bytes) -> PointOrder:
+    """Invert ``PointOrder.line``. Raises ProtocolError with one sentence."""
+    body = read_line(line)
+    try:
+        order = PointOrder(**body)
+        fits = (
+            isinstance(order.drill, str)
+            and 0 < len(order.drill) <= 64
+            and order.drill.isprintable()
+            and isinstance(order.seconds, int | float)
+            and 0 <= order.seconds <= MOST_SECONDS
+            and type(order.step) is int
+            and order.step >= 0
+            and isinstance(order.point, str)
+            and isinstance(order.action, str)
+        )
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ProtocolError("this order of a drill has wrong fields: use a drill of this version")
+    if order.point not in NAMES or order.action not in ACTIONS:
+        raise ProtocolError(
+            f"this process knows no point {order.point[:40]!r} with action {order.action[:40]!r}: "
+            f"known points are {', '.join(sorted(NAMES))}"
+        )
+    return order
+
+
+def read_line(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line. Raises ProtocolError for any other line."""
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"this line is not JSON ({error}): use a drill of this version") from error
+    if not isinstance(body, dict):
+        raise ProtocolError("this line is not a JSON object: use a drill of this version")
+    return body

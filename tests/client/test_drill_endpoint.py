@@ -1,0 +1,197 @@
+"""A trainer obeys a drill at a named point, one drill at a time, and goes on when the drill is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fabric.client.process.drill_endpoint import DrillEndpoint
+from fabric.drill.injection.point_order import SentOrder
+from fabric.errors import ProtocolError, Refused
+from fabric.runtime.drill_orders import DRILL_SOCKET_NAME, PointOrder, read_order
+from fabric.runtime.failpoints import Failpoints
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from fabric.client.process.drill_endpoint import DrillEndpoint
+endpoint = DrillEndpoint(Path(sys.argv[1]))
+print("up", flush=True)
+for step in range(100000):
+    endpoint.hit("optimizer", step)
+    time.sleep(0.01)
+"""
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder whose path is longer than a unix socket's."""
+    path = tmp_path / ("long" * 30)
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def endpoint(folder: Path) -> Iterator[DrillEndpoint]:
+    with closing(DrillEndpoint(folder)) as endpoint:
+        yield endpoint
+
+
+class Loop:
+    """A thread that passes a point once a step, as a training loop does."""
+
+    def __init__(self, points: Failpoints, name: str = "ring") -> None:
+        self.step = 0
+        self._over = False
+        self._points, self._name = points, name
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "Loop":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over:
+            self._points.hit(self._name, self.step)
+            self.step += 1
+            time.sleep(0.001)
+
+    def stands_still(self) -> bool:
+        before = self.step
+        time.sleep(0.1)
+        return self.step == before
+
+
+@pytest.fixture
+def points(endpoint: DrillEndpoint) -> Failpoints:
+    points = Failpoints("")
+    points.on_hit = endpoint.hit
+    return points
+
+
+def order(**changes: object) -> PointOrder:
+    return PointOrder(**{"drill": "d1", "point": "ring", "action": "hold", "seconds": 600.0} | changes)
+
+
+def test_a_held_process_goes_on_when_its_drill_ends_the_order(folder, points):
+    with Loop(points) as loop, closing(SentOrder(folder, order(step=20))) as sent:
+        until(lambda: sent.look() or sent.hit_step >= 20)
+        assert loop.stands_still() and not sent.is_over
+        sent.end()
+        until(lambda: sent.look() or sent.is_over)
+        until(lambda: not loop.stands_still())
+
+
+def test_a_held_process_goes_on_when_its_drill_is_gone(folder, points):
+    with Loop(points) as loop:
+        sent = SentOrder(folder, order())
+        until(lambda: sent.look() or sent.hit_step >= 0)
+        sent.close()
+        until(lambda: not loop.stands_still())
+
+
+def test_a_held_process_goes_on_when_the_orders_time_is_over(folder, points):
+    with Loop(points) as loop, closing(SentOrder(folder, order(seconds=0.05))) as sent:
+        until(lambda: sent.look() or sent.is_over)
+        until(lambda: not loop.stands_still())
+
+
+def test_an_order_acts_once_and_at_its_point_alone(folder, points):
+    with closing(SentOrder(folder, order(seconds=0.01))) as sent:
+        points.hit("optimizer", 1)
+        sent.look()
+        assert sent.hit_step == -1
+        points.hit("ring", 2)
+        points.hit("ring", 3)
+        until(lambda: sent.look() or sent.is_over)
+        assert sent.hit_step == 2
+
+
+def test_a_second_drill_is_refused_with_one_sentence_and_may_come_later(folder, endpoint):
+    first = SentOrder(folder, order())
+    with pytest.raises(Refused, match="the drill d1 has an order for this process: wait for its end"):
+        SentOrder(folder, order(drill="d2"))
+    first.close()
+
+    def is_taken() -> bool:
+        try:
+            SentOrder(folder, order(drill="d2")).close()
+        except Refused:
+            return False
+        return True
+
+    until(is_taken)
+
+
+def test_a_killed_process_dies_at_its_point(folder):
+    process = subprocess.Popen([sys.executable, "-c", TRAINER, str(folder)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline()
+        with closing(SentOrder(folder, order(point="optimizer", action="kill", step=3))) as sent:
+            assert process.wait(timeout=60) == -signal.SIGKILL
+            sent.look()
+            assert sent.hit_step >= 3
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_without_an_endpoint_no_order_is_taken(folder):
+    with pytest.raises(Refused, match="start it with FABRIC_DRILL=1"):
+        SentOrder(folder, order())
+    with pytest.raises(Refused, match="no trainer takes orders"):
+        SentOrder(folder / "none", order())
+
+
+def test_the_socket_is_its_users_alone(folder, endpoint):
+    assert (folder / DRILL_SOCKET_NAME).stat().st_mode & 0o777 == 0o600
+    assert (folder / DRILL_SOCKET_NAME).stat().st_uid == os.geteuid()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"point": "nowhere"},
+        {"action": "explode"},
+        {"seconds": -1.0},
+        {"seconds": 1e9},
+        {"seconds": "long"},
+        {"step": -1},
+        {"step": 1.5},
+        {"drill": ""},
+        {"drill": "a\nb"},
+        {"drill": "x" * 100},
+        {"point": ["ring"]},
+    ],
+)
+def test_a_malformed_order_is_refused_with_one_sentence(folder, endpoint, changes):
+    with pytest.raises(Refused) as raised:
+        SentOrder(folder, order(**changes))
+    assert str(raised.value) and "\n" not in str(raised.value)
+    SentOrder(folder, order()).close()
+
+
+@pytest.mark.parametrize("line", [b"", b"[]", b"{}", b"{", b'{"drill": "d", "new": 1}', b"[" * 9000])
+def test_any_other_line_is_one_sentence(line):
+    with pytest.raises(ProtocolError) as raised:
+        read_order(line)
+    assert "\n" not in str(raised.value)

@@ -89,6 +89,16 @@ def test_no_other_process_is_touched(start, environment):
         DrilledProcesses(JOB).trainer("r1")
 
 
+def test_a_drill_touches_no_process_of_another_drill_on_the_host(start):
+    first = start(**allowed(), FABRIC_GUARD_MARK="first")
+    start(**allowed(), FABRIC_GUARD_MARK="second")
+    target = DrilledProcesses(JOB, "first").trainer("r1")
+    assert target.pid == first.pid
+    target.close()
+    with pytest.raises(Refused, match="r1 has no trainer on this host"):
+        DrilledProcesses(JOB, "third").trainer("r1")
+
+
 def test_a_replica_that_is_gone_is_one_sentence(start):
     process = start(**allowed())
     process.kill()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fabric.errors import Refused
+from fabric.runtime.guarded_processes import MARK
 
 ALLOWED = "FABRIC_DRILL=1"
 
@@ -65,10 +66,13 @@ class FoundProcess:
 
 
 class DrilledProcesses:
-    """The processes of one job on this host."""
+    """The processes of one job on this host.
 
-    def __init__(self, job: str) -> None:
-        self._job = job
+    ``mark``: only those with this value of the guard's mark, because two drills may run on one host.
+    """
+
+    def __init__(self, job: str, mark: str = "") -> None:
+        self._needed = {"FABRIC_DRILL": "1", "FABRIC_JOB": job} | ({MARK: mark} if mark else {})
 
     def trainer(self, replica: str) -> ProcessTarget:
         """Return the trainer of ``replica``. Raises Refused with one sentence where there is none."""
@@ -119,7 +123,7 @@ class DrilledProcesses:
         except OSError:
             return None
         variables = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
-        if variables.get("FABRIC_DRILL") != "1" or variables.get("FABRIC_JOB") != self._job:
+        if any(variables.get(name) != value for name, value in self._needed.items()):
             return None
         stat = _stat(pid)
         if not stat or stat[0] in "ZX" or not variables.get("FABRIC_REPLICA"):

@@ -40,7 +40,7 @@ class DrillRun:
         """Run the drill; return its records. Raises FabricError where the job or the drill cannot go on."""
         watch = JournalWatch({name: self._journal(name) for name in self.options.names})
         with StartedJob(self.options) as job, closing(UndoGuard()) as guard:
-            scene = DrillScene(DrilledProcesses(JOB), watch, guard, job)
+            scene = DrillScene(DrilledProcesses(JOB, job.processes.mark), watch, guard, job)
             self._say_where(job)
             self._wait(scene, WARM_S, "to warm up", _committed(scene, WARM_STEPS))
             poller = StatusPoller(job.client)

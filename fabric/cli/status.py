@@ -111,12 +111,14 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     rows = [(member, _role(member)) for member in job["members"]]
     rows += [(joiner, "spare" if joiner.get("spare") else "outside") for joiner in job["joiners"]]
     wide = width >= _WIDE
-    columns = ["replica", "role", "phase", "step", "session", "trainer", "verdict"]
+    speeds = _speeds(job)
+    columns = ["replica", "role", "phase", "step", *(["speed", "share"] if speeds else [])]
+    columns += ["session", "trainer", "verdict", *(["status", "checkpoint server"] if wide else [])]
     table = Table()
-    for name in (*columns, *(["status", "checkpoint server"] if wide else [])):
+    for name in columns:
         table.add_column(name, overflow="fold")  # a shortened name could fit several replicas
     for entry, role in rows:
-        table.add_row(*_row(entry, role, wide))
+        table.add_row(*_row(entry, role, speeds, wide))
     lighthouse, store = job["lighthouse"], job["store"]
     ledger = job.get("ledger") or {}
     led = f"led by {lighthouse['url']} over store {store['id']}"
@@ -134,7 +136,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     lines += _shards(job.get("data_shards"))
     lines += _orders(job, record)
     lines += _trouble(job, rows)
-    lines += _slow(job.get("health"))
+    lines += _slow(job.get("health")) + _slowest(job.get("health") or {})
     lines += _goodput(ledger)
     # Addresses are not wrapped, so that people can copy them.
     below = [] if wide else [_address(entry) for entry, _ in rows if entry["ckpt"]]
@@ -230,6 +232,24 @@ def _slow(health: dict[str, Any] | None) -> list[str]:
     return lines
 
 
+def _slowest(health: dict[str, Any]) -> list[str]:
+    """Name the rank that was slowest in the newest step, and the usual speed; empty while none is known."""
+    rows = health["by_step"]["rows"] if "by_step" in health and health["mode"] != "off" else ()
+    newest = [
+        (speeds[-1], row["replica"], row["rank"])
+        for row in rows
+        if (speeds := [speed for speed in row["speeds"] if speed is not None])
+    ]
+    if not newest:
+        return []
+    speed, replica, rank = min(newest)
+    middle = sorted(newest)[len(newest) // 2][0]
+    return [
+        f"speed: {replica} rank {rank} is slowest at {speed:.2f}, the median of "
+        f"{counted(len(newest), 'rank')} is {middle:.2f}"
+    ]
+
+
 def _goodput(ledger: dict[str, Any]) -> list[str]:
     """Describe where the job's time went; empty while no time is counted."""
     if ledger.get("goodput") is None:
@@ -244,12 +264,28 @@ def _role(member: dict[str, Any]) -> str:
     return f"{role}, {ranks} ranks" if ranks > 1 else role
 
 
-def _row(entry: dict[str, Any], role: str, wide: bool) -> list[Text]:
+def _speeds(job: dict[str, Any]) -> dict[str, list[str]]:
+    """Each replica's speed relative to its equals, and its part of the micro-batches; empty at first."""
+    replicas = (job.get("health") or {}).get("replicas", {})
+    if all(x["speed"] is None for x in replicas.values()):
+        return {}
+    total = sum(member["shares"] for member in job["members"])
+    cells = {}
+    for member in job["members"]:
+        speed = replicas.get(member["replica"], {}).get("speed")
+        share = f"{member['shares'] / total:.0%}" if total else ""
+        cells[member["replica"]] = ["" if speed is None else f"{speed:.2f}", share]
+    return cells
+
+
+def _row(entry: dict[str, Any], role: str, speeds: dict[str, list[str]], wide: bool) -> list[Text]:
     status = entry["trainer_status"] or {}
     phase = f"busy: {entry['busy']}" if entry.get("busy") else entry["phase"]
     session = _age(entry["session_age_s"]) + ("" if entry["connected"] else " (away)")
     step = "" if entry["step"] is None else entry["step"]
-    cells = _cells(entry["replica"], role, phase, step, session, status.get("trainer", ""), entry["verdict"])
+    pace = speeds.get(entry["replica"], ["", ""]) if speeds else []
+    trainer = status.get("trainer", "")
+    cells = _cells(entry["replica"], role, phase, step, *pace, session, trainer, entry["verdict"])
     return cells + (_cells(_age(status.get("age_s")), entry["ckpt"]) if wide else [])
 
 

@@ -176,6 +176,57 @@ def test_hosts_that_failed_are_listed_with_the_most_suspect_first(job, browser):
     assert job.ask("/v1/jobs/test/hosts") == b"[]"
 
 
+# The page gets the status of the real job, with speeds of a job of two replicas of two ranks.
+SPEEDS = """
+watch = () => {};  // nothing of the real job comes in between
+state.stream.close();
+const view = structuredClone(state.view);
+const row = (replica, rank, speeds, seconds) =>
+  ({ replica, rank, stage: rank, speeds, seconds, predicted_s: 0.25 });
+view.health = { mode: "act", slow: [], replicas: {}, vetoed: ["r0"],
+  advice: { reason: "", micro_batches: {}, gain: 0.1, held: "too soon" },
+  shares: { reason: "r1 computes at 0.5", micro_batches: { r0: 8, r1: 4 } },
+  by_step: { steps: [7, 8, 9], left_out: 3, rows: [
+    row("r0", 0, [1.02, 1, null], 0.25), row("r0", 1, [1, 1, 1], 0.25),
+    row("r1", 0, [1, 0.98, 0.99], 0.25), row("r1", 1, [1, 0.6, 0.49], 0.51)] } };
+showJob(view);
+const lines = () => [...$("speeds").children].slice(2);
+const kinds = (g) => [...g.querySelectorAll("rect")].map((x) => x.getAttribute("class").slice(5));
+const line = (g) => [g.firstChild.textContent, kinds(g), g.lastChild.textContent];
+const first = lines().map(line), kept = lines()[3], title = kept.querySelectorAll("title")[2].textContent;
+view.health.by_step.rows[3].speeds = [0.6, 0.49, 1];
+showJob(view);
+const second = line(kept), same = kept.isConnected;
+const table = [...document.querySelectorAll("#speed-rows tr")]
+  .map((tr) => [...tr.cells].map((c) => c.textContent));
+const words = [$("plan").textContent, $("speeds-text").textContent], hidden = $("speeds-section").hidden;
+view.health.by_step.rows = [];
+showJob(view);
+return { first, second, same, title, table, words, hidden, none: $("speeds-section").hidden };
+"""
+
+
+def test_speeds_are_a_heat_map_with_a_text_that_says_the_same(job, browser):
+    log_in(browser, job)
+    shown = browser.run(SPEEDS)
+    assert shown["first"] == [
+        ["r0 rank 0", ["usual", "usual", "none"], "1.00"],
+        ["r0 rank 1", ["usual", "usual", "usual"], "1.00"],
+        ["r1 rank 0", ["usual", "usual", "usual"], "0.99"],
+        ["r1 rank 1", ["usual", "slow", "slow"], "0.49 slow"],
+    ]
+    assert shown["title"] == "r1 rank 1, step 9: speed 0.49"
+    assert shown["second"] == ["r1 rank 1", ["slow", "slow", "usual"], "1.00"] and shown["same"]
+    assert shown["table"][3][:5] == ["r1 rank 1", "1", "0.510 s", "0.250 s", "1.00"]
+    plan, text = shown["words"]
+    assert "(mode act)" in plan and "In force: r1 computes at 0.5 (micro-batches: r0 8, r1 4)." in plan
+    assert "not followed: too soon" in plan and "veto keeps the shares of r0" in plan
+    assert text.startswith("Speed relative to equals, 1 is usual, steps 7 to 9. No rank is slower than 0.9.")
+    assert text.endswith("3 faster ranks are not shown.")
+    assert not shown["hidden"] and shown["none"]
+    assert not browser.console(), "no error in the console, none by the content security policy"
+
+
 def test_a_page_of_many_replicas_names_who_is_in_trouble_and_draws_the_first_and_the_last(job, browser):
     log_in(browser, job)
     shown = browser.run(MANY, 300, 500)
@@ -268,8 +319,27 @@ def test_another_sites_page_cannot_use_the_cookie(job):
     assert refused.value.status == 401
 
 
+# Speeds of a job of three replicas of four ranks, of which one gets slow and one misses a report.
+SPEEDS_PICTURE = """
+watch = () => {};
+state.stream.close();
+const view = structuredClone(state.view), steps = Array.from({ length: 30 }, (_, i) => 780 + i), rows = [];
+for (const replica of ["r0", "r1", "r2"]) for (let rank = 0; rank < 4; rank++) {
+  const slow = replica === "r1" && rank === 2;
+  const speeds = steps.map((step, i) => i === 11 && replica === "r2" ? null
+    : (slow && i > 17 ? 0.48 : 1) + ((step * 7 + rank * 3) % 11 - 5) / 200);
+  rows.push({ replica, rank, stage: 0, speeds, seconds: slow ? 0.52 : 0.25, predicted_s: 0.25 });
+}
+const micro_batches = { r0: 10, r1: 4, r2: 10 };
+const shares = { micro_batches, reason: "r1 computes at 0.49 of the speed of the others" };
+view.health =
+  { mode: "act", slow: [], replicas: {}, advice: null, shares, by_step: { steps, left_out: 0, rows } };
+showJob(view);
+"""
+
+
 def make_screenshots(folder: Path) -> None:
-    """A job that has lost a replica and got it back, in dark, light and on a phone."""
+    """A job that has lost a replica and got it back, in dark, light and on a phone; then speeds of ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     zygote = Zygote()
     with (
@@ -299,6 +369,12 @@ def make_screenshots(folder: Path) -> None:
                 drawn = step(browser)
                 browser.wait_for(lambda drawn=drawn: step(browser) > drawn, "the page to be drawn anew")
                 browser.screenshot(folder / f"dashboard-{name}.png")
+            browser.resize(1280, 760)
+            browser.run(SPEEDS_PICTURE)
+            for scheme in ("light", "dark"):
+                browser.prefer(scheme)
+                browser.run("document.querySelector('#speeds-section').scrollIntoView()")
+                browser.screenshot(folder / f"speeds-{scheme}.png")
     zygote.close()
 
 

@@ -1,4 +1,4 @@
-"""The page at ``/``: three files without data, a login that exchanges the token for a cookie, a live stream.
+"""The page at ``/``: four files without data, a login that exchanges the token for a cookie, a live stream.
 
 A browser cannot send the token with every request, and a page must not keep it. So the page sends it once.
 The answer is a cookie that no script can read and no other site can make the browser send. Its value is a
@@ -33,8 +33,13 @@ COOKIE_S = 12 * 3600
 _CLOCK_S = 300
 # Paths of WebSockets for trainers and checkpoint servers, which no cookie opens.
 _FOR_PROCESSES = ("/session", "/trainer-status")
-_KINDS = {"index.html": "text/html", "dashboard.js": "text/javascript", "dashboard.css": "text/css"}
-OPEN_PATHS = frozenset({"/", LOGIN, "/dashboard.js", "/dashboard.css"})
+_KINDS = {
+    "index.html": "text/html",
+    "dashboard.js": "text/javascript",
+    "speeds.js": "text/javascript",
+    "dashboard.css": "text/css",
+}
+OPEN_PATHS = frozenset({"/", LOGIN, "/dashboard.js", "/speeds.js", "/dashboard.css"})
 # The browser may load only the page's own script and style.
 _HEADERS = {
     "Content-Security-Policy": (

@@ -152,6 +152,7 @@ function showJob(job) {
     .filter((name) => job.ledger[name]).map((name) => `${name} ${spent(job.ledger[name])}`).join(" \u00b7 "));
   say($("recoverable"), recoverable(job));
   say($("slow"), slow(job.health));
+  showSpeeds(job);
   const overrides = job.record ? job.record.overrides : {};
   say($("paused"), [job.paused ? `Joins are paused ${job.paused}.` : "",
     overrides.scaled ? `Scaled ${overrides.scaled}.` : ""].filter(Boolean).join(" "));

@@ -1,0 +1,92 @@
+"""``fabric status`` and ``fabric top`` show each replica's speed and share, and the slowest rank."""
+
+from io import StringIO
+
+from rich.console import Console
+
+from fabric.cli.status import _job, _slowest
+
+ROWS = [
+    {"replica": "r0", "rank": 0, "speeds": [1.0, 1.01]},
+    {"replica": "r1", "rank": 0, "speeds": [1.0, None]},
+    {"replica": "r1", "rank": 1, "speeds": [1.0, 0.49]},
+]
+
+
+def member(replica: str, shares: int) -> dict:
+    return {
+        "replica": replica,
+        "shares": shares,
+        "leaving": False,
+        "joining": False,
+        "phase": "run",
+        "step": 7,
+        "session_age_s": 0.1,
+        "connected": True,
+        "trainer_status": None,
+        "ckpt": "",
+        "verdict": "alive",
+    }
+
+
+def job(speeds: dict[str, float | None]) -> dict:
+    health = {
+        "mode": "advise",
+        "slow": [],
+        "advice": None,
+        "replicas": {name: {"speed": x} for name, x in speeds.items()},
+    }
+    return {
+        "job": "gpt",
+        "record": None,
+        "generation": 1,
+        "epoch": 1,
+        "step": 7,
+        "members": [member("r0", 3), member("r1", 1)],
+        "joiners": [{**member("late", 1), "spare": False}],
+        "complete": False,
+        "waiting_for": "nothing",
+        "recoverable": None,
+        "lighthouse": {"url": "http://l"},
+        "store": {"id": "s"},
+        "health": health,
+    }
+
+
+def printed(value: dict, width: int = 110) -> list[str]:
+    out = StringIO()
+    Console(file=out, width=width).print(_job(value, width))
+    return out.getvalue().splitlines()
+
+
+def cells(lines: list[str], name: str) -> list[str]:
+    (line,) = [x for x in lines if x.startswith(("│", "┃")) and x[1:].strip().startswith(name)]
+    return [x.strip() for x in line.replace("┃", "│").strip("│").split("│")]
+
+
+def test_each_member_has_its_speed_and_its_part_of_the_micro_batches():
+    lines = printed(job({"r0": 1.0, "r1": 0.487}))
+    assert cells(lines, "replica")[3:6] == ["step", "speed", "share"]
+    assert cells(lines, "r0")[3:6] == ["7", "1.00", "75%"]
+    assert cells(lines, "r1")[3:6] == ["7", "0.49", "25%"]
+    assert cells(lines, "late")[3:6] == ["7", "", ""]
+
+
+def test_the_columns_appear_once_a_speed_is_known():
+    assert "share" not in cells(printed(job({})), "replica")
+    assert "share" not in cells(printed(job({"r0": None, "r1": None})), "replica")
+    assert cells(printed(job({"r0": 1.0, "r1": None})), "r1")[4:6] == ["", "25%"]
+
+
+def test_a_lighthouse_of_an_older_release_has_no_speeds():
+    older = job({})
+    del older["health"]
+    assert "speed" not in cells(printed(older), "replica")
+
+
+def test_the_slowest_rank_has_a_line():
+    health = {"mode": "advise", "by_step": {"steps": [1, 2], "rows": ROWS, "left_out": 0}}
+    assert _slowest(health) == ["speed: r1 rank 1 is slowest at 0.49, the median of 3 ranks is 1.00"]
+    assert _slowest({**health, "mode": "off"}) == []
+    assert _slowest({**health, "by_step": {"steps": [], "rows": [], "left_out": 0}}) == []
+    assert _slowest({}) == []

@@ -1,4 +1,4 @@
-"""A real lighthouse for the tests that only talk to one, and an HTTP client."""
+"""A real lighthouse for tests that only send requests, and an HTTP client."""
 
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -10,7 +10,9 @@ from lighthouse_support import LighthouseProcess
 
 @pytest.fixture(scope="module")
 def lighthouse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LighthouseProcess]:
-    """One for the whole module, on SQLite: use a job of your own. It keeps its lead on a busy machine."""
+    """One lighthouse on SQLite for the whole module; each test uses its own job. Its lease is long, so that
+    it leads also on a busy machine.
+    """
     folder = tmp_path_factory.mktemp("lighthouse")
     arguments = ("--start-wait-s", "60", "--lease-s", "60")
     with LighthouseProcess(folder, f"sqlite://{folder}/store.db", arguments=arguments) as process:
@@ -25,7 +27,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 @pytest.fixture
 async def herd_http() -> AsyncIterator[aiohttp.ClientSession]:
-    """Without the usual client's bound of a hundred connections."""
+    """An HTTP client without the usual limit of a hundred connections."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         yield session
 

@@ -1,4 +1,6 @@
-"""A lighthouse inside the test's own loop: real HTTP, but with clocks and a store that the test controls."""
+"""A lighthouse in the test's own event loop, with real HTTP, and with clocks and a store that the test
+controls.
+"""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -35,7 +37,7 @@ class Clock:
 
 
 class TroubledStore(MemoryStore):
-    """The real twin, whose next writes of records go wrong as told."""
+    """The store in memory, whose next writes of records fail as the test says."""
 
     def __init__(self, space: MemorySpace) -> None:
         super().__init__(space)
@@ -79,7 +81,9 @@ class TroubledStore(MemoryStore):
 
 @dataclass
 class Instance:
-    """One lighthouse. ``deaths``: tasks of it that ended by an exception, which is always a defect."""
+    """One lighthouse. One lighthouse; ``deaths`` lists its tasks that ended by an exception, which is always
+    a defect.
+    """
 
     url: str
     parts: LighthouseParts
@@ -108,7 +112,7 @@ async def lighthouse_on(
     admissions: AdmissionQueue | None = None,
     tokens: Tokens | None = None,
 ) -> AsyncIterator[Instance]:
-    """Start one on ``store``; at the end nothing of it may have died unnoticed."""
+    """Start a lighthouse on ``store``; at the end check that none of its tasks has died."""
     deaths: list[BaseException] = []
     tasks = Tasks(lambda name, error: deaths.append(error))
     metrics = LighthouseMetrics()

@@ -36,7 +36,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 
 
 async def eventually(condition: Callable[[], Any], what: str) -> Any:
-    """The same for a coroutine function, without blocking the loop."""
+    """Poll a coroutine function until it returns true, without blocking the event loop."""
     deadline = time.monotonic() + DEADLINE_S
     while not (value := await condition()):
         assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
@@ -46,7 +46,9 @@ async def eventually(condition: Callable[[], Any], what: str) -> Any:
 
 @dataclass
 class LighthouseProcess:
-    """One lighthouse; ``with`` starts and ends it. ``folder`` takes its token, log and ready file."""
+    """One lighthouse; ``with`` starts and ends it. The token, log and ready file of the lighthouse lie in
+    ``folder``.
+    """
 
     folder: Path
     store: str
@@ -120,7 +122,7 @@ def headers(token: str | None = TOKEN) -> dict[str, str]:
 async def get(
     http: aiohttp.ClientSession, url: str, token: str | None = TOKEN, **more: Any
 ) -> tuple[int, Any]:
-    """Status and JSON body; redirects are not followed."""
+    """Return the status and JSON body of a request; follow no redirect."""
     async with http.get(url, headers=headers(token), allow_redirects=False, **more) as answer:
         return answer.status, await answer.json()
 
@@ -135,7 +137,7 @@ async def post(
 
 
 class WireMember:
-    """One replica's session over a real WebSocket; ``newest`` is the last epoch it was told."""
+    """One replica's session over a real WebSocket; ``newest`` is the newest epoch that it got."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, replica: str, **others: Any) -> None:
         self.job = others.pop("job", "job")
@@ -172,7 +174,7 @@ class WireMember:
         await self.socket.send_str(wire.encode(message).decode())
 
     async def next(self, kind: type) -> Any:
-        """The next message of that kind; others are passed over, but epochs are remembered."""
+        """Return the next message of this kind; skip others, but remember epochs."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 frame = await self.socket.receive()
@@ -186,26 +188,26 @@ class WireMember:
                     return message
 
     async def epoch(self, number: int) -> Record:
-        """Wait until told of this epoch or a later one."""
+        """Wait until this member gets this epoch or a later one."""
         while self.newest is None or self.newest.epoch < number:
             await self.next(m.Epoch)
         return self.newest
 
     async def report(self) -> None:
-        """Answer the newest (forced) epoch as one that has not begun a round of it."""
+        """Report for the newest forced epoch, as a member that has entered no round of it."""
         fence = self.newest.fence
         step = self.newest.base.step
         await self.say(m.Report(fence, fence.generation, step, "", 0, 0, (), False, "", ()))
 
     async def run(self) -> None:
-        """Enter the first round of the newest epoch, and beat once."""
+        """Enter the first round of the newest epoch, and send one heartbeat."""
         fence = self.newest.fence
         await self.say(m.Running(fence, self.newest.base.step))
         await self.say(m.Heartbeat(1, fence.epoch, fence.generation, self.newest.base.step, phase="run"))
         await self.next(m.HeartbeatAck)
 
     async def close_reason(self) -> tuple[int | None, str]:
-        """Read until the socket is closed; its code and reason."""
+        """Read until the socket is closed; return the close code and reason."""
         return await closing(self.socket)
 
     def cut(self) -> None:
@@ -240,7 +242,7 @@ class WireStatus:
         await self.socket.send_str(wire.encode(status).decode())
 
     async def keep_beating(self, trainer: str = "running") -> None:
-        """Beat until cancelled, as the real one does."""
+        """Send statuses until cancelled, as a real checkpoint server does."""
         while True:
             await self.beat(trainer)
             await asyncio.sleep(0.05)
@@ -253,7 +255,7 @@ async def connect(
 
 
 async def closing(socket: aiohttp.ClientWebSocketResponse) -> tuple[int | None, str]:
-    """Read until the close frame; its code and reason."""
+    """Read until the close frame; return its code and reason."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             frame = await socket.receive()
@@ -264,7 +266,7 @@ async def closing(socket: aiohttp.ClientWebSocketResponse) -> tuple[int | None, 
 
 
 async def start_job(http: aiohttp.ClientSession, url: str, count: int = 3, **others: Any) -> list[WireMember]:
-    """A job whose members all run in epoch 1."""
+    """Start a job whose members all run in epoch 1."""
     members = [WireMember(http, url, f"r{i}", replicas=str(count), **others) for i in range(count)]
     for member in members:
         await member.open()
@@ -303,7 +305,7 @@ def fabric(*arguments: object, **environment: str) -> subprocess.CompletedProces
 
 
 def sentence_of(result: subprocess.CompletedProcess) -> str:
-    """The one line that a refused command says, after its log."""
+    """Return the last line of a refused command, after its log."""
     assert result.returncode == 1, result
     assert "Traceback" not in result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

@@ -1,7 +1,8 @@
-"""Two lighthouses, three members and a store of which one operation goes wrong, in a loop whose clock leaps.
+"""Plays two lighthouses, three members and a store with one failing operation, in an event loop whose clock
+leaps.
 
-Election, records and jobs are the shipping classes; the store is the twin in memory. Nothing waits for real
-time: where nobody has anything to do, the clock goes on to the next timer.
+Election, records and jobs are the real classes; the store is the one in memory. No task waits for real time:
+when no task can run, the clock leaps to the next timer.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ _LATE_S = 12.0
 
 
 class _Selector(selectors.DefaultSelector):
-    """Never waits; says how long it was to."""
+    """A selector that never waits, but returns the requested time."""
 
     leapt = 0.0
 
@@ -56,9 +57,10 @@ class LeapingLoop(asyncio.SelectorEventLoop):
 
 @dataclass
 class Fault:
-    """What happens to operation ``number`` (from 1), of those named ``of`` where that is given, whichever
-    handle asks for it. ``cut``: that handle
-    reaches the store no more for a while, and what it asked for meanwhile arrives all at once."""
+    """A fault of operation ``number`` (from 1), counted over all handles, and only over operations named
+    ``of`` if given. ``cut``: the handle does not reach the store for a while, and its requests of that time
+    arrive together.
+    """
 
     number: int
     kind: str
@@ -150,7 +152,7 @@ class _Socket:
 
 
 class Member:
-    """Says what a member says until it has entered the first round of an epoch."""
+    """A member that answers epochs until it has entered their first round."""
 
     def __init__(self, world: "World", replica: str) -> None:
         self._world, self.replica = world, replica
@@ -252,7 +254,7 @@ class Lighthouse:
 
 
 class World:
-    """The run, and what must hold all along."""
+    """The run, with the checks that must hold at every moment."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = Fault(0, "")
@@ -281,7 +283,7 @@ class World:
         return task
 
     def applied(self, name: str, operations) -> None:
-        """A transaction of lighthouse ``name`` has been applied."""
+        """Check a transaction of lighthouse ``name`` that the store has applied."""
         if operations[0].key.startswith((ELECTION, "/fabric/store-id")):
             return
         line = sorted(self.space.find(ELECTION)[0], key=lambda kv: kv.create_revision)
@@ -306,7 +308,7 @@ class World:
             self.violations.append("two lighthouses believe to lead at once")
 
     async def run(self) -> None:
-        """Three members start, r0 falls, and the other two go on."""
+        """Run a job of three members in which r0 dies and the other two go on."""
         for lighthouse in self.lighthouses:
             await lighthouse.store.connect()
         self.fault = self._after_start
@@ -331,7 +333,7 @@ class World:
         await self._until(lambda: self._run_together(REPLICAS[1:]), "still the epoch without r0")
 
     def _run_together(self, replicas: tuple[str, ...]) -> bool:
-        """Whether these are the members of the committed record, and run in its epoch."""
+        """Return whether these are the members of the committed record and run in its epoch."""
         if not self.records or self.records[-1].names != replicas:
             return False
         running = [x for x in self.members if x.replica in replicas]

@@ -1,4 +1,6 @@
-"""Connections are let in a few at a time, and thousands that come back at once are told when to."""
+"""The queue admits a few connections at a time, and tells thousands of returning members when to try
+again.
+"""
 
 import asyncio
 import itertools
@@ -98,7 +100,7 @@ async def test_a_refused_member_gets_the_time_to_come_back(http):
 
 
 async def test_a_refused_trainer_comes_back_to_the_same_lighthouse(monkeypatch):
-    """It has found its lighthouse: this is not the contact that never comes."""
+    """A refusal by the queue counts as a contact, so the trainer goes on trying the same lighthouse."""
     # On a loaded machine a slow connection must not count as a missing lighthouse.
     monkeypatch.setattr("fabric.client.control.lighthouse_link._CONNECT_S", 30.0)
     asked = []
@@ -153,8 +155,10 @@ HERD = 100
 
 
 async def test_a_new_leader_evicts_no_member_of_a_crowd_that_comes_back(herd_http, tmp_path, monkeypatch):
-    """100 real sessions, and a leader that is killed. The next one has a short queue: most are sent away.
-    Some are let in when they have given up, and are away for longer than a session may be."""
+    """100 real sessions, and a leader that is killed. The next leader has a short queue, so it refuses most
+    members at first. Some members give up before their admission, and are away for longer than a session may
+    be.
+    """
     url, clock = f"sqlite://{tmp_path}/store.db", Clock()
     monkeypatch.setattr("fabric.lighthouse.jobs.jobs.TermContext", partial(TermContext, clock=clock))
     arguments = ("--namespace", "ns", "--lease-s", "2", "--max-replicas", "1000")
@@ -193,7 +197,7 @@ async def test_a_new_leader_evicts_no_member_of_a_crowd_that_comes_back(herd_htt
 
 
 async def knock(member: WireMember) -> float:
-    """0 when it has got its session and was told the epoch, else how long it is sent away for."""
+    """Return 0 if the member got its session and the epoch, otherwise the delay that the queue named."""
     try:
         await member.open()
     except aiohttp.WSServerHandshakeError as error:

@@ -1,4 +1,4 @@
-"""The lighthouse touches three things of a leader core: ``handle``, ``next_deadline`` and ``view``."""
+"""The lighthouse uses only ``handle``, ``next_deadline`` and ``view`` of a leader core."""
 
 import ast
 from pathlib import Path
@@ -12,14 +12,14 @@ PRIVATE = {"_core", "_epoch", "_liveness"}
 
 
 def is_core(node: ast.AST) -> bool:
-    """``core``, or the attribute ``core`` of anything."""
+    """Return whether the expression is ``core``, or an attribute named ``core``."""
     return (isinstance(node, ast.Name) and node.id == "core") or (
         isinstance(node, ast.Attribute) and node.attr == "core"
     )
 
 
 def violations(source: str) -> list[str]:
-    """Every expression that uses more of a core, or gives a core a name by which it escapes this test."""
+    """Return every expression that uses more of a core, or renames a core so that this test would miss it."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):

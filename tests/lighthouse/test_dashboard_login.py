@@ -1,4 +1,6 @@
-"""The page's cookie and its login: bounded in time, for the page alone, and not for guessing."""
+"""The page's login cookie is valid for a limited time and for the page alone, and the login limits
+guesses.
+"""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The six verdicts, from what a leader may know and what ranks may show; and that little is kept of much."""
+"""The six verdicts follow from the leader's facts and the ranks' answers, and long answers are cut."""
 
 import json
 
@@ -52,7 +52,7 @@ def op(number, name="gloo:all_reduce", sizes=((4,),), done=False, **more):
 
 
 def rank(number, *entries, main=()):
-    """The probe of a rank of b that runs, and what torch has recorded there."""
+    """Return the probe of a running rank of replica b, with torch's recording."""
     recording = parse_recording({"entries": entries}, Process("b", number), f"rank {number}")
     return RankProbe("b", number, "running", recording=recording, main=main)
 

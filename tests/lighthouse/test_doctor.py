@@ -1,4 +1,4 @@
-"""``fabric doctor`` finds what it is for, and says what to do; where all is well it finds nothing."""
+"""``fabric doctor`` finds each mistake and says what to do, and finds nothing on a healthy host."""
 
 import socket
 
@@ -10,7 +10,7 @@ from fabric.cli.doctor import examine
 
 @pytest.fixture
 def environment(lighthouse: LighthouseProcess, tmp_path, monkeypatch) -> None:
-    """The settings of a replica that would work."""
+    """Correct settings of a replica."""
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text(f"{TOKEN}\n")
@@ -25,7 +25,7 @@ def environment(lighthouse: LighthouseProcess, tmp_path, monkeypatch) -> None:
 
 
 def findings(level: str, store: str = "", state_gb: float = 0.0) -> str:
-    """The findings of one level, as text."""
+    """Return the findings of one level as text."""
     return "\n".join(f"{f.what}: {f.do}" for f in examine(store, state_gb) if f.level == level)
 
 

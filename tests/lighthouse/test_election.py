@@ -1,4 +1,4 @@
-"""The election: which candidate leads, when it stops, and that a deposed leader changes nothing."""
+"""Elections: which lighthouse leads, when it stops leading, and that a deposed leader changes no record."""
 
 import asyncio
 import sqlite3
@@ -65,7 +65,7 @@ def follows(instance, leader) -> bool:
 
 
 async def test_candidates_lead_in_the_order_of_their_coming_without_a_write():
-    """The successor has its key and its lease already: what makes it the leader is one message."""
+    """The successor already has its key and lease, so one message of the store makes it the leader."""
 
     class Counting(MemoryStore):
         writes = 0
@@ -120,8 +120,9 @@ async def test_a_candidate_that_lost_its_place_goes_to_the_end_of_the_line():
 
 
 async def test_a_leader_with_a_wrong_clock_is_fenced_by_the_store(http):
-    """Its own clock stands still, so it believes in its lease. The store has elected another one, and the
-    message of that has not arrived."""
+    """The leader's own clock stands still, so the leader takes its lease for valid. The store has elected
+    another lighthouse, but the message about it has not arrived.
+    """
 
     class NoNews(MemoryStore):
         async def watch(self, prefix, from_revision):
@@ -160,7 +161,9 @@ async def space_record(space: MemorySpace):
 
 
 async def test_a_leader_stops_by_its_own_clock_before_the_lease_ends(http):
-    """The store is silent: nobody tells the leader anything, and the lease in the store still stands."""
+    """The store sends no message, and the lease in the store still holds, but the leader's clock says that it
+    ends.
+    """
     clock = Clock()
     space = MemorySpace()
     store = TroubledStore(space)
@@ -182,7 +185,9 @@ async def test_a_leader_stops_by_its_own_clock_before_the_lease_ends(http):
 
 
 async def test_a_leader_stuck_past_its_lease_answers_no_heartbeat(http):
-    """Its members would count their autonomy from beats that were sent after another one began to lead."""
+    """Otherwise members would count their autonomy from heartbeats that they sent after the next leader's
+    election.
+    """
     clock, space = Clock(), MemorySpace()
     async with lighthouse_on(MemoryStore(space), lease_s=3600, clock=clock) as instance:
         await eventually(leads(instance), "it to lead")
@@ -284,7 +289,7 @@ async def test_a_candidate_waits_for_the_end_of_an_election_key_that_no_lighthou
 
 
 async def test_a_candidate_reads_the_store_after_a_claim_with_a_lost_answer():
-    """The claim was applied and its answer lost: the key is its own, and it leads."""
+    """The store applied the claim but the answer was lost: the candidate finds its own key, and leads."""
 
     class LostClaim(MemoryStore):
         async def commit(self, compares, operations):
@@ -357,7 +362,7 @@ async def test_a_stopped_task_gives_the_lease_back():
 
 
 async def test_the_lease_is_given_back_before_many_sessions_are_closed(herd_http, monkeypatch):
-    """To close thousands takes seconds, in which nobody would lead."""
+    """Closing thousands of sessions takes seconds, in which no lighthouse would lead."""
     closed, closed_before = [], []
 
     class Noting(MemoryStore):
@@ -376,7 +381,7 @@ async def test_the_lease_is_given_back_before_many_sessions_are_closed(herd_http
 
 @asynccontextmanager
 async def leader_on_a_file(tmp_path, **settings):
-    """One that leads, whose lease is renewed from a thread as in the service."""
+    """A leader on a SQLite file, whose lease a thread renews, as in the service."""
     url = f"sqlite://{tmp_path}/store.db"
     async with lighthouse_on(open_store(url), lease_store=open_store(url), **settings) as instance:
         await eventually(leads(instance), "it to lead")
@@ -384,7 +389,7 @@ async def leader_on_a_file(tmp_path, **settings):
 
 
 def block_until(condition, what):
-    """Keep the loop from turning, as thousands of sessions do that come back at once."""
+    """Block the event loop, as thousands of returning sessions do."""
     deadline = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
@@ -402,7 +407,7 @@ async def test_a_leader_whose_event_loop_is_busy_for_longer_than_the_lease_keeps
 
 
 async def test_a_leader_whose_event_loop_hangs_for_ever_loses_the_lead(tmp_path):
-    """Its process lives and its lease would be renewed for ever: then nobody could take over."""
+    """If a thread renewed the lease for ever, no other lighthouse could take over."""
     async with leader_on_a_file(tmp_path, lease_s=1) as instance:
         term, space = instance.election.term, sqlite3.connect(tmp_path / "store.db")
 
@@ -422,7 +427,7 @@ async def test_a_leader_whose_event_loop_hangs_for_ever_loses_the_lead(tmp_path)
 
 
 async def test_messages_that_arrived_while_the_event_loop_hung_get_no_answer(http, tmp_path):
-    """It reads its sockets before its timers tell it that its lease has ended."""
+    """After the hang the event loop handles its sockets before the timer of the lease's end."""
     async with leader_on_a_file(tmp_path, lease_s=1) as instance:
         members = await start_job(http, instance.url)
         await members[0].say(m.Heartbeat(1, 1, 1, 0))
@@ -442,8 +447,9 @@ async def test_messages_that_arrived_while_the_event_loop_hung_get_no_answer(htt
 
 
 async def test_renewals_end_with_their_term():
-    """Those of a process that was stopped for long went on beside those of its next term, for ever: a
-    cancellation may get lost where every timeout ends at once."""
+    """After a long stop, renewals of an old term once went on for ever, because a cancellation was lost when
+    all timeouts ended together.
+    """
 
     class Deaf(MemoryStore):
         async def keep_alive(self, lease_id):
@@ -471,7 +477,9 @@ def test_the_clock_goes_on_while_the_machine_sleeps():
 
 
 async def test_the_handle_that_renews_the_lease_connects_before_the_first_renewal(tmp_path, monkeypatch):
-    """At the first renewal a crowd may have taken every descriptor, which cost the lead."""
+    """At the first renewal sessions may have taken all descriptors, and a failed connection would end the
+    leadership.
+    """
     url = f"sqlite://{tmp_path}/store.db"
     handle, connected = open_store(url), threading.Event()
     connect = handle.connect

@@ -1,4 +1,6 @@
-"""Somebody deletes the leader's key, or empties the store by hand: the lease lives on, the lead is lost."""
+"""If an operator deletes the leader's key or empties the store, the leader steps down although its lease goes
+on.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +24,7 @@ LEASE_S = 3600.0
 
 @asynccontextmanager
 async def two_handles(kind: str, folder: Path) -> AsyncIterator[tuple[Store, Store]]:
-    """A lighthouse's handle on a store, and a connected one of somebody else."""
+    """A lighthouse's handle on a store, and another connected handle."""
     if kind == "etcd":
         require_etcd()
         member = EtcdMember(folder / "etcd", *free_ports(2))
@@ -50,7 +52,7 @@ async def connected(store: Store) -> AsyncIterator[Store]:
 
 
 async def leads(instance: Instance, after: str = "") -> None:
-    """Wait until it leads by another key than ``after``."""
+    """Wait until the lighthouse leads by another key than ``after``."""
 
     async def check() -> bool:
         term = instance.election.term
@@ -108,7 +110,7 @@ async def test_a_leader_whose_store_is_emptied_leads_again_in_a_new_one(http, ki
 
 
 async def test_a_watch_that_fails_costs_no_leader_the_lead():
-    """A leader goes on without its watch for as long as its lease is renewed, and asks for it again."""
+    """A leader leads without its watch while its lease is renewed, and requests the watch again."""
 
     class Deaf(MemoryStore):
         refusals = 3

@@ -36,7 +36,7 @@ def process(
 
 
 async def is_leading(http: aiohttp.ClientSession, url: str) -> bool:
-    """Whether it leads and answers for its jobs; the first alone is true before the records are read."""
+    """Return whether the lighthouse leads and has read the records."""
     _, body = await get(http, f"{url}/healthz", token=None)
     return body["ok"] and body["is_leader"]
 
@@ -145,7 +145,7 @@ async def test_a_leader_that_was_stopped_past_its_lease_changes_nothing(http, tm
 async def test_a_follower_restarted_at_the_dead_leaders_address_does_not_redirect_to_itself(
     http, tmp_path, namespace
 ):
-    """The old lease still names this very URL: a redirect would be a circle."""
+    """The dead leader's lease still names this URL, so a redirect would lead to the same lighthouse."""
     store = f"sqlite://{tmp_path}/store.db"
     with LighthouseProcess(
         tmp_path, store, arguments=("--namespace", namespace, "--lease-s", "60")

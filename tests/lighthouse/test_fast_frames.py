@@ -1,4 +1,4 @@
-"""The fast path of a session's connection: usual texts at once, all other frames for the library."""
+"""The fast path of a session handles ordinary text frames, and leaves all other frames to the library."""
 
 import random
 
@@ -8,7 +8,7 @@ from fabric.lighthouse.connections.fast_frames import FastFrames
 
 
 class Library:
-    """The protocol behind it, which notes what comes through."""
+    """Stands for the library behind the fast path, and records the frames that it gets."""
 
     def __init__(self):
         self.data, self.calls = b"", []

@@ -1,4 +1,4 @@
-"""Messages as frames: made once for many, and what any WebSocket reads."""
+"""A message for many members becomes one frame, which every WebSocket library can read."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from fabric.protocol.messages import wire
 
 
 async def read(data):
-    """The one message in it, as the library that members use reads it."""
+    """Return the message in the frame, read by the members' library."""
     loop = asyncio.get_running_loop()
     queue = WebSocketDataQueue(BaseProtocol(loop), 1 << 30, loop=loop)
     WebSocketReader(queue, 1 << 30, False, True).feed_data(data)

@@ -1,4 +1,4 @@
-"""The cyclic collector looks at everything while nothing changes, and does not wait for that for ever."""
+"""The cyclic collector runs a full collection in a quiet moment, or after a bounded time."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ from fabric.lighthouse.gc_tuning import (
 def first(
     due: CollectionSchedule, is_calm: bool, counts: tuple[int, int, int], looks: int
 ) -> tuple[int, int] | None:
-    """At which look something is collected first, from 1 on, and which generation."""
+    """Return the number of the first look with a collection, and the collected generation."""
     for number in range(1, looks + 1):
         generation = due.look(is_calm, counts)
         if generation is not None:

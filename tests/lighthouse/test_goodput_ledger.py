@@ -28,7 +28,7 @@ from fabric.store import Put
 
 
 class Watch:
-    """A job that is looked at four times a second."""
+    """A job that the ledger looks at four times a second."""
 
     def __init__(self, ledger=None, now=100.0, step=0):
         self.ledger, self.now = ledger or GoodputLedger(), now
@@ -37,7 +37,7 @@ class Watch:
         self.begun = now
 
     def goes_on(self, seconds, step_s=None, **changes):
-        """Time passes, with a step every ``step_s`` if there is one."""
+        """Let time pass, with a step every ``step_s`` if given."""
         self.look = replace(self.look, **changes)
         began, first = self.now, self.look.step
         while self.now < began + seconds:
@@ -108,7 +108,9 @@ def test_the_next_leader_goes_on_from_the_stored_values(steps, state):
 
 @pytest.mark.parametrize("steps", [0, 1, 40])
 def test_a_standstill_across_a_fail_over_counts_as_stalled(steps):
-    """The new leader first hears no member, then their steps: none of these was made in between."""
+    """The new leader first hears no member, then old steps, none of which was committed during the
+    fail-over.
+    """
     first = Watch()
     first.goes_on(60, step_s=1)
     stored = json.loads(json.dumps(first.ledger.saved(wall=1000.0)))
@@ -135,7 +137,7 @@ def test_a_cold_start_across_a_fail_over_is_not_measured_by_its_older_step():
 
 
 async def test_a_new_leader_that_has_heard_no_member_counts_no_step(http):
-    """Members stand at step 56 before and after: the job's record says only where its generation began."""
+    """Members are at step 56 before and after, but the record says only where the generation began."""
     space = MemorySpace()
     async with lighthouse_on(MemoryStore(space)) as first:
         await eventually(leading(first), "the first to lead")

@@ -11,7 +11,7 @@ from fabric.protocol.messages import network as m
 
 
 class FakeConnection:
-    """Keeps frames and the close code; ``of`` a process."""
+    """A connection that records frames and the close code."""
 
     def __init__(self, replica: str = "", incarnation: int = -1) -> None:
         self.replica, self.incarnation = replica, incarnation

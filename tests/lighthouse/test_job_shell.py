@@ -1,4 +1,4 @@
-"""One job's shell over a store in trouble, and with a defect in its core."""
+"""One job's shell with a failing store, and with a defect in its core."""
 
 import pytest
 from aiohttp import web
@@ -133,7 +133,7 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
 
 
 async def test_a_silent_member_is_evicted_after_the_configured_silence(http):
-    """A connection that stays open and says nothing, without a status: the timer alone finds it."""
+    """Only the timer notices an open connection that stays silent and has no status."""
     impatient = LivenessConfig(silence_s=1.0, grace_s=0.1)
     async with lighthouse_on(TroubledStore(MemorySpace()), liveness=impatient) as found:
 
@@ -173,7 +173,7 @@ async def test_the_core_gets_an_unchanged_status_less_often(instance, http):
 
 
 async def test_the_server_of_a_refused_second_process_does_not_hide_the_first(instance, http):
-    """Both status at once, the second one for a while after its trainer was refused, then no more."""
+    """Both servers send statuses; the second server stops some time after the refusal of its trainer."""
     member = await WireMember(http, instance.url, "r0").open()
     await member.say(m.Heartbeat(1, 0, 0, 0))
     await member.next(m.HeartbeatAck)
@@ -221,7 +221,7 @@ async def test_a_complete_job_lists_no_server_that_has_ended(instance, http):
 
 
 async def test_a_job_of_many_decides_a_death_and_answers_heartbeats_meanwhile(instance, herd_http):
-    """So many that what all are told and what all answer takes turns: nothing of it gets lost."""
+    """With so many members, messages and answers take several turns, and none may get lost."""
     members = await start_job(herd_http, instance.url, MANY + 4, micro_batches=MANY)
     lost = members.pop(7)
     lost.cut()

@@ -75,7 +75,7 @@ def taken_port():
 
 
 class TestLighthouseRefuses:
-    """In this process, through the entry point: a start of a process for each would take long."""
+    """The refusals run in this process, because a process for each would take long."""
 
     @pytest.fixture(autouse=True)
     def command(self, monkeypatch, capsys, tmp_path):
@@ -292,7 +292,7 @@ async def test_brackets_in_text_of_other_processes_are_not_markup(lighthouse, ht
 
 
 def test_the_ready_file_ends_with_the_lighthouse(tmp_path):
-    """One that was left said that a lighthouse was ready at an address of yesterday."""
+    """A left ready file once named a lighthouse at an old address."""
     with LighthouseProcess(tmp_path, f"sqlite://{tmp_path}/store.db") as lighthouse:
         assert lighthouse.ready_file.exists()
         lighthouse.end()

@@ -55,7 +55,7 @@ async def test_metrics_describe_a_job(lighthouse, http, job):
 
 
 async def test_metrics_tell_a_finished_job_from_a_stalled_job(lighthouse, http, job):
-    """Alerts depend on it: both commit no steps."""
+    """Alerts need this difference, because neither job commits steps."""
     done, failed = f"{job}-done", f"{job}-failed"
     members = await start_job(http, lighthouse.url, count=1, job=done)
     await members[0].say(m.Finished(members[0].newest.fence, 40))
@@ -111,7 +111,7 @@ async def test_the_times_of_a_step_stay_until_the_next_step_is_reported(lighthou
 
 
 async def test_how_old_the_freshest_recoverable_state_is(lighthouse, http, job):
-    """Shown by the job's view, its gauges and the command; of nothing nothing is said."""
+    """The status, the gauges and the command show this age; without a state they show none."""
     members = await start_job(http, lighthouse.url, job=job)
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
     assert body["recoverable"] is None

@@ -1,4 +1,4 @@
-"""Many jobs on one lighthouse: each behind its own token, within quotas, forgotten after their end."""
+"""Many jobs on one lighthouse: each has its own token and quotas, and its record is deleted after its end."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def folder_of(path: Path, **tokens: str) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """A lighthouse with two jobs that have tokens of their own, beside the lighthouse's own token."""
+    """A lighthouse with its own token, and with two jobs that have their own tokens."""
     path = tmp_path_factory.mktemp("many")
     folder = folder_of(path, **TOKENS)
     (folder / "..data").mkdir()  # Kubernetes makes this folder in a mounted secret
@@ -49,7 +49,7 @@ def shared(tmp_path_factory):
 
 
 def routes_of_a_job() -> list[tuple[str, str]]:
-    """Method and path of every route that names a job, as the application has them."""
+    """Return the method and path of every route of the application that names a job."""
     found = []
     for route in make_app(None, None).router.routes():
         path = route.resource.canonical if route.resource is not None else ""

@@ -1,4 +1,4 @@
-"""Every list, text and number of a message to the lighthouse of all jobs has a bound."""
+"""Every list, text and number of a message to the lighthouse has a bound."""
 
 from dataclasses import replace
 
@@ -74,7 +74,9 @@ def test_a_session_is_bounded(change):
     ],
 )
 def test_the_address_of_a_checkpoint_server_is_a_scheme_a_host_and_a_port(url):
-    """A path or a query in it chose what the lighthouse asked, with the job's token."""
+    """With a path or query in the address, a tenant could choose the request that the lighthouse sends with
+    the token.
+    """
     for good in ("http://10.0.0.1:1", "https://[fd00::1]:65535#3", "http://a-b.example:1/", ""):
         assert decode_session(text(replace(SESSION, ckpt=good))).ckpt == good
         assert decode_status(text(replace(STATUS, ckpt=good))).ckpt == good
@@ -104,7 +106,7 @@ def test_a_rack_is_a_short_name_that_can_be_printed(rack):
     ids=str,
 )
 def test_a_heartbeat_is_bounded(change):
-    """Beats of 2.7 million names cost the lighthouse of all jobs 50 MiB each."""
+    """A heartbeat with 2.7 million names once cost the lighthouse 50 MiB."""
     assert decode_member(text(BEAT)) == BEAT
     with pytest.raises(ProtocolError):
         decode_member(text(replace(BEAT, **change)))

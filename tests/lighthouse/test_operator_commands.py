@@ -89,7 +89,7 @@ async def test_events_are_followed_over_a_fail_over(http, tmp_path, job):
 
 
 async def test_a_follower_ends_when_its_reader_is_gone(lighthouse, http, job):
-    """As in ``fabric events --follow | grep -m1 evicted``."""
+    """The reader ends as in ``fabric events --follow | grep -m1 evicted``."""
     members = await start_job(http, lighthouse.url, count=2, job=job)
     follower = follow(lighthouse.url, job, lighthouse.token_file)
     assert follower.stdout is not None
@@ -204,7 +204,7 @@ async def test_top_into_a_pipe_is_one_picture_after_the_other(lighthouse, http, 
 
 
 async def test_a_very_narrow_terminal_cuts_no_name_off(lighthouse, http, job):
-    """Two that differ at their ends only must be told apart."""
+    """Two names that differ only at their ends must stay distinguishable."""
     members = [
         await WireMember(http, lighthouse.url, f"worker-of-rack-4-number-{i}", job=job).open() for i in "12"
     ]

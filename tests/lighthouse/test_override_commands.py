@@ -31,7 +31,7 @@ def status(lighthouse, job):
 
 
 async def newcomer(http, url, replica, members, **others):
-    """A replica with the state of the members' epoch, which beats as one that waits outside."""
+    """A replica outside the roster that holds the members' state and sends heartbeats."""
     newest = members[0].newest
     found = WireMember(http, url, replica, generation=newest.generation, step=newest.base.step, **others)
     await found.open()
@@ -89,7 +89,7 @@ async def test_joins_are_paused_and_resumed_over_a_fail_over(http, tmp_path, job
 
 
 def again(session, newest):
-    """A member's own report to the next leader."""
+    """Report to the next leader as this member."""
     return m.OpenSession(
         replica=session.replica,
         incarnation=session.incarnation,
@@ -185,7 +185,7 @@ async def test_a_repeated_pause_or_scale_command_changes_nothing(lighthouse, htt
 
 
 async def die_and_come_back(http, lighthouse, members, server, job):
-    """The last member's process ends; the others go on; its next process comes with their state."""
+    """End the last member's process, let the others go on, and let its next process come with their state."""
     dead = members[-1]
     incarnation = dead.session.incarnation
     await server.beat("running", incarnation)

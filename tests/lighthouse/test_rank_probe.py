@@ -1,4 +1,4 @@
-"""Asking checkpoint servers: only where their processes have connected from, and with bounded memory."""
+"""The lighthouse probes checkpoint servers only at known addresses, and with bounded memory."""
 
 import json
 import socket
@@ -22,7 +22,7 @@ HERE = frozenset({"127.0.0.1"})
 async def server(
     body: bytes = b'{"trainer": {"state": "running", "pid": 7}}',
 ) -> AsyncIterator[tuple[str, list]]:
-    """Its port, and what it was asked: path and authorization."""
+    """Run a server; yield its port and the list of its requests (path and authorization)."""
     asked: list[tuple[str, str]] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -80,7 +80,7 @@ async def test_a_recording_is_read_without_its_members_and_a_damaged_one_is_not_
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize("came_from", [frozenset(), frozenset({"192.0.2.7"}), frozenset({"no address"})])
 async def test_a_probe_shows_the_token_to_known_addresses_only(host, came_from):
-    """A tenant named any address of the lighthouse's network as its checkpoint server."""
+    """A tenant could otherwise name any address of the lighthouse's network as its checkpoint server."""
     async with server() as (port, asked):
         (seen,) = await ask([ProbeTarget("r0", 0, f"http://{host}:{port}", came_from)], shown("of-the-job"))
         assert not asked
@@ -136,7 +136,7 @@ async def test_the_token_is_asked_for_at_the_moment_of_asking_and_per_member():
 
 @pytest.mark.parametrize("depth", [False, True])
 async def test_an_answer_is_bounded_in_bytes_and_in_kept_values(monkeypatch, depth):
-    """Nine answers of 4 MiB of empty lists took a gigabyte."""
+    """Nine answers of 4 MiB of empty lists once took a gigabyte of memory."""
     kept: list[object] = []
     parse = rank_probe._parse
     monkeypatch.setattr(rank_probe, "_parse", lambda data: kept.append(parse(data)) or kept[-1])

@@ -1,4 +1,4 @@
-"""Writes and reads of a record as tasks: each outcome of the store as the event that the core hears."""
+"""Each outcome of a write or read of a record becomes the right event for the core."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ ASKER = object()
 
 
 class FakeShell:
-    """A job's shell that keeps what it hears; ``asker`` is the driver of now."""
+    """A job's shell that records events; ``asker`` is its present driver."""
 
     name = "job"
 
@@ -36,7 +36,7 @@ class FakeShell:
 
 
 class FakeStored:
-    """A record whose reads and writes have these outcomes, one after the other."""
+    """A record whose reads and writes have these outcomes in order."""
 
     def __init__(self, *outcomes: object) -> None:
         self.outcomes = list(outcomes)

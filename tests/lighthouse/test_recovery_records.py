@@ -1,4 +1,4 @@
-"""Recovery records: what a failure cost, phase by phase, over real sessions, and over a fail-over."""
+"""Recovery records have the cost of a failure by phase, over real sessions and over a fail-over."""
 
 import json
 import random
@@ -92,7 +92,7 @@ async def test_a_death_is_timed_from_detection_to_the_return(lighthouse, http, j
 
 
 async def test_a_process_that_is_lost_is_back_only_when_it_knows_that_it_was_out(lighthouse, http, job):
-    """Evidence comes from the checkpoint server: the session stands, in the generation that goes on."""
+    """The checkpoint server reports the loss, but the session stays open in the same generation."""
     members = await start_job(http, lighthouse.url, job=job)
     for member in members:
         await beat_step(member, 2, 7)
@@ -261,7 +261,7 @@ def restored(body):
 
 
 def test_a_record_with_thousands_lost_names_some_and_counts_the_rest():
-    """So it fits into a store, and a later leader goes on with those it knows."""
+    """So the record fits into a store, and a later leader goes on with the named replicas."""
     names = [f"replica-{i:05d}" for i in range(30_000)]
     recovery = RecoveryRecord(
         5, "death", "x" * 1000, 3, 1.5, incarnations=dict.fromkeys(names, 1763717000000)

@@ -1,4 +1,4 @@
-"""A trainer at addresses that refuse it: at its first contact, and when it was let in before."""
+"""A trainer at addresses that refuse it: at its first contact, and after an admission."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -90,7 +90,7 @@ async def refusal_comes(refused: list[str]) -> None:
 
 @pytest.mark.parametrize("status", REFUSALS)
 async def test_an_admitted_process_outlives_every_refusal(status, caplog):
-    """A rotated token, an ingress or another program at the address ended healthy trainers for good."""
+    """A rotated token, an ingress or another program at the address must not end healthy trainers."""
     async with stubs(1) as (stub,), linked(stub) as (refused, events):
         await stub.has_been_asked(2)
         stub.status = status

@@ -1,4 +1,4 @@
-"""A complete job is kept for as long as it was asked for, whatever the clocks of the lighthouses say."""
+"""The lighthouse keeps a complete job for the requested time, even if lighthouses' clocks are wrong."""
 
 import pytest
 
@@ -11,7 +11,9 @@ ENDED = 1.8e9
 
 
 def forgotten_after(kept: Retention, ended: float, unix_s, now: float) -> float:
-    """So many seconds after monotonic ``now`` it is forgotten; ``unix_s`` tells the time of day from that."""
+    """Return the seconds after ``now`` at which the job is deleted; ``unix_s`` maps this time to the time of
+    day.
+    """
     for hours in range(24 * 30):
         if kept.is_over(ended, WEEK_S, unix_s(hours * 3600.0), now + hours * 3600.0):
             return hours * 3600.0
@@ -73,7 +75,7 @@ def test_a_retention_of_less_than_a_day_is_kept_exactly():
 
 
 def test_ids_of_events_do_not_leap_with_the_time_of_day():
-    """Else a follower of the events would get nothing from the next leader, whose clock is right."""
+    """Otherwise a follower of the events would get none from the next leader, whose clock is right."""
     unix_s, now = [ENDED], [50.0]
     log = EventLog(clock=lambda: unix_s[0], steady=lambda: now[0])
     ids = [log.add("a", 1, "", "").id]

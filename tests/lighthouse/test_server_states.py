@@ -1,5 +1,6 @@
-"""A lighthouse's sentences on checkpoint servers that are silent beside living trainers, and on storage that
-takes no checkpoints."""
+"""The lighthouse's sentences about silent checkpoint servers of living trainers, and about failing durable
+checkpoints.
+"""
 
 import pytest
 from protocol.test_leader import Lighthouse, started
@@ -12,7 +13,7 @@ from fabric.protocol.messages import network as m
 
 
 class Looking:
-    """A job in virtual time, whose servers are looked at every quarter of a second."""
+    """A job in virtual time, whose checkpoint servers the watch examines every quarter of a second."""
 
     def __init__(self, lighthouse: Lighthouse) -> None:
         self.lighthouse = lighthouse
@@ -80,7 +81,7 @@ def test_the_waiting_sentence_mentions_a_silent_server(job):
 
 
 def durable(job: Looking, name: str, *steps: int, error: str = "") -> None:
-    """A status that says what of its checkpoints is complete, and why the last one is not."""
+    """Make a status with its complete checkpoints and the error of its last checkpoint."""
     refs = tuple(SnapshotRef(1, step, f"d{step}") for step in steps)
     status = m.TrainerStatus(name, 1, "running", 1, f"http://{name}", durable=refs, durable_error=error)
     job.lighthouse.statuses[name] = io.TrainerStatusSeen(status)

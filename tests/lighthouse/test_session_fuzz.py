@@ -1,6 +1,6 @@
-"""Anything at all on a session's and a status's WebSocket of a real lighthouse: bytes, frames, wrong fields,
-and valid messages in any order. Nothing breaks, the record stays, its members notice nothing, and who is
-refused is told why. ``FABRIC_FUZZ=5000`` hunts with so many new examples; else they are the same every time.
+"""Random bytes, frames, wrong fields and valid messages in any order, on the WebSockets of a real lighthouse.
+The lighthouse and the job's record stay unharmed, and a refused peer gets the reason. ``FABRIC_FUZZ=5000``
+tries 5000 new examples; by default the examples are the same every time.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ JSON = st.recursive(
 
 
 class World:
-    """A job of two that takes nobody else, and one loop in which all examples run."""
+    """A job of two members that admits no other, and the event loop of all examples."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
@@ -72,7 +72,9 @@ class World:
         self.runner.close()
 
     def attack(self, path: str, frames: list[tuple[str, bytes]]) -> tuple[int | None, str, list[m.Message]]:
-        """Send these; the code and reason of the close (None where it stays open), and what was answered."""
+        """Send these frames; return the close code and reason (None if the connection stays open), and the
+        answers.
+        """
         return self.runner.run(self._attack(path, frames))
 
     async def _attack(self, path, frames):
@@ -93,7 +95,9 @@ class World:
         return answered
 
     async def _answers(self, socket):
-        """Everything up to the close, or up to the pong that shows that all was read and it stays open."""
+        """Return all answers up to the close, or up to the pong which proves that the lighthouse has read
+        everything.
+        """
         said = []
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -108,7 +112,7 @@ class World:
                     return None, "", said
 
     async def _is_unharmed(self):
-        """The members are served, the record is the same, and no part of the lighthouse met a defect."""
+        """Check that the members are served, the record is unchanged, and the log shows no defect."""
         for member in self.members:
             self.beats += 1
             fence = self.record.fence
@@ -137,7 +141,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def own_world() -> Iterator[World]:
-    """One that no random session was in: what those said, and which incarnations they had, stays there."""
+    """A fresh world, without traces of earlier random sessions."""
     made = World()
     yield made
     made.end()
@@ -149,7 +153,7 @@ def texts(message: m.Message) -> tuple[str, bytes]:
 
 @st.composite
 def valid(draw):
-    """Any message; of the intruder where it says whose it is."""
+    """Any valid message, with the intruder's name where it names its sender."""
     message = draw(st.sampled_from(KINDS).flatmap(st.from_type))
     if isinstance(message, m.OpenSession | m.TrainerStatus):
         message = replace(message, replica=INTRUDER)
@@ -158,7 +162,7 @@ def valid(draw):
 
 @st.composite
 def damaged(draw):
-    """A message with a field of another kind, or without one, or with one more."""
+    """A message with a field of another type, a missing field, or an additional field."""
     body = json.loads(wire.encode(draw(valid())))
     name = draw(st.sampled_from(sorted(body)))
     if draw(st.booleans()):
@@ -179,7 +183,7 @@ NOISE = st.one_of(
 
 
 def judge(code, reason, said):
-    """A refused peer gets a reason in words."""
+    """Check that a refused peer gets a reason in words."""
     refusals = [x.reason for x in said if isinstance(x, m.Rejected)]
     for sentence in refusals:
         assert len(sentence) > 15 and "Traceback" not in sentence and "Error(" not in sentence

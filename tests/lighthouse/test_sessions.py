@@ -82,7 +82,7 @@ async def test_a_killed_member_is_evicted_and_the_others_go_on(lighthouse, http,
 
 
 async def test_silence_of_session_and_status_is_death_too(lighthouse, http, job):
-    """Both connections of the process are cut, without a word on its end."""
+    """Both connections of the process are cut, without evidence of its end."""
     members = await start_job(http, lighthouse.url, job=job)
     status = await WireStatus(http, lighthouse.url, "r1", job).open()
     await status.beat()

@@ -10,7 +10,7 @@ from fabric.protocol.rules.assignment import Work, share_out
 
 
 def state(present, readers=3, count=7, **more):
-    """Of a job of ``count`` shards whose members sit on the data slots of ``present``."""
+    """Return the status of a job of ``count`` shards whose members have the data slots ``present``."""
     roster = tuple(Member(f"r{n}", 1, "", "", data_slot=n, rack=f"k{n}") for n in present)
     sharing = Sharing(data_slots=count, readers=readers, **more)
     return shard_readers(Record("store", 1, 1, 1, 1, "n", roster, Base(1, 0), sharing=sharing))

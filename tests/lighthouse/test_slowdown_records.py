@@ -1,4 +1,4 @@
-"""Slowdown records: what was slow, from when to when, why, what was done about it, and what it cost."""
+"""A slowdown record has the slow replica, begin and end, evidence, remedies and cost."""
 
 import json
 from dataclasses import replace

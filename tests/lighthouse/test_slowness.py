@@ -1,4 +1,4 @@
-"""The lighthouse finds slow replicas from heartbeats, says so once, and advises shares."""
+"""The lighthouse finds slow replicas from heartbeats, reports each once, and advises shares."""
 
 import math
 import random
@@ -68,7 +68,7 @@ class Fleet:
         return Heartbeat(self.step, epoch, 1, self.step, times=times, **more)
 
     def run(self, steps: int, **factors: float) -> list[tuple[str, str]]:
-        """Feed ``steps`` and return the events, kind and replica."""
+        """Feed ``steps``; return the events as (kind, replica)."""
         events = []
         for _ in range(steps):
             self.step += 1
@@ -146,7 +146,7 @@ def test_declared_work_that_does_not_explain_the_times_is_reported_once_per_repl
 
 
 def slowly(fleet: Fleet, **more) -> list[tuple[str, str]]:
-    """Thirty steps in which r1 takes three times as long, under some condition."""
+    """Play thirty steps in which r1 takes three times as long, under this condition."""
     events = []
     for _ in range(30):
         fleet.step += 1

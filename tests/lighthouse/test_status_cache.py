@@ -1,4 +1,4 @@
-"""The page of a job is computed once for all who look at it, however many these are."""
+"""The lighthouse computes a job's status once for all its viewers."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Sentences of the lighthouse about what a job does not do."""
+"""The lighthouse's sentences about what a job waits for."""
 
 from protocol.makers import record_of
 from protocol.test_leader import Lighthouse
@@ -19,7 +19,7 @@ def said_by(lighthouse):
 
 
 def test_a_start_counts_those_that_could_begin_and_not_the_sessions_of_the_dead():
-    """Never "4 of 4 have a session, after 120 s 1 will do"."""
+    """The sentence must never say "4 of 4 have a session, after 120 s 1 will do"."""
     lighthouse = Lighthouse(start_replicas=2, min_replicas=1, start_wait_s=120.0)
     lighthouse.status("b", "gone")
     lighthouse.open("a", "b")

@@ -24,7 +24,7 @@ def beat(job, name, step=6, phase="run, waiting", waiting_for=(), **more):
 
 
 def for_some_time(job, seconds, **beats):
-    """Everybody says once a second how it stands."""
+    """Every member sends a heartbeat once a second."""
     for _ in range(seconds):
         for name, more in beats.items():
             beat(job, name, **more)
@@ -39,7 +39,7 @@ def test_two_members_that_wait_for_each_other_are_not_said_to_be_in_user_code(jo
 
 
 def test_a_member_awaited_in_vain_that_waits_for_none_has_a_bad_link_too(job):
-    """One way only: everything has reached b, and what b sends to a does not arrive."""
+    """Only the direction from b to a is cut: b gets all bytes, but its own bytes do not arrive."""
     for_some_time(job, 4, a={"waiting_for": "b"}, b={}, c={})
     assert "what was sent in step 6 from b to a" in said(job)
 

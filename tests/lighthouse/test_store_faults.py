@@ -16,7 +16,7 @@ from fabric.lighthouse.jobs.term_context import TermContext
 
 @pytest.fixture
 def play(monkeypatch):
-    """Plays one run to its end, and returns its world."""
+    """Play one run to its end; return its world."""
     logging.disable(logging.CRITICAL)  # the test's own faults would log thousands of lines
     # Replace the jitter of attempts by a fixed seed, so that every run is equal.
     monkeypatch.setattr(election, "random", SimpleNamespace(Random=partial(random.Random, 0)))
@@ -51,8 +51,9 @@ def test_the_run_without_a_fault_has_one_term_and_writes_each_epoch_once(play):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_announced_before_it_is_committed_and_the_run_goes_on(play, kind):
-    """Elections, the start, the loss, and the first renewals: each operation in its turn. Where a lighthouse
-    steps down the other one leads, and what the first one still has under way is refused."""
+    """Each operation of the elections, the start, the loss and the first renewals fails in turn. If one
+    lighthouse steps down, the other leads, and the store refuses the first one's late writes.
+    """
     for number in range(1, SCRIPT + 1):
         world = play(Fault(number, kind))
         what = f"operation {number}, {world.fault.seen[number - 1]}, was {kind}"
@@ -74,7 +75,7 @@ def test_nothing_is_announced_before_it_is_committed_and_the_run_goes_on(play, k
     ],
 )
 def test_an_answer_that_is_lost_is_read_again_and_a_deposed_leader_is_refused(play, kind, nth, writes, terms):
-    """``nth``: the write of the start, or of the loss."""
+    """``nth`` chooses the write of the start or the write of the loss."""
     world = play(Fault(nth, kind, of=START))
     assert not world.violations and world.terms == terms
     assert [r.epoch for r in world.records] == [1, 2]

@@ -78,7 +78,7 @@ async def test_a_store_that_was_wiped_is_written_to_again(tmp_path):
     ("error", "connects"), [(StoreUnavailable, 1), (StoreIndefinite, 1), (LeaseGone, 1), (StoreError, 2)]
 )
 async def test_each_failure_reaches_the_caller_once_and_the_next_write_is_made(error, connects, is_applied):
-    """Only an error that may come from another store than before costs the connection."""
+    """Only an error that may mean another store closes the connection."""
     asked = []
 
     class Failing(MemoryStore):

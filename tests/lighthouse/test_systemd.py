@@ -1,4 +1,4 @@
-"""A lighthouse under systemd: it says that it is ready, and shows life until it hangs."""
+"""A lighthouse under systemd reports that it is ready, and sends watchdog messages until it hangs."""
 
 import signal
 import socket

@@ -1,4 +1,6 @@
-"""Tokens of jobs: two for a while, kept where the folder cannot be read, and the own one kept back."""
+"""Tokens of jobs: two during a rotation, kept while the folder is unreadable, and the lighthouse's own token
+kept secret.
+"""
 
 import errno
 import os
@@ -13,7 +15,7 @@ from fabric.lighthouse.http.tokens import Tokens
 
 
 class Blocked:
-    """Path.iterdir and Path.open, which fail or hang when told to."""
+    """Path.iterdir and Path.open that fail or hang as the test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.error: OSError | None = None
@@ -122,7 +124,9 @@ async def test_a_hanging_token_folder_does_not_stop_the_lighthouse(folder, monke
 
 
 async def test_the_lighthouses_own_token_is_shown_to_no_checkpoint_server_of_a_tenant(folder):
-    """It opens every job. A tenant whose file was deleted was shown it at the address that it had named."""
+    """The lighthouse's own token opens every job. A tenant with a deleted token file once got this token at
+    an address that it had named.
+    """
     tokens = Tokens("own", folder)
     await tokens.refresh()
     assert tokens.shown_to_servers("gpt", is_trusted=False) == "of-gpt"
@@ -135,7 +139,7 @@ async def test_the_lighthouses_own_token_is_shown_to_no_checkpoint_server_of_a_t
 
 
 async def test_a_person_is_told_which_token_is_for_checkpoint_servers(folder):
-    """One that opens every job is not, where jobs have their own."""
+    """Where jobs have their own tokens, the token that opens every job is not for checkpoint servers."""
     tokens = Tokens("own", folder)
     await tokens.refresh()
     assert not tokens.may_reach_servers(tokens.scope("own"))

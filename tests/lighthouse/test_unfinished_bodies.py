@@ -1,4 +1,4 @@
-"""A client that stops in the middle of a body is told so and cut off; nobody else waits for it."""
+"""A client that stops in the middle of a body gets an error and is cut off, and delays no other client."""
 
 import asyncio
 from urllib.parse import urlsplit

@@ -32,17 +32,17 @@ class TestWaiting:
         return core
 
     def opened(self, core: LeaderCore, now: float, **others) -> list:
-        """Everybody has a session; the effects of the last."""
+        """Open all sessions; return the effects of the last."""
         return [core.handle(io.SessionOpened(session(name, **others)), now) for name in NAMES][-1]
 
     def reported(self, core: LeaderCore, now: float) -> None:
-        """Everybody has answered the first epoch."""
+        """Let every member answer the first epoch."""
         for name in NAMES:
             report = m.Report(core.state.record.fence, 1, 0, "", 0, 0, (), False, "", ())
             core.handle(io.FromMember(name, 1, report), now)
 
     def running(self, core: LeaderCore, now: float) -> None:
-        """Everybody has entered its first round."""
+        """Let every member enter its first round."""
         for name in NAMES:
             core.handle(io.FromMember(name, 1, m.Running(core.state.record.fence, 0)), now)
 

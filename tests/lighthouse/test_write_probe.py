@@ -1,4 +1,6 @@
-"""A store that is full answers reads and refuses writes: a lighthouse says so before an epoch needs one."""
+"""A full store answers reads and refuses writes; the lighthouse reports this before an epoch needs a
+write.
+"""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +31,7 @@ async def test_a_store_with_room_is_asked_and_nothing_is_written(kind, tmp_path)
 
 
 class Moody:
-    """A store whose answer to a write is given; None: it takes it."""
+    """A store with a given answer to writes; None: it accepts them."""
 
     def __init__(self) -> None:
         self.answer: Exception | None = None

@@ -1,4 +1,4 @@
-"""The Slurm script does what a replica's exit code asks for, with programs that only play a part."""
+"""The Slurm script, run with stand-ins for Slurm's programs, follows a replica's exit codes."""
 
 import os
 import re
@@ -51,7 +51,7 @@ printf 'node1\\nnode2\\nnode3\\n'
 
 
 class Play:
-    """A folder of programs that play their parts, and what each replica's trainer ends with."""
+    """A folder of stand-ins for Slurm's programs, and the exit codes of each replica's trainer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "play"
@@ -177,7 +177,7 @@ def test_a_replica_with_a_final_exit_code_leaves_the_other_replicas_running(play
 
 
 def test_the_run_folder_cannot_be_guessed_and_is_the_same_for_all_replicas(play):
-    """Another user of the node could make a folder with a name that is known first."""
+    """Another user of the node could first make a folder with a predictable name."""
     play.program(
         "fabric", _FABRIC.replace("exit 99\n", 'exit 99\necho "$FABRIC_RUN_DIR" >> "$PLAY/runs"\n', 1)
     )

@@ -1,4 +1,4 @@
-"""Recipes in ops/ agree with the commands, settings and metrics that they name. None of them is run here."""
+"""Recipes in ops/ agree with the commands, settings and metrics that they name. These tests run no recipe."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def walk(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
-    """(file, arguments after ``fabric``) of every command line of ours."""
+    """Return (file, arguments after ``fabric``) of every `fabric` command line."""
     found = []
     for path in FILES:
         if path.suffix == ".yaml":
@@ -87,7 +87,7 @@ def test_our_own_parser_takes_every_command_line(name, arguments):
 
 
 def test_trainers_are_started_by_the_launcher_that_knows_their_exit_codes():
-    """torchrun makes 1 of every code."""
+    """torchrun turns every exit code into 1."""
     for path in FILES:
         if path.suffix != ".md":
             uses = [line for line in path.read_text().splitlines() if re.search(r"\btrain\.py\b", line)]
@@ -121,12 +121,12 @@ def trainer_job() -> dict[str, Any]:
 
 
 def everything() -> list[dict[str, Any]]:
-    """The objects of the base and the example; overlays are seen as they are built."""
+    """Return the objects of the base and the example; overlays are read after their build."""
     return [d for path in [*BASE, JOB] for d in documents(path)]
 
 
 def pods() -> list[tuple[str, dict[str, Any]]]:
-    """(the kind of its owner and its name, the pod's spec) of every pod."""
+    """Return (kind and name of the owner, the pod's spec) of every pod."""
     return [
         (f"{d['kind']} {d['metadata']['name']}", m)
         for d in everything()
@@ -168,7 +168,7 @@ def allowed(policy: dict[str, Any]) -> set[str]:
 
 
 def test_only_pods_that_need_it_can_reach_a_pod():
-    """The lighthouse asks the checkpoint servers: without that every diagnosis would be "unknown"."""
+    """The lighthouse must reach the checkpoint servers, or every diagnosis would be "unknown"."""
     assert allowed(of_kind("NetworkPolicy", "fabric-trainer")) == {"fabric-trainer", "fabric-lighthouse"}
     assert allowed(of_kind("NetworkPolicy", "fabric-lighthouse")) == {"fabric-trainer", "fabric-lighthouse"}
     assert allowed(of_kind("NetworkPolicy", "fabric-etcd")) == {"fabric-lighthouse", "fabric-etcd"}
@@ -189,7 +189,7 @@ def test_containers_mount_what_their_pod_has_and_probe_ports_that_they_name():
 
 @pytest.mark.parametrize("name, pod", pods(), ids=lambda x: x if isinstance(x, str) else "")
 def test_every_pod_may_run_where_pods_are_restricted(name, pod):
-    """The demands of the standard "restricted", and rights beyond it that a pod does not need."""
+    """Every pod meets the standard "restricted", and lacks further rights that it does not need."""
     (namespace,) = (d for d in everything() if d["kind"] == "Namespace")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     whole = pod["securityContext"]
@@ -211,7 +211,7 @@ def test_pods_of_a_kind_do_not_share_a_node(name, pod):
 
 
 def test_services_are_probed_with_time_to_answer():
-    """The kubelet's own second is less than a lighthouse waits for a store that hangs."""
+    """The kubelet's default of one second is shorter than a lighthouse's wait for a hanging store."""
     probed = {}
     for _, pod in pods():
         for container in containers(pod):
@@ -296,7 +296,7 @@ def test_every_etcd_forgets_old_revisions_and_knows_its_quota():
 
 
 def test_replicas_and_addresses_agree():
-    """As many etcds and lighthouses are named in command lines as there are."""
+    """The command lines name as many etcds and lighthouses as the recipes start."""
     sets = {d["metadata"]["name"]: d["spec"]["replicas"] for d in everything() if d["kind"] == "StatefulSet"}
     for name, count in sets.items():
         for path in KUBERNETES:
@@ -395,7 +395,7 @@ def scrapes() -> list[dict[str, Any]]:
 
 
 def test_a_jobs_metrics_keep_its_name_wherever_they_are_scraped():
-    """Alerts and panels go by the label "job", which is the job's name only where it is not renamed."""
+    """Alerts and panels use the label "job", which must keep the job's name in every scrape."""
     monitors = documents(OPS / "kubernetes" / "overlays" / "monitoring" / "monitors.yaml")
     for monitor in monitors:
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
@@ -405,7 +405,7 @@ def test_a_jobs_metrics_keep_its_name_wherever_they_are_scraped():
 
 
 def test_checkpoint_servers_and_etcds_are_scraped_and_may_be():
-    """Three panels of the dashboard have data of the first, and one alert of the second."""
+    """Three panels of the dashboard need the checkpoint servers' data, and one alert needs etcd's."""
     assert {"fabric-lighthouse", "fabric-ckpt", "etcd", "fabric"} == {job["job_name"] for job in scrapes()}
     ports = {}
     for _, pod in pods():
@@ -435,7 +435,7 @@ class StillTrainer:
 
 
 def known_metrics() -> set[str]:
-    """Every sample's name, of both services, with something of each kind counted."""
+    """Return the names of all samples of both services, after each kind of event has been counted."""
     lighthouse = LighthouseMetrics()
     gauges = JobGauges("job", 1, 1, 1, 1, 1, 1.0, ledger={"training": 1.0})
     lighthouse.observe(lambda: True, lambda: [gauges])
@@ -525,7 +525,9 @@ needs_systemd = pytest.mark.skipif(
 
 
 def installed(unit: Path, folder: Path) -> Path:
-    """A copy whose programs are there: they lie elsewhere on the machines that these are for."""
+    """Return a copy of the unit with existing programs, because the real paths exist only on target
+    machines.
+    """
     copy = folder / unit.name
     copy.write_text(re.sub(r"(?<==)/opt/fabric/bin/[\w-]+", "/bin/true", unit.read_text()))
     return copy
@@ -534,7 +536,7 @@ def installed(unit: Path, folder: Path) -> Path:
 @needs_systemd
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 def test_systemd_rates_the_units_as_well_confined(unit, tmp_path):
-    """From 0 (safe) to 10; the first version had 8.4 and 9.6."""
+    """systemd rates a unit from 0 (safe) to 10; the first version of the units had 8.4 and 9.6."""
     command = [
         "systemd-analyze",
         "security",

@@ -51,7 +51,9 @@ def effective(cluster, name="fabric"):
 
 
 def test_failures_of_whole_racks_are_fewer_incidents_except_under_replication():
-    """Half of the replicas die at one instant: most policies stop once. A rack holds a whole block."""
+    """If a whole rack with half of the replicas dies at one instant, most policies stop once. Under
+    replication a rack holds a whole block, so its death restarts all groups.
+    """
     racks = replace(SMALL, arrivals="racks", racks=RackFailures(4, 0.9), mtbf_s=600.0, steps=600)
     alone = replace(racks, racks=RackFailures(4, 0.0))
     next_s = racks.failures().clocks(racks.replicas, np.random.default_rng(0)).next_s

@@ -20,7 +20,7 @@ class Sampled:
 
 
 def sampled_masked(stacks, samples: int = 2000, seed: int = 0) -> Sampled:
-    """The mean over random orders of failure: a type is wiped out when its last host fails."""
+    """Return the mean over random orders of failures; a type is lost when its last host fails."""
     rng = np.random.default_rng(seed)
     hosts = [[] for _ in stacks]
     for group, stack in enumerate(stacks):

@@ -23,7 +23,7 @@ POLICIES = [CheckpointRestart(), Replication(2), SPARePolicy((0, 1)), FtHsdp(), 
 
 
 def once(at_s, unit=0):
-    """One failure, and none again for as long as a test plays."""
+    """Return a failure process with one failure, and no other during the test."""
     return Trace(((at_s, unit),), 1e10)
 
 

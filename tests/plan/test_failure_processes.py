@@ -25,7 +25,7 @@ def rng(seed=0):
 
 
 def count_failures(model, units, span_s, seed=0):
-    """Failures of units that come back at once, until ``span_s``."""
+    """Count the failures until ``span_s`` of units that come back at once."""
     clocks, count = model.clocks(units, rng(seed)), 0
     while True:
         unit = int(clocks.next_s.argmin())

@@ -24,7 +24,7 @@ ALL = (Oobleck(), ReCycle(), ResiHp(), Unequal(), Unmitigated())
 
 
 def devices(*speeds, job: PipelineJob = JOB):
-    """Healthy devices but for some: ((replica, stage, rank), speed)."""
+    """Return healthy devices, except the given ones: ((replica, stage, rank), speed)."""
     state = job.healthy()
     for place, speed in speeds:
         state[place] = speed
@@ -32,7 +32,7 @@ def devices(*speeds, job: PipelineJob = JOB):
 
 
 def share(policy, *speeds, job: PipelineJob = JOB) -> float:
-    """Throughput as a share of the healthy job's under the same policy."""
+    """Return the throughput divided by the healthy job's under the same policy."""
     return policy.step_s(job, job.healthy()) / policy.step_s(job, devices(*speeds, job=job))
 
 

@@ -1,4 +1,6 @@
-"""Who computes what: every micro-batch exactly once, by shares, stable while the roster is."""
+"""The assignment gives every micro-batch to exactly one member, by shares, and is stable while the roster
+is.
+"""
 
 from math import floor
 

@@ -1,4 +1,4 @@
-"""One setting, every deadline of an exchange, and what good rounds teach."""
+"""``exchange_s`` determines every deadline of an exchange, and good rounds shorten the bound."""
 
 import pytest
 from hypothesis import given

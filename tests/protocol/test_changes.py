@@ -1,5 +1,6 @@
-"""Rosters told as differences: whatever happened between two records, the receiver ends with the same roster
-or asks for the whole."""
+"""Rosters sent as differences: the receiver always ends with the same roster, or asks for the whole
+roster.
+"""
 
 from dataclasses import replace
 
@@ -62,7 +63,7 @@ def test_the_messages_about_a_death_among_thousands_are_short():
 
 
 def evicted(*knowing):
-    """c has died; the sessions of those named say that they understand changes."""
+    """Return a leader after c's death; sessions of the named members understand roster deltas."""
     lighthouse = started("a b c")
     for name in knowing:
         digest = lighthouse.record.roster_digest

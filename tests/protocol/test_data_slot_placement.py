@@ -1,4 +1,4 @@
-"""Data slots by rack: as good as the best of all arrangements in small jobs, bounded in large ones."""
+"""The placement of data slots by rack is optimal in small jobs, and takes bounded time in large jobs."""
 
 import random
 
@@ -32,7 +32,9 @@ def partitions(total, most):
 
 
 def quality(rack_on, data_slots, readers):
-    """How many shards have no reader, all readers in one rack, and two readers in one rack."""
+    """Return the numbers of shards without reader, with all readers in one rack, and with two readers in one
+    rack.
+    """
     unread = one_rack = shared = 0
     for shard in range(data_slots):
         present = [
@@ -97,7 +99,7 @@ def test_the_readers_of_every_shard_of_a_larger_job_are_in_distinct_racks(replic
 
 
 def test_with_fewer_racks_than_readers_every_shard_is_read_in_at_least_two_racks():
-    """Two racks and three readers: two share a rack, and the third is elsewhere."""
+    """With two racks and three readers, two readers share a rack and the third is in the other rack."""
     racks = ["a"] * 6 + ["b"] * 6
     assert quality(placed(racks, 12, 3), 12, 3)[:2] == (0, 0)
     assert quality(dict(enumerate(racks)), 12, 3)[1] > 0

@@ -1,4 +1,4 @@
-"""What a forced epoch goes on with: cases one by one, and properties over all of them."""
+"""The resume decision of a forced epoch: single cases, and properties over random reports."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_a_round_that_all_have_prepared_is_committed():
 
 
 def test_a_disputed_round_is_redone_by_the_members_that_are_left():
-    """The others said that they hold something else, and died: nobody can have committed it."""
+    """The other members voted for another digest and died, so no member can have committed the round."""
     record = record_of("a")
     report = report_of(record, 7, ABC, prepared="wrong", have=(0, 1))
     assert decide(record, {"a": report}, M).commit_digest == "wrong"
@@ -121,7 +121,7 @@ def test_a_cold_start_begins_at_its_base_with_nothing_kept():
 
 
 def test_a_generation_that_no_member_has_begun_begins_again():
-    """The cold start's own decision was superseded before anybody adopted it."""
+    """A newer epoch superseded the cold start's own decision before any member adopted it."""
     record = record_of("a b", epoch=6, cold=5, generation=2, base=Base(1, 3, "d"))
     reports = {n: report_of(record, 0, generation=0) for n in "ab"}
     decision = decide(record, reports, M)
@@ -149,7 +149,7 @@ def test_a_digest_minority_is_evicted_before_anything_else():
 
 
 def split_in_two(**since):
-    """a and d against b and c, and when each was let in."""
+    """Return reports in which a and d disagree with b and c, with the tenure of each."""
     record = record_of("a b c d", **{name: {"since": epoch} for name, epoch in since.items()})
     digests = {"a": "x", "b": "y", "c": "y", "d": "x"}
     reports = {n: report_of(record, 7, (1, 7, "a b c d"), digest=d) for n, d in digests.items()}
@@ -178,7 +178,7 @@ def test_a_majority_of_digests_counts_more_than_tenure():
 
 @pytest.mark.parametrize("left", ["a", "a b"])
 def test_an_outvoted_member_is_evicted_though_the_majority_is_gone(left):
-    """Two of three had said that a's state is wrong; both died, or one did, and the other would be a tie."""
+    """Two of three members called a's state wrong; then both died, or one died and left a tie."""
     record = record_of(left)
     reports = {n: report_of(record, 7, ABC, digest="y") for n in left.split()}
     reports["a"] = replace(reports["a"], digest="x", outvoted=True)
@@ -194,7 +194,7 @@ def test_a_verdict_on_a_state_of_an_earlier_generation_does_not_count():
 
 
 def test_states_of_unequal_layouts_do_not_disagree():
-    """In another layout of ranks the same update may be rounded otherwise."""
+    """Two layouts of ranks may round the same update differently."""
     record = record_of("a b c", a={"cuts": "x"}, b={"cuts": "y"}, c={"cuts": "y"})
     reports = {n: report_of(record, 7, ABC, digest=d) for n, d in {"a": "s", "b": "t", "c": "t"}.items()}
     assert isinstance(decide(record, reports, M), Resume)
@@ -216,7 +216,9 @@ def test_two_members_that_disagree_about_the_state_stop_the_job():
 def test_of_two_disagreeing_members_the_newer_is_evicted_if_it_has_agreed_with_none_since_its_admission(
     elder,
 ):
-    """What the elder says of itself does not count: alone in the roster it had nobody to agree with."""
+    """The older member's own flag does not count, because alone in the roster it could agree with no
+    member.
+    """
     record = record_of("a b", a={"since": 9}, b={"since": 1})
     reports = {
         "a": replace(report_of(record, 7, digest="x"), unconfirmed=True),
@@ -273,7 +275,9 @@ NAMES = ("a", "b", "c", "d")
 
 @st.composite
 def histories(draw):
-    """Reports as one round can leave them: some of its members left the barrier, hold, or do not."""
+    """Random reports after one round: some members have prepared it, some have not, some have committed
+    it.
+    """
     members = NAMES[: draw(st.integers(1, 4))]
     survivors = draw(st.lists(st.sampled_from(members), min_size=1, unique=True))
     survivors = [n for n in members if n in survivors]
@@ -298,7 +302,7 @@ def histories(draw):
 
 
 def reference(record, reports):
-    """The step, by the rule as one would say it."""
+    """Return the step to resume at, by the plain words of the rule."""
     step = max(max(r.step, r.round_step) for r in reports.values())
     newest = max((r.round_epoch for r in reports.values() if r.round_step == step), default=None)
     if newest is None:

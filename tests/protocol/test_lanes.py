@@ -21,14 +21,18 @@ def held(name: str, shape: tuple[int, ...], begin: tuple[int, ...] = (), sizes: 
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Offset and size of one of ``parts`` chunks, as DTensor's Shard cuts: the last ones may be empty."""
+    """Return offset and size of one of ``parts`` chunks, as DTensor's Shard cuts; the last chunks may be
+    empty.
+    """
     size = -(-length // parts)
     begin = min(index * size, length)
     return begin, min(size, length - begin)
 
 
 def sharded(model: Model, ranks: int, dimension: int = 0) -> ReplicaLayout:
-    """Every parameter is cut in this dimension, or copied where it has too few."""
+    """Return a layout that cuts every parameter in this dimension, or copies it if the dimension is too
+    small.
+    """
     rows = []
     for rank in range(ranks):
         row = []
@@ -49,7 +53,7 @@ def single(model: Model) -> ReplicaLayout:
 
 
 def staged(model: Model, *counts: int) -> ReplicaLayout:
-    """Pipeline stages of so many parameters each."""
+    """Return a layout of pipeline stages with this number of parameters each."""
     names = iter(model)
     assert sum(counts) == len(model)
     return ReplicaLayout(
@@ -62,7 +66,7 @@ def copied(model: Model, ranks: int) -> ReplicaLayout:
 
 
 def grid(model: Model, copies: int, ranks: int) -> ReplicaLayout:
-    """HSDP: ``copies`` groups of ranks, each of which cuts every parameter."""
+    """Return an HSDP layout: ``copies`` groups of ranks, each of which cuts every parameter."""
     return ReplicaLayout(sharded(model, ranks).ranks * copies)
 
 
@@ -137,7 +141,7 @@ def test_every_copy_of_every_element_is_in_a_lane_that_its_rank_takes_part_in(jo
 
 @given(jobs())
 def test_a_piece_is_as_coarse_as_the_layouts_allow(job):
-    """Two elements lie in one piece exactly where in every replica one part holds both."""
+    """Two elements lie in one piece exactly if one part holds both in every replica."""
     model, layouts = job
     lanes = lanes_of(layouts)
     for name, shape in model.items():
@@ -280,7 +284,7 @@ def test_without_replicas_there_are_no_lanes():
 
 
 def test_a_large_model_in_two_layouts_is_cut_within_its_kinds_of_parameters():
-    """A thousand parameters of two kinds: what is cut alike is refined once, and nothing grows with pairs."""
+    """With a thousand parameters of two kinds, equal cuts are refined once, and the time stays short."""
     model = {f"layer{i}.{kind}": (64, 8) if kind == "w" else (64,) for i in range(500) for kind in "wb"}
     lanes = lanes_of({"r0": sharded(model, 16), "r1": sharded(model, 8), "r2": single(model)})
     assert len(lanes) == 16

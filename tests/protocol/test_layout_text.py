@@ -1,4 +1,4 @@
-"""A layout survives its text, and text from outside that is none is refused by a sentence."""
+"""A layout written as text reads back equal, and any other text is refused with a sentence."""
 
 import base64
 import json

@@ -16,7 +16,7 @@ M = 4
 
 
 class Lighthouse:
-    """Drives one core; its store commits every write at once unless told otherwise."""
+    """Drives one leader core; by default its store commits every write at once."""
 
     def __init__(self, record=None, commits=True, **policy):
         self.now = 1000.0
@@ -29,11 +29,11 @@ class Lighthouse:
         self.do(io.Elected("s", record))
 
     def spend_credit(self):
-        """Let so much time pass after the election that absence counts again."""
+        """Let enough time pass after the election that absence counts again."""
         self.wait(10.0)
 
     def do(self, *events):
-        """The effects of all of these events, and of the commits that they cause."""
+        """Feed these events; return their effects and the effects of the commits that they cause."""
         self.effects = []
         queue = list(events)
         while queue:
@@ -76,7 +76,7 @@ class Lighthouse:
         return self.do(seen)
 
     def lose(self, name):
-        """Its session and the status of its server end."""
+        """End the replica's session and the connection of its checkpoint server."""
         self.statuses.pop(name, None)
         self.do(
             io.SessionClosed(name, self.incarnations[name]), io.TrainerStatusClosed(name, f"http://{name}")
@@ -98,7 +98,7 @@ class Lighthouse:
 
 
 def started(names="a b", record=None, **policy):
-    """A job that runs in its first epoch, everybody at step 5."""
+    """Return a job that runs in its first epoch, with all members at step 5."""
     record = record or record_of(names, epoch=1)
     lighthouse = Lighthouse(record, **policy)
     for name in names.split():
@@ -110,7 +110,7 @@ def started(names="a b", record=None, **policy):
 
 
 def runs(lighthouse, names, step):
-    """Let these report where they must, and run in the epoch in force."""
+    """Let these members report if needed, and run in the epoch in force."""
     record = lighthouse.record
     if record.is_forced:
         for name in names.split():
@@ -173,7 +173,7 @@ def test_the_first_start_waits_for_every_promised_replica():
 
 
 def test_the_first_start_waits_for_the_server_of_a_script_that_begins_at_a_later_step():
-    """Its own checkpoint is of step 40, the other script's of step 30, and only that of 30 is served yet."""
+    """One script begins at step 40, the other at step 30, and only the state of step 30 is served yet."""
     lighthouse = Lighthouse(start_replicas=2)
     lighthouse.open("a", step=40)
     lighthouse.open("b", step=30)
@@ -221,7 +221,7 @@ def test_a_stopped_process_is_not_started_with():
 
 
 def test_the_first_start_does_not_wait_for_silence_to_end_and_silence_counts_from_then_on():
-    """While thousands come, some are not heard for seconds, and others at other times."""
+    """While thousands of replicas start, some are silent for seconds at different times."""
     lighthouse = Lighthouse(start_replicas=3)
     lighthouse.open("a", "b")
     lighthouse.wait(10.0)
@@ -338,7 +338,9 @@ def test_a_newcomer_alone_cannot_carry_the_job_before_it_took_part():
 
 
 def test_the_last_member_goes_on_when_its_silence_ends():
-    """Found in simulation: it was condemned for silence, could not be evicted, and was never forgiven."""
+    """Found in simulation: the last member counted as dead for silence, could not be evicted, and was never
+    pardoned.
+    """
     lighthouse = started("a")
     lighthouse.status("a", "stopped")
     lighthouse.wait(1.0)
@@ -394,7 +396,9 @@ def test_an_abort_without_a_death_forms_again_in_another_order():
 
 
 def test_an_abort_in_the_epoch_before_a_planned_one_counts_too():
-    """Found in simulation: the planned epoch was in force, so the abort was nobody's, and all waited."""
+    """Found in simulation: the leader ignored the abort because a planned epoch was in force, and all members
+    waited.
+    """
     lighthouse = started()
     lighthouse.open("c", generation=1, step=5)
     lighthouse.beat("c", 5)
@@ -415,7 +419,7 @@ def test_an_abort_before_the_last_forced_epoch_is_settled_already():
 
 
 def test_an_abort_of_a_process_that_no_epoch_listed_changes_nothing():
-    """Found by fuzzing: a session outside the roster could have the epoch formed again."""
+    """Found by fuzzing: a session outside the roster could make the leader form a new epoch."""
     lighthouse = started()
     lighthouse.open("x", generation=1, step=0)
     before = lighthouse.record
@@ -438,7 +442,9 @@ def test_an_abort_of_another_process_of_a_member_changes_nothing():
 
 
 def test_an_abort_of_a_drained_member_counts_in_the_epoch_that_listed_it():
-    """It holds up those who wait with it in a round of the epoch before the planned one."""
+    """The drained member's abort concerns members that wait in a round of the epoch before the planned
+    one.
+    """
     lighthouse = started("a b c")
     lighthouse.do(io.Operator("drain", "c", "me", "a test"))
     before = lighthouse.record.epoch
@@ -482,7 +488,7 @@ def test_a_step_without_data_makes_one_event():
 
 
 def test_of_many_steps_without_data_in_a_second_the_newest_makes_an_event():
-    """One process with the job's token filled the list of events with them."""
+    """A process with the job's token could otherwise fill the event log."""
     lighthouse = started()
     told = [why for step in range(6, 206) for why in empty(lighthouse, "a", step, said=step - 1)]
     assert len(told) == 1
@@ -492,7 +498,7 @@ def test_of_many_steps_without_data_in_a_second_the_newest_makes_an_event():
 
 
 def test_only_a_member_reports_a_step_without_data_and_only_a_passed_one():
-    """A word of a far generation or step silenced all members that told of one afterwards."""
+    """A report of a far generation or step would otherwise suppress all later reports."""
     lighthouse = started()
     lighthouse.open("x", generation=1, step=9)
     assert empty(lighthouse, "x", 9, said=8) == []
@@ -568,7 +574,7 @@ def test_a_newcomer_is_admitted_when_it_has_caught_up():
 
 
 def test_a_replica_that_has_not_heard_that_it_is_outside_is_not_admitted():
-    """Found in simulation: evicted and admitted in turn, hundreds of times, while it was stopped."""
+    """Found in simulation: the leader evicted and admitted a stopped replica in turn, hundreds of times."""
     lighthouse = started("a b c")
     lighthouse.status("c", "stopped")
     lighthouse.wait(1.0)
@@ -633,7 +639,7 @@ def test_a_drain_takes_two_epochs_and_leaves_the_replica_outside_the_roster():
 
 
 def test_a_drain_goes_on_under_another_leader():
-    """Found in simulation: the order was only in the memory of the leader that had died."""
+    """Found in simulation: only the dead leader's memory had the order to drain."""
     record = record_of("a b", epoch=2, forced=1, b={"leaving": True})
     lighthouse = Lighthouse(record)
     lighthouse.open("a", "b", generation=1, step=5)
@@ -740,7 +746,7 @@ def test_two_living_processes_cannot_be_one_replica():
 
 
 def elsewhere(name, incarnation, trainer="running"):
-    """The status of another process of this replica id, with a server and a run folder of its own."""
+    """Return the status of another process of this replica id, with its own server and run folder."""
     return io.TrainerStatusSeen(m.TrainerStatus(name, incarnation, trainer, 1, "http://elsewhere"))
 
 
@@ -867,7 +873,9 @@ def test_a_large_job_that_waits_for_the_store_is_not_woken_all_the_time():
 
 
 def crowd():
-    """So many that what they say is looked at together, all of them with a session alone."""
+    """Return a job of so many replicas that the leader plans once for many events; all have only a
+    session.
+    """
     names = " ".join(f"r{i:03d}" for i in range(MANY))
     lighthouse = Lighthouse(record_of(names, epoch=1))
     lighthouse.open(*names.split(), generation=1, step=5, epoch=1)
@@ -886,7 +894,7 @@ def tick_at(lighthouse, now):
 
 
 def test_silence_is_believed_later_by_a_leader_that_is_called_late():
-    """What they said meanwhile may lie before it unread."""
+    """Messages that members sent meanwhile may lie unread."""
     for late_s, believed in ((0.0, True), (0.6, False)):
         lighthouse = crowd()
         silent_at = lighthouse.now + lighthouse.core.state.config.liveness.silence_s
@@ -911,8 +919,9 @@ def test_routine_messages_wait_longer_than_news():
 
 
 def test_a_death_is_looked_at_however_many_others_speak_meanwhile():
-    """With 10,000 sessions a beat comes every tenth of a millisecond: what each put off by a millisecond was
-    never done."""
+    """With 10,000 sessions a heartbeat comes every 0.1 ms; a plan that each heartbeat postponed would never
+    run.
+    """
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
     lighthouse.do(io.TrainerStatusSeen(m.TrainerStatus("r007", 1, "gone", 1)))
@@ -942,13 +951,13 @@ def test_after_a_fail_over_no_member_is_dead_while_others_still_come_back():
 
 
 def herd(**policy):
-    """Very many members that another leader led; nobody is back yet."""
+    """Return a new leader of very many members, none of which is back yet."""
     names = [f"r{i:03d}" for i in range(MANY + 44)]
     return names, Lighthouse(record_of(" ".join(names), epoch=1), **policy)
 
 
 def test_members_that_come_back_to_a_new_leader_are_looked_at_together(monkeypatch):
-    """It is the roster that is large: a plan for each of them would look at all of it, thousands of times."""
+    """A plan for each returning member would examine the whole large roster thousands of times."""
     names, lighthouse = herd()
     plans, make_plan = [], plan.make_plan
     monkeypatch.setattr(plan, "make_plan", lambda core: (plans.append(lighthouse.now), make_plan(core)))
@@ -980,7 +989,7 @@ def test_a_returning_member_that_may_wait_in_the_admission_queue_is_not_called_d
 
 
 def test_a_returning_member_that_repeatedly_waits_in_the_kernels_queue_is_not_called_dead():
-    """No door sees them, but the others that get through."""
+    """The members wait in the kernel's queue, where the admission queue does not see them."""
     names, lighthouse = herd()
     for number, name in enumerate(names[:30]):
         lighthouse.open(name, generation=1, step=5, epoch=1)
@@ -995,7 +1004,7 @@ def test_a_returning_member_that_repeatedly_waits_in_the_kernels_queue_is_not_ca
 
 @pytest.mark.parametrize(("late_s", "spared"), [(0.3, True), (1.0, True), (0.1, False)])
 def test_returning_members_are_not_called_dead_while_the_leader_is_overloaded(late_s, spared):
-    """The beats of those who are back take all its time: nobody else gets in, and no door sees them."""
+    """The heartbeats of returned members take all the leader's time, so no further member gets in."""
     names, lighthouse = herd()
     lighthouse.open(*names[:200], generation=1, step=5, epoch=1)
     lighthouse.core.next_deadline()
@@ -1032,7 +1041,7 @@ def test_an_endlessly_overloaded_leader_evicts_a_dead_member_in_the_end():
 
 
 def test_a_late_leader_without_an_overload_evicts_a_silent_member():
-    """Who is lost then has a session to lose: it did not wait to get in."""
+    """A member that is lost then had a session, so it was not waiting for admission."""
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
     tick_at(lighthouse, lighthouse.core.timer.due + 0.5)

@@ -1,4 +1,4 @@
-"""One id for a failure, the same whoever names it: members, every leader, the epoch that answers it."""
+"""A failure has one incident id for members, for every leader, and in the epoch that answers it."""
 
 from protocol.makers import record_of
 from protocol.test_leader import Lighthouse, runs, started

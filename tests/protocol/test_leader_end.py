@@ -1,4 +1,4 @@
-"""How a job ends: who must have finished, and whom nobody waits for."""
+"""The end of a job: which members must have finished, and which members the leader does not wait for."""
 
 from dataclasses import replace
 
@@ -17,7 +17,9 @@ def finished(lighthouse, *names, step=9):
 
 
 def of_roster(names, **changes):
-    """A job in its second epoch, planned, with these entries of its roster changed; all run but the fresh."""
+    """Return a job in a planned second epoch with these changed roster entries; all but joining members
+    run.
+    """
     record = replace(record_of(names, epoch=2, forced=1, **changes), incident_id="e2")
     fresh = [x.replica for x in record.roster if x.joining]
     lighthouse = started(names, record=record)
@@ -32,7 +34,9 @@ def test_a_leaving_member_need_not_finish_while_others_stay():
 
 
 def test_the_last_member_ends_the_job_though_it_is_to_leave():
-    """Found in simulation: all others had died, so that nobody stayed, and nobody was ever done."""
+    """Found in simulation: all others had died and the last member was leaving, so the job never
+    completed.
+    """
     lighthouse = of_roster("a", a={"leaving": True})
     lighthouse.wait(1.0)
     assert not lighthouse.record.complete
@@ -40,7 +44,9 @@ def test_the_last_member_ends_the_job_though_it_is_to_leave():
 
 
 def test_a_newcomer_that_no_round_waits_for_does_not_delay_the_end_of_the_job():
-    """Found in simulation: it was admitted at the last step, whose gradient died with a checkpoint server."""
+    """Found in simulation: the newcomer was admitted at the last step, whose gradient was lost with a
+    checkpoint server.
+    """
     lighthouse = finished(of_roster("a b", b={"joining": True}), "a")
     lighthouse.wait(50.0)
     assert not lighthouse.record.complete, "it may still get to the end by itself"
@@ -97,7 +103,9 @@ def test_a_job_end_in_the_session_of_a_members_next_process_completes_the_job():
 
 
 def test_a_job_end_of_another_store_generation_or_step_is_ignored():
-    """Of an earlier job of this name, of a generation that was given up, and of an end that others passed."""
+    """Such a note is of an earlier job of this name, of an abandoned generation, or of a step that members
+    have passed.
+    """
     lighthouse = started("a b")
     fence = lighthouse.record.fence
     for ended in (

@@ -1,5 +1,6 @@
-"""The ladder of a cold start: memory, then durable checkpoints, and the next rung when one cannot be
-loaded."""
+"""The sources of a cold start: memory, then durable checkpoints, and the next source if one cannot be
+loaded.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +16,9 @@ OLD, NEW = SnapshotRef(1, 40, "old"), SnapshotRef(1, 60, "new")
 
 
 def all_dead(durable=(), held=(), names="a b"):
-    """Everybody died; new processes have come, which found these in storage. Servers hold ``held``."""
+    """Return a job whose members all died, with new processes that found these checkpoints in storage.
+    Servers hold ``held``.
+    """
     lighthouse = Lighthouse(record_of(names, epoch=1), start_replicas=len(names.split()))
     for name in names.split():
         lighthouse.status(name, "gone", snapshots=held)
@@ -26,7 +29,7 @@ def all_dead(durable=(), held=(), names="a b"):
 
 
 def die_and_come_again(lighthouse, durable=(), held=(), incarnation=2):
-    """Every trainer is killed at once, and its new process is there before the next plan sees the loss."""
+    """Kill every trainer at once; the new processes open sessions before the leader plans again."""
     for name in "ab":
         lighthouse.status(name, "gone", incarnation=incarnation - 1, snapshots=held)
     for name in "ab":
@@ -39,7 +42,7 @@ def fall(lighthouse, name, why="/checkpoints/step-60/__0_0.distcp is damaged"):
 
 
 def test_a_silent_server_that_delivers_nothing_is_believed_only_once():
-    """Its trainer's word is all that tells of its snapshot; it has died meanwhile."""
+    """Only the trainer's session names the snapshot of the server, which has died meanwhile."""
     lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
     for name, held in (("a", (NEW,)), ("b", ())):
         lighthouse.open(name, incarnation=2, predecessors=(1,), snapshots=held)
@@ -141,7 +144,7 @@ def outvoted(lighthouse, name, step):
 
 
 def left_alone(*others):
-    """a's state was outvoted by b and c, which died; ``others`` are states that their servers hold still."""
+    """b and c called a's state wrong and died; their servers still hold the states ``others``."""
     lighthouse = started("a b c", start_replicas=1)
     lighthouse.status("a", snapshots=[SnapshotRef(1, 38, "wrong")])
     for name in "bc":

@@ -1,4 +1,4 @@
-"""A leader that hears who cannot reach whom: whom it leaves out, once, and when it lets them in again."""
+"""The leader gets complaints about cut links: which members it leaves out, and when it admits them again."""
 
 import pytest
 from protocol.makers import record_of, report_of
@@ -11,7 +11,7 @@ from fabric.protocol.rules.link_graph import CALM_LIMIT_S, CALM_S
 
 
 def complain(lighthouse, **unreachable):
-    """These say in a moment whom nothing gets through to; everybody is heard meanwhile."""
+    """Send the complaints of these members; all members stay in contact with the leader."""
     fence = lighthouse.record.fence
     for name, others in unreachable.items():
         why = f"the link to {others[0]} ended: connection timed out"
@@ -22,13 +22,15 @@ def complain(lighthouse, **unreachable):
 
 
 def outside(lighthouse, name, step=5, unreachable=()):
-    """A beat of one that was left out, and knows it."""
+    """Return a heartbeat of a replica that was left out and knows it."""
     epoch = lighthouse.record.epoch
     lighthouse.say(name, m.Heartbeat(1, epoch, 1, step, phase="outside", unreachable=tuple(unreachable)))
 
 
 def goes_on(lighthouse, names, seconds, **outsiders):
-    """Members step and outsiders say whom they cannot reach, for so many seconds."""
+    """Let members step for this many seconds while replicas outside name the members that they cannot
+    reach.
+    """
     for _ in range(int(seconds * 2)):
         for name in names.split():
             lighthouse.beat(name, 5)
@@ -59,7 +61,9 @@ def test_a_partition_into_halves_is_resolved_in_one_epoch():
 
 
 def test_complaints_that_arrive_within_a_short_time_are_judged_together():
-    """Links of one cut time out one after the other: the first pair alone would be judged wrongly."""
+    """The links of one cut time out one after the other, so the first complaint alone would mislead the
+    leader.
+    """
     lighthouse = started("a b c d")
     fence = lighthouse.record.fence
     for name, others in (("a", "d"), ("d", "a"), ("d", "ab"), ("d", "abc")):
@@ -86,7 +90,7 @@ def test_a_missing_link_does_not_count_as_a_failure():
 
 
 def test_a_member_that_is_silent_altogether_is_judged_for_its_silence():
-    """Its host may be gone: that says more than that its links are cut, and counts against it."""
+    """The silent member's host may be gone, which counts as a failure, unlike cut links."""
     lighthouse = started("a b c d")
     lighthouse.statuses.pop("d")
     for _ in range(10):
@@ -116,7 +120,7 @@ def test_a_newcomer_that_cannot_be_reached_is_dropped_before_a_veteran():
 
 
 def test_a_newcomer_that_no_member_could_link_to_is_dropped_at_once():
-    """It answers nobody, and nobody waits for it yet: the others try no second time."""
+    """The newcomer answers no member and no round waits for it, so the members do not try again."""
     lighthouse = started("a b")
     lighthouse.open("c", generation=1, step=5)
     lighthouse.status("c")
@@ -129,7 +133,7 @@ def test_a_newcomer_that_no_member_could_link_to_is_dropped_at_once():
 
 @pytest.fixture
 def cut():
-    """b was left out of a, b, c, d; the others step on."""
+    """Return a job of a, b, c, d from which b was left out; the others go on."""
     lighthouse = started("a b c d")
     complain(lighthouse, a="b", b="a")
     runs(lighthouse, "a c d", 5)

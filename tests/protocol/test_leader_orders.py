@@ -1,4 +1,6 @@
-"""Operators' orders, and evidence against those who fail: what is written, who is kept out, who is told."""
+"""Operator overrides, and evidence against failing replicas: the records, the replicas kept out, and the
+reasons sent.
+"""
 
 from dataclasses import replace
 
@@ -19,14 +21,14 @@ def order(lighthouse, action, about="", who="ann", why="a test", **scale):
 
 
 def newcomer(lighthouse, name, incarnation=2, **session):
-    """A replica outside, with the state, and nothing against its life."""
+    """Return a healthy replica outside the roster that holds the state."""
     lighthouse.open(name, incarnation=incarnation, generation=1, step=5, **session)
     effects = [*lighthouse.effects, *lighthouse.status(name, incarnation=incarnation)]
     lighthouse.effects = effects + lighthouse.beat(name, 5)
 
 
 def fail(lighthouse, name):
-    """Its process dies, the others go on, and another process of it comes with the state."""
+    """Let its process die, the others go on, and its next process come with the state."""
     incarnation = lighthouse.incarnations[name]
     lighthouse.status(name, "gone", incarnation=incarnation)
     lighthouse.wait(0.1)
@@ -276,7 +278,7 @@ def on_hosts(**hosts):
 
 
 def led(record, clock_s=UNIX_S + 60.0, **policy):
-    """A leader that was elected over ``record`` at that time of day; everybody runs."""
+    """Return a leader elected over ``record`` at this time of day; all members run."""
     lighthouse = Lighthouse(**policy)
     lighthouse.do(io.Elected("s", record, clock_s))
     for member in record.roster:
@@ -416,7 +418,7 @@ def test_a_start_waits_for_regular_replicas_and_then_takes_spares():
 
 
 def objections(lighthouse, name, *actions):
-    """What both commands about this replica are answered with; neither changes anything."""
+    """Return the answers to drain and evict of this replica, which must change nothing."""
     found = []
     for action in actions or ("drain", "evict"):
         asked = io.Operator(action, name, "ann", "a test")
@@ -460,7 +462,7 @@ def refusals(lighthouse):
 
 
 def test_every_new_process_of_a_failed_job_is_told_of_the_failure():
-    """A launcher that restarts what ends with exit code 1 would make the same mistake again and again."""
+    """A launcher that restarts after exit code 1 would repeat the same failure."""
     lighthouse = failed_job()
     for incarnation in (2, 3, 4):
         for name in "ab":

@@ -10,7 +10,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 
 def rules(made, *moves):
-    """A rule per entry of ``moves``, which notes its number and moves or not."""
+    """Return one rule per entry of ``moves``; each rule records its number, and makes a move if the entry
+    says so.
+    """
 
     def rule(number, moves_now):
         return PlanRule(str(number), lambda leader, record: made.append(number) or moves_now)

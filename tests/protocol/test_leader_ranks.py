@@ -1,4 +1,6 @@
-"""The leader and replicas of several ranks: whose servers hold what, and a rank that is gone or stopped."""
+"""The leader with replicas of several ranks: the lanes that servers hold, and a rank that is gone or
+stopped.
+"""
 
 from protocol.makers import member_of, session_of
 from protocol.test_lanes import LINEAR, sharded, single
@@ -65,7 +67,7 @@ def test_the_freshest_state_is_the_newest_with_a_living_holder_of_each_lane():
 
 
 def test_a_state_of_another_number_of_ranks_is_whole_when_all_of_its_own_lanes_are_there():
-    """Two replicas of one rank come where there were two of three: of the newest a lane is gone."""
+    """Two replicas of one rank replace two replicas of three ranks; of the newest state a lane is lost."""
     lighthouse = Lighthouse(start_replicas=2)
     status(lighthouse, "a", 0, OLD, NEW, parts=(3, 3))
     status(lighthouse, "a", 1, OLD, NEW, parts=(3, 3))

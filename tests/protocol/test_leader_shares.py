@@ -15,7 +15,7 @@ UNIX_S = 1_800_000_000.0
 
 
 def elected(record, adapt="act", unix_s=UNIX_S):
-    """A leader of the members of ``record``, which all run at step 5."""
+    """Return a leader of the members of ``record``, all at step 5."""
     lighthouse = Lighthouse()
     lighthouse.do(io.Elected("s", record, unix_s))
     names = " ".join(record.names)

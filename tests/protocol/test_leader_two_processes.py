@@ -1,7 +1,8 @@
-"""Several processes of one replica: contact, ends and states are each process's and each server's own.
+"""With several processes of one replica, the leader counts contact, ends and states per process and per
+server.
 
-A cold start may begin only when nobody commits any more in the generation before, and from the newest state
-that memory holds.
+A cold start may begin only when no process can commit in the last generation, and from the newest state in
+memory.
 """
 
 from dataclasses import replace
@@ -18,7 +19,7 @@ AUTONOMY_AND_MARGIN_S = 35.0
 
 
 def for_a_minute(names="a b"):
-    """A job that has run for longer than autonomy and margin under one leader."""
+    """Return a job that has run under one leader for longer than autonomy and margin."""
     lighthouse = started(names)
     for _ in range(60):
         lighthouse.wait(1.0)
@@ -29,7 +30,7 @@ def for_a_minute(names="a b"):
 
 
 def that_runs_at_step_5(names, start_wait_s):
-    """A leader elected while all members of epoch 1 step; each of them stands at step 5."""
+    """Return a leader elected while all members run in epoch 1, at step 5."""
     members = names.split()
     lighthouse = Lighthouse(record_of(names, epoch=1), start_replicas=len(members), start_wait_s=start_wait_s)
     for name in members:
@@ -42,7 +43,7 @@ def that_runs_at_step_5(names, start_wait_s):
 
 
 def elsewhere(name, incarnation=2, *snapshots):
-    """The status of a server on another host."""
+    """Return the status of a checkpoint server on another host."""
     return lio.TrainerStatusSeen(
         m.TrainerStatus(
             name, incarnation, "running", 1, f"http://new-{name}", snapshots or (SnapshotRef(0, 0, "start"),)
@@ -51,7 +52,7 @@ def elsewhere(name, incarnation=2, *snapshots):
 
 
 def listening(lighthouse, seconds, *statuses):
-    """Let time pass while these servers speak too."""
+    """Let time pass while these servers send statuses too."""
     for _ in range(round(seconds * 10)):
         lighthouse.wait(0.1)
         lighthouse.do(*statuses)
@@ -95,7 +96,9 @@ def test_the_leader_waits_as_long_when_new_processes_come_under_other_replica_id
 
 
 def test_a_process_whose_server_says_that_it_runs_is_not_passed_over_for_a_second_one():
-    """Its session is away, for its link to the lighthouse is bad; a second process registers elsewhere."""
+    """The first process has lost its session through a bad link, and a second process registers on another
+    host.
+    """
     lighthouse = for_a_minute("a")
     lighthouse.do(lio.SessionClosed("a", 1))
     lighthouse.wait(0.5)
@@ -131,7 +134,7 @@ def test_a_newer_process_is_taken_where_the_first_ones_server_is_silent():
 
 
 def killed(snapshots, servers_speak=True):
-    """Both trainers have died, seen by their servers."""
+    """Let both trainers die; their servers report it."""
     lighthouse = that_runs_at_step_5("a b", start_wait_s=60.0)
     for name in "ab":
         lighthouse.do(lio.SessionClosed(name, 1))
@@ -166,7 +169,7 @@ def test_a_vouched_end_stays_certain_when_a_third_process_vouches_for_none():
 
 
 def test_a_vouch_for_the_end_of_another_process_does_not_count():
-    """The new host has once run a process of this replica, and its lock file remembers that one."""
+    """The new host once ran another process of this replica, which its lock file names."""
     lighthouse = Lighthouse(record_of("a", epoch=1, a={"incarnation": 5}))
     lighthouse.open("a", incarnation=5, generation=1, step=5, epoch=1)
     lighthouse.beat("a", 5)
@@ -201,7 +204,9 @@ def test_the_new_hosts_server_does_not_hide_the_state_in_the_old_hosts_server():
 
 
 def test_a_cold_start_after_a_fail_over_takes_the_state_that_a_session_names():
-    """The new leader hears both new processes and the status of one server; the other's comes later."""
+    """The new leader hears both new processes and one server's status; the other server's status comes
+    later.
+    """
     new, old = SnapshotRef(1, 60, "s60"), SnapshotRef(1, 50, "s50")
     lighthouse = Lighthouse(record_of("a b", epoch=3, cold=1))
     lighthouse.status("b", incarnation=2, snapshots=[old])
@@ -240,7 +245,7 @@ def test_a_server_that_has_just_lost_its_connection_is_waited_for():
 
 
 def test_a_state_that_only_a_session_names_is_tried_once():
-    """Its server is dead, and nothing but the trainer's word of long ago says what it had."""
+    """The server is dead, and only an old session of its trainer names its state."""
     lighthouse = Lighthouse(record_of("a b", epoch=3, cold=1))
     lighthouse.status("b", incarnation=2, snapshots=[SnapshotRef(1, 50, "s50")])
     for name in "ab":
@@ -309,7 +314,7 @@ def test_a_job_that_has_run_does_not_wait_long_for_its_full_roster():
 
 
 def test_no_heartbeat_is_answered_while_a_new_generation_is_being_written():
-    """Whoever is answered counts its autonomy from then on, in a generation that may be over."""
+    """An answered member would count its autonomy from this answer, in a generation that may be over."""
     lighthouse = for_a_minute("a b")
     lighthouse.lose("a"), lighthouse.lose("b")
     lighthouse.open("c", incarnation=2)

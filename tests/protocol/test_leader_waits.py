@@ -1,4 +1,4 @@
-"""A leader that hears who waits for whom: stalls, bad links, user code that lasts, awaited newcomers."""
+"""The leader gets the members' waits: stalls, bad links, long user code, blocking joins."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from fabric.protocol.rules.decide import Resume
 
 
 def stalled(lighthouse, **waiting):
-    """Everybody's word after a stall: whom each waited for."""
+    """Send each member's abort after a stall, with the member that it waited for."""
     fence = lighthouse.record.fence
     for name, others in waiting.items():
         about = others[0] if others else ""
@@ -21,7 +21,7 @@ def stalled(lighthouse, **waiting):
 
 
 def resumed(lighthouse):
-    """All members report and hear the decision; nobody commits anything."""
+    """Let all members report and get the decision, without a commit."""
     for name in lighthouse.record.names:
         lighthouse.say(name, report_of(lighthouse.record, 5))
         lighthouse.say(name, m.Running(lighthouse.record.fence, 5))
@@ -51,7 +51,7 @@ def test_a_circle_is_a_links_fault_and_the_ring_avoids_it():
 
 
 def late(lighthouse, step, busy="", busy_s=0.0):
-    """a and b wait for c, which may say what it does."""
+    """Return a job in which a and b wait for c; c may announce long work."""
     epoch = lighthouse.record.epoch
     lighthouse.say("c", m.Heartbeat(1, epoch, 1, step, busy=busy, busy_s=busy_s))
     for name in "ab":
@@ -89,7 +89,7 @@ def test_user_code_is_waited_for_up_to_its_bound(lighthouse):
     [(6, "outside", False), (6, "outside, waiting", True), (7, "outside", True)],
 )
 def test_a_member_still_in_user_code_is_not_readmitted(lighthouse, step, phase, is_back):
-    """One step behind it might join; the others would only wait for it once more."""
+    """The member is only one step behind, but the others would wait for it again."""
     wait_for(lighthouse, 102)
     for name in "ab":
         lighthouse.say(name, report_of(lighthouse.record, 6))
@@ -119,7 +119,7 @@ def test_user_code_beyond_its_announced_time_is_evicted(lighthouse):
 
 
 def redone(lighthouse, **waiting):
-    """The round of step 6 ends, with whom each waited for by then, and is done again in a forced epoch."""
+    """End the round of step 6 with each member's waits, and redo it in a forced epoch."""
     before = lighthouse.record.fence
     for name, others in waiting.items():
         lighthouse.say(name, m.Aborted(before, 6, "a link was lost", "", tuple(others)))
@@ -147,7 +147,7 @@ def test_a_member_that_never_came_gets_no_more_time_when_the_round_is_redone(lig
 
 
 def awaited(**session):
-    """c cannot catch up: the others wait for it."""
+    """Return a job in which the members wait for c in a blocking join."""
     lighthouse = started("a b")
     lighthouse.open("c", generation=0, step=0, replay=False, exchange_s=20.0, **session)
     lighthouse.beat("c", 0, generation=0)
@@ -187,7 +187,7 @@ def test_an_awaited_newcomer_has_its_time_and_no_more():
 
 
 def test_a_failure_counts_although_no_heartbeat_has_come_since_the_generation_began():
-    """A loop that raises at its very first step: the last the leader heard of it was the session."""
+    """The loop raises at its first step, before the leader has had a heartbeat of this process."""
     lighthouse = started("a b")
     peer = lighthouse.core.state.liveness.peers["a"]
     peer.beat, peer.session = None, replace(peer.session, generation=0)
@@ -198,7 +198,7 @@ def test_a_failure_counts_although_no_heartbeat_has_come_since_the_generation_be
 
 
 def forced_without_d(**sessions):
-    """a, b and c are in a forced epoch, for d has died; c has the bounds of ``sessions``."""
+    """Return a job with a, b and c in a forced epoch after d's death; c has the bounds of ``sessions``."""
     lighthouse = started("a b c d")
     lighthouse.open("c", generation=1, step=5, **sessions)
     lighthouse.beat("c", 5)

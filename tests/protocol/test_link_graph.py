@@ -1,4 +1,6 @@
-"""The largest set of members that reach each other, against brute force; and how long links must hold."""
+"""The largest set of members that reach each other, compared with brute force; and the time that links must
+hold.
+"""
 
 import itertools
 
@@ -21,7 +23,7 @@ NAMES = "abcdefgh"
 
 
 def brute_force(names, missing, newcomers):
-    """Every subset without a missing link, by the rule as it is stated."""
+    """Try every subset without a missing link, by the plain words of the rule."""
     best = None
     for size in range(len(names) + 1):
         for kept in itertools.combinations(range(len(names)), size):

@@ -1,4 +1,4 @@
-"""Who counts as dead, for which reason, and who is certainly dead."""
+"""Which members count as dead, for which reason, and which are proven dead."""
 
 import pytest
 from protocol.makers import member_of, session_of
@@ -58,7 +58,9 @@ def test_after_an_election_absence_does_not_count():
 
 
 def test_the_credit_lasts_while_members_still_come_back():
-    """Thousands do not come back within three seconds, and who has not come yet is not dead for that."""
+    """Thousands of members do not come back within three seconds, and an absent member is not dead for
+    that.
+    """
     found, now = liveness(elected=LATE), LATE
     for _ in range(20):
         now += 2.9
@@ -84,7 +86,7 @@ def test_silence_counts_from_the_beginning_of_a_generation_and_the_kernels_word_
 
 
 def test_after_an_election_both_ends_seen_is_evidence():
-    """The host died while this lighthouse watched: no credit is due."""
+    """The leader saw both connections of the host end, so the grace period does not apply."""
     dead = liveness(peer(False, closed=LATE + 1), status(connected=False), elected=LATE)
     assert dead.failure_reason(member_of("a"), LATE + 1.1) == "its session ended 0.10 s ago"
 
@@ -115,7 +117,9 @@ def test_a_doubtful_member_is_checked_again_soon():
 
 
 def test_a_member_spared_in_an_overload_is_not_checked_all_the_time():
-    """Of thousands that come back some are let in when they have given up: nothing changes till then."""
+    """Some of thousands of returning members give up before admission; the leader need not check them
+    meanwhile.
+    """
     roster = (member_of("a"),)
     away = liveness(peer(False, closed=LATE), elected=LATE)
     away.note_overload(LATE + 10)

@@ -1,4 +1,4 @@
-"""The member core, one move at a time. What the simulator found is pinned here as a plain story."""
+"""The member core, one move at a time. Some tests replay a bug that the simulator found."""
 
 import pytest
 from protocol.makers import record_of
@@ -15,7 +15,7 @@ M = 4
 
 
 class Trainer:
-    """Drives one core: ``do`` feeds events and keeps what the last one ordered."""
+    """Drives one member core: ``do`` feeds events and keeps the effects of the last event."""
 
     def __init__(self, name="a", storage_unread=False, **config):
         self.name = name
@@ -57,7 +57,7 @@ FIRST = record_of("a b", epoch=1)
 
 
 def running(name="a", linked=True):
-    """In step 0 of the first epoch, computing its half."""
+    """Return a member in step 0 of the first epoch that computes its half."""
     trainer = Trainer(name)
     shares = assign(range(M), FIRST.roster)
     trainer.leader(m.Epoch(FIRST), resume_of(FIRST, 0, **shares))
@@ -71,7 +71,7 @@ def contribution(record, step, ids):
 
 
 def holding():
-    """Has reduced step 0 and waits in the commit barrier."""
+    """Return a member that has prepared step 0 and waits for the votes."""
     trainer = running()
     trainer.do(io.Computed(0, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
@@ -107,7 +107,7 @@ def test_a_step_from_the_share_to_the_update():
 
 
 def test_no_message_goes_to_a_member_without_a_link():
-    """A contribution that is sent before the links stand is lost, and its round never ends."""
+    """A contribution sent before the links are up would be lost, and its round would never end."""
     trainer = running(linked=False)
     trainer.do(io.Computed(0, (0, 1), 2.0))
     assert not trainer.told_peers(m.Contribution)
@@ -123,7 +123,7 @@ def test_digests_that_differ_abort():
 
 
 def test_a_member_that_heard_of_another_result_reports_a_dispute():
-    """Found in simulation: the others died, and what they had outvoted was committed."""
+    """Found in simulation: the others died, and a member committed the result that they had outvoted."""
     trainer = holding()
     trainer.peer("b", vote(FIRST, 0, gradient="other"))
     trainer.leader(m.Epoch(record_of("a", epoch=2)))
@@ -135,7 +135,9 @@ def test_a_member_that_heard_of_another_result_reports_a_dispute():
     ("states", "is_outvoted"), [("xx", True), ("x", False), ("xy", False), (("start", "x"), False)]
 )
 def test_an_outvoted_member_says_so_in_every_report_until_it_has_another_state(states, is_outvoted):
-    """Found in simulation: both others died, and it went on with the state that they had called wrong."""
+    """Found in simulation: both others died, and the member went on with the state that they had called
+    wrong.
+    """
     three = record_of("a b c", epoch=1)
     trainer = Trainer("a")
     trainer.leader(m.Epoch(three), resume_of(three, 0, **assign(range(M), three.roster)))
@@ -319,7 +321,7 @@ def test_a_planned_epoch_after_an_unknown_forced_epoch_aborts_the_round():
 
 
 def test_a_link_lost_while_the_next_epoch_is_decided_is_made_again():
-    """Found in simulation: the member of the old epoch was recognised, and the new epoch's link forgotten."""
+    """Found in simulation: the link of the old epoch was made again, but not the new epoch's link."""
     trainer = running()
     forced = record_of("a b", epoch=2)
     trainer.leader(m.Epoch(forced))
@@ -330,7 +332,7 @@ def test_a_link_lost_while_the_next_epoch_is_decided_is_made_again():
 
 
 def test_an_abort_without_a_session_is_sent_when_the_session_is_back():
-    """Else the time for which the others had waited for this member would go on in the round done again."""
+    """Otherwise the others' waiting time for this member would go on in the redone round."""
     trainer = holding()
     trainer.do(io.LeaderLost(), io.LinkLost("b", 1, "reset"))
     trainer.do(io.LeaderConnected())
@@ -357,7 +359,9 @@ def test_a_new_leader_makes_the_member_try_failed_links_again():
 
 
 def test_a_new_leader_hears_between_rounds_that_the_member_runs():
-    """Found in simulation: between two rounds it said nothing, and nobody could join any more."""
+    """Found in simulation: between two rounds the member did not answer a new leader, and no replica could
+    join.
+    """
     trainer = holding()
     trainer.peer("b", vote(FIRST, 0))
     assert trainer.core.view.round is None
@@ -370,7 +374,7 @@ def test_a_new_leader_hears_between_rounds_that_the_member_runs():
 
 
 def outside(step=5, digest="d5"):
-    """A newcomer that has installed a snapshot of step 5."""
+    """Return a newcomer that has loaded a snapshot of step 5."""
     trainer = Trainer("c")
     trainer.leader(m.Epoch(FIRST))
     assert trainer.said(m.RequestState)
@@ -496,7 +500,7 @@ def test_a_cold_start_from_another_state_fetches_it():
 
 
 def test_a_replica_that_has_not_read_storage_does_not_begin_the_job_from_nothing():
-    """It came in because others held the state; they are gone, and nobody else has looked into storage."""
+    """The replica joined because others held the state; these are gone, and no replica has read storage."""
     trainer = Trainer("a", storage_unread=True)
     cold = record_of("a b", epoch=1, base=Base(0, 0, "start", ("http://b",)))
     trainer.leader(m.Epoch(cold), resume_of(cold, 0, a=(0, 1)))
@@ -513,8 +517,9 @@ def test_a_replica_that_has_not_read_storage_begins_with_the_others_state():
 
 @pytest.mark.parametrize("step", [3, 5])
 def test_a_state_of_the_last_generation_on_its_way_into_memory_is_not_the_new_ones(step):
-    """Found in simulation: it went on as of the last generation, and its report was void: what had been
-    committed was done again. Where that state was ahead of the base, it waited for ever."""
+    """Found in simulation: the member kept a state of the last generation, its report was void, and committed
+    steps were redone. If this state was ahead of the base, the member waited for ever.
+    """
     trainer = Trainer()
     trainer.leader(m.Epoch(record_of("b", epoch=1)))
     trainer.leader(m.StateSources(FIRST.fence, SnapshotRef(1, step, "last"), ("http://b",)))
@@ -532,7 +537,7 @@ def test_a_state_of_the_last_generation_on_its_way_into_memory_is_not_the_new_on
 
 
 def test_a_member_that_missed_the_cold_start_begins_it_with_the_next_forced_epoch():
-    """Found in simulation: with the first decision superseded nobody ever fetched the base."""
+    """Found in simulation: after a superseded first decision no member ever fetched the base."""
     trainer = Trainer()
     base = Base(0, 3, "base", ("http://b",))
     trainer.leader(m.Epoch(record_of("a b c", epoch=1, base=base)))
@@ -550,7 +555,7 @@ def test_a_failed_fetch_of_the_base_goes_to_the_leader():
 
 
 def test_a_failed_fetch_of_the_last_generations_base_does_not_matter_in_the_new_one():
-    """Met on a loaded machine: the next base counted as one that cannot be loaded, and nobody had tried."""
+    """Met on a loaded machine: the next base counted as unloadable, although no member had tried it."""
     trainer = Trainer()
     first = record_of("a b", epoch=1, base=Base(0, 20, "damaged", ("http://b",)))
     trainer.leader(m.Epoch(first), resume_of(first, 20))
@@ -654,7 +659,7 @@ def test_a_snapshot_of_a_step_that_has_passed_is_reported_as_missed():
 
 
 def test_a_snapshot_that_failed_can_be_asked_for_again():
-    """Found in simulation with a parked job: the step stays the same, so it must not count as done."""
+    """Found in simulation with a parked job: a failed snapshot of the same step must not count as taken."""
     trainer = Trainer(min_replicas=2)
     alone = record_of("a", epoch=1)
     trainer.leader(m.Epoch(alone), resume_of(alone, 0), m.TakeSnapshotFor(alone.fence, "c", 0))

@@ -1,4 +1,6 @@
-"""When a member tells its step: at most every quarter of a second while nobody waits for it, else at once."""
+"""A member sends heartbeats for steps at most every quarter of a second, and at once if the leader needs the
+step.
+"""
 
 from protocol.test_member import FIRST, contribution, running, vote
 
@@ -8,7 +10,7 @@ from fabric.protocol.messages import network as m
 
 
 def step(trainer, number, digest=""):
-    """Commit ``number`` and stand at the next; the steps that the beats of that moment told."""
+    """Commit step ``number``; return the steps in the heartbeats of that moment."""
     trainer.do(io.Computed(number, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, number, (2, 3)))
     trainer.do(io.Exchanged(1, number, "g"))
@@ -19,7 +21,9 @@ def step(trainer, number, digest=""):
 
 
 def stepping():
-    """In the first epoch, which a beat has named; nobody waits to hear the step."""
+    """Return a member in its first epoch, already named by a heartbeat, whose step the leader does not
+    need.
+    """
     trainer = running()
     trainer.now += 2.0
     step(trainer, 0)
@@ -62,7 +66,7 @@ def test_while_a_replica_joins_every_step_is_sent():
 
 
 def test_a_member_that_missed_the_step_of_a_snapshot_sends_every_step_for_a_while():
-    """The leader chose a step that had passed: with what it hears now it can choose one that will come."""
+    """The leader chose a past step; these heartbeats let it choose a coming step."""
     trainer = stepping()
     step(trainer, 1)
     trainer.leader(m.TakeSnapshotFor(FIRST.fence, "c", 1))

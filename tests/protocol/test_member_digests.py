@@ -1,4 +1,4 @@
-"""The digest of a state that is taken while the user's code goes on: asked for when it is needed."""
+"""A member takes the digest of its state while user code goes on, and asks for it when it is needed."""
 
 from protocol.makers import record_of
 from protocol.test_member import FIRST, Trainer, assign, contribution, resume_of, vote
@@ -10,7 +10,7 @@ from fabric.protocol.messages import rank_messages as ro
 
 
 def at_step_1(later=True, shares=None):
-    """Step 0 is committed; the state at step 1 is ready, its digest is to come."""
+    """Return a member at step 1 whose state's digest is still being taken."""
     trainer = Trainer("a")
     trainer.leader(m.Epoch(FIRST), resume_of(FIRST, 0, **assign(range(4), FIRST.roster)))
     trainer.do(io.Linked(1), io.Computed(0, (0, 1), 2.0))
@@ -48,7 +48,7 @@ def test_another_digest_than_the_others_aborts_the_round():
 
 
 def test_a_report_says_whether_the_state_has_agreed_with_a_member_since_admission():
-    """Alone in a roster, or beside members without a digest, nobody agrees."""
+    """A member alone in a roster, or with members without digests, agrees with no member."""
     trainer = at_step_1()
     trainer.leader(m.Epoch(record_of("a b", epoch=2, a={"since": 1})))
     (report,) = trainer.said(m.Report)

@@ -1,4 +1,4 @@
-"""How a member's loop ends: what it tells the others, when it may go alone, and when it is wrong to end."""
+"""The end of a member's loop: its messages, when it may end alone, and when ending is an error."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def finished(step=1, epoch=1, why=""):
 
 
 def closed():
-    """Has committed step 0 with the other one, and its loop has ended at step 1."""
+    """Return a member that committed step 0 with the other member, and whose loop ended at step 1."""
     trainer = holding()
     trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
     trainer.do(io.Closing())
@@ -121,7 +121,7 @@ def test_a_member_ignores_the_end_of_another_generation():
 
 
 def joining():
-    """A newcomer with the state of step 0, admitted in epoch 2 and linked."""
+    """Return a linked newcomer of epoch 2 with the state of step 0."""
     trainer = Trainer("c")
     trainer.core.memory.state.generation = 1
     second = record_of("a b c", epoch=2, forced=1, c={"joining": True})
@@ -131,7 +131,7 @@ def joining():
 
 
 def test_a_newcomer_does_not_end_the_job():
-    """It has been admitted, and its own loop ends at the step of the round that the others have entered."""
+    """The admitted newcomer's own loop ends at the step of the round that the others have entered."""
     trainer, second = joining()
     trainer.do(io.Closing())
     assert not trainer.told_peers(m.Finished)
@@ -175,7 +175,7 @@ def test_a_loop_that_still_runs_when_the_job_is_complete_hears_so():
 
 
 def leaving(prepared=True):
-    """Of three, b is drained: in the last round with it, and c's vote is still on its way."""
+    """Return a member of three in b's last round before b's drain; c's vote is on its way."""
     trainer = Trainer()
     first = record_of("a b c", epoch=1, b={"leaving": True})
     trainer.leader(m.Epoch(first), resume_of(first, 0, a=(0, 1), b=(2,), c=(3,)))
@@ -191,7 +191,7 @@ def leaving(prepared=True):
 
 
 def test_a_drained_member_that_goes_with_the_last_vote_aborts_no_round():
-    """Found in simulation: it had heard every vote, and was gone before the others had."""
+    """Found in simulation: the drained member had every vote, and ended before the others had them."""
     trainer, first = leaving()
     assert trainer.core.view.mode is Mode.RUN
     trainer.peer("c", m.CommitVote(first.fence, 0, 2, "g0", "start"))

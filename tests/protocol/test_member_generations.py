@@ -1,4 +1,4 @@
-"""A member around a cold start: what was on its way in the last generation, and what it hears too late."""
+"""A member at a cold start: fetches and loads of the last generation, and late messages."""
 
 from protocol.makers import record_of
 from protocol.test_member import Trainer, holding, resume_of
@@ -10,7 +10,7 @@ from fabric.protocol.messages import network as m
 
 
 def outside_fetching(name="d"):
-    """A newcomer of generation 1 that fetches (1, 50)."""
+    """Return a newcomer of generation 1 that fetches the state (generation 1, step 50)."""
     trainer = Trainer(name)
     first = record_of("a b", epoch=1)
     trainer.leader(m.Epoch(first))
@@ -21,7 +21,7 @@ def outside_fetching(name="d"):
 
 
 def second(names):
-    """All members have died; generation 2 begins from step 40."""
+    """Begin generation 2 from step 40, after the death of all members."""
     return record_of(names, epoch=2, generation=2, cold=2, base=Base(1, 40, "s40", ("http://a",)))
 
 
@@ -62,7 +62,7 @@ def test_a_fetch_under_way_is_void_when_the_base_is_the_state_in_memory():
 
 
 def test_a_member_that_loaded_the_end_of_an_old_generation_starts_again():
-    """Its main thread has left the loop, and the others would wait for it without end."""
+    """The member's main thread has left the loop, so the others would wait for it without end."""
     trainer = outside_fetching()
     trainer.do(io.StateFetched(50, "s50"))
     assert trainer.found(io.Install)
@@ -93,7 +93,7 @@ def test_sources_of_a_generation_that_is_over_are_not_heeded():
 
 
 def late_decision():
-    """A decision that lay unread for longer than the autonomy, as in a process that was stopped."""
+    """Feed a decision that lay unread for longer than the autonomy, as in a stopped process."""
     trainer = holding()
     trainer.do(io.LinkLost("b", 1, "it died"))
     record = record_of("a", epoch=2)

@@ -1,4 +1,6 @@
-"""A member whose links are cut: whom it names, when it says so, and how it finds out from outside."""
+"""A member with cut links: the members that it names, the time of its complaint, and its probes from
+outside.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ THREE = record_of("a b c", epoch=1)
 
 
 def in_three():
-    """Runs in an epoch of three."""
+    """Return a member that runs in an epoch of three."""
     trainer = Trainer()
     trainer.leader(m.Epoch(THREE), m.Resume(THREE.fence, 0, (m.Assignment("a", (0, 1)),)))
     trainer.do(io.Linked(1))
@@ -24,7 +26,7 @@ def in_three():
 
 
 def left_out():
-    """Was left out of epoch 2 because it and b cannot reach each other."""
+    """Return a replica that was left out of epoch 2 because it and b cannot reach each other."""
     trainer = in_three()
     trainer.do(io.LinkLost("b", 1, "timed out", silent=True))
     second = record_of("b c", epoch=2)
@@ -56,7 +58,7 @@ def test_an_abort_of_an_unlinked_epoch_names_the_unreachable_members():
 
 
 def test_a_newcomer_that_went_silent_costs_the_round_under_way_nothing():
-    """The epoch with it is only being linked: the leader hears of it, and the round goes on."""
+    """The epoch with the newcomer is not yet linked, so the round under way goes on."""
     trainer = running()
     second = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(second))
@@ -174,7 +176,7 @@ def test_a_heartbeat_of_an_older_version_names_no_unreachable_member():
 
 
 def test_a_link_that_was_cut_is_looked_at_often_until_links_have_stood():
-    """It may flap: who looks seldom misses that it is cut again."""
+    """The link may flap, and rare probes would miss a second cut."""
     trainer, _ = left_out()
     for _ in range(3):
         trainer.do(io.Probed(()))

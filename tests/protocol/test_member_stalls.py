@@ -1,4 +1,4 @@
-"""A member whose round does not end: when it gives it up, and whom it says that it waited for."""
+"""A member whose round does not end: when it aborts, and which awaited members it names."""
 
 from protocol.makers import record_of
 from protocol.test_member import FIRST, Trainer, contribution, outside, running
@@ -8,7 +8,7 @@ from fabric.protocol.messages import network as m
 
 
 def everybody_in() -> Trainer:
-    """a and b are in the exchange of step 0."""
+    """Let a and b enter the exchange of step 0."""
     trainer = running()
     trainer.do(io.Computed(0, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
@@ -31,7 +31,7 @@ def test_a_round_is_given_up_when_its_bound_is_over():
 
 
 def test_a_member_that_hears_of_an_abort_names_the_member_that_it_waited_for():
-    """Another member's bound was over first: without a word of its own it would pass for idle."""
+    """Another member's bound ended first; without its own names this member would look idle."""
     trainer = everybody_in()
     trainer.do(io.ExchangeFailed(1, 0, "", "round 0 stalled", waited_for="b"))
     (aborted,) = trainer.said(m.Aborted)
@@ -40,7 +40,7 @@ def test_a_member_that_hears_of_an_abort_names_the_member_that_it_waited_for():
 
 
 def newcomer() -> Trainer:
-    """c takes part in its first round, one step behind."""
+    """Return the joining member c in its first round, one step behind."""
     trainer = outside()
     joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))

@@ -1,4 +1,4 @@
-"""What is said of states that part: the first entries that differ, bounded whatever a peer says."""
+"""The message about differing states: the first differing entries, with bounded text."""
 
 from dataclasses import replace
 

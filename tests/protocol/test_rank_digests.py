@@ -1,4 +1,4 @@
-"""Ranks whose outcomes cross: digests of the state that arrive late, links that fail at one rank only."""
+"""Outcomes of ranks that cross: late digests of the state, and links that fail at only one rank."""
 
 from protocol.makers import record_of
 from protocol.test_rank_orders import M, Replica, addresses, computing
@@ -11,7 +11,7 @@ from fabric.protocol.ranks import ToRank
 
 
 def newcomer_of_two_ranks():
-    """It waits outside of the first epoch for a state of the others."""
+    """Return a newcomer of two ranks that waits for a state outside the first epoch."""
     replica = Replica()
     replica.both(io.Ready(0, "d"))
     replica.do(io.FromLeader(m.Epoch(record_of("b", epoch=1, b={"ranks": addresses("b")}))))
@@ -19,7 +19,7 @@ def newcomer_of_two_ranks():
 
 
 def fetching(replica):
-    """It is told where the state is; the number of the order to fetch it."""
+    """Feed the state sources; return the number of the command to fetch."""
     fence = replica.core.member.view.newest.fence
     replica.do(io.FromLeader(m.StateSources(fence, SnapshotRef(1, 50, "s50"), ("http://b",))))
     numbers = {e.command.number for e in replica.effects if isinstance(e, ToRank)}
@@ -28,7 +28,7 @@ def fetching(replica):
 
 
 def telling():
-    """Both ranks were asked for the digest of their state; the round has not begun to be exchanged."""
+    """Return a replica whose ranks take the digest of their state, before the exchange."""
     replica, order = computing()
     replica.both(io.Linked(1))
     replica.core.member.memory.state.later = True  # the state after Ready(later=True)
@@ -38,7 +38,7 @@ def telling():
 
 
 def alone_after_a_death(replica, order):
-    """The other replica dies, and this one is to compute the rest of the step."""
+    """Let the other replica die, so that this replica computes the rest of the step."""
     replica.do(io.LinkLost("b", 1, "it died"))
     second = record_of("a", epoch=2, a={"ranks": addresses("a")})
     replica.do(io.FromLeader(m.Epoch(second)))
@@ -89,7 +89,7 @@ def test_a_rank_whose_links_failed_is_not_linked_when_the_other_rank_is():
 
 
 def test_a_fetch_ends_when_every_rank_has_ended_its_own_however_the_first_one_ended():
-    """Who still writes into its memory must not be given the next state to write."""
+    """A rank that still writes into its memory must not get the next state to write."""
     replica = newcomer_of_two_ranks()
     number = fetching(replica)
     replica.rank(0, io.FetchFailed("no source delivered it"), number)

@@ -1,4 +1,6 @@
-"""A replica of several ranks as one member: every operation is everybody's, every outcome is one event."""
+"""A replica of several ranks as one member: each effect goes to all ranks, and their outcomes become one
+event.
+"""
 
 from dataclasses import replace
 
@@ -26,7 +28,7 @@ FIRST = record_of("a b", epoch=1, base=Base(0, 0), a={"ranks": addresses("a")}, 
 
 
 class Replica:
-    """Replica ``a`` of two ranks; ``do`` feeds events and keeps what the last ordered."""
+    """Replica ``a`` of two ranks; ``do`` feeds events and keeps the commands of the last."""
 
     def __init__(self, groups=(0, 1)):
         identity = MemberIdentity("a", 1, "a:1", "http://a", M, ranks=addresses("a"))
@@ -56,7 +58,7 @@ class Replica:
 
 
 def computing(groups=(0, 1)):
-    """Both ranks compute the replica's half of the first step."""
+    """Return a replica whose ranks both compute its half of the first step."""
     replica = Replica(groups)
     replica.both(io.Ready(0, "d"))
     replica.do(io.FromLeader(m.Epoch(FIRST)))
@@ -144,7 +146,7 @@ def test_the_weight_of_ranks_is_their_mean_and_their_metrics_are_summed():
 
 
 def test_ranks_of_one_group_count_once_whichever_of_them_speaks():
-    """Pipeline stages: the last one alone has a loss and a weight."""
+    """Of pipeline stages only the last stage has a loss and a weight."""
     replica, order = computing(groups=(0, 0))
     replica.both(io.Linked(1))
     replica.rank(0, io.Computed(0, order.micro_batches, 0.0))
@@ -243,7 +245,7 @@ def test_ranks_with_different_loops_are_an_error():
 
 
 def behind():
-    """Outside, told of a state that both ranks must fetch."""
+    """Return a replica outside the roster whose ranks must both fetch a state."""
     replica = Replica()
     record = record_of("b", epoch=3, generation=2, b={"ranks": addresses("b")})
     replica.do(io.FromLeader(m.Epoch(record)))

@@ -1,4 +1,4 @@
-"""Times of the ranks on their way into the replica's heartbeat."""
+"""The times of all ranks reach the replica's heartbeat."""
 
 from protocol.test_rank_orders import Replica
 

@@ -1,4 +1,4 @@
-"""One round: when it is held, whom it waits for, when it is committed, and where it goes next."""
+"""One round: when it is prepared, for which members it waits, when it is committed, and its next epoch."""
 
 from protocol.makers import record_of
 
@@ -60,7 +60,7 @@ def test_a_state_is_outvoted_when_most_of_the_roster_name_one_other():
 
 
 def test_states_of_unequal_layouts_are_not_compared():
-    """In another layout of ranks the same update may be rounded otherwise."""
+    """Two layouts of ranks may round the same update differently."""
     round_ = Round(
         record_of("a b c d", a={"cuts": "x"}, b={"cuts": "x"}, c={"cuts": "y"}, d={"cuts": "y"}), 7
     )

@@ -1,4 +1,6 @@
-"""The golden scenarios: what the cores say and do, as text. ``--rewrite-scenarios`` writes it again."""
+"""The golden scenarios: the cores' messages and effects as text. ``--rewrite-scenarios`` writes the accounts
+again.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""SPARe's assignment: layouts, the matching against brute force, and what a failure may change."""
+"""SPARe's assignment: layouts, the matching compared with brute force, and the changes after a failure."""
 
 import random
 from itertools import combinations
@@ -81,7 +81,7 @@ def test_the_depth_is_the_lower_bound_for_every_set_of_survivors_of_a_perfect_di
 
 
 def test_a_failure_costs_no_more_than_brute_force_finds():
-    """Depth, cost, owners and patch of every failure in random layouts of up to 7 groups."""
+    """Compare depth, cost, owners and patch of every failure in random layouts of up to 7 groups."""
     rng = random.Random(5)
     checked = 0
     while checked < 400:
@@ -116,7 +116,9 @@ def check(shards, patch, computed, best, offsets):
 
 
 def brute_force(shards, lost):
-    """(smallest depth, least number of types that their owner has not computed), or None at a wipe-out."""
+    """Return (smallest depth, least number of types that their owner has not computed), or None if a type is
+    lost.
+    """
     alive = sorted(shards.alive - set(lost))
     computed = {group: set(shards.computes(group)) for group in alive}
     hosts = [[g for g in alive if type_ in shards.stack(g)] for type_ in range(len(shards.owner))]

@@ -1,4 +1,4 @@
-"""The control store is wiped or replaced while a job runs: its record is another life of the job."""
+"""The control store is wiped or replaced while a job runs, and the job begins another life."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ STORES = ("a", "z")
 
 
 def cold_start(store, names="a b", epoch=2, base=None):
-    """How the job begins again in ``store``."""
+    """Return the record with which the job begins again in ``store``."""
     base = base or Base(0, 0, "start", ("http://a",))
     return replace(record_of(names, epoch=epoch, generation=2, cold=epoch, base=base), store_id=store)
 
@@ -91,7 +91,7 @@ def test_a_member_that_the_other_store_does_not_list_waits_outside_without_its_s
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("listed", ["a b", "b"])
 def test_an_epoch_that_is_no_higher_starts_the_process_again(store, listed):
-    """Links are named by epochs that only grow in the life of a process."""
+    """Epochs name links, so epochs must only grow in the life of a process."""
     trainer = running()
     trainer.leader(m.Epoch(cold_start(store, listed, epoch=1)))
     (stop,) = trainer.found(io.Stop)

@@ -1,4 +1,4 @@
-"""What is remembered of hosts for days, and what it changes."""
+"""The history of failed hosts over days, and its effect on admissions."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ DAY_S = 86400.0
 
 
 def failed(*ages_days, host="h3", now=UNIX_S):
-    """The history of a host that failed so many days ago, newest last."""
+    """Return the history of a host that failed this many days ago, newest last."""
     known = ()
     for age in ages_days:
         known = host_history.with_failures(known, {host: "a test"}, now - age * DAY_S, DAY_S)
@@ -59,7 +59,7 @@ def test_a_clock_that_goes_back_makes_no_host_more_suspect():
 
 
 def with_a_suspect(**policy):
-    """r0 to r2 run on good hosts; h3 has failed twice today."""
+    """Return a job with r0 to r2 on good hosts; host h3 has failed twice today."""
     record = replace(on_hosts(a="h1", b="h2", c="h4"), hosts=failed(0.5, 0.1))
     return led(record, **{"start_replicas": 3, **policy})
 

@@ -1,4 +1,4 @@
-"""Who is to blame: the wait-for graph, ring orders without bad links, and how long somebody has been late."""
+"""Blame after a stall: the wait-for graph, ring orders without bad links, and the lateness of members."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The codec: every message survives the trip, and nothing from outside gets past it."""
+"""The codec returns every message unchanged, and refuses malformed input."""
 
 import json
 import math
@@ -92,7 +92,9 @@ def test_a_neighbouring_version_is_accepted(version):
 
 
 def test_a_record_from_before_the_renaming_is_refused_and_not_read_without_its_fields():
-    """Version 1 said fresh, awaited and seat: a reader that ignores these would let a newcomer commit."""
+    """Version 1 had the fields fresh, awaited and seat; a reader that ignored them would let a newcomer
+    commit.
+    """
     old = {"version": 1, "store_id": "s", "roster": [["r0", 7, "a:1", "http://a", True]]}
     with pytest.raises(ProtocolError, match="version 1 cannot talk to version 3"):
         wire.decode_record(json.dumps(old).encode())
@@ -181,7 +183,7 @@ def test_keys_of_a_map_are_integers_of_64_bits():
 
 
 def annotations_of(kind):
-    """The types that a message of ``kind`` is made of."""
+    """Return the types of the fields of a message of ``kind``."""
     if is_dataclass(kind):
         for hint in get_type_hints(kind, include_extras=True).values():
             yield from annotations_of(hint)
@@ -214,7 +216,7 @@ def test_the_stored_record_of_another_version_is_refused():
 
 
 def roster_of(count):
-    """Members as a large job has them: addresses, ports and times that have nothing in common."""
+    """Return the members of a large job, with unlike addresses, ports and times."""
     numbers = random.Random(1)
     hosts = [f"10.{numbers.randrange(256)}.{numbers.randrange(256)}.{i % 256}" for i in range(count)]
     return tuple(

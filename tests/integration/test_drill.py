@@ -26,7 +26,6 @@ EXPECT = (
 FAULTS = {
     "stop r2 1s": "is stopped",
     "hang r1 1s": "stands still at ring of step",
-    "kill r2 @optimizer": "is gone at optimizer of step",
     "slow r1 1s": "was stopped",
     "cut-peers r1 1s": "the relay held",
     "cut-in r2 1s": "the relay held",

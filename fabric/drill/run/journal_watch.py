@@ -1,10 +1,14 @@
 """The drill's view of its replicas, from their journals as they grow."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fabric.audit.journal_follower import JournalFollower
+
+# The times of so many newest live commits of a replica are kept.
+_KEPT_TIMES = 10_000
 
 
 @dataclass(slots=True)
@@ -19,6 +23,8 @@ class WatchedReplica:
     total: int = 0  # live commits of all processes
     unrest: int = 0  # aborts, and epochs that it has heard of
     is_finished: bool = False
+    unrest_t: float = 0.0  # the time of the newest abort or epoch
+    commit_times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
 
 
 @dataclass
@@ -56,7 +62,8 @@ def _take(view: WatchedReplica, entry: dict[str, Any]) -> None:
         view.step = int(entry.get("step") or 0) + 1
         if not entry.get("replay"):
             view.commits, view.total = view.commits + 1, view.total + 1
+            view.commit_times.append(float(entry.get("t") or 0.0))
     elif event in ("abort", "epoch"):
-        view.unrest += 1
+        view.unrest, view.unrest_t = view.unrest + 1, float(entry.get("t") or 0.0)
     elif event == "finish":
         view.is_finished = True

@@ -116,7 +116,7 @@ class KillRecovering(KillTrainers):
         self._first_record: InjectedFault | None = None
         self._undone = ""
         self._unrest: dict[str, int] = {}
-        self._commits: dict[str, int] = {}
+        self._unrest_t: dict[str, float] = {}
 
     def inject(self) -> None:
         scene = self.scene
@@ -145,13 +145,18 @@ class KillRecovering(KillTrainers):
         survivors = self._survivors()
         if not self.pids:
             if any(view.unrest > self._unrest[name] for name, view in survivors.items()):
-                self._commits = {name: view.total for name, view in survivors.items()}
+                self._unrest_t = {
+                    name: view.unrest_t
+                    for name, view in survivors.items()
+                    if view.unrest > self._unrest[name]
+                }
                 self.pids, self.began = {self._second: second.pid}, time.time()
                 second.send(signal.SIGKILL)
             return ""
         if not (second.is_gone and self._processes[self._first].is_gone):
             return ""
-        name = next((x for x, view in survivors.items() if view.total == self._commits[x]), "")
+        # The journals tell, also when the recovery has ended meanwhile.
+        name = next((x for x, t in self._unrest_t.items() if self._recovers(survivors[x], t)), "")
         return f"process {second.pid} of {self._second} is gone while {name} recovers" if name else ""
 
     def end(self) -> None:
@@ -170,6 +175,10 @@ class KillRecovering(KillTrainers):
     def earlier(self) -> list[InjectedFault]:
         first = self._first_record
         return [replace(first, undone=self._undone)] if first is not None else []
+
+    def _recovers(self, view: WatchedReplica, unrest_t: float) -> bool:
+        """Whether a survivor committed nothing from its abort to the second kill."""
+        return not any(unrest_t < t <= self.began for t in view.commit_times)
 
     def _survivors(self) -> dict[str, WatchedReplica]:
         return {

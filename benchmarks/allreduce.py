@@ -1,4 +1,4 @@
-"""All-reduce on CPU against gloo: how many times as fast, gradient kept, by plane, members and size.
+"""All-reduce on the CPU compared with gloo: the ratio of speeds by data plane, members and size.
 
 Every side ends with the reduced gradient in memory of its own while the local gradient survives. gloo reduces
 in place, so it gets the copy that this takes; our planes reduce from one buffer into another. Sides:
@@ -71,9 +71,9 @@ class WorkerProcesses:
                     s.close()
 
     def ask(self, *request: object) -> tuple[float, float]:
-        """Have all do it; the slowest one's seconds, and the processor time of all of them (seconds).
+        """Let all workers run it; return the slowest worker's seconds and the processor seconds of all.
 
-        Ends the benchmark if one failed.
+        End the benchmark if a worker failed.
         """
         for process in self._processes:
             assert process.stdin is not None
@@ -236,7 +236,7 @@ Measures = dict[str, list[float]]
 
 
 def measure(world: int, sizes: list[str], rounds: int) -> dict[str, tuple[Measures, Measures]]:
-    """By size: by side, per round, the slowest member's seconds, and the processor time of all of them."""
+    """Return by size and side, per round, the slowest member's seconds and all members' processor time."""
     found = {}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -260,7 +260,7 @@ def measure(world: int, sizes: list[str], rounds: int) -> dict[str, tuple[Measur
 
 
 def ratio(measures: Measures, side: str) -> float:
-    """The better of gloo's sides over ``side``."""
+    """Return the time of gloo's better side divided by the time of ``side``."""
     peer = min(PEERS, key=lambda name: statistics.median(measures[name]))
     return common.paired(measures[peer], measures[side])
 

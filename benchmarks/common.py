@@ -3,7 +3,8 @@ JSON.
 
 A benchmark takes no arguments, prints what it ran on, a table for people, and last one JSON object of plain
 numbers. Sides are measured in the same run, turn by turn, so that a machine that gets slower gets slower for
-both; a figure is the median over rounds of the ratio within a round. It reports what it finds, misses too.
+both; a figure is the median over rounds of the ratio within a round. A benchmark reports all its figures,
+also those that miss their aims.
 """
 
 import ctypes
@@ -38,8 +39,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Measure every side once per round, in an order that turns with the round.
 
-    A side returns its own measure (seconds), or None to have the call timed. Returns the measures by side,
-    one per round, without those of the warm-up.
+    A side returns its own measure (seconds), or None if the call is to be timed. Returns the measures by
+    side, one per round, without those of the warm-up.
     """
     names = list(sides)
     measured: dict[str, list[float]] = {name: [] for name in names}
@@ -62,7 +63,7 @@ def paired(numerator: Sequence[float], denominator: Sequence[float]) -> float:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value at ``share`` (0..1) of the sorted values: an observed one, never one in between."""
+    """Return the value at ``share`` (0..1) of the sorted values: always an observed value."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1 if share > 0 else 0)]
 
@@ -74,7 +75,7 @@ def describe(values: Sequence[float], unit: str = "ms", scale: float = 1000.0) -
 
 
 def say(text: str) -> None:
-    """One line for people, at once."""
+    """Print one line for people at once."""
     print(text, flush=True)
 
 
@@ -96,7 +97,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 def verdict(
     what: str, value: float | None, *, at_most: float | None = None, at_least: float | None = None
 ) -> bool:
-    """Say whether a figure is where it must be; returns it. None was not measured, which is nowhere."""
+    """Print whether a figure meets its aim; return the answer. A figure of None was not measured and misses
+    its aim.
+    """
     bound = f"at most {at_most:g}" if at_most is not None else f"at least {at_least:g}"
     if value is None:
         say(f"MISSED  {what}: not measured, see above ({bound})")
@@ -173,8 +176,9 @@ def absent(sentence: str) -> NoReturn:
 
 
 def finish(result: Mapping[str, Any]) -> None:
-    """Print the JSON object of plain finite numbers that ends a benchmark's output; None is what could not be
-    measured."""
+    """Print the JSON object of finite numbers that ends a benchmark's output; None: a figure could not be
+    measured.
+    """
     _check(result, "")
     say("")
     say(json.dumps(result))

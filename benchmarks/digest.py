@@ -2,9 +2,9 @@
 
 The state is that of a model with AdamW, 1 GiB in tensors of mixed sizes, on the CPU. A digest reads all of
 it: it is compared with a copy of the same bytes into memory that is present already, and with the optimizer's
-own step. FABRIC_DIGEST_EVERY steps share one digest. It is taken while forward and backward run: what the
-main thread has to do for that, before and after, is measured as well, and how long it is under way beside a
-main thread that sleeps. ``snapshot.py`` measures the steps of a real job.
+own step. FABRIC_DIGEST_EVERY steps share one digest. The digest is taken while forward and backward run. The
+benchmark also measures the main thread's work before and after it, and its duration beside a sleeping main
+thread. ``snapshot.py`` measures the steps of a real job.
 """
 
 import statistics

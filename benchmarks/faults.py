@@ -14,10 +14,10 @@ what was exchanged beyond one undisturbed exchange because the fault had made it
 epoch, links and everything else count. A survivor's later steps have a smaller ring and more micro-batches;
 the same stall is therefore also printed against the median undisturbed step of two members.
 
-The first fault comes after eight steps: until then steps are longer by themselves (printed).
+The first fault comes after eight steps, because the first steps are longer (printed).
 
 A join is what the two others' steps take, from the start of a killed replica's new process to its first
-contribution, over their median undisturbed step as two. Every kill is followed by one.
+contribution, over their median undisturbed step as two. Every kill is followed by a join.
 
 Where torchft is installed it meets the same faults on the same model afterwards. It has no inherited work
 and no repeated exchange: its stall is the time between the commits around the fault minus its median step.
@@ -64,7 +64,7 @@ class Disturbance:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the fleet was there."""
+        """Return the seconds since the fleet was complete."""
         return time.monotonic() - self._began
 
     def begin(self) -> None:
@@ -110,7 +110,7 @@ class Disturbance:
         )
 
     def _contributed(self, fault: InjectedFault) -> float:
-        """When a replica that came back first contributed, or 0."""
+        """Return when a returned replica first contributed, or 0."""
         lines = [x for x in self.fleet.journal(fault.victim) if x["mono"] > fault.started]
         joined = next((x["mono"] for x in lines if x["event"] == "joined"), None)
         given = (x["mono"] for x in lines if x["event"] == "contribute" and joined and x["mono"] > joined)
@@ -142,7 +142,7 @@ class Disturbance:
         common.say(f"  {self.elapsed:3.0f} s: {what} for {time.monotonic() - begun:.0f} s")
 
     def with_cpu(self) -> None:
-        """The same kills where computing needs the CPU."""
+        """Repeat the kills with computing that needs the CPU."""
         self.fleet.mode("cpu")
         self.settle(len(REPLICAS), UNDISTURBED_STEPS)
         for _ in range(CPU_KILLS):
@@ -151,7 +151,7 @@ class Disturbance:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that never rest."""
+    """Start this number of processes that compute without end."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -218,7 +218,7 @@ def everything() -> None:
 
 
 def report(record: RunRecord, disturbance: Disturbance) -> dict[str, float]:
-    """Print the tables; the figures of the last line."""
+    """Print the tables; return the figures of the last line."""
     tell_faults(record)
     tell_calm(record)
     tell_joins(record)
@@ -267,7 +267,7 @@ def join_figures(record: RunRecord) -> dict[str, float]:
 
 
 def tell_verdict(figures: dict[str, float]) -> None:
-    """Whether a join may cost the others what it does."""
+    """Print whether the cost of a join for the others meets its aim."""
     common.verdict("others' steps during a join, median ratio", figures["join_step_ratio_p50"], at_most=1.1)
 
 
@@ -277,13 +277,13 @@ def is_kill(fault: InjectedFault) -> bool:
 
 
 def stalls(record: RunRecord, kind: str, mode: str = "timer", as_two: bool = False) -> list[float]:
-    """Of each fault of a kind, the stall of the survivor that it cost most."""
+    """Return for each fault of a kind the longest stall of a survivor."""
     faults = [fault for fault in record.faults if (fault.kind, fault.mode) == (kind, mode)]
     return [max(s.as_two if as_two else s.stall for s in fault.stalls) for fault in faults]
 
 
 def tell_faults(record: RunRecord) -> None:
-    """One row per fault: the survivor that it cost most, and when what happened."""
+    """Print one row per fault: the survivor with the longest stall, and the times of the recovery."""
     rows = []
     for fault in record.faults:
         worst = max(fault.stalls, key=lambda s: s.stall)
@@ -300,7 +300,7 @@ def tell_faults(record: RunRecord) -> None:
 
 
 def tell_calm(record: RunRecord) -> None:
-    """The undisturbed steps that everything is measured against."""
+    """Print the undisturbed steps, the reference of all figures."""
     rows = []
     for mode in ("timer", "cpu"):
         for members in (3, 2):
@@ -311,7 +311,7 @@ def tell_calm(record: RunRecord) -> None:
 
 
 def tell_joins(record: RunRecord) -> None:
-    """One row per join: when what happened, and the others' steps meanwhile."""
+    """Print one row per join: the times of its phases, and the others' steps meanwhile."""
     rows = []
     for fault in record.faults:
         if is_kill(fault):

@@ -20,7 +20,7 @@ POLL_S = 0.02
 
 
 class AppendedLines:
-    """The JSON lines of a file that others append to."""
+    """The JSON lines of a file to which other processes append."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -28,7 +28,7 @@ class AppendedLines:
         self.kept: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
-        """Everything so far; half a line is left for later."""
+        """Read all complete lines so far; leave an incomplete line for the next read."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._at)
             data = file.read()
@@ -50,13 +50,13 @@ class FaultFleet(Fleet):
         self.mode("timer")
 
     def begin(self, name: str) -> float:
-        """Start a trainer, or another one in its place; the monotonic time of it."""
+        """Start a trainer, or its next process; return the monotonic time of the start."""
         began = time.monotonic()
         self.start(name, FABRIC_JOURNAL=str(self.folder / f"{name}.journal"), FAULTS_DIR=str(self.folder))
         return began
 
     def signal(self, name: str, number: signal.Signals) -> float:
-        """Send a signal to a trainer; the monotonic time of it."""
+        """Send a signal to a trainer; return the monotonic time of the signal."""
         sent = time.monotonic()
         self.trainers[name].send_signal(number)
         if number == signal.SIGKILL:

@@ -60,7 +60,7 @@ class RunRecord:
     # --- what is undisturbed -------------------------------------------------------------------------------
 
     def calm(self, mode: str, members: int) -> list[float]:
-        """Durations of steps in which nothing went on, of every replica."""
+        """Return the durations of undisturbed steps of every replica."""
         return [
             seconds
             for name in REPLICAS
@@ -86,7 +86,7 @@ class RunRecord:
         return statistics.median(found)
 
     def _is_calm(self, name: str, begun: float, end: float) -> bool:
-        """Whether no fault, no recovery and no return fell into this time of this replica."""
+        """Return whether this time of this replica had no fault, recovery or return."""
         for fault in self.faults:
             recovered = self._recovered(fault, name) if name != fault.victim else fault.back
             if (begun < recovered and end > fault.at) or (begun < fault.back and end > fault.started):
@@ -135,8 +135,9 @@ class RunRecord:
         return float(sum(end - begun for begun, end in step["batches"][own:]))
 
     def _repeated(self, name: str, fault: InjectedFault, step: int) -> float:
-        """What was exchanged beyond one undisturbed exchange: of the one under way when the fault came, at
-        most an undisturbed one, and the last one; minus an undisturbed one."""
+        """Return the repeated exchange time: that of the interrupted exchange (at most an undisturbed one)
+        and of the last, minus an undisturbed one.
+        """
         given = [x["mono"] for x in self._lines(name, "contribute") if x["step"] == step]
         commit = next(x["mono"] for x in self._lines(name, "commit") if x["step"] == step)
         before = [t for t in given if t < fault.at]
@@ -146,7 +147,7 @@ class RunRecord:
         return float(max(0.0, min(fault.at - before[-1], whole) + commit - given[-1] - whole))
 
     def lost(self, fault: InjectedFault) -> int:
-        """Steps that somebody had committed and that were not there after the recovery."""
+        """Return the committed steps that the recovery lost."""
         before = [
             x["step"] + 1 for name in REPLICAS for x in self._lines(name, "commit") if x["mono"] < fault.at
         ]
@@ -172,7 +173,9 @@ class RunRecord:
     # --- joins -----------------------------------------------------------------------------------------
 
     def join_ratios(self, fault: InjectedFault) -> list[float]:
-        """The others' steps that ended while it came back, over their median undisturbed one as two."""
+        """Return the others' steps during a return, divided by their median undisturbed step as two
+        members.
+        """
         as_two = statistics.median(self.calm(fault.mode, len(REPLICAS) - 1))
         return [
             seconds / as_two
@@ -190,7 +193,7 @@ class RunRecord:
         return times
 
     def evictions(self, begun: float, end: float) -> int:
-        """Evictions between two times."""
+        """Return the evictions between two times."""
         return sum(
             x["why"].count("evicted: ")
             for x in self.events

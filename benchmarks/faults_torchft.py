@@ -1,8 +1,8 @@
 """torchft under the faults of ``faults.py``: the same model, timer and signals, its manager and gloo.
 
-Its time limits are set as short as they can be without evicting anybody here: heartbeats every 50 ms that may
-be missing for 0.5 s, a quorum that waits 0.5 s for those who are missing, 3 s for a collective. The replicas
-start alike, so nothing is sent at the start. A failed collective drops the step and its work: counted.
+torchft's time limits are as short as possible without false evictions: heartbeats every 50 ms that may be
+missing for 0.5 s, 0.5 s for a quorum, 3 s for a collective. The replicas start alike, so nothing is sent at
+the start. A failed collective drops the step and its work: counted.
 
 Run with ``--member`` this file is the trainer.
 """

@@ -96,7 +96,7 @@ class Fleet:
         return self.trainers[replica]
 
     def wait(self, deadline_s: float) -> dict[str, object]:
-        """Until every trainer has ended well; what each wrote to BENCHMARK_OUT, by replica."""
+        """Wait until every trainer has ended well; return each replica's output in BENCHMARK_OUT."""
         deadline = time.monotonic() + deadline_s
         while any(process.poll() is None for process in self.trainers.values()):
             failed = [name for name, process in self.trainers.items() if process.poll() not in (None, 0)]
@@ -139,7 +139,7 @@ class Fleet:
 
 
 def need_gloo() -> None:
-    """gloo is what we are compared with: without it there are no figures."""
+    """End the benchmark if torch lacks gloo, the reference of the comparison."""
     from torch import distributed
 
     if not distributed.is_available() or not distributed.is_gloo_available():

@@ -2,8 +2,8 @@
 half speed.
 
 A timed wait in small pieces stands for the device. First 500 undisturbed steps, then SIGSTOP and SIGCONT in
-turns for one replica. Figures: alarms before, steps until the replica is named, who else was named, and steps
-until it is called well again. Ends with 1 where a target is missed.
+turns for one replica. The figures: false alarms before, steps until the replica is named, other named
+replicas, and steps until its recovery is noticed. Ends with 1 where a target is missed.
 """
 
 import os

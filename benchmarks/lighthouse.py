@@ -115,7 +115,7 @@ class CrowdProcesses:
         return [self._answer(process) for process in self.processes]
 
     def kill(self, number: int) -> float:
-        """Cut this session as the kernel does for a dead process; the time of it."""
+        """Cut this session as the kernel does for a dead process; return the time."""
         self.killed += 1
         process = self.processes[number % len(self.processes)]
         assert process.stdin is not None
@@ -124,7 +124,9 @@ class CrowdProcesses:
         return float(self._answer(process)["at"])
 
     def run(self, sessions: int, after: int = 0, since: float = 0.0) -> bool:
-        """Whether so many sessions run, all in an epoch later than this one, and opened since that time."""
+        """Return whether this number of sessions runs in an epoch after the given one, opened since the given
+        time.
+        """
         states = self.ask("state")
         lowest, oldest = min(s["lowest"] for s in states), min(s["oldest"] for s in states)
         return sum(s["running"] for s in states) == sessions and lowest > after and oldest > since
@@ -152,7 +154,9 @@ def pinned(process: BenchmarkProcess, to: list[int]) -> None:
 
 
 def crowd_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> None:
-    """Start, then the window with its deaths, then the other lighthouse's turn, into ``result``."""
+    """Write into ``result`` the figures of the start, of the window with its deaths, and of the
+    fail-overs.
+    """
     core, others = cores()
     etcd = stack.enter_context(Etcd(folder))
     pinned(etcd, others)
@@ -205,7 +209,7 @@ def window_figures(crowd: CrowdProcesses, lighthouse: BenchmarkLighthouse, etcd:
 
 
 def measured(what: str, part: Callable[[], object]) -> None:
-    """Run this part; where it fails its figures stay what they are, nothing, and the reason is said."""
+    """Run this part; if it fails, print the reason and leave its figures empty."""
     try:
         part()
     except Exception as error:  # noqa: BLE001  (whatever it is: the other figures are still worth having)
@@ -215,8 +219,9 @@ def measured(what: str, part: Callable[[], object]) -> None:
 def all_come_back(
     crowd: CrowdProcesses, leader: BenchmarkLighthouse, other: BenchmarkLighthouse, by: signal.Signals
 ) -> dict[str, float]:
-    """The leader is ended by this signal: all sessions look for the other one at once. Seconds until all of
-    them run there (or that is given up), how many do not by then, and how many were taken for dead."""
+    """End the leader by this signal, so that all sessions look for the other lighthouse at once. Return the
+    seconds until all members run there, the number of missing members, and the number taken for dead.
+    """
     wait_for(other.follows, "the other to stand in line")
     left, began = SESSIONS - crowd.killed, time.monotonic()
     leader.signal(by)
@@ -255,7 +260,7 @@ def returns(
 
 
 def share_of(late: Counter[int], share: float) -> float:
-    """The lateness in seconds that this share of the beats does not exceed."""
+    """Return the lateness in seconds that this share of the heartbeats does not exceed."""
     seen, all_ = 0, late.total()
     for tenths in sorted(late):
         seen += late[tenths]
@@ -370,7 +375,9 @@ def training_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> 
 def hand_over(
     pair: list[BenchmarkLighthouse], number: signal.Signals, trainers: Trainers
 ) -> tuple[float, float]:
-    """End the leader by this signal: seconds until the other leads, and the longest step meanwhile."""
+    """End the leader by this signal; return the seconds until the other leads, and the longest step
+    meanwhile.
+    """
     wait_for(lambda: any(x.serves() for x in pair), "somebody to lead")
     leader = next(x for x in pair if x.serves())
     other = pair[1 - pair.index(leader)]

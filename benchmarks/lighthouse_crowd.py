@@ -75,7 +75,7 @@ class SessionCrowd:
         await asyncio.gather(*(s.was_open for s in self.sessions.values()))
 
     async def keep(self, session: "MemberConnection", gate: asyncio.Semaphore) -> None:
-        """As the client's link with the lighthouse does: again and again, one address after the other."""
+        """Keep a session open as the client does: try one address after the other without end."""
         urls = list(self.urls)
         while not session.is_killed:
             wait_s = random.uniform(*PAUSE_S)
@@ -97,7 +97,7 @@ class SessionCrowd:
             await asyncio.sleep(wait_s)
 
     async def beat(self) -> None:
-        """Every session once a second, evenly spread, by the clock and not by what came of the last one."""
+        """Send every session's heartbeat once a second, evenly spread, by the clock."""
         slices = [list(self.sessions.values())[i::SLICES] for i in range(SLICES)]
         begun, turn = time.monotonic(), 0
         while True:
@@ -160,7 +160,7 @@ class MemberConnection(asyncio.Protocol):
         self.sent = 0.0
 
     async def connect(self, url: str) -> None:
-        """Until the lighthouse has taken the connection. Raises OSError, or SentAway."""
+        """Connect until the lighthouse has accepted the connection. Raises OSError, or SentAway."""
         loop = asyncio.get_running_loop()
         self.upgraded, self.ended = loop.create_future(), loop.create_future()
         self.buffer = b""
@@ -169,7 +169,7 @@ class MemberConnection(asyncio.Protocol):
         await self.upgraded
 
     def cut(self) -> None:
-        """Do not wait for unfinished work."""
+        """Cut the connection without waiting for unfinished work."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -292,8 +292,9 @@ class MemberConnection(asyncio.Protocol):
             self.crowd.refused.append(f"{self.name}: {message.reason}")
 
     def enter(self, record: Record) -> None:
-        """A new epoch: note when it was told, and report where it is forced. The same one again, from another
-        leader: repeat what was answered."""
+        """Enter a new epoch: note its time of arrival, and report if it is forced. For a repeated epoch of
+        another leader, repeat the answers.
+        """
         if record.epoch > self.epoch:
             self.crowd.told.setdefault(record.epoch, array("d")).append(time.monotonic())
             before, self.record, self.crowd.record, self.epoch = self.record, record, record, record.epoch

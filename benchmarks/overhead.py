@@ -39,7 +39,7 @@ LIMIT_S = 280.0
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """Inputs that cost nothing to make: what is measured is the step."""
+    """Inputs that cost nothing to make, so that only the step is measured."""
 
     def __init__(self, width: int) -> None:
         self._rows = torch.randn(64, width, generator=torch.Generator().manual_seed(3))
@@ -116,14 +116,15 @@ class DdpOnGloo:
         self._optimizer.zero_grad(set_to_none=False)
 
     def compute(self) -> None:
-        """Forward and backward alone."""
+        """Measure forward and backward alone."""
         with self._ddp.no_sync():
             loss_of(self._ddp, self._batch()).backward()
 
 
 def turn_of(step: Callable[[], None], steps: int, processor: list[float]) -> Callable[[], float]:
-    """One turn: everybody begins together, ``steps`` steps, seconds per step; ``processor`` gets those of the
-    processor."""
+    """Run one turn of ``steps`` steps, begun together; return seconds per step; ``processor`` gets the
+    processor seconds.
+    """
 
     def turn() -> float:
         distributed.barrier()

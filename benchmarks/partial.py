@@ -98,7 +98,7 @@ class PartialFleet(Fleet):
         return [x for x in self._steps[name].read() if "step" in x]
 
     def attached(self, name: str, since: float) -> float:
-        """When a process of it that was started after ``since`` had attached; 0 where none has."""
+        """Return when a process of the replica started after ``since`` had attached; 0 if none has."""
         return next((x["attached"] for x in self._steps[name].read() if x.get("attached", 0.0) > since), 0.0)
 
     def commits(self) -> list[float]:
@@ -143,7 +143,7 @@ class ScenePlayer:
     back_s: list[float | None] = field(default_factory=list)
 
     def settle(self) -> None:
-        """All four are members, and some steps were made."""
+        """Wait until all four replicas are members and have made some steps."""
         since = time.monotonic()
         if not self.fleet.come(lambda: self.fleet.are_together(since), "a step of all four", BACK_S):
             self.fleet.fail("the four replicas do not come together")
@@ -156,7 +156,9 @@ class ScenePlayer:
         return max(b - a for a, b in itertools.pairwise(ends))
 
     def strike(self, name: str, begin: Callable[[], None], seconds: float) -> tuple[float, float]:
-        """A fault of the network for some time; the longest gap, and how long all took to be back."""
+        """Play a network fault for some time; return the longest gap, and the time until all replicas are
+        back.
+        """
         self.settle()
         began = time.monotonic()
         begin()
@@ -181,7 +183,7 @@ class ScenePlayer:
     # --- the scenes --------------------------------------------------------------------------------
 
     def cut_pair(self) -> None:
-        """Two cannot reach each other, the rest can."""
+        """Cut the link between two replicas."""
         cut = both_ways(("r0", "r1"))
         self.figures["cut_pair_s"], _ = self.strike("cut pair", lambda: self.network.cut(*cut), self.fault_s)
 
@@ -297,7 +299,7 @@ def watch() -> None:
 
 
 def measure(scenes: Sequence[str], fault_s: float, logs: str) -> dict[str, float | None]:
-    """Play them; the figures of those that were played."""
+    """Play the scenes; return their figures."""
     with PartialNetwork([*REPLICAS, LIGHTHOUSE]) as network, PartialFleet(network) as fleet:
         play = ScenePlayer(fleet, network, fault_s)
         for name in REPLICAS:

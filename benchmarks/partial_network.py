@@ -95,11 +95,11 @@ class PartialNetwork:
     # --- what goes wrong ---------------------------------------------------------------------------
 
     def cut(self, *ways: Way) -> None:
-        """From now on nothing gets from the first to the second of each; replaces what was cut before."""
+        """Cut the direction from the first to the second host of each pair; replace earlier cuts."""
         self._cut = frozenset(ways)
 
     def slow(self, a: str, b: str, delay_s: float, loss: float) -> None:
-        """Both ways between these take longer, and lose some packets."""
+        """Delay both directions between these hosts, and lose some packets."""
         self._slow = {(a, b): (delay_s, loss), (b, a): (delay_s, loss)}
 
     def heal(self) -> None:

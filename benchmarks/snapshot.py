@@ -59,7 +59,7 @@ class Copies:
         self._ends = len(view.header) + np.cumsum([array.size for array in self._arrays])
 
     def ours(self) -> float:
-        """As a trainer takes part that has nothing to do but wait for it."""
+        """Copy as fabric does while the trainer's thread waits and helps."""
         began = time.perf_counter()
         self._copier.start(self._view, self._memory)
         self._copier.fence()
@@ -83,7 +83,7 @@ class Copies:
         return time.perf_counter() - began
 
     def check(self) -> None:
-        """That what is timed is a copy of the state."""
+        """Check that the timed operation copies the state."""
         self._target[:] = 0
         self.ours()
         if bytes(self._memory[: len(self._view.header)]) != self._view.header:
@@ -114,7 +114,7 @@ class AsyncSave:
         self._state = state
 
     def blocked(self) -> float:
-        """Seconds that a step is longer by; writing the file is waited for afterwards and does not count."""
+        """Return the seconds that the save adds to a step, without writing the file."""
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         began = time.perf_counter()
@@ -139,7 +139,7 @@ class AsyncSave:
 
 
 def alone(gb: float, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """The copies: seconds by way, and GB of state."""
+    """Measure the copies alone: seconds by way, and GB of state."""
     warnings.filterwarnings("ignore", module="torch.distributed")
     torch.set_num_threads(1)
     model, optimizer = make(gb)

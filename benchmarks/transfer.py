@@ -129,7 +129,7 @@ class StateFile:
 
     @staticmethod
     def _fill(view: memoryview, preamble: bytes) -> None:
-        """Random bytes, every block another."""
+        """Fill the memory with random bytes, every block differently."""
         noise = np.random.default_rng(7).integers(0, 2**64, BLOCK // 8, np.uint64)
         for number, begin in enumerate(range(0, len(view), BLOCK)):
             part = view[begin : begin + BLOCK]
@@ -179,7 +179,7 @@ class TransferFleet:
                 self._torchft.append(self._start("torchft_receiver", what, [], **environment))
 
     def _source(self, state: StateFile, number: int) -> TransferWorker:
-        """A server, which is told what it holds as a trainer tells it."""
+        """Start a checkpoint server, and publish the state to it as a trainer does."""
         run_dir = state.folder / f"source{state.nbytes}.{number}"
         worker = self._start("source", [state.fd, str(run_dir)], [state.fd])
         handle = ServerHandle.start_or_attach(ServerSettings("job", "r0", run_dir), 1)

@@ -52,7 +52,7 @@ class TransferWorker:
         self.hello = self._hear()
 
     def ask(self, *request: object) -> Any:
-        """Have it do something; what it answers. Ends the benchmark if it failed."""
+        """Send a request to the worker; return its answer. End the benchmark if the worker failed."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -85,7 +85,7 @@ class TransferWorker:
 
 
 class Stopwatch:
-    """Time from here on: of the clock, and of this process's processors."""
+    """Measures the time of the clock and the processor time of this process."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter(), time.process_time()
@@ -119,7 +119,7 @@ def tensors_of(file: memoryview) -> dict[str, Any]:
 
 
 def source(fd: int, run_dir: str) -> None:
-    """A checkpoint server as it is, but for its slots, which are memory that was there before."""
+    """Run a real checkpoint server whose slots are memory that existed before."""
     import uvloop
 
     from fabric.ckpt_server.server import slots
@@ -213,7 +213,7 @@ class Receiver:
                 raise AssertionError(f"block {block} is wrong")
 
     def _spoil(self) -> None:
-        """Make every block wrong, so that what is found later has come since."""
+        """Damage every block, so that a correct block later must have arrived since."""
         for begin in range(0, len(self._target), BLOCK):
             self._target[begin] ^= 0xFF
 

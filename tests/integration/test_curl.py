@@ -1,5 +1,6 @@
-"""docs/http.md is true: every curl line on it is run as it stands against a job held still in a step, and the
-answers have the shape that is shown there."""
+"""Runs every curl line of docs/http.md against a job held still in a step, and compares the answers' shape
+with the page.
+"""
 
 import json
 import os
@@ -87,7 +88,9 @@ def curl(job: Job, address: str, *options: str) -> bytes:
 
 
 def like(shown: object, answered: object, where: str = "answer") -> None:
-    """Every key that is shown is answered, with a value of the same kind; lists by their first element."""
+    """Check that the answer has every shown key, with a value of the same type; compare lists by their first
+    element.
+    """
     if isinstance(shown, bool) or not isinstance(shown, int | float):
         assert type(answered) is type(shown), f"{where} is {answered!r}, shown is {shown!r}"
     else:
@@ -102,7 +105,7 @@ def like(shown: object, answered: object, where: str = "answer") -> None:
 
 
 def samples(text: str) -> set[tuple[str, tuple[str, ...]]]:
-    """Names of the metrics in Prometheus' text format, each with the names of its labels."""
+    """Return the names of metrics in Prometheus' text format, each with the names of its labels."""
     families = text_string_to_metric_families(text)
     return {(s.name, tuple(sorted(s.labels))) for family in families for s in family.samples}
 
@@ -171,7 +174,7 @@ def code(job: Job, address: str, *options: str) -> str:
 
 
 def closed_paths() -> list[str]:
-    """Every path that wants the token."""
+    """Return every path that needs the token."""
     found = []
     for variable, module in (("$LIGHTHOUSE", lighthouse_routes), ("$CKPT", ckpt_routes)):
         for resource in module.make_app(None, None).router.resources():
@@ -208,7 +211,7 @@ def manifest(job: Job) -> dict:
 
 
 def state_digest(file: bytes) -> str:
-    """As the page says it is made."""
+    """Compute a state's digest as the page defines it."""
     size = 4 << 20
     hasher = xxhash.xxh3_128(len(file).to_bytes(8, "big") + size.to_bytes(8, "big"))
     for begin in range(0, len(file), size):
@@ -304,7 +307,7 @@ def test_an_impossible_command_is_refused(job, body, status):
 
 
 def tell(job: Job, example: Example) -> None:
-    """Run a line of the last section; the events say by whom it was asked for, and why."""
+    """Run a line of the last section; check that the events name the operator and the reason."""
     answered = json.loads(shell(job, example.command).stdout)
     assert answered == {**json.loads(example.answer), "job": "test"}
     told = json.loads(re.search(r"-d '(.*?)'", example.command)[1])
@@ -314,8 +317,9 @@ def tell(job: Job, example: Example) -> None:
 
 
 def test_the_operator_commands_of_the_page_work(job):
-    """The last section of the page, in order: r2 is drained, nobody notices; r1 is evicted and returns; then
-    the orders."""
+    """The last section of the page in order: r2 is drained without a stop, r1 is evicted and returns, then
+    the overrides.
+    """
     drain, evict, *orders = TELLING
     assert len(orders) == 4
     tell(job, drain)

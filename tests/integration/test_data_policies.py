@@ -24,7 +24,7 @@ def environment(loop="map", options=None, **more):
 
 
 def finish(job):
-    """Everybody finishes with the same state, and the journals show every promise kept."""
+    """Check that all replicas finish with the same state, and that the journals are valid."""
     job.finish()
     assert job.codes == dict.fromkeys(job.pids, 0), job.logs()
     assert len(set(finals(job).values())) == 1
@@ -35,7 +35,7 @@ def finish(job):
 
 
 def commits(job, replica):
-    """step -> its last commit line."""
+    """Return step -> its last commit line."""
     return {e["step"]: e for e in job.events(replica, "commit")}
 
 
@@ -129,7 +129,9 @@ def test_a_poisoned_micro_batch_is_skipped_by_all_and_recorded(zygote, tmp_path)
 
 
 def test_two_unrelated_deaths_do_not_poison_a_micro_batch(zygote, tmp_path):
-    """Two die in the same step, each at a micro-batch of its own: the third computes them all."""
+    """Two replicas die in the same step at different micro-batches, and the third computes all
+    micro-batches.
+    """
     with Job(zygote, tmp_path, environment=environment()) as job:
         job.kill_together(8, ("r1", "r2"))
         summary = finish(job)
@@ -137,7 +139,7 @@ def test_two_unrelated_deaths_do_not_poison_a_micro_batch(zygote, tmp_path):
 
 
 def assert_fabric_run_imports_no_torch(job: Job) -> None:
-    """The script would write a file, and every import of torch fails."""
+    """Run a script that would write a file, in an environment in which every import of torch fails."""
     (job.folder / "torch.py").write_text("raise SystemError('torch was imported')")
     script = job.folder / "train.py"
     script.write_text("import pathlib; pathlib.Path(__file__).with_name('ran').touch()")
@@ -187,7 +189,7 @@ def test_an_exception_at_a_sample_fails_the_job_and_is_not_retried(zygote, tmp_p
 
 
 def test_with_two_readers_per_shard_one_death_skips_no_data(zygote, tmp_path):
-    """Two of three can read each part: one death skips nothing."""
+    """Two of three replicas can read each part, so one death skips no data."""
     with Job(zygote, tmp_path, environment=environment(options={"redundancy": 2})) as job:
         job.start_all({"r1": "forward@8=kill"})
         summary = finish(job)
@@ -201,7 +203,8 @@ def test_with_two_readers_per_shard_one_death_skips_no_data(zygote, tmp_path):
 
 def test_seven_replicas_with_three_readers_per_shard_mask_three_deaths(zygote, tmp_path):
     """SPARe's layout with offsets 0, 1 and 3: three replicas die in mid-step, one after the other, and stay
-    away. Every process reads the shards of its loader alone."""
+    away. Every process can read only the shards of its loader.
+    """
     options = {"redundancy": 3}
     given = environment("local", options, DATA_GLOBAL="28", DATA_MICRO="2", TINY_PATIENT_STEPS="0")
     points = {"r1": "forward@5=kill", "r2": "forward@10=kill", "r4": "forward@15=kill"}
@@ -254,7 +257,7 @@ def test_a_rack_dies_and_no_shard_is_without_a_reader(zygote, tmp_path):
 
 
 def undisturbed(shards):
-    """The parameters (sums of absolute values) after the same steps in one process, without fabric."""
+    """Return the parameters (sums of absolute values) after the same steps in one process without fabric."""
     from tiny_trainer import Samples, build
 
     from fabric.client.data.loader import SamplePlan
@@ -274,7 +277,9 @@ def undisturbed(shards):
 
 
 def test_a_job_with_a_shard_that_no_member_can_read_waits_for_a_reader(zygote, tmp_path):
-    """With one reader per shard a death stops the others until that replica is back; nothing is left out."""
+    """With one reader per shard a death stops the others until the replica is back, and no data is left
+    out.
+    """
     with Job(zygote, tmp_path, environment=environment(options={"redundancy": 1})) as job:
         job.start_all({"r1": "forward@8=kill"})
         job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")

@@ -1,4 +1,4 @@
-"""The demo as a person runs it: killed, undisturbed, and a control run that must be told apart.
+"""The demo as a person runs it: with a kill, undisturbed, and a control run whose loss must differ.
 
 A failure must not change the mathematics. The only thing that may differ between the run with a kill and
 the undisturbed one is the order in which float32 gradients are added (three members, then two, then

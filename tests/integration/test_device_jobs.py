@@ -43,7 +43,7 @@ def fill(gradients: FlatGradients, value: float) -> None:
 
 
 def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
-    """Backward, copies and the update are all on the device's time, in any order that events allow."""
+    """Backward, copies and the update run on the device, in any order that events allow."""
     device, gradients = SimulatedDevice(), one_layer()
     backend = DeviceBackend(device, gradients.nbytes)
     slot = torch.zeros(gradients.nbytes, dtype=torch.uint8)

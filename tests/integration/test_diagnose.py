@@ -1,4 +1,4 @@
-"""``fabric diagnose --job`` asks living jobs: one that runs, a replica that hangs, a rank that stays away."""
+"""``fabric diagnose --job`` on living jobs: a healthy job, a hanging replica, and an absent rank."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def diagnosed(job: Job, sentence: str, *more: str) -> dict:
 
 
 def test_a_replica_that_hangs_in_user_code_is_named(zygote, tmp_path):
-    """The others wait for r0 in our own exchange; what was read says the same again from its folder."""
+    """The others wait for r0 in fabric's exchange; the saved evidence gives the same report."""
     with Job(zygote, tmp_path / "job", environment={"TINY_STEPS": "500"}) as job:
         job.start_all({"r0": f"forward@{STEP}=wait:{tmp_path / 'go-on'}"})
         job.wait_for(lambda: len(job.events("r0", "commit")) == STEP, "the steps before")

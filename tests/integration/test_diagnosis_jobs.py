@@ -1,5 +1,6 @@
-"""Why a job was held up, found out by the lighthouse while it happens: real processes that are stopped, stuck
-in C, in a collective that a rank does not come to, in collectives that do not match, behind a slow link."""
+"""The lighthouse diagnoses real hangs: a stopped process, C code, an absent rank, mismatched collectives, a
+slow link.
+"""
 
 import os
 import signal
@@ -12,7 +13,7 @@ PATIENT = {"FABRIC_EXCHANGE_S": "3", "FABRIC_USER_CODE_S": "3"}
 
 
 def diagnosed(job: Job, replica: str = "") -> dict:
-    """The first recovery record with a diagnosis, of this replica's loss if one is named."""
+    """Return the first recovery record with a diagnosis, of the named replica's loss if given."""
 
     def found() -> list[dict]:
         return [r for r in job.recoveries() if r["diagnosis"] and (not replica or replica in r["lost"])]
@@ -73,7 +74,7 @@ def test_the_diagnosis_names_ranks_whose_collectives_do_not_match(zygote, tmp_pa
 
 
 def test_the_diagnosis_names_a_slow_link(zygote, tmp_path):
-    """Every process runs; what is sent to r1 crawls from some step on."""
+    """Every process runs, but from some step on the bytes to r1 arrive slowly."""
     environment = {"TINY_STEPS": "500", "TINY_WIDTH": "8192", "FABRIC_DATA_PLANE": "tcp", **PATIENT}
     with Job(zygote, tmp_path, environment=environment) as job, SlowLink() as link:
         job.start("r0")

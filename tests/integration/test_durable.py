@@ -1,4 +1,4 @@
-"""Durable checkpoints in whole jobs: written while they train, and where they begin again without memory."""
+"""Jobs write durable checkpoints while they train, and begin again from them without memory."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def wait_for_step(job: Job, step: int) -> None:
 
 
 def write_some(job: Job) -> None:
-    """Train until the checkpoints of steps 10 and 20 are complete; nobody goes on from step 25 then."""
+    """Train until the checkpoints of steps 10 and 20 are complete; all replicas stop at step 25."""
     job.start_all({"r0": ",".join(f"optimizer@{at}=wait:{job.folder}/go{at}" for at in (14, 24))})
     wait_for_step(job, 10)
     (job.folder / "go14").touch()
@@ -53,7 +53,7 @@ def write_some(job: Job) -> None:
 
 
 def kill_everything(job: Job) -> None:
-    """All trainers, all checkpoint servers, and what they had started."""
+    """Kill all trainers, all checkpoint servers and their child processes."""
     for replica in job.pids:
         job.kill(replica)
     for pid in job.server_pids():
@@ -63,7 +63,7 @@ def kill_everything(job: Job) -> None:
 
 
 def states(job: Job, replica: str) -> dict[int, str]:
-    """Step -> digest of the state, the last time this replica was there."""
+    """Return step -> digest of the state at this replica's last visit of the step."""
     return {e["step"]: e["digest"] for e in job.events(replica, "state")}
 
 

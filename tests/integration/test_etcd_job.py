@@ -18,7 +18,7 @@ def test_a_kill_with_etcd_as_the_store(zygote, tmp_path, etcd_url):
 
 
 def test_a_lighthouse_dies_in_the_middle_of_a_recovery(zygote, tmp_path, etcd_url):
-    """Killed with SIGKILL when a replica dies: its successor reads the record and decides."""
+    """The lighthouse is killed when a replica dies; the next leader reads the record and decides."""
     environment = {"TEST_STORE": etcd_url, "TEST_NAMESPACE": "failover", "FABRIC_EXCHANGE_S": "30"}
     with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all()

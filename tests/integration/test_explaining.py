@@ -7,7 +7,7 @@ from test_failures import finish_and_check
 
 
 def logged(job: Job, name: str) -> list[dict]:
-    """The structured lines of one log; what else is in it (the trainers' own output) is left out."""
+    """Return the structured lines of one log, without the trainers' own output."""
     lines = (job.folder / name).read_text().splitlines()
     return [json.loads(line) for line in lines if line.startswith("{")]
 

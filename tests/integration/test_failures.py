@@ -1,5 +1,6 @@
-"""Real trainers killed and stopped with real signals at named points: the others go on, the dead one comes
-back with live state, and at the end everybody is bitwise equal and every sample was counted once."""
+"""Real trainers are killed and stopped at failpoints: the others go on, the dead replica comes back, all
+states end bitwise equal, and every sample counts once.
+"""
 
 import os
 import signal
@@ -16,7 +17,9 @@ PATIENT = {"TINY_PATIENT_STEPS": "30"}
 
 
 def check(job: Job, steps: int = STEPS) -> None:
-    """Judge the journals as ``fabric demo verify`` does: all invariants, digests equal, nothing lost."""
+    """Judge the journals as ``fabric demo verify`` does: all invariants hold, digests agree, no step is
+    lost.
+    """
     verdict = judge(read_run(job.folder))
     assert not verdict.broken, "\n".join(verdict.broken[:10])
     summary = verdict.summary
@@ -87,7 +90,7 @@ def test_a_member_stopped_at_a_failpoint_is_evicted_and_comes_back(zygote, tmp_p
 
 @pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
 def test_a_joining_replica_killed_at_a_failpoint_joins_again(zygote, tmp_path, point):
-    """A failure during a join: the newcomer dies on its way in, and its successor gets in."""
+    """The newcomer dies during its join, and its next process joins."""
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "120", **PATIENT}) as job:
         job.later_points["r1"] = [f"{point}=kill"]
         job.start_all({"r1": "forward@8=kill"})
@@ -98,7 +101,7 @@ def test_a_joining_replica_killed_at_a_failpoint_joins_again(zygote, tmp_path, p
 
 @pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
 def test_a_joining_replica_stopped_at_a_failpoint_holds_up_no_member(zygote, tmp_path, point):
-    """A newcomer that is stopped on its way in holds nobody up; continued, it gets in without a restart."""
+    """A newcomer stopped during its join delays no member; after it continues, it joins without a restart."""
     environment = {"TINY_STEPS": "120", "FABRIC_SNAPSHOT_SHARE": "1000", **PATIENT}
     with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all({"r1": "forward@8=kill"})
@@ -147,7 +150,9 @@ def test_the_member_that_snapshots_for_a_joining_replica_dies(zygote, tmp_path):
 
 
 def test_all_trainers_die_and_the_job_resumes_from_host_memory(zygote, tmp_path):
-    """Cold start: the checkpoint servers' memory outlives all trainers; what is lost is said."""
+    """A cold start: the checkpoint servers' memory outlives all trainers, and the event names the lost
+    steps.
+    """
     environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "40"}
     with Job(zygote, tmp_path, environment=environment) as job:
         job.kill_together(15, ("r0", "r1", "r2"))

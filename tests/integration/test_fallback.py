@@ -1,5 +1,4 @@
-"""Newcomers that cannot catch up while the others step, with real processes: the others wait once for their
-state, and the event says why."""
+"""A newcomer that cannot catch up enters by a blocking join, and the event gives the reason."""
 
 from job import Job
 from test_corruption import bad
@@ -28,8 +27,9 @@ def test_a_replica_that_replays_too_slowly_enters_by_a_blocking_join(zygote, tmp
 
 
 def test_without_bitwise_equality_one_setting_turns_digests_and_replay_off(zygote, tmp_path):
-    """The states drift apart, as on unlike devices: with the setting nobody is accused, and who comes back is
-    given a state while the others wait."""
+    """States drift apart, as on unlike devices: with FABRIC_REPRODUCIBLE=0 no member is evicted, and a
+    returning replica enters by a blocking join.
+    """
     environment = bad("states that drift", TINY_STEPS="50", FABRIC_REPRODUCIBLE="0", TINY_PATIENT_STEPS="30")
     with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all({"r1": "forward@8=kill"})

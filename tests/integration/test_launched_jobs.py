@@ -37,7 +37,7 @@ class LaunchedJob(RankJob):
         super().__exit__(*error)
 
     def launch(self, replica: str, *options: str, torchrun: bool = False, **more: str) -> None:
-        """Start a replica's launcher; its ranks write down what they were started with."""
+        """Start a replica's launcher; its ranks record their environment."""
         program = [*TORCHRUN, *options] if torchrun else ["-m", "fabric.cli.main", "launch", *options]
         environment = self.trainer_environment(
             replica,
@@ -59,7 +59,7 @@ class LaunchedJob(RankJob):
         self.groups[replica] = [f"{replica}.{rank}" for rank in range(self.ranks)]
 
     def notes(self, replica: str) -> list[list[str]]:
-        """Rank, process, rendezvous port and layout of every start of a rank."""
+        """Return rank, process, rendezvous port and layout of every start of a rank."""
         path = self.folder / f"{replica}.notes"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -151,7 +151,7 @@ def test_the_users_mistake_ends_every_launcher_after_one_start(job):
 
 
 def test_a_replica_alone_goes_on_with_fewer_ranks(zygote, tmp_path):
-    """The device of rank 1 fails in two attempts. The state of two ranks is read by one, from memory."""
+    """The device of rank 1 fails in two attempts. One rank then reads the state of two ranks from memory."""
     steps, gate = 14, tmp_path / "gate"
     environment = {
         "TINY_STEPS": str(steps),

@@ -1,6 +1,7 @@
 """A job that is killed and started again in another layout of ranks goes on without help: from the old
-checkpoint servers' memory where they live, else from durable storage. Its losses are those of one process
-that trains alone."""
+checkpoint servers' memory where they live, else from durable storage. The job's losses equal those of one
+process that trains alone.
+"""
 
 import json
 import os
@@ -27,7 +28,7 @@ def events(job: RankJob, replica: str, rank: int, kind: str) -> list[dict]:
 
 
 def recoverable(job: RankJob) -> int:
-    """The step of the freshest state that memory holds, as the lighthouse says; -1 before there is one."""
+    """Return the step of the newest state in memory, as the lighthouse says; -1 before the first state."""
     try:
         found = job.status()["recoverable"]
     except urllib.error.HTTPError as error:
@@ -38,7 +39,7 @@ def recoverable(job: RankJob) -> int:
 
 @contextmanager
 def killed(zygote, folder: Path, layout: str, ranks: int, replicas: int, **environment: str):
-    """A job whose trainers have all been killed when they stood at step STOP; its servers live."""
+    """A job whose trainers were all killed at step STOP, and whose checkpoint servers live."""
     common = {
         "TEST_TRAINER": "layout_trainer",
         "TINY_STEPS": str(STEPS),
@@ -76,7 +77,9 @@ def start_again(job: RankJob, layout: str, ranks: int, **environment: str) -> No
 
 
 def check(job: RankJob, scheme: str) -> None:
-    """Everybody took its slices of step 6 from there and trained on to the end as one process would have."""
+    """Check that all ranks took their slices of step 6 from these sources, and trained on as one process
+    would.
+    """
     assert set(job.codes.values()) == {0}, job.logs()
     expected = losses_alone(build(), STEPS, GLOBAL_BATCH)
     for i in range(job.replicas):
@@ -108,7 +111,7 @@ def test_a_job_in_another_layout_goes_on_from_memory(zygote, tmp_path, old, new,
 
 
 def test_a_job_in_another_layout_goes_on_from_durable_storage(zygote, tmp_path):
-    """As many ranks as before, which are sharded otherwise."""
+    """The new layout has as many ranks as the old one, but shards the model differently."""
     environment = {"FABRIC_DURABLE": str(tmp_path / "durable"), "FABRIC_DURABLE_EVERY": "6"}
     with killed(zygote, tmp_path / "job", "fsdp", 2, 1, **environment) as job:
         for pid in job.server_pids():

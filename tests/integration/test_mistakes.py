@@ -1,5 +1,6 @@
-"""A user's mistakes with real processes: one sentence that says what to do, exit code 1, nothing
-half-applied, and the other replicas finish."""
+"""A user's mistake leads to one sentence that says what to do, exit code 1 and no half-applied step, and the
+other replicas finish.
+"""
 
 import http.server
 import os
@@ -46,13 +47,13 @@ def refused(job: Job, replica: str = "r0", **environment: str) -> str:
 
 
 def forget(job: Job, replica: str) -> None:
-    """This one has ended as it should; ``finish`` is about the others."""
+    """Forget a replica that has ended as expected, so that ``finish`` ignores it."""
     job.pids.pop(replica)
 
 
 @pytest.fixture(scope="module")
 def idle(zygote, tmp_path_factory):
-    """A lighthouse that nobody has got into: every test leaves it so."""
+    """A lighthouse whose jobs never start, shared by the tests."""
     with Job(zygote, tmp_path_factory.mktemp("idle"), replicas=1) as job:
         yield job
 
@@ -65,7 +66,7 @@ def fresh_log(request):
 
 
 def leaves_nothing(job: Job) -> None:
-    """No server lives on for a process that never was in the job."""
+    """Check that no checkpoint server outlives a process that never joined the job."""
     job.wait_for(lambda: not job.server_pids(), "the end of the checkpoint server")
 
 
@@ -212,7 +213,7 @@ def test_a_step_of_total_weight_0_has_no_update_and_is_reported(zygote, tmp_path
 
 @pytest.fixture
 def pair(zygote, tmp_path):
-    """Two replicas that step until told to end, however long the third one takes to be refused."""
+    """Two replicas that step until the test ends them, after the refusal of a third replica."""
     environment = {"TINY_STEPS": "40", "TINY_STEP_S": "0.005"}
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
         hold = job.folder / "go-on"
@@ -251,7 +252,7 @@ def test_a_joiner_whose_tensors_differ(pair, what):
 
 
 def test_a_joining_replica_that_exchanges_on_another_device_is_refused(pair):
-    """A member on a CPU and one on a GPU cannot reduce together: said at the door, not in every round."""
+    """A CPU member and a GPU member cannot reduce together, so the lighthouse refuses the session."""
     pair.start("r2", FABRIC_JOURNAL="", TEST_TRAINER="device_trainer")
     pair.wait_for(lambda: pair.ended("r2") is not None, "the end of r2")
     assert pair.ended("r2") == 1, pair.logs()
@@ -311,8 +312,9 @@ def test_a_token_of_another_job(pair):
 
 
 def test_a_joiner_whose_state_has_other_parts(zygote, tmp_path):
-    """Its parameters fit, so it is let in as far as fetching the state, which does not fit: nothing of it is
-    loaded, and it is not admitted."""
+    """The replica's parameters fit, but the fetched state does not: the replica loads nothing and is not
+    admitted.
+    """
     environment = {"TINY_STEPS": "600", "TINY_STEP_S": "0.005"}
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
         job.start_all()
@@ -335,8 +337,9 @@ ON_THE_WAY = {
 
 
 def all_fail(job: Job, why: str) -> None:
-    """r2 ended with code 1, and so do the others, who would compute the same; each says why, and none has
-    committed the step of the mistake."""
+    """Check that r2 and the other replicas ended with code 1 and a reason, and that none committed the step
+    of the mistake.
+    """
     job.finish()
     assert job.codes == {"r0": 1, "r1": 1, "r2": 1}, job.logs()
     assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
@@ -366,7 +369,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("what", BETWEEN)
 def test_a_model_that_changes_between_looks_is_left_out(zygote, tmp_path, what):
-    """The majority goes on; who is left out is offered its state, which does not fit, and ends."""
+    """The majority goes on; the evicted replica cannot load the majority's state, and ends."""
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "20", "TINY_STEP_S": "0.005"}) as job:
         hold = job.folder / "go-on"
         job.start("r0", f"forward@15=wait:{hold}")
@@ -399,7 +402,9 @@ def test_a_state_that_can_no_longer_be_serialised(zygote, tmp_path):
     ],
 )
 def test_shared_state_that_forward_changes(zygote, tmp_path, what, how):
-    """Whatever changes state beside the optimizer is refused at the next digest, snapshot or none."""
+    """Code that changes shared state outside the optimizer's step fails at the next digest, even without a
+    snapshot.
+    """
     with Job(zygote, tmp_path, replicas=1, environment={"FABRIC_SNAPSHOT_SHARE": "0"}) as job:
         job.start("r0", **odd(what))
         job.finish()
@@ -431,7 +436,7 @@ def test_an_exception_in_the_users_loop(zygote, tmp_path):
 
 
 def test_initial_states_that_differ(zygote, tmp_path):
-    """Other seeds, other initial weights: everybody starts from one replica's state."""
+    """The replicas have different initial weights, so all start from one replica's state."""
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "20", "TINY_STEP_S": "0.005"}) as job:
         for i in range(3):
             job.start(f"r{i}", TINY_SEED=str(i + 1))
@@ -444,7 +449,7 @@ def test_initial_states_that_differ(zygote, tmp_path):
 
 
 def test_a_corrupted_chunk(zygote, tmp_path):
-    """One bit flipped on the wire: the round is done again, and nobody is lost."""
+    """One bit flips on the wire: the members redo the round, and no member is lost."""
     port = closed_port()
     tiny = {"TINY_STEPS": "20", "TINY_STEP_S": "0.005", "FABRIC_DATA_PLANE": "tcp"}
     with Job(zygote, tmp_path, environment=tiny) as job:
@@ -566,7 +571,7 @@ def test_a_script_with_fabric_disabled_computes_the_same(zygote, tmp_path):
 
 
 def exchanges(job: Job, replica: str) -> dict[int, tuple[float, int]]:
-    """step -> (the average gradient, how many members) as one replica printed them."""
+    """Return step -> (the average gradient, number of members), as one replica printed them."""
     found = {}
     for line in (job.folder / f"{replica}.log").read_text().splitlines():
         if line.startswith("exchange "):

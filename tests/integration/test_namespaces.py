@@ -1,5 +1,6 @@
 """A job over two hosts with networks of their own: the cable between them is pulled, and loses one way. The
-side that keeps the lighthouse goes on, and the other one comes back without a restart."""
+host with the lighthouse goes on, and the replica on the other host comes back without a restart.
+"""
 
 import pytest
 from job import Job

@@ -1,5 +1,6 @@
-"""A gradient that is not a number, with real processes: passed on, skipped by all together, or the end of the
-job, as ``on_nan`` says; who put it in, and the tensor, are named."""
+"""A NaN gradient in real jobs: passed on, skipped by all replicas, or the end of the job, as ``on_nan`` says.
+The error names replica and tensor.
+"""
 
 from job import Job
 from test_corruption import bad

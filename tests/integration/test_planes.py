@@ -20,7 +20,7 @@ def planes(job: Job, replica: str, epoch: int) -> set[tuple[str, str]]:
 
 
 def server_port(job: Job, replica: str) -> int:
-    """Where its checkpoint server listens, or 0 before it is a member."""
+    """Return the port of the replica's checkpoint server, or 0 before it is a member."""
     try:
         members = job.status()["members"]
     except HTTPError:
@@ -29,7 +29,7 @@ def server_port(job: Job, replica: str) -> int:
 
 
 def settled(job: Job) -> int:
-    """The last epoch that all three replicas were in."""
+    """Return the last epoch with all three replicas."""
     return max(e["epoch"] for e in job.events("r0", "epoch") if len(e["roster"]) == job.replicas)
 
 
@@ -45,7 +45,7 @@ def test_members_on_one_host_share_memory_by_themselves_and_survive_a_kill_in_th
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_a_ring_may_be_mixed_and_loses_a_member_in_the_midst_of_an_exchange(zygote, tmp_path, action):
-    """r2 is told to use TCP, so its two links are, and the link between r0 and r1 is of shared memory."""
+    """r2 is set to TCP, so its two links use TCP, and the link between r0 and r1 uses shared memory."""
     with Job(zygote, tmp_path) as job:
         job.start("r0")
         job.start("r1", points=f"ring@12={action}")

@@ -1,6 +1,6 @@
 """Replicas of several real processes: one rank dies, its replica goes and returns, the lanes stay equal.
 
-The surviving replica's losses are those of one process that trains alone on the same data.
+The surviving replica's losses equal those of one process that trains alone on the same data.
 """
 
 import re

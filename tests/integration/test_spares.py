@@ -1,4 +1,4 @@
-"""A real spare: it stands by with the state, takes the place of a member that dies, and nobody starts."""
+"""A real spare keeps up with the state, and takes a dead member's place without the start of a process."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ HELD_STEP = 30
 
 
 def stands_by(job: Job, replica: str) -> bool:
-    """Whether it is outside and has the state of the step that the members are at."""
+    """Return whether the spare is outside the roster with the state of the members' step."""
     with contextlib.suppress(OSError):
         found = job.status()
         return any(

@@ -1,4 +1,4 @@
-"""A checkpoint server that is stopped stops nobody: real trainers go on, people are told, and it heals."""
+"""A stopped checkpoint server stops no trainer; the lighthouse reports it, and the server recovers."""
 
 import json
 import os

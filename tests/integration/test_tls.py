@@ -1,4 +1,4 @@
-"""TLS in both directions by configuration: a job that speaks HTTP in no other way, and who is kept out."""
+"""A job that speaks HTTP only over TLS in both directions, and the clients that it refuses."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def the_line_of_the_page(job: Job, tls: Tls) -> str:
 
 
 def looked_at(job: Job, tls: Tls) -> list[dict]:
-    """Return the lighthouse's probe of r1 after its loss."""
+    """Return the lighthouse's probe of r1 after the loss of r1."""
     lines = curl(f"{job.url}/v1/jobs/test/recoveries", tls, "-H", TOKEN).stdout.splitlines()[:-1]
     diagnoses = [json.loads(line).get("diagnosis") for line in lines if line.strip()]
     return [seen for found in diagnoses if found for seen in found["seen"] if seen["replica"] == "r1"]
@@ -132,7 +132,9 @@ def command(job: Job, *arguments: str, **others: str) -> subprocess.CompletedPro
 
 
 def the_client_believes_nobody_else(ckpt: str, mine: Tls, stranger: Tls, job: Job) -> None:
-    """A fetch with the right certificates arrives, any other is refused before a byte is taken."""
+    """Check that a fetch with the right certificates succeeds, and any other is refused before the first
+    byte.
+    """
     [entry] = json.loads(curl(f"{ckpt}/v1/snapshots", mine, "-H", TOKEN).stdout.rpartition("\n")[0])[-1:]
     state, memory = (
         SnapshotRef(entry["generation"], entry["step"], entry["digest"]),

@@ -1,4 +1,6 @@
-"""A token is replaced while its job runs, as docs/runbook.md says: nobody ends, the old one opens nothing."""
+"""A token is replaced while its job runs, as docs/runbook.md says: no process ends, and the old token opens
+nothing.
+"""
 
 import json
 import urllib.error
@@ -35,7 +37,7 @@ def test_a_token_is_replaced_while_the_job_runs(zygote, tmp_path):
             job.wait_for(lambda: step_of(job, token) > before + 2, "commits")
 
         def opens(token: str, *, everywhere: bool) -> bool:
-            """Whether the token opens everything, or nothing where ``everywhere`` is False."""
+            """Return whether the token opens all services, or, with ``everywhere`` False, none."""
             wanted = 200 if everywhere else 401
             places = [f"{job.url}/v1/jobs/test", *(f"{url}/v1/snapshots" for url in servers)]
             return all(status_of(url, token) == wanted for url in places)
@@ -88,7 +90,7 @@ def step_of(job: Job, token: str) -> int:
 
 
 def incarnations(job: Job, token: str) -> dict[str, int]:
-    """Of the members that take part."""
+    """Return the incarnations of the members."""
     return {x["replica"]: x["incarnation"] for x in members(job, token) if x["running"]}
 
 

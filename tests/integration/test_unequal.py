@@ -1,6 +1,6 @@
 """Replicas of unequal layouts train together: FSDP2 or tensor parallel over two ranks, beside one process.
 
-The losses are those of one process that trains alone, and all end in one state, whatever the layout.
+The losses equal those of one process that trains alone, and all layouts end in one state.
 """
 
 import json

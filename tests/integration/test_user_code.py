@@ -1,4 +1,6 @@
-"""User code, and an answer to the lighthouse, have a bound: who exceeds it is left out, and comes back."""
+"""User code, and answers to the lighthouse, have a time limit: a member beyond the limit is evicted, and
+comes back.
+"""
 
 import os
 import signal
@@ -31,8 +33,9 @@ def test_a_member_that_stays_away_too_long_is_evicted_and_comes_back(zygote, tmp
 
 
 def test_a_stuck_control_thread_is_left_out_and_comes_back(zygote, tmp_path):
-    """r2 dies; on hearing of it r1's control thread is stuck. Its process runs, its session stands, and it
-    neither answers the epoch without r2 nor links up for it."""
+    """r2 dies, and at this news r1's control thread hangs. r1's process runs and its session is open, but r1
+    neither answers nor links up for the epoch without r2.
+    """
     environment = {"TINY_STEPS": "60", "FABRIC_EXCHANGE_S": "3", "FABRIC_USER_CODE_S": "3"}
     with Job(zygote, tmp_path, environment=environment) as job:
         back = job.folder / "back"

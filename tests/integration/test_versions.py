@@ -1,4 +1,4 @@
-"""Members of another protocol version, with real processes: a neighbour takes part, others are told."""
+"""A member of a neighbouring protocol version takes part, and members of other versions are refused."""
 
 import pytest
 from job import Job
@@ -24,7 +24,9 @@ def test_a_neighbouring_version_takes_part(zygote, tmp_path, apart):
 
 @pytest.mark.parametrize("apart", [-1, 1])
 def test_a_lighthouse_is_replaced_by_one_of_a_neighbouring_version(zygote, tmp_path, apart):
-    """A rolling upgrade, and one that is taken back: the other reads its record and its members go on."""
+    """After a rolling upgrade, and after its rollback, the new leader reads the record and the members go
+    on.
+    """
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "300", "TINY_STEP_S": "0.01"}) as job:
         job.start_all()
         job.wait_for(lambda: len(job.events("r0", "commit")) > 10, "ten steps under our lighthouse")

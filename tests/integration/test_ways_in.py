@@ -1,5 +1,4 @@
-"""Every way in, as its example shows it, with real processes: a replica is killed and joins again, and at the
-end all are bitwise equal."""
+"""Every way in, by its example: a replica is killed and joins again, and all replicas end bitwise equal."""
 
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def run(zygote, folder: Path, trainer: str, steps: int = 40, **environment: str)
 
 
 def said(job: Job, replica: str, word: str) -> dict[int, str]:
-    """``step N: word VALUE`` lines of one replica, by step: what its newest process said."""
+    """Return the ``step N: word VALUE`` lines of one replica by step, from its newest process."""
     lines = (job.folder / f"{replica}.log").read_text().splitlines()
     found = {}
     for line in lines:

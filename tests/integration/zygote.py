@@ -4,7 +4,7 @@
 ``TEST_NETNS`` a network namespace to run in.
 
 Requests are JSON lines ``{"environment": {...}, "log": path}``; answers ``{"pid": n}``; when a child ends,
-``{"ended": pid, "status": waitpid status}``. Nothing that starts threads runs before a fork.
+``{"ended": pid, "status": waitpid status}``. The zygote starts no thread before a fork.
 """
 
 import atexit

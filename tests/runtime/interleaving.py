@@ -1,8 +1,8 @@
 """Every interleaving of a few threads at the points that they name, one at a time and in a known order.
 
 An ``Explorer`` runs a scenario again and again, each time with another schedule. The actors are real threads,
-of which one runs at any moment. At a point the one that runs decides who goes on, as the schedule says. So
-nothing depends on the machine: a schedule that fails once fails every time.
+of which one runs at any moment. At a point the running actor hands over to the actor that the schedule names.
+So nothing depends on the machine: a schedule that fails once fails every time.
 """
 
 import threading
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Interleaving:
-    """The choice of the next actor at each point: 0 is the one that runs."""
+    """A schedule: the choice of the next actor at each point; 0 is the running actor."""
 
     prefix: list[int]
     preemptions: int  # how often the schedule may stop an actor that could go on
@@ -31,7 +31,7 @@ class Interleaving:
         return choice
 
     def next_prefix(self) -> list[int] | None:
-        """Depth first; None after the last."""
+        """Return the next schedule in depth-first order; None after the last."""
         choices = list(self.taken)
         while choices:
             choice, count = choices.pop()
@@ -41,7 +41,7 @@ class Interleaving:
 
 
 class Explorer:
-    """``actors`` threads, which live as long as this does."""
+    """Runs scenarios on ``actors`` threads, which live as long as the explorer."""
 
     def __init__(self, actors: int) -> None:
         self._batons = [threading.Lock() for _ in range(actors)]
@@ -77,7 +77,7 @@ class Explorer:
         return self._running
 
     def schedules(self, preemptions: int) -> Iterator[Interleaving]:
-        """All of them; run each one before the next is asked for."""
+        """Yield all schedules; the caller runs each before it requests the next."""
         prefix: list[int] | None = []
         while prefix is not None:
             self.schedule = Interleaving(prefix, preemptions)
@@ -85,7 +85,9 @@ class Explorer:
             prefix = self.schedule.next_prefix()
 
     def run(self, works: list[Callable[[], None]], ready: dict[int, Callable[[], bool]]) -> None:
-        """To the end of all. An actor named in ``ready`` has something to do only while that is true."""
+        """Run all actors to their end. An actor named in ``ready`` has something to do only while that is
+        true.
+        """
         self._works, self.errors = works, []
         self._ready = [ready.get(i, lambda: True) for i in range(len(works))]
         self._left = list(range(len(works)))
@@ -103,11 +105,11 @@ class Explorer:
             self._batons[actor].acquire()
 
     def is_alone(self, actor: int) -> bool:
-        """Whether all others have ended."""
+        """Return whether all other actors have ended."""
         return self._left == [actor]
 
     def _hand_on(self) -> bool:
-        """Choose the next actor; whether it is another than the one that runs."""
+        """Choose the next actor; return whether it is another than the running one."""
         actor = self._running
         able = [i for i in self._left if self._ready[i]()]
         goes_on = actor in able

@@ -1,4 +1,4 @@
-"""A service without a token is not at the mercy of the pages that are open in a browser on its host."""
+"""Pages in a browser on the host cannot use a service without a token."""
 
 import json
 
@@ -12,7 +12,7 @@ from fabric.runtime.http.http_service import errors_as_json, serve
 
 @pytest.fixture
 async def service():
-    """Its URL, and what got through to it."""
+    """Run a service; yield its URL and the requests that reached it."""
     heard: list[str] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,6 @@
-"""How many connections a service holds: who has to go, and that a right request is answered all the same."""
+"""The limit of a service's connections: which connections it closes, and that valid requests are still
+answered.
+"""
 
 import asyncio
 import os
@@ -142,7 +144,7 @@ def test_the_limit_of_descriptors_is_raised_to_the_hard_limit():
 
 
 class AnsweringService:
-    """One that answers at once, when told to, or after a body."""
+    """A service that answers at once, when the test says so, or after a body."""
 
     scheme = "http"
     tls: ssl.SSLContext | None = None
@@ -190,7 +192,7 @@ async def service(tls: Tls | None = None) -> AsyncIterator[AnsweringService]:
 
 @contextmanager
 def strangers(port: int, count: int, says: bytes, host: str = "127.0.0.2") -> Iterator[list[socket.socket]]:
-    """Connections from another address, which say ``says`` and then nothing."""
+    """Open connections from another address that send ``says`` and then nothing."""
     with ExitStack() as stack:
         found = []
         for _ in range(count):
@@ -210,7 +212,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def in_every_loop(story):
-    """Run a story on both event loops."""
+    """Run a scenario on both event loops."""
 
     @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
     def test(run):
@@ -238,7 +240,7 @@ async def test_silent_strangers_make_room_and_keep_no_member_out():
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 def test_a_handshake_that_does_not_end_is_idle_too(run, tmp_path):
-    """An event loop's own server says nothing of these, and each has a descriptor."""
+    """An event loop's own server does not report unfinished TLS handshakes, but each takes a descriptor."""
     authority = Authority(tmp_path / "ca")
     cert, key = authority.issue("service")
 

@@ -79,7 +79,7 @@ async def test_the_core_is_called_at_its_deadline():
 
 
 async def test_the_deadline_that_was_named_last_is_the_one_that_counts():
-    """One timer. It stays where the deadline moves away, and then finds that nothing is due."""
+    """One timer. The timer stays when the deadline moves away, and then finds no due deadline."""
     clock = DriverClock()
     ticked = asyncio.Event()
     core = ScriptedCore({TICK: ["ticked"]}, deadlines=[0.01, 1000.0, 0.02])
@@ -98,7 +98,7 @@ async def test_the_deadline_that_was_named_last_is_the_one_that_counts():
 
 
 def timers() -> list[asyncio.TimerHandle]:
-    """The driver's timers that are still to fire."""
+    """Return the driver's timers that have not fired."""
     scheduled = asyncio.get_running_loop()._scheduled
     return [t for t in scheduled if not t.cancelled() and "_on_timer" in repr(t)]
 
@@ -178,7 +178,7 @@ class Numbers:
 
 
 async def run_in_threads(*works) -> None:
-    """All at once, and to the end."""
+    """Run all functions in threads at once, to their end."""
     start = threading.Barrier(len(works))
 
     def run(work) -> None:
@@ -244,7 +244,9 @@ async def test_a_deadline_that_another_thread_brought_about_is_kept():
 
 @pytest.mark.parametrize("struck", ["in the core", "in an effect", "as the turn is passed on"])
 async def test_an_interrupt_of_a_thread_ends_the_driver_and_reaches_the_thread(struck):
-    """Ctrl-C strikes the main thread anywhere: the driver ends, says so once, and hides nothing."""
+    """Ctrl-C may interrupt the main thread anywhere: the driver closes, reports this once, and passes the
+    interrupt on.
+    """
     crashes, caught, performed = [], [], []
     core = ScriptedCore({"a": ["one", "two"]})
 
@@ -283,7 +285,9 @@ async def test_an_interrupt_of_a_thread_ends_the_driver_and_reaches_the_thread(s
 
 
 async def test_the_cores_clock_goes_on_while_the_machine_is_suspended(monkeypatch):
-    """Time that a suspended member does not count would be autonomy that the lighthouse does not grant."""
+    """If a suspended member did not count the time, it would take more autonomy than the lighthouse
+    allows.
+    """
     monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 5e6}.__getitem__)
     heard = []
     core = ScriptedCore()

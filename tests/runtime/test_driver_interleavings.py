@@ -99,7 +99,7 @@ class Loop:
         return bool(self.soon) or self.due() is not None or self.explorer.is_alone(LOOP)
 
     def run(self) -> None:
-        """Until nothing is left to do and nobody else lives."""
+        """Run until no work is left and all other threads have ended."""
         while True:
             self.point()
             if self.soon:
@@ -210,7 +210,9 @@ def close(world: InterleavedRun) -> None:
 def each_schedule(
     preemptions: int, patch: pytest.MonkeyPatch, make: Callable[[Explorer], InterleavedRun], *programs: list
 ) -> list[InterleavedRun]:
-    """All runs. ``programs`` are what the loop's thread does first, and what the others do."""
+    """All runs. Run each schedule; ``programs`` are the first actions of the loop's thread, and those of the
+    other threads.
+    """
     worlds = []
     with Explorer(len(programs)) as explorer:
         for _ in explorer.schedules(preemptions):
@@ -245,7 +247,9 @@ def test_two_threads_lose_no_event_and_never_enter_the_core_at_once(monkeypatch)
 
 
 def test_effects_of_the_loops_thread_stay_there_and_nothing_overtakes_them(monkeypatch):
-    """A list is an effect for the loop's thread alone. One effect feeds an event itself."""
+    """In this test a list is an effect for the event loop's thread alone. One effect feeds an event
+    itself.
+    """
 
     def make(explorer: Explorer) -> InterleavedRun:
         orders = {"a": ["a1", ("a2",), "a3"], "b": [("b1",)], "c": ["c1"]}
@@ -280,7 +284,7 @@ def test_a_core_that_raises_ends_the_driver_and_is_reported_once(monkeypatch, ra
 
 
 def test_close_during_a_turn_ends_it_and_is_no_defect(monkeypatch):
-    """A thread may have taken one event already. All others, and all that comes later, go nowhere."""
+    """A thread may have taken one event already. All other events, and all later events, are dropped."""
 
     def make(explorer: Explorer) -> InterleavedRun:
         return InterleavedRun(explorer, {"a": ["a1", ("a2",)], "a'": ["a3"], "b": ["b1"]})

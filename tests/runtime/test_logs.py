@@ -14,7 +14,7 @@ from fabric.runtime.logs import TextLines
 
 @pytest.fixture
 def fabric_logger():
-    """Ours as it was, whatever a test does to it."""
+    """The logger ``fabric``, restored after the test."""
     logger = logging.getLogger("fabric")
     before = (logger.handlers[:], logger.propagate, logger.level)
     yield logger
@@ -64,7 +64,7 @@ def test_text_has_the_same_fields_in_brackets(fabric_logger):
 
 
 def test_a_line_of_text_is_one_line_whatever_others_wrote(fabric_logger):
-    """A sentence of a tenant was a line of its own in the lighthouse's log, with a time and a level."""
+    """A tenant's text once made a forged line in the lighthouse's log, with time and level."""
     forged = "x\n2026-11-22 10:00:00 INFO fabric: forged \x1b[2J\r\u2028\x9b"
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)

@@ -1,4 +1,4 @@
-"""Work in the background really has a lower priority, and nobody else's changes."""
+"""Background work has a lower priority, and the priority of other threads stays."""
 
 import os
 import threading

@@ -29,7 +29,7 @@ def test_every_folder_that_is_missing_is_made_for_this_user_alone_whatever_the_u
 
 
 def test_a_folder_that_was_there_keeps_its_mode(tmp_path):
-    """A run folder of /tmp, or of / by a name of dots, was once closed to everybody else."""
+    """Fabric once closed /tmp, or / by a name of dots, to all other users."""
     there = tmp_path / "there"
     there.mkdir()
     there.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Where a lighthouse may send those that ask it, with the job's token."""
+"""The hosts to which a client follows a lighthouse's redirect with the job's token."""
 
 import asyncio
 import random
@@ -95,7 +95,7 @@ OTHER = "0.0.0.0"
 
 @asynccontextmanager
 async def sends_away() -> AsyncIterator[tuple[str, list[str], asyncio.Event]]:
-    """A lighthouse that sends everybody to another host; what reached that one."""
+    """Run a lighthouse that redirects to another host; yield the requests that reached that host."""
     reached: list[str] = []
     asked = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The handshake's bytes: who passes, who does not, and that no answer can be used twice."""
+"""The handshake accepts only a peer with the token, and no answer can be used twice."""
 
 import json
 
@@ -66,7 +66,7 @@ def test_a_dialler_cannot_reflect_its_own_proof_as_a_verdict():
 
 
 def greeting_with(**changes: object) -> bytes:
-    """A properly signed hello whose JSON says something else than a Greeting could."""
+    """Return a correctly signed hello whose JSON is no valid Greeting."""
     challenge = b"c" * CHALLENGE_BYTES
     from fabric.transport import greeting as module
 

@@ -1,4 +1,4 @@
-"""Strangers who connect and say nothing: they make room, and the job's own links form meanwhile."""
+"""Silent connections from strangers are dropped when needed, and the job's own links still form."""
 
 import asyncio
 import socket
@@ -69,7 +69,7 @@ async def test_a_writer_that_ends_twice_is_counted_once():
 
 
 def connect_strangers(stack: ExitStack, address: tuple[str, int], addresses: int, says: bytes) -> None:
-    """More connections than handshakes, from so many addresses, that go no further than ``says``."""
+    """Open more connections than handshakes, from these addresses, that send only ``says``."""
     for number in range(MAX_HANDSHAKES + 50):
         source = (f"127.0.0.{number % addresses + 2}", 0)
         sock = stack.enter_context(socket.create_connection(address, DEADLINE_S, source))

@@ -1,4 +1,4 @@
-"""Listener and dialler over real sockets and a real process: who gets in, who is told why not."""
+"""Listener and dialler over real sockets: which peers are accepted, and the reasons sent to others."""
 
 import asyncio
 import contextlib

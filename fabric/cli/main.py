@@ -17,6 +17,7 @@ from fabric.runtime.http.tls import Tls
 
 # Command -> its module, and its line in the help.
 _COMMANDS: dict[str, tuple[str, str]] = {
+    "adapt": ("fabric.cli.operate:adapt", "Say what is done about slow replicas of a job."),
     "admit": ("fabric.cli.operate:admit", "Let in a replica or a host that failures keep out."),
     "ckpt-server": ("fabric.cli.ckpt_server:ckpt_server", "Hold and serve one replica's snapshots."),
     "demo": (

@@ -1,4 +1,4 @@
-"""Operator commands: drain, evict, admit, pause, resume, scale, retry. Each records its author and reason."""
+"""Operator commands: drain, evict, admit, pause, resume, scale, adapt, retry. Each records who orders it."""
 
 import getpass
 import os
@@ -12,6 +12,7 @@ import click
 from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import printable, understood
 from fabric.lighthouse.connections.validation import MOST_REPLICAS
+from fabric.runtime.config import ADAPT_MODES
 
 # The lighthouse's own limit --max-replicas may be lower.
 _REPLICAS = click.IntRange(0, MOST_REPLICAS)
@@ -103,3 +104,25 @@ retry = _order(
     "Let a failed job begin again from the state in memory; start its replicas after that.",
     "may begin again",
 )
+
+
+@click.command("adapt", help="Say what is done about slow replicas of a job.")
+@lighthouse_options
+@click.option("--mode", type=click.Choice(ADAPT_MODES), help="act: lower the shares of slow replicas.")
+@click.option("--veto", metavar="REPLICA", help="Never lower the share of REPLICA.")
+@click.option("--allow", metavar="REPLICA", help="End the veto for REPLICA.")
+@click.option("--why", required=True, help="The reason, for the record.")
+@click.option("--who", default="", help="Who decides; by default this user at this host.")
+def adapt(
+    lighthouse: str, job: str, token_file: Path | None, why: str, who: str, **options: str | None
+) -> None:
+    """Send one request with all orders that are given."""
+    lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=True)
+    orders = {name: value for name, value in options.items() if value is not None}
+    if not orders:
+        raise click.UsageError("give --mode, --veto or --allow")
+    answer = lighthouses.ask(lighthouses.path("adapt"), {**orders, "who": who or _me(), "why": why})
+    with understood("the lighthouse"):
+        vetoed = ", ".join(str(name) for name in answer["vetoed"]) or "none"
+        line = f"job {lighthouses.job}: mode {answer['mode']}; replicas under a veto: {vetoed}"
+    click.echo(printable(line))

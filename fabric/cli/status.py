@@ -228,7 +228,13 @@ def _slow(health: dict[str, Any] | None) -> list[str]:
         shares = ", ".join(f"{replica} {count}" for replica, count in advice["micro_batches"].items())
         lines.append(
             f"advice: {advice['reason']} (micro-batches: {shares}; throughput +{advice['gain']:.0%})"
+            + (f"; not followed: {advice['held']}" if advice.get("held") else "")
         )
+    if in_force := health.get("shares"):
+        shares = ", ".join(f"{replica} {count}" for replica, count in in_force["micro_batches"].items())
+        lines.append(f"shares by speed: {in_force['reason']} (micro-batches: {shares})")
+    if health.get("vetoed"):
+        lines.append(f"vetoed: the shares of {', '.join(health['vetoed'])} are never lowered")
     return lines
 
 

@@ -212,7 +212,10 @@ class JobDetector:
             watched.relative.append((step, seconds / expected))
         if watched.predicted_s is not None:
             watched.ratios.append((step, seconds / watched.predicted_s))
+        was_slow = watched.unit.is_slow
         watched.unit.observe([(work, seconds)])
+        if watched.unit.is_slow != was_slow:  # older samples show the speed before the change
+            watched.relative = deque(list(watched.relative)[-RECENT:], watched.relative.maxlen)
 
     def _in_the_middle(self, work: WorkAmount) -> float | None:
         """The median of the times that the replicas' models predict for this work."""
@@ -221,9 +224,10 @@ class JobDetector:
         times = [seconds for seconds in predicted if seconds is not None]
         return median(times) if times else None
 
-    def keep(self, members: Collection[str]) -> None:
-        """Forget the replicas that are not in ``members``."""
-        for name in set(self._replicas) - set(members):
+    def keep(self, members: Mapping[str, int]) -> None:
+        """Forget the processes that are not in ``members`` (replica -> incarnation)."""
+        gone = [name for name, watched in self._replicas.items() if members.get(name) != watched.incarnation]
+        for name in gone:
             del self._replicas[name]
 
     def speeds(self) -> list[ReplicaSpeed]:

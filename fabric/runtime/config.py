@@ -20,7 +20,7 @@ from fabric.runtime.logs import FORMATS
 from fabric.runtime.rank_layout import RankLayout, parse_layout
 from fabric.runtime.systemd import Supervisor
 
-ADAPT_MODES = ("off", "advise")
+ADAPT_MODES = ("off", "advise", "act")
 
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("", "0", "false", "no", "off"), False
@@ -51,7 +51,7 @@ class Settings:
     disable: bool = False  # plain training, without any service
     reproducible: bool = True  # equal gradients give bitwise equal states; off: no digests, no replay
     adapt: str = (
-        "advise"  # what is done about a slow replica: nothing ("off"), or the page says what would help
+        "advise"  # about a slow replica: "off", "advise" (report what helps), "act" (lower its share)
     )
     on_nan: str = "propagate"  # average that is not finite: "propagate", "stop" the job, "skip" the update
     contact_s: float = 60.0  # time to find a lighthouse at the start
@@ -255,7 +255,7 @@ def _check_words(chosen: Settings) -> None:
     if chosen.on_nan not in ("propagate", "stop", "skip"):
         raise ConfigError(f'FABRIC_ON_NAN is "{chosen.on_nan}": it must be "propagate", "stop" or "skip"')
     if chosen.adapt not in ADAPT_MODES:
-        raise ConfigError(f'FABRIC_ADAPT is "{chosen.adapt}": it must be "off" or "advise"')
+        raise ConfigError(f'FABRIC_ADAPT is "{chosen.adapt}": it must be "off", "advise" or "act"')
     if chosen.log not in FORMATS:
         raise ConfigError(f'FABRIC_LOG is "{chosen.log}": it must be "text" or "json"')
 

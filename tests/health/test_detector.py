@@ -122,7 +122,7 @@ def test_a_failed_replica_is_not_accused_of_being_slow():
     fleet.run(10, r2=3.0)
     assert fleet.detector.slowdowns(failed={"r2"}) == []
     assert [x.replica for x in fleet.detector.slowdowns()] == ["r2"]
-    fleet.detector.keep(["r0", "r1"])
+    fleet.detector.keep({"r0": 1, "r1": 1})
     assert fleet.detector.slowdowns() == []
 
 

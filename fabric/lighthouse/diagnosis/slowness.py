@@ -11,26 +11,22 @@ from typing import Any
 
 from fabric.health.damping import Damping
 from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
-from fabric.health.localise import Scope, Slowdown
-from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
-from fabric.health.planning.remedies import ActionRules, JobHealth, RemedyKind, propose
+from fabric.health.localise import Slowdown
 from fabric.health.work import WorkAmount, is_time
 from fabric.lighthouse.diagnosis.rank_watch import RankReport, RankWatch
+from fabric.lighthouse.diagnosis.share_advice import ShareAdvisor
 from fabric.lighthouse.history.slowdowns import SlowdownState
-from fabric.model import Record, StepTimes, apportion
+from fabric.model import Member, Record, StepTimes
+from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.leader.view import LeaderView
+from fabric.protocol.messages.leader_events import SharesAdvised
 from fabric.protocol.messages.network import Heartbeat
 
-OFF = "off"
 WHOLE_JOB = ""  # the name that stands for all replicas
 # A replica that makes a step longer by less than this is not reported: a shared host's other work costs more.
 FLOOR_S = 0.02
 # Above this number of members no times are compared: one report costs 0.05 ms, on the loop of all heartbeats.
 MOST_MEMBERS = 1000
-REPLAN = 1.25  # the advice stays while the replicas are slow by about the same factor
-# A layout of one rank and one layer: the computation of shares needs no other detail.
-_LAYOUT = StageLayout(((0,),), (1,))
-_CUT = ModelCut(1, can_repartition=False, can_resize=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +36,6 @@ class SlownessEvent:
     kind: str
     about: str
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """The shares that would help, and why."""
-
-    micro_batches: Mapping[str, int]  # micro-batches of the whole step, by replica
-    gain: float  # gain of throughput, as a share
-    reason: str
 
 
 @dataclass(slots=True)
@@ -79,10 +66,10 @@ class SlownessWatch:
         self._epochs: dict[str, int] = {}  # replica -> the epoch of its newest times
         self._record: Record | None = None
         self._is_settled = False  # whether the members can be compared, because none of them is joining
+        self._joining: list[Member] = []  # members that have not been seen to know every step
         self._slow: dict[str, Slowdown] = {}
         self._costs: dict[str, SlowdownCost] = {}  # of the present slowdowns
-        self._advice: Advice | None = None
-        self._planned: dict[str, float] = {}  # replica -> the factor for which the advice was planned
+        self._advisor = ShareAdvisor()
         self._notes: set[str] = set()
 
     @property
@@ -92,17 +79,17 @@ class SlownessWatch:
 
     @staticmethod
     def mode(view: LeaderView) -> str:
-        """The mode of the job, as its most senior member sets it."""
-        record = view.record
-        for member in record.roster if record is not None else ():
-            if (peer := view.peers.get(member.replica)) is not None:
-                return peer.session.adapt or OFF
-        return OFF
+        """The mode of the job, as an operator or else its most senior member sets it."""
+        return view.adapt_mode or OFF
+
+    def take_order(self) -> SharesAdvised | None:
+        """Return the shares that the leader shall write, once."""
+        return self._advisor.take_order()
 
     def hear(self, view: LeaderView, replica: str, incarnation: int, beat: Heartbeat) -> None:
         """Take the times of this beat, if they count."""
         record, times = view.record, beat.times
-        if record is None or times is None or not self._counts(record, replica, incarnation):
+        if record is None or times is None or not self._counts(view, record, replica, incarnation):
             self._epochs.pop(replica, None)
             return
         newest, self._epochs[replica] = self._epochs.get(replica), beat.epoch
@@ -117,15 +104,19 @@ class SlownessWatch:
             is_well = not self._slow.keys() & {replica, WHOLE_JOB}
             self._ranks.observe(RankReport(replica, incarnation, beat.step, work, times.ranks), is_well)
 
-    def _counts(self, record: Record, replica: str, incarnation: int) -> bool:
+    def _counts(self, view: LeaderView, record: Record, replica: str, incarnation: int) -> bool:
         if record is not self._record:
-            self._record, self._planned = record, {}
+            self._record = record
+            self._joining = [member for member in record.roster if member.joining]
             self._is_settled = len(record.roster) <= MOST_MEMBERS and not any(
-                member.joining or member.leaving for member in record.roster
+                member.leaving for member in record.roster
             )
-            self._detector.keep([member.replica for member in record.roster])
+            self._detector.keep({member.replica: member.incarnation for member in record.roster})
             self._ranks.keep(record.roster)
-        return self._is_settled and record.lists(replica, incarnation)
+        if self._joining and self._is_settled:
+            # The record lists a newcomer as joining until the next epoch, long after the join has ended.
+            self._joining = [member for member in self._joining if not view.knows_every_step(member)]
+        return self._is_settled and not self._joining and record.lists(replica, incarnation)
 
     def _count_cost(self, record: Record, replica: str, step: int, seconds: float) -> None:
         name = replica if replica in self._slow else WHOLE_JOB
@@ -161,7 +152,8 @@ class SlownessWatch:
         """Judge all replicas again; return the new events."""
         record, self._looked_at = view.record, now
         if record is None or view.is_complete or self.mode(view) == OFF or len(record.roster) > MOST_MEMBERS:
-            self._slow, self._planned, self._advice = {}, {}, None
+            self._slow = {}
+            self._advisor.forget()
             return []
         failed = {m.replica for m in record.roster if view.liveness.failure_reason(m, now)}
         accused = self._ranks.locate(self._detector.slowdowns(failed), self._detector.speeds())
@@ -186,7 +178,12 @@ class SlownessWatch:
             for name, slowdown in self._slow.items()
             if name in before and _is_new_part(slowdown, before[name])
         ]
-        return events + self._new_notes() + self._advise(view, record, failed)
+        advice = self._advisor.advise(view, self._slow, self._detector.speeds(), failed)
+        if advice is not None:
+            slowest = max(self._slow.values(), key=lambda slowdown: slowdown.factor, default=None)
+            about = slowest.replica if slowest is not None else WHOLE_JOB
+            events.append(SlownessEvent("advice", about, advice.reason))
+        return events + self._new_notes()
 
     def _new_notes(self) -> list[SlownessEvent]:
         """Report once for each replica that its declared work does not predict its times."""
@@ -194,43 +191,8 @@ class SlownessWatch:
         self._notes.update(fresh)
         return [SlownessEvent("work ignored", name, note) for name, note in fresh.items()]
 
-    def _advise(self, view: LeaderView, record: Record, failed: set[str]) -> list[SlownessEvent]:
-        """Plan shares for the slow replicas; plan again when these or their factors have changed."""
-        factors = {x.replica: x.factor for x in self._slow.values() if x.scope is not Scope.JOB}
-        is_planned = factors.keys() == self._planned.keys() and all(
-            1 / REPLAN <= factor / self._planned[name] <= REPLAN for name, factor in factors.items()
-        )
-        if is_planned:
-            return []
-        before, self._planned = self._advice, factors
-        self._advice = self._plan(view, record, failed) if factors else None
-        if self._advice is None or (
-            before is not None and before.micro_batches == self._advice.micro_batches
-        ):
-            return []
-        return [SlownessEvent("advice", next(iter(factors)), self._advice.reason)]
-
-    def _plan(self, view: LeaderView, record: Record, failed: set[str]) -> Advice | None:
-        speeds = {x.replica: x.speed for x in self._detector.speeds()}
-        members = [m for m in record.roster if m.replica not in failed and m.replica in speeds]
-        sessions = [view.peers[m.replica].session for m in members if m.replica in view.peers]
-        micro_batches = max((session.micro_batches for session in sessions), default=0)
-        if len(members) < 2 or micro_batches < len(members):
-            return None
-        now = apportion(micro_batches, [m.shares for m in members])
-        replicas = tuple(
-            ReplicaHealth(m.replica, m.incarnation, _LAYOUT, (speeds[m.replica],), share)
-            for m, share in zip(members, now, strict=True)
-        )
-        remedies = propose(JobHealth(micro_batches, replicas, _CUT), ActionRules()).remedies
-        shares = next((x for x in remedies if x.kind is RemedyKind.SHARES and not x.undoes), None)
-        if shares is None:
-            return None
-        return Advice({x.replica: x.micro_batches for x in shares.plan.replicas}, shares.gain, shares.reason)
-
     def to_json(self, view: LeaderView) -> dict[str, Any]:
         """The detector's knowledge, for people."""
-        advice = self._advice
         return {
             "mode": self.mode(view),
             "slow": [
@@ -245,14 +207,7 @@ class SlownessWatch:
             ],
             "replicas": {x.replica: _speed_view(x) for x in self._detector.speeds()},
             "by_step": self._ranks.by_step(self._detector.relative_times()),
-            "advice": None
-            if advice is None
-            else {
-                "remedy": "shares",
-                "micro_batches": dict(advice.micro_batches),
-                "gain": round(advice.gain, 4),
-                "reason": advice.reason,
-            },
+            **self._advisor.to_json(view),
         }
 
 

@@ -32,9 +32,9 @@ def policy_kept(asked: Policy, kept: Policy) -> str:
 
 
 def numbers(asked: io.Operator) -> str:
-    """Return the limits of an operator's order to scale, as the end of a sentence."""
-    limits = (("min", asked.min_replicas), ("max", asked.max_replicas))
-    return "".join(f", {name} {value}" for name, value in limits if value is not None)
+    """Return the limits or the mode that an operator orders, as the end of a sentence."""
+    values = (("min", asked.min_replicas), ("max", asked.max_replicas), ("mode", asked.mode or None))
+    return "".join(f", {name} {value}" for name, value in values if value is not None)
 
 
 def others(replica: str, sessions: Collection[str], record: Record | None, allowed: int) -> int:

@@ -16,7 +16,9 @@ from fabric.lighthouse.connections.validation import check_name
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.model import counted
+from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.messages import leader_events as io
+from fabric.runtime.config import ADAPT_MODES
 from fabric.runtime.http.http_service import Handler, json_error, read_body
 
 KEPT_WITHIN_S = 4.0
@@ -29,6 +31,7 @@ def add_commands(app: web.Application, jobs: Callable[[], Jobs]) -> None:
         app.router.add_post(f"/v1/jobs/{{job}}/{action}", _about_replica(action, jobs))
     for action in ("pause", "resume", "scale", "admit", "retry"):
         app.router.add_post(f"/v1/jobs/{{job}}/{action}", _order(action, jobs))
+    app.router.add_post("/v1/jobs/{job}/adapt", _adapt(jobs))
 
 
 def find_job(jobs: Jobs, request: web.Request) -> Job | web.Response:
@@ -52,9 +55,8 @@ def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
         job = find_job(jobs(), request)
         if isinstance(job, web.Response):
             return job
-        record = job.view.record
-        if replica not in job.view.peers and (record is None or record.member(replica) is None):
-            return json_error(404, f"job {job.name} knows no replica {replica}: look at its members")
+        if not _is_known(job, replica):
+            return _unknown(job, replica)
         asked = io.Operator(action, replica, who, why)
         _check(job, asked)
         job.operate(asked)
@@ -63,6 +65,15 @@ def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
         return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)
 
     return handle
+
+
+def _is_known(job: Job, replica: str) -> bool:
+    record = job.view.record
+    return replica in job.view.peers or (record is not None and record.member(replica) is not None)
+
+
+def _unknown(job: Job, replica: str) -> web.Response:
+    return json_error(404, f"job {job.name} knows no replica {replica}: look at its members")
 
 
 def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
@@ -90,6 +101,52 @@ def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
         return web.json_response(answer)
 
     return handle
+
+
+def _adapt(jobs: Callable[[], Jobs]) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body = await _body(request, '{"mode": "act", "who": "me", "why": "r2 is throttled"}')
+        who, why = _text(body, "who"), _text(body, "why")
+        asked = _adapt_orders(body, who, why)
+        job = find_job(jobs(), request)
+        if isinstance(job, web.Response):
+            return job
+        for order in asked:
+            if order.action == "veto" and not _is_known(job, order.replica):
+                return _unknown(job, order.replica)
+            _check(job, order)
+        for order in asked:
+            job.operate(order)
+        await job.overrides_stored(KEPT_WITHIN_S)
+        view = job.view
+        return web.json_response(
+            {
+                "ok": True,
+                "job": job.name,
+                "mode": view.adapt_mode or OFF,
+                "vetoed": list(view.overrides.vetoed),
+            }
+        )
+
+    return handle
+
+
+def _adapt_orders(body: dict[str, Any], who: str, why: str) -> list[io.Operator]:
+    """The orders of one request: a mode, a veto, the end of a veto. Raises ProtocolError."""
+    orders = []
+    if "mode" in body:
+        mode = body["mode"]
+        if mode not in ADAPT_MODES:
+            raise ProtocolError('"mode" must be "off", "advise" or "act"')
+        orders.append(io.Operator("adapt", "", who, why, mode=mode))
+    orders += [
+        io.Operator(action, check_name("replica", _text(body, action)), who, why)
+        for action in ("veto", "allow")
+        if action in body
+    ]
+    if not orders:
+        raise ProtocolError('give "mode", "veto" (a replica) or "allow" (a replica)')
+    return orders
 
 
 def _check(job: Job, asked: io.Operator) -> None:

@@ -313,6 +313,8 @@ class Job:
             self.note(change.kind, change.about, change.why)
         step = self.view.highest_step or 0
         self.history.observe_slowdowns(self.slowness.states(), self.events.newest, step)
+        if (order := self.slowness.take_order()) is not None:
+            self._feed(order)
 
     def answer(self, asker: object, event: io.Event) -> None:
         """Give an outcome to the core that ordered the write or read, but not to a later core."""

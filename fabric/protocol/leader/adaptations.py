@@ -9,7 +9,7 @@ from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.rules.shares import objection_to_shares
 
-OFF, ADVISE, ACT = "off", "advise", "act"
+OFF, ACT = "off", "act"
 HOUR_S = 3600.0
 
 

@@ -324,6 +324,15 @@ class LeaderView:
         return self._core.adaptations.mode
 
     @property
+    def share_actions(self) -> int:
+        """How often leaders have lowered shares in the last hour."""
+        return len(self._core.adaptations.recent_actions(self.record)) if self.record is not None else 0
+
+    def knows_every_step(self, member: Member) -> bool:
+        """Whether this member has joined completely, although the record may still list it as joining."""
+        return self._core.state.knows(member)
+
+    @property
     def shares_held(self) -> str:
         """Why the leader does not follow the newest advice about shares, in a sentence, or empty."""
         return self._core.adaptations.held

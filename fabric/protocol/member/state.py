@@ -65,7 +65,7 @@ class MemberConfig:
 
     min_replicas: int = 1
     autonomy_s: float = 1800.0
-    adapt: str = ""  # the job's mode against slow replicas: "off" or "advise"
+    adapt: str = ""  # the job's mode against slow replicas: "off", "advise" or "act"
     beat_s: float = 1.0
     digest_every: int = 1  # steps between digests of the shared state; 0: never
     retain: bool = True  # the kept gradient survives the exchange, so a retry need not compute it again

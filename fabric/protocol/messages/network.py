@@ -212,7 +212,7 @@ class OpenSession:
     # The job's end, which an earlier process on this host reached without a lighthouse.
     ended: JobEnd | None = None
     rack: str = ""  # as in ``Member.rack``
-    adapt: str = ""  # the job's mode against slow replicas: "off" or "advise"; empty: an older version
+    adapt: str = ""  # the job's mode against slow replicas: "off", "advise" or "act"; empty: an older version
     cuts: str = ""  # as in ``Member.cuts``
 
 

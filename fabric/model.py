@@ -335,6 +335,18 @@ class RankTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierStep:
+    """The computing time and the work of one step, without its details."""
+
+    step: Int64
+    compute_s: float
+    tokens: float  # the declared work, else the number of samples
+    squares: float
+    samples: float
+    micro_batches: Int64
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """How one step's time was spent, and on which work."""
 

@@ -224,6 +224,11 @@ class JobDetector:
         times = [seconds for seconds in predicted if seconds is not None]
         return median(times) if times else None
 
+    def is_alarmed(self, replica: str) -> bool:
+        """Whether this replica is slow by its own past."""
+        watched = self._replicas.get(replica)
+        return watched is not None and watched.unit.is_slow
+
     def keep(self, members: Mapping[str, int]) -> None:
         """Forget the processes that are not in ``members`` (replica -> incarnation)."""
         gone = [name for name, watched in self._replicas.items() if members.get(name) != watched.incarnation]

@@ -321,7 +321,7 @@ def test_the_operator_commands_of_the_page_work(job):
     the overrides.
     """
     drain, evict, *orders = TELLING
-    assert len(orders) == 4
+    assert len(orders) == 5
     tell(job, drain)
     (job.folder / "go-on").touch()
     job.wait_for(lambda: job.ended("r2") is not None, "the end of the drained one")

@@ -9,10 +9,11 @@ from memory_store import MemorySpace
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections.connection import DEFECT, MALFORMED, FrameCache, MemberConnection
 from fabric.lighthouse.http.job_status import job_view
-from fabric.model import SnapshotRef
+from fabric.model import MemberSpeed, SnapshotRef
 from fabric.protocol.leader.core import MANY
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.protocol.messages import network as m
+from fabric.protocol.messages.leader_events import SharesAdvised
 
 
 @pytest.fixture
@@ -243,4 +244,20 @@ async def test_a_job_of_many_decides_a_death_and_answers_heartbeats_meanwhile(in
     await members[3].socket.send_str('{"kind":"Report","version":3}')
     code, reason = await members[3].close_reason()
     assert code == MALFORMED and "Report" in reason, "what had to wait for its turn is checked as well"
+    await close_all(members)
+
+
+async def test_the_leader_gets_the_shares_that_the_detector_orders(instance, http, monkeypatch):
+    members = await start_job(http, instance.url, adapt="act", micro_batches=12)
+    job = instance.jobs.find("job")
+    slow = members[1].session
+    speeds = (MemberSpeed(slow.replica, slow.incarnation, 500),)
+    orders = [SharesAdvised(1, speeds, 0.6, 0.0, "r1 computes at half the speed")]
+    monkeypatch.setattr(job.slowness, "is_due", lambda now: True)
+    monkeypatch.setattr(job.slowness, "take_order", lambda: orders.pop() if orders else None)
+    await members[0].say(m.Heartbeat(1, 1, 1, 0))
+    record = await members[0].epoch(2)
+    assert {x.replica: x.shares for x in record.roster} == {"r0": 1000, "r1": 500, "r2": 1000}
+    _, events = await get(http, f"{instance.url}/v1/jobs/job/events")
+    assert [x["about"] for x in events if x["kind"] == "shares"] == ["r1"]
     await close_all(members)

@@ -139,6 +139,11 @@ async def test_the_size_of_a_job_is_set_and_members_learn_what_it_needs(lighthou
         ("resume", [], 400, "JSON object"),
         ("admit", ANN, 400, '"about" must be'),
         ("admit", {**ANN, "about": "nobody"}, 404, "knows no replica or host nobody"),
+        ("adapt", ANN, 400, 'give "mode", "veto"'),
+        ("adapt", {**ANN, "mode": "often"}, 400, 'must be "off", "advise" or "act"'),
+        ("adapt", {**ANN, "mode": ["act"]}, 400, 'must be "off", "advise" or "act"'),
+        ("adapt", {**ANN, "mode": "act", "veto": "r9"}, 404, "knows no replica r9"),
+        ("adapt", {**ANN, "veto": 7}, 400, '"veto" must be'),
     ],
 )
 async def test_an_impossible_limit_is_refused_and_changes_nothing(
@@ -252,3 +257,35 @@ def test_operator_commands_need_a_reason_and_scale_needs_a_number(lighthouse, jo
     assert "--min, --max or both" in fabric("scale", *common(lighthouse, job), "--why", "x").stderr
     refused = fabric("scale", "--max", "2", *common(lighthouse, "no-such-job"), "--why", "x")
     assert "there is no job no-such-job" in sentence_of(refused)
+
+
+async def test_the_mode_against_slow_replicas_and_vetoes_outlive_their_leader(http, tmp_path, job):
+    store, arguments = f"sqlite://{tmp_path}/store.db", ("--lease-s", "2")
+    with (
+        LighthouseProcess(tmp_path, store, arguments=arguments) as first,
+        LighthouseProcess(tmp_path, store, "two", arguments) as second,
+    ):
+        members = await start_job(http, first.url, count=2, job=job)
+        done = fabric("adapt", "--mode", "act", "--veto", "r1", *common(first, job), "--why", "hot racks")
+        assert f"job {job}: mode act; replicas under a veto: r1" in done.stdout, done.stderr
+        health = status(first, job)["health"]
+        assert (health["mode"], health["vetoed"]) == ("act", ["r1"])
+        first.end()
+
+        async def knows():
+            code, body = await get(http, f"{second.url}/v1/jobs/{job}")
+            return code == 200 and body["health"]["mode"] == "act"
+
+        await eventually(knows, "the second to lead with the order")
+        assert status(second, job)["health"]["vetoed"] == ["r1"]
+        done = fabric("adapt", "--mode", "off", "--allow", "r1", *common(second, job), "--why", "over")
+        assert f"job {job}: mode off; replicas under a veto: none" in done.stdout, done.stderr
+        await close_all(members)
+
+
+async def test_adapt_needs_an_order_and_the_token(lighthouse, job):
+    done = fabric("adapt", *common(lighthouse, job), "--why", "nothing")
+    assert done.returncode == 2 and "give --mode, --veto or --allow" in done.stderr
+    wrong = ("--lighthouse", lighthouse.url, "--job", job)
+    done = fabric("adapt", *wrong, "--mode", "act", "--why", "no token")
+    assert done.returncode != 0 and "token" in done.stderr

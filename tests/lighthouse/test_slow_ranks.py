@@ -105,6 +105,7 @@ def test_ranks_of_a_busy_replica_are_not_watched(more):
 def test_ranks_are_not_watched_while_a_member_joins():
     fleet = RankedFleet()
     joining = tuple(replace(x, joining=x.replica == "r2") for x in fleet.record.roster)
+    fleet.joining = {"r2"}
     fleet.view.record = replace(fleet.record, roster=joining)
     fleet.run(BEFORE)
     assert fleet.watch.to_json(fleet.view)["by_step"]["rows"] == []

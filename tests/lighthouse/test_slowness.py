@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fabric.cli.status import _slow
 from fabric.lighthouse.diagnosis.slowness import FLOOR_S, SlownessWatch
 from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
-from fabric.model import Base, Member, OperatorOverrides, Record, StepTimes
+from fabric.model import Base, EarlierStep, Member, OperatorOverrides, Record, StepTimes
 from fabric.protocol.messages.network import Heartbeat
 from fabric.protocol.rules.assignment import apportion
 
@@ -150,6 +150,62 @@ def test_declared_work_that_does_not_explain_the_times_is_reported_once_per_repl
         events += fleet.watch.look(fleet.view, 0.0)
     assert [(x.kind, x.about) for x in events] == [("work ignored", "r0"), ("work ignored", "r1")]
     assert "the number of samples stands for it" in events[0].why
+
+
+def test_every_step_between_two_heartbeats_counts():
+    fleet = Fleet()
+
+    def beats(count: int, factor: float) -> None:
+        works = {name: [fleet.times(name, {"r1": factor}) for _ in range(count)] for name in fleet.names}
+        for name, times in works.items():
+            earlier = tuple(
+                EarlierStep(
+                    fleet.step + number,
+                    x.compute_s,
+                    sum(x.work.values()),
+                    x.squares,
+                    x.samples,
+                    x.micro_batches,
+                )
+                for number, x in enumerate(times[:-1], 1)
+            )
+            beat = Heartbeat(1, 1, 1, fleet.step + count, times=times[-1], earlier=earlier)
+            fleet.watch.hear(fleet.view, name, 1, beat)
+        fleet.step += count
+
+    beats(1, 1.0)
+    for _ in range(BEFORE // 4):
+        beats(4, 1.0)
+        assert fleet.watch.look(fleet.view, 0.0) == []
+    beats(4, 2.0)
+    assert ("slow", "r1") in [(x.kind, x.about) for x in fleet.watch.look(fleet.view, 0.0)]
+
+
+def test_in_a_large_job_only_the_newest_step_of_a_heartbeat_counts(monkeypatch):
+    monkeypatch.setattr("fabric.lighthouse.diagnosis.slowness.MOST_EARLIER", 2)
+    fleet = Fleet()
+    fleet.run(2)
+    past = EarlierStep(fleet.step, 1.0, 1.0, 1.0, 1.0, 1)
+    seen = []
+    monkeypatch.setattr(fleet.watch._detector, "observe", lambda *report: seen.append(report[2]))
+    fleet.step += 1
+    beat = fleet.beat("r1", fleet.times("r1", {}), earlier=(past,))
+    fleet.watch.hear(fleet.view, "r1", 1, beat)
+    assert seen == [fleet.step]
+
+
+def test_an_alarm_is_looked_at_without_waiting_for_a_quarter_of_a_second():
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    fleet.watch.look(fleet.view, 100.0)
+    for _ in range(4):
+        fleet.step += 1
+        for name in fleet.names:
+            times = fleet.times(name, {"r1": 2.0})
+            fleet.watch.hear(fleet.view, name, 1, fleet.beat(name, times))
+    assert not fleet.watch.is_due(100.04) and fleet.watch.is_due(100.06)
+    assert [x.kind for x in fleet.watch.look(fleet.view, 100.06)] == ["slow", "advice"]
+    assert not fleet.watch.is_due(100.2)
 
 
 # --- times that do not count ------------------------------------------------------------------------------

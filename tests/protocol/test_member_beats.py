@@ -4,19 +4,26 @@ step.
 
 from protocol.test_member import FIRST, contribution, running, vote
 
+from fabric.model import EarlierStep, StepTimes
 from fabric.protocol.member.rounds import STEP_BEAT_S
+from fabric.protocol.member.session import MOST_EARLIER
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
 
+<<<<<<< HEAD
 def step(trainer, number, digest=""):
     """Commit step ``number``; return the steps in the heartbeats of that moment."""
+=======
+def step(trainer, number, digest="", times=None):
+    """Commit ``number`` and stand at the next; the steps that the beats of that moment told."""
+>>>>>>> f32ebf7 (lighthouse: mode act live, fabric adapt, every step in heartbeats)
     trainer.do(io.Computed(number, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, number, (2, 3)))
     trainer.do(io.Exchanged(1, number, "g"))
     trainer.peer("b", vote(FIRST, number, gradient="g", state=trainer.core.view.digest))
     assert trainer.core.view.step == number + 1
-    trainer.do(io.Ready(number + 1, digest))
+    trainer.do(io.Ready(number + 1, digest, times))
     return [beat.step for beat in trainer.said(m.Heartbeat)]
 
 
@@ -79,3 +86,46 @@ def test_a_new_epoch_is_confirmed_at_once():
     trainer = running()
     assert step(trainer, 0) == [1]
     assert step(trainer, 1) == []
+
+
+def times_of(seconds):
+    return StepTimes(compute_s=seconds, work={0: 3.0, 1: 4.0}, samples=2.0, squares=25.0, micro_batches=2)
+
+
+def next_beat(trainer):
+    trainer.now = trainer.core.next_deadline()
+    trainer.do(io.Tick())
+    (beat,) = trainer.said(m.Heartbeat)
+    return beat
+
+
+def test_a_heartbeat_carries_the_work_of_every_step_since_the_last_one():
+    trainer = stepping()
+    next_beat(trainer)
+    for number in (1, 2, 3):
+        assert step(trainer, number, times=times_of(number / 100)) == []
+    beat = next_beat(trainer)
+    assert (beat.step, beat.times.compute_s) == (4, 0.03)
+    assert beat.earlier == (
+        EarlierStep(2, 0.01, 7.0, 25.0, 2.0, 2),
+        EarlierStep(3, 0.02, 7.0, 25.0, 2.0, 2),
+    )
+    step(trainer, 4, times=times_of(0.04))
+    assert next_beat(trainer).earlier == (), "each step is sent once"
+
+
+def test_a_heartbeat_carries_a_bounded_number_of_steps():
+    trainer = stepping()
+    next_beat(trainer)
+    for number in range(1, MOST_EARLIER + 5):
+        assert step(trainer, number, times=times_of(0.01)) == []
+    assert [x.step for x in next_beat(trainer).earlier] == list(range(5, MOST_EARLIER + 5))
+
+
+def test_steps_with_announced_other_work_are_not_sent_later():
+    trainer = stepping()
+    next_beat(trainer)
+    trainer.core.session.busy = "evaluation"
+    for number in (1, 2):
+        step(trainer, number, times=times_of(0.01))
+    assert next_beat(trainer).earlier == ()

@@ -96,18 +96,19 @@ class ShareAdvisor:
         """The speeds that shares should follow: of the slow members, and of those not known to be well."""
         present = {x.process: x.speed for x in record.adaptation.speeds}
         earlier = self._planned[1] if self._planned is not None else {}
-        healthy = [x.speed for name, x in measured.items() if name not in slow]
+        adapted = slow.keys() | {process.replica for process in present}
+        healthy = [x.speed for name, x in measured.items() if name not in adapted]
         usual, wanted = median(healthy) if healthy else 1.0, Speeds()
         for member in record.roster:
-            process, known = member.process, measured.get(member.replica)
+            process, present_speed = member.process, measured.get(member.replica)
             before = present.get(process) or earlier.get(process)
             if member.replica in view.overrides.vetoed:
                 continue
-            if member.replica in slow and known is not None:
-                speed = max(1, min(FULL_SPEED - 1, round(FULL_SPEED * known.speed / usual)))
+            if member.replica in slow and present_speed is not None:
+                speed = max(1, min(FULL_SPEED - 1, round(FULL_SPEED * present_speed.speed / usual)))
                 stays = before is not None and 1 / REPLAN <= before / speed <= REPLAN
                 wanted[process] = before if stays and before is not None else speed
-            elif process in present and not _is_well(known):
+            elif process in present and not _is_well(present_speed, usual):
                 wanted[process] = present[process]
         return wanted
 
@@ -157,11 +158,9 @@ class ShareAdvisor:
         }
 
 
-def _is_well(measured: ReplicaSpeed | None) -> bool:
-    """Whether a member that is not called slow has been measured, so that its share may rise again."""
-    if measured is None or measured.relative is None:
-        return False
-    return measured.relative <= SLOW and (measured.ratio or 1.0) <= SLOW
+def _is_well(measured: ReplicaSpeed | None, usual: float) -> bool:
+    """Whether a member that is not called slow is measured as fast as its equals."""
+    return measured is not None and measured.relative is not None and measured.speed * SLOW >= usual
 
 
 def _micro_batches(view: LeaderView, record: Record) -> int:

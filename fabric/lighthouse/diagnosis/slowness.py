@@ -11,7 +11,7 @@ from typing import Any
 
 from fabric.health.damping import Damping
 from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
-from fabric.health.localise import Slowdown
+from fabric.health.localise import Scope, Slowdown
 from fabric.health.work import WorkAmount, is_time
 from fabric.lighthouse.diagnosis.rank_watch import RankReport, RankWatch
 from fabric.lighthouse.diagnosis.share_advice import ShareAdvisor
@@ -25,6 +25,8 @@ from fabric.protocol.messages.network import Heartbeat
 WHOLE_JOB = ""  # the name that stands for all replicas
 # A replica that makes a step longer by less than this is not reported: a shared host's other work costs more.
 FLOOR_S = 0.02
+NEWS_S = 0.05  # seconds between two looks while an alarm changes
+MOST_EARLIER = 64  # of the earlier steps in heartbeats, so many count per round of all members' heartbeats
 # Above this number of members no times are compared: one report costs 0.05 ms, on the loop of all heartbeats.
 MOST_MEMBERS = 1000
 
@@ -62,6 +64,7 @@ class SlownessWatch:
         self._ranks = RankWatch(MOST_MEMBERS)
         self._damping, self._job_damping = Damping(), Damping()
         self._looked_at = -math.inf
+        self._has_news = False  # whether an alarm has changed since the last look
         self._newest_step = 0  # the newest step whose times were used
         self._epochs: dict[str, int] = {}  # replica -> the epoch of its newest times
         self._record: Record | None = None
@@ -98,8 +101,12 @@ class SlownessWatch:
         if not self._newest_step - MOST_BEHIND < beat.step <= self._newest_step:
             self._newest_step = beat.step  # a much lower step shows that the job has begun again
         self._count_cost(record, replica, beat.step, times.compute_s)
+        for past in beat.earlier[-(MOST_EARLIER // len(record.roster)) or len(beat.earlier) :]:
+            amount = WorkAmount(past.tokens, past.squares, past.samples, past.micro_batches)
+            self._detector.observe(replica, incarnation, past.step, amount, past.compute_s)
         work = _work(times)
         self._detector.observe(replica, incarnation, beat.step, work, times.compute_s)
+        self._has_news |= self._detector.is_alarmed(replica) != (replica in self._slow)
         if times.ranks:
             is_well = not self._slow.keys() & {replica, WHOLE_JOB}
             self._ranks.observe(RankReport(replica, incarnation, beat.step, work, times.ranks), is_well)
@@ -145,12 +152,13 @@ class SlownessWatch:
         return min((1.0 / x.factor for x in self._slow.values()), default=1.0)
 
     def is_due(self, now: float) -> bool:
-        """Whether to ``look`` again: at most four times a second, with 1,000 replicas once a second."""
-        return now - self._looked_at >= max(0.25, len(self._epochs) / 1000)
+        """Whether to ``look`` again: after news 20 times a second, else four, with 1,000 replicas once."""
+        pause_s = NEWS_S if self._has_news else 0.25
+        return now - self._looked_at >= max(pause_s, len(self._epochs) / 1000)
 
     def look(self, view: LeaderView, now: float) -> list[SlownessEvent]:
         """Judge all replicas again; return the new events."""
-        record, self._looked_at = view.record, now
+        record, self._looked_at, self._has_news = view.record, now, False
         if record is None or view.is_complete or self.mode(view) == OFF or len(record.roster) > MOST_MEMBERS:
             self._slow = {}
             self._advisor.forget()

@@ -136,7 +136,7 @@ class Rounds:
         self._memory.state.digest, self._memory.state.later = event.digest, event.later
         self._memory.state.entries = bounded(event.entries)
         self._memory.waiting = True
-        self._session.last_times = event.times
+        self._session.note_times(event.step, event.times)
         # Rule 11: a step that the leader does not need at once goes with the next heartbeat.
         contact = self._session.contact
         due = self._context.now if event.digest or self._is_followed() else contact.beaten + STEP_BEAT_S

@@ -1,7 +1,9 @@
 """The session with the lighthouse: it opens, sends heartbeats, and repeats messages that must arrive."""
 
+from collections import deque
+
 from fabric.exit_codes import FAILED
-from fabric.model import Fence, SnapshotRef, StepTimes
+from fabric.model import EarlierStep, Fence, SnapshotRef, StepTimes
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.epochs import KnownEpochs
 from fabric.protocol.member.memory import MemberMemory
@@ -11,6 +13,8 @@ from fabric.protocol.messages import network as m
 
 # The most awaited members that a heartbeat names; later heartbeats name the remaining awaited members.
 MAX_NAMED = 64
+# The most steps in one heartbeat beside the newest: a heartbeat goes at least every quarter of a second.
+MOST_EARLIER = 16
 
 
 class LighthouseSession:
@@ -24,6 +28,10 @@ class LighthouseSession:
         self.busy = ""  # the long work that the user's code announced, for people
         self.busy_s = 0.0  # seconds that the announced work may last
         self.last_times: StepTimes | None = None  # times of the newest step, for the next heartbeat
+        self._times_step = 0  # the step of ``last_times``
+        self._earlier: deque[EarlierStep] = deque(
+            maxlen=MOST_EARLIER
+        )  # steps before, since the last heartbeat
 
     @property
     def phase(self) -> str:
@@ -88,6 +96,7 @@ class LighthouseSession:
                     waiting_for=waiting_for[:MAX_NAMED],
                     busy=self.busy,
                     times=self.last_times,
+                    earlier=tuple(self._earlier),
                     busy_s=self.busy_s,
                     empty=self._memory.empty,
                     unreachable=self.unreachable() if self._epochs.mode is Mode.OUTSIDE else (),
@@ -95,6 +104,24 @@ class LighthouseSession:
             )
         )
         self.last_times = None
+        self._earlier.clear()
+
+    def note_times(self, step: int, times: StepTimes | None) -> None:
+        """Keep the times of a step for the next heartbeat, and the older ones in short."""
+        before, self.last_times = self.last_times, times
+        if before is not None and not self.busy:
+            tokens = sum(before.work.values())
+            self._earlier.append(
+                EarlierStep(
+                    self._times_step,
+                    before.compute_s,
+                    tokens,
+                    before.squares,
+                    before.samples,
+                    before.micro_batches,
+                )
+            )
+        self._times_step = step
 
     def open(self, snapshots: tuple[SnapshotRef, ...]) -> None:
         """Begin a session; repeat the other messages that the leader must know."""

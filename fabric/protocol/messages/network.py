@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fabric.model import (
     EVERYTHING,
     Death,
+    EarlierStep,
     Fence,
     Int64,
     JobEnd,
@@ -229,6 +230,7 @@ class Heartbeat:
     waiting_for: tuple[str, ...] = ()
     busy: str = ""  # the reason given to ``session.busy``; empty: the user's code announced no long work
     times: StepTimes | None = None
+    earlier: tuple[EarlierStep, ...] = ()  # steps since the last heartbeat without the newest, oldest first
     busy_s: float = 0.0  # the longest time for the announced work
     empty: Int64 = -1  # the newest step that was committed with total weight 0
     unreachable: tuple[str, ...] = ()  # members that I cannot reach; sent from outside the roster

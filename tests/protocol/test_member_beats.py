@@ -11,13 +11,8 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
 
-<<<<<<< HEAD
-def step(trainer, number, digest=""):
-    """Commit step ``number``; return the steps in the heartbeats of that moment."""
-=======
 def step(trainer, number, digest="", times=None):
-    """Commit ``number`` and stand at the next; the steps that the beats of that moment told."""
->>>>>>> f32ebf7 (lighthouse: mode act live, fabric adapt, every step in heartbeats)
+    """Commit step ``number``; return the steps in the heartbeats of that moment."""
     trainer.do(io.Computed(number, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, number, (2, 3)))
     trainer.do(io.Exchanged(1, number, "g"))

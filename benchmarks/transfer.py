@@ -182,7 +182,7 @@ class TransferFleet:
         """Start a checkpoint server, and publish the state to it as a trainer does."""
         run_dir = state.folder / f"source{state.nbytes}.{number}"
         worker = self._start("source", [state.fd, str(run_dir)], [state.fd])
-        handle = ServerHandle.start_or_attach(ServerSettings("job", "r0", run_dir), 1)
+        handle = ServerHandle(ServerSettings("job", "r0", run_dir), 1)
         self._stack.callback(handle.close)
         handle.begin("snapshot", 0)
         handle.allocate("snapshot", 0, state.nbytes)

@@ -23,9 +23,7 @@ def state_transfer(device: str, nbytes: int, rounds: int) -> dict[str, float]:
     newcomer = torch.nn.Linear(4096, nbytes // 4 // 4096, bias=False, device=device)
     seconds: dict[str, list[float]] = {"state_fetch": [], "state_load": [], "state_usable": []}
     with tempfile.TemporaryDirectory(prefix="gpu-state-") as folder:
-        handle = ServerHandle.start_or_attach(
-            ServerSettings("job", "r0", Path(folder) / "run", orphan_s=1.0), 1
-        )
+        handle = ServerHandle(ServerSettings("job", "r0", Path(folder) / "run", orphan_s=1.0), 1)
         try:
             ref = _publish(handle, layer)
             target = memoryview(

@@ -221,7 +221,7 @@ def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
         tls_key=settings.tls_key,
         tls_ca=settings.tls_ca,
     )
-    return ServerHandle.start_or_attach(spec, process.incarnation)
+    return ServerHandle(spec, process.incarnation)
 
 
 def _server_port(ports: str) -> str:

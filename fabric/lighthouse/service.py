@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
 from fabric.lighthouse.telemetry.traces import Traces
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.runtime.config import supervisor
-from fabric.runtime.http.http_service import check_exposure, serve
+from fabric.runtime.http.http_service import check_exposure, serve, url_host
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.tasks import Tasks
@@ -164,7 +163,7 @@ async def _serve(
         stack.push_async_callback(runner.cleanup)
         # The tasks are closed first: the end of the election's task resigns and closes the sessions.
         stack.push_async_callback(tasks.close)
-        url = settings.advertise.rstrip("/") or f"{settings.tls.scheme}://{_url_host(settings.bind)}:{port}"
+        url = settings.advertise.rstrip("/") or f"{settings.tls.scheme}://{url_host(settings.bind)}:{port}"
         tasks.start("election", parts.election.run(url))
         tasks.start("collector", collect_when_calm(lambda: parts.jobs.are_calm))
         log.info("the lighthouse listens at %s", url)
@@ -260,11 +259,6 @@ def _forget_ready(path: Path | None) -> None:
     if path is not None:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def _url_host(bind: str) -> str:
-    host = socket.gethostname() if bind in ("", "0.0.0.0", "::") else bind
-    return f"[{host}]" if ":" in host else host
 
 
 @contextmanager

@@ -10,17 +10,16 @@ import os
 import select
 import signal
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 
 class MarkedProcesses:
-    """The processes with ``name=mark`` in their environment, or in one of ``sessions``."""
+    """The processes with ``name=mark`` in their environment, or in one of ``sessions``, which may be set."""
 
-    def __init__(self, name: str, mark: str, sessions: Collection[int] = ()) -> None:
+    def __init__(self, name: str, mark: str) -> None:
         self._entry = f"{name}={mark}".encode()
         # A process that writes its own title may overwrite its environment, but stays in its session.
-        self.sessions = frozenset(sessions)
+        self.sessions: frozenset[int] = frozenset()
 
     def living(self) -> list[int]:
         """The pids of all these processes, zombies excepted."""

@@ -9,6 +9,7 @@ reboots.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +33,6 @@ from fabric.store.sqlite_file import Cursor, SqliteFile
 POLL_S = 0.05
 
 Answer = TypeVar("Answer")
-Changes = tuple[list[WatchEvent], Cursor]
 
 
 class SqliteStore:
@@ -94,7 +94,7 @@ class SqliteStore:
             wake = self._wake
             if self._file is None:
                 return
-            events, cursor = await self._changes(prefix, cursor)
+            events, cursor = await self._call(partial(SqliteFile.changes, prefix=prefix, cursor=cursor))
             for event in events:
                 yield event
             if not events:
@@ -114,9 +114,6 @@ class SqliteStore:
 
     def _opened(self) -> SqliteFile:
         return SqliteFile(self._path, busy_timeout_s=self._attempt_timeout_s)
-
-    async def _changes(self, prefix: str, cursor: Cursor) -> Changes:
-        return await self._call(lambda file: file.changes(prefix, cursor))
 
     async def _call(self, operation: Callable[[SqliteFile], Answer]) -> Answer:
         file, thread = self._file, self._thread

@@ -81,7 +81,7 @@ def description(step: int, nbytes: int, **others: Any) -> PublishedGradient:
 def start_server(run_dir: Path, incarnation: int = 1, **options: Any) -> ServerHandle:
     """Attach to the server in ``run_dir``, or start one; ``options`` are those of its ``ServerSettings``."""
     values = {"job": "job", "replica": "r0", "orphan_s": 60.0, **options}
-    return ServerHandle.start_or_attach(ServerSettings(run_dir=run_dir, **values), incarnation)
+    return ServerHandle(ServerSettings(run_dir=run_dir, **values), incarnation)
 
 
 class Answer:

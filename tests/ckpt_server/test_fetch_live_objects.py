@@ -33,7 +33,7 @@ def servers(tmp_path: Path) -> Iterator[Callable[[int], list[ServerHandle]]]:
         for index in range(count):
             name = f"r{index}"
             spec = ServerSettings("j", name, tmp_path / name, advertise="127.0.0.1", token_file=token)
-            started.append(ServerHandle.start_or_attach(spec, 1))
+            started.append(ServerHandle(spec, 1))
         return started
 
     yield start

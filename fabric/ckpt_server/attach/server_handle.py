@@ -53,7 +53,10 @@ class _AttachReply:
 
 
 class ServerHandle:
-    """One trainer's attachment.
+    """One trainer's attachment to the server in the folder of ``settings``; starts one where there is none.
+
+    Raises Refused (another trainer is attached, the server cannot serve), ConfigError (the folder cannot be
+    used), ServerLost (nothing within ATTACH_S).
 
     Other processes read at ``url``; ``pid`` is the server's process. ``snapshots``: the snapshots that the
     server held when this trainer attached, oldest first; ``slots``: the slot of each; ``parts``: the number
@@ -76,15 +79,6 @@ class ServerHandle:
         self._gradient_index: GradientIndex | None = None
         self._line, welcome = self._attach(time.monotonic() + ATTACH_S)
         self._adopt_reply(welcome)
-
-    @classmethod
-    def start_or_attach(cls, settings: ServerSettings, incarnation: int) -> "ServerHandle":
-        """Attach to the server that lives in the folder of ``settings``, or start one there and wait for it.
-
-        Raises Refused (another trainer is attached, the server cannot serve), ConfigError (the folder
-        cannot be used), ServerLost (nothing within ATTACH_S).
-        """
-        return cls(settings, incarnation)
 
     def allocate(self, kind: str, slot: int, nbytes: int) -> memoryview:
         """Return ``nbytes`` of writable memory shared with the server, with every page allocated.
@@ -233,7 +227,7 @@ class ServerHandle:
         """Attach again if the channel is closed, starting a new server if the old one is dead.
 
         Returns True when the server is a new process: it has no published content, and every slot must be
-        allocated again. Does nothing for a server that hangs. Raises as ``start_or_attach`` does.
+        allocated again. Does nothing for a server that hangs. Raises as the constructor does.
         """
         with self._lock:
             self._line.settle()

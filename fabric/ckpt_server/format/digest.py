@@ -33,10 +33,9 @@ def digest_of_blocks(nbytes: int, blocks: Iterable[str], block_bytes: int = BLOC
 class BlockDigests:
     """The digests of a file's blocks, from its bytes in order and in pieces of any size."""
 
-    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
-        self._block_bytes = block_bytes
+    def __init__(self) -> None:
         self._hasher = xxhash.xxh3_64()
-        self._room = block_bytes
+        self._room = BLOCK_BYTES
         self._found: list[str] = []
 
     def update(self, data: bytes | memoryview) -> None:
@@ -51,14 +50,14 @@ class BlockDigests:
 
     def blocks(self) -> list[str]:
         """Return the digests of all blocks; the last block may be short. Call no ``update`` afterwards."""
-        if self._room < self._block_bytes:
+        if self._room < BLOCK_BYTES:
             self._end_block()
         return self._found
 
     def _end_block(self) -> None:
         self._found.append(self._hasher.hexdigest())
         self._hasher.reset()
-        self._room = self._block_bytes
+        self._room = BLOCK_BYTES
 
 
 def file_digest(file: memoryview) -> str:

@@ -37,7 +37,7 @@ from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, Refused
 from fabric.protocol.messages.network import EpochNotice, TrainerStatus
-from fabric.runtime.http.http_service import check_exposure, serve
+from fabric.runtime.http.http_service import check_exposure, serve, url_host
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.private_folder import make_private, open_private
 
@@ -181,16 +181,10 @@ async def _http(parts: _ServerParts) -> AsyncIterator[ServerIdentity]:
         limit=metrics.connections,
     )
     try:
-        yield ServerIdentity(url=f"{settings.tls.scheme}://{_url_host(settings)}:{port}", **name)
+        host = url_host(settings.advertise or settings.bind)
+        yield ServerIdentity(url=f"{settings.tls.scheme}://{host}:{port}", **name)
     finally:
         await runner.cleanup()
-
-
-def _url_host(settings: ServerSettings) -> str:
-    host = settings.advertise or settings.bind
-    if host in ("", "0.0.0.0", "::"):
-        host = socket.gethostname()
-    return f"[{host}]" if ":" in host else host
 
 
 def _status_sender(parts: _ServerParts, identity: ServerIdentity) -> StatusSender:

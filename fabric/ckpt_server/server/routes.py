@@ -14,6 +14,7 @@ import time
 from bisect import bisect
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from aiohttp import web
 
@@ -262,13 +263,9 @@ class CkptRoutes:
     async def flight(self, request: web.Request) -> web.Response:
         """Answer with torch's recording of the trainer's collectives; ``last``: only this many calls."""
         last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
-        self._parts.probe.require_process()
-        try:
-            answer = await self._parts.probe.ask("flight")
-        except TrainerSilent as error:
-            return json_error(504, str(error))
-        except Refused as error:
-            return json_error(404, str(error))
+        answer = await self._ask_trainer("flight")
+        if isinstance(answer, web.Response):
+            return answer
         flight = await asyncio.to_thread(parse_flight, answer.get("recording"))
         if last is not None and isinstance(flight, dict) and isinstance(flight.get("entries"), list):
             flight = {**flight, "entries": flight["entries"][-last:]}
@@ -276,14 +273,20 @@ class CkptRoutes:
 
     async def exchange(self, request: web.Request) -> web.Response:
         """Answer with the trainer's recording of its newest exchanges with the other replicas."""
+        answer = await self._ask_trainer("exchange")
+        if isinstance(answer, web.Response):
+            return answer
+        return web.json_response({name: value for name, value in answer.items() if name != "ok"})
+
+    async def _ask_trainer(self, what: str) -> dict[str, Any] | web.Response:
+        """Return the trainer's own answer, or the response that says why there is none."""
         self._parts.probe.require_process()
         try:
-            answer = await self._parts.probe.ask("exchange")
+            return await self._parts.probe.ask(what)
         except TrainerSilent as error:
             return json_error(504, str(error))
         except Refused as error:
             return json_error(404, str(error))
-        return web.json_response({name: value for name, value in answer.items() if name != "ok"})
 
     def find(self, request: web.Request) -> SharedSlot | web.Response:
         """Return the slot of the snapshot that the path names, or a response that no slot holds it."""

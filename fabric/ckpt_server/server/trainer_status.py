@@ -32,18 +32,12 @@ log = logging.getLogger(__name__)
 _MAX_REPLY_BYTES = 64 * 1024
 # The longest status period that a lighthouse may ask for: a lighthouse takes longer silence for death.
 _MOST_EVERY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class StatusTiming:
-    """The times of a status sender, seconds."""
-
-    period_s: float = 0.25  # seconds between two status messages
-    connect_s: float = 2.0
-    send_s: float = 2.0
-    heartbeat_s: float = 3.0  # a lighthouse silent for longer makes the sender try the next one
-    least_pause_s: float = 0.05  # the shortest pause before another attempt to connect
-    most_pause_s: float = 0.8
+_PERIOD_S = 0.25  # seconds between two status messages
+_CONNECT_S = 2.0
+_SEND_S = 2.0
+_HEARTBEAT_S = 3.0  # a lighthouse silent for longer makes the sender try the next one
+# The shortest and the longest pause before another attempt to connect.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +60,13 @@ class StatusSender:
         token: TokenFile | str | None,
         vitals: StatusSource,
         chance: random.Random,
-        timing: StatusTiming | None = None,
         tls: Tls | None = None,
     ) -> None:
         self._path = f"/v1/jobs/{quote(job, safe='')}/trainer-status?replica={quote(replica, safe='')}"
         self._urls = [url.rstrip("/") for url in urls]
         self._vitals = vitals
         self._chance = chance
-        self._timing = timing or StatusTiming()
-        self._dialer = LighthouseDialer(urls, token, tls or Tls(), self._timing.connect_s)
+        self._dialer = LighthouseDialer(urls, token, tls or Tls(), _CONNECT_S)
         self._number = 0
         self._every_s = 0.0
         self._said = ""
@@ -88,18 +80,18 @@ class StatusSender:
 
     async def run(self) -> None:
         """Connect, send statuses until the connection ends, and connect again, for ever."""
-        pause_s = self._timing.least_pause_s
+        pause_s = _LEAST_PAUSE_S
         async with self._dialer.client() as client:
             for url in cycle(self._urls):
                 beats = self._number
                 try:
-                    async with asyncio.timeout(2 * self._timing.connect_s):
+                    async with asyncio.timeout(2 * _CONNECT_S):
                         # The WebSocket's own ping detects a silent lighthouse.
                         socket = await self._dialer.follow(
                             url,
                             self._path,
                             client.ws_connect,
-                            heartbeat=self._timing.heartbeat_s,
+                            heartbeat=_HEARTBEAT_S,
                             max_msg_size=_MAX_REPLY_BYTES,
                         )
                     try:
@@ -108,7 +100,7 @@ class StatusSender:
                     finally:
                         self._at = ""
                         with contextlib.suppress(TimeoutError):
-                            async with asyncio.timeout(self._timing.send_s):
+                            async with asyncio.timeout(_SEND_S):
                                 await socket.close()
                     self._say("the lighthouse closed the connection")
                 except aiohttp.WSServerHandshakeError as error:
@@ -119,9 +111,9 @@ class StatusSender:
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
                     self._say(f"{type(error).__name__}: {error}")
                 if self._number > beats + 1:
-                    pause_s = self._timing.least_pause_s
+                    pause_s = _LEAST_PAUSE_S
                 await asyncio.sleep(pause_s * self._chance.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, self._timing.most_pause_s)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     async def _beat(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Send trainer statuses on ``socket`` until it ends."""
@@ -129,11 +121,11 @@ class StatusSender:
         loop = asyncio.get_running_loop()
         try:
             while not replies.done():
-                due = loop.time() + max(self._timing.period_s, self._every_s)
+                due = loop.time() + max(_PERIOD_S, self._every_s)
                 self._vitals.changed.clear()
                 self._number += 1
                 message = encode(self._vitals.compose(self._number)).decode()
-                async with asyncio.timeout(self._timing.send_s):
+                async with asyncio.timeout(_SEND_S):
                     await socket.send_str(message)
                 self._said = ""
                 await self._wait_change(due)

@@ -67,9 +67,9 @@ class TrainerWatch:
         self.is_attached = False
         self.ended: JobEnd | None = None  # the job's end that the trainer reported when it ended
         self.changed = asyncio.Event()
-        self.on_death: Callable[[], None] = _nothing
-        self.on_change: Callable[[str], None] = _nothing_of_it  # called with the trainer's new state
-        self.on_attach: Callable[[], None] = _nothing  # called before another process replaces this one
+        self.on_death: Callable[[], None] = lambda: None
+        self.on_change: Callable[[str], None] = lambda _state: None  # called with the trainer's new state
+        self.on_attach: Callable[[], None] = lambda: None  # called before another process replaces this one
         # The stat file and the pidfd refer to this process, even when another process gets its pid.
         self._stat = self._pidfd = -1
         self._dead = False
@@ -168,11 +168,3 @@ def _descriptors_of(pid: int) -> tuple[int, int] | None:
             " files (ulimit -n), where the trainer is started"
         ) from error
     return opened[0], opened[1]
-
-
-def _nothing() -> None:
-    """Do nothing: the default."""
-
-
-def _nothing_of_it(_: str) -> None:
-    """Do nothing: the default."""

@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 # The copying threads have lower priority than other background work: the trainer needs the cores.
 # The thread that waits for the copy helps to copy.
 _NICENESS = 10
+_HOST_THREADS = 2  # threads that copy host tensors beside a stream of the device
 # The caller itself digests up to this many blocks: the scheduler may starve another thread.
 _FEW_BLOCKS = 4
 _PACK_BELOW_BYTES = 256 << 10  # a smaller device tensor is first gathered with others on the device
@@ -269,10 +270,9 @@ class _DeviceCopy:
 class CudaCopier:
     """Copies device tensors by a stream and host tensors (Adam's step counters) by threads; then digests."""
 
-    def __init__(self, stream: CopyStream | None = None, threads: int = 2) -> None:
+    def __init__(self, stream: CopyStream | None = None) -> None:
         self._stream: CopyStream = CudaCopyStream() if stream is None else stream
-        self._threads = threads
-        self._host, self._digesting = _pool(threads, _NICENESS), _pool(1, _NICENESS)
+        self._host, self._digesting = _pool(_HOST_THREADS, _NICENESS), _pool(1, _NICENESS)
         self._current: _DeviceCopy | None = None
 
     def prepare(self, target: memoryview) -> None:
@@ -295,7 +295,7 @@ class CudaCopier:
         event = self._stream.end()
         host = SharedWork(part for part in slices if not self._stream.owns(part.tensor))
         self._current = _DeviceCopy(view, copying, host, event)
-        for _ in range(min(self._threads, len(host))):
+        for _ in range(min(_HOST_THREADS, len(host))):
             self._host.submit(host.run, copying.copy)
         self._digesting.submit(_digest, event, host, copying)
 

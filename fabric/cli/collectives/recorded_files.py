@@ -37,7 +37,8 @@ def read_files(names: Iterable[str]) -> ReadRecordings:
         except BadRecording as error:
             result.unread[dump.process] = str(error)
             continue
-        twin = next((x for x in result.recordings if _is_same(x, recording)), None)
+        identity = recording.process, recording.is_own
+        twin = next((x for x in result.recordings if (x.process, x.is_own) == identity), None)
         if twin is not None:
             raise ConfigError(
                 f"{twin.source} and {recording.source} are both recordings of {recording.process.name}: give"
@@ -47,10 +48,6 @@ def read_files(names: Iterable[str]) -> ReadRecordings:
     for recording in result.recordings:
         result.unread.pop(recording.process, None)
     return result
-
-
-def _is_same(first: Recording, second: Recording) -> bool:
-    return first.process == second.process and first.is_own == second.is_own
 
 
 def _files(name: str) -> Iterator[_DumpFile]:

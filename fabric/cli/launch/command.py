@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from fabric.errors import ConfigError
 from fabric.runtime import logs
 from fabric.runtime.config import Settings, settings
 from fabric.runtime.process_environment import process_environment
-from fabric.runtime.rank_layout import RankLayout, candidates, parse_layout
+from fabric.runtime.rank_layout import candidates, parse_layout
 
 # Options that set a variable of the trainer's environment.
 _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
@@ -65,7 +64,7 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
         _make_folder(log_dir)
     plan = LaunchPlan(
         command=command,
-        candidates=candidates(_layouts(layouts), chosen.ranks),
+        candidates=candidates(tuple(map(parse_layout, layouts)), chosen.ranks),
         environment=environment,
         replica=chosen.replica or "replica",
         restarts=options["restarts"],
@@ -92,10 +91,6 @@ def _checked_settings(environment: dict[str, str], *, check: bool) -> Settings:
     if not chosen.disable:
         _ = chosen.token
     return chosen
-
-
-def _layouts(texts: Sequence[str]) -> tuple[RankLayout, ...]:
-    return tuple(parse_layout(text) for text in texts)
 
 
 def _command(script: str, arguments: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:

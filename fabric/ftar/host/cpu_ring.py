@@ -10,6 +10,7 @@ every later call for it raises the first cause, until the epoch is retired.
 
 import socket
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 
@@ -115,7 +116,7 @@ class CpuRing(EpochPlane[RingLinks]):
         anything else raises ConfigError before a byte is sent. Raises RoundAborted.
         """
         result = source if result is None else result
-        check_tensors(source, result, reduction, retain_gradients, _in_host_memory, "in host memory")
+        check_tensors(source, result, reduction, retain_gradients, attrgetter("is_cpu"), "in host memory")
         with self._entered(epoch) as links:
             spec = ExchangeSpec(
                 epoch,
@@ -165,7 +166,3 @@ class CpuRing(EpochPlane[RingLinks]):
             source, result, reduction, readable, ring.world, partial, self._workspace, visible
         )
         HostExchange(links, operands, spec, plan, self._resources).run(self._bounds, self._waiting)
-
-
-def _in_host_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"

@@ -81,7 +81,7 @@ class Job:
             partial(context.access_to, name),
             self.peer_addresses,
             context.tasks,
-            self._note_incident,
+            lambda kind, about, why, incident_id: self.note(kind, about, why, incident_id=incident_id),
             self.history.keep,
         )
 
@@ -365,9 +365,6 @@ class Job:
         text = ": ".join(filter(None, (kind, about, event.why)))
         # The newest step that the core knows; a search for the highest step would look at every member.
         log.info("%s", text, extra=fields(**where, step=view.highest_step or 0, incident_id=incident_id))
-
-    def _note_incident(self, kind: str, about: str, why: str, incident_id: str) -> None:
-        self.note(kind, about, why, incident_id=incident_id)
 
     def _count_evictions(self, before: Record | None, now: Record | None) -> None:
         if before is None or now is None or now.generation != before.generation or not now.is_forced:

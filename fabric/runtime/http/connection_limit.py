@@ -79,10 +79,9 @@ class ConnectionSlot:
 class ConnectionLimit:
     """The open connections; decides which one to close. It has no sockets."""
 
-    def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits.of(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self.refused: Count[str] = Count({IDLE: 0, FULL: 0})
-        self._clock = clock
         self._reported = float("-inf")
         self._open: Count[str] = Count()
         # Idle connections of all addresses, and by address, the connection that is idle longest first.
@@ -155,7 +154,7 @@ class ConnectionLimit:
 
     def _report(self, why: str, address: str) -> None:
         self.refused[why] += 1
-        now = self._clock()
+        now = time.monotonic()
         if now - self._reported >= _REPORT_EVERY_S:
             self._reported = now
             which = "an idle one was closed" if why == IDLE else "a new one was refused"

@@ -67,16 +67,18 @@ _STATUSES: tuple[tuple[type[FabricError], int], ...] = (
 )
 
 
+_MALFORMED_EVERY_S = 60.0
+
+
 class NoBytesOfRequests(logging.Filter):
     """Logs a malformed request as one line, without aiohttp's traceback, which quotes it with its token.
 
-    Anyone can send such requests, so there is one line per ``every_s`` seconds, with the number of requests
+    Anyone can send such requests, so there is one line per minute, with the number of requests
     since the line before.
     """
 
-    def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._every_s = every_s
         self._clock = clock
         self._due = -math.inf
         self._unsaid = 0
@@ -89,7 +91,7 @@ class NoBytesOfRequests(logging.Filter):
             self._unsaid += 1
             return False
         more = f"; so were {self._unsaid} more since the last such line" if self._unsaid else ""
-        self._due, self._unsaid = self._clock() + self._every_s, 0
+        self._due, self._unsaid = self._clock() + _MALFORMED_EVERY_S, 0
         record.msg += f": it is malformed ({type(error).__name__}){more}"
         record.exc_info = record.exc_text = None
         record.levelno, record.levelname = logging.WARNING, "WARNING"
@@ -262,6 +264,12 @@ def come_back_s(headers: Mapping[str, str]) -> float:
     """Return the seconds that a 429 answer tells the client to wait, within bounds."""
     text = headers.get("Retry-After", "")
     return min(float(text), _MOST_AWAY_S) if text.isascii() and text.isdecimal() and len(text) < 9 else 1.0
+
+
+def url_host(bind: str) -> str:
+    """Return the host of a URL for an address to listen on; the name of this host for all addresses."""
+    host = socket.gethostname() if bind in ("", "0.0.0.0", "::") else bind
+    return f"[{host}]" if ":" in host else host
 
 
 def parse_ports(text: str) -> range:

@@ -82,7 +82,7 @@ def play(fault: ActiveFault) -> list[InjectedFault]:
     try:
         fault.inject()
         while time.monotonic() < until or (not evidence and time.monotonic() < deadline):
-            evidence = evidence or fault.seen()
+            evidence = fault.seen() or evidence
             if evidence and time.monotonic() >= until:
                 break
             fault.scene.pause()

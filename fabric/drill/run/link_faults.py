@@ -1,10 +1,13 @@
 """Faults of links, which the relays in front of the replicas play."""
 
+import time
+
 from fabric.drill.injection.link_relay import LinkRelay
 from fabric.drill.run.active_fault import ActiveFault, DrillScene
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 
 _DELAY_S = 0.05
+_RESET_EVERY_S = 0.5
 # Evidence of a cut: so many pieces were held back.
 _HELD_PIECES = 1
 
@@ -18,6 +21,7 @@ class LinkFault(ActiveFault):
         relays = scene.job.lighthouse_relays if fault.fault == "cut-lighthouse" else scene.job.relays
         self._relay: LinkRelay = relays[fault.target]
         self._before = 0
+        self._reset_at = 0.0
 
     def inject(self) -> None:
         weather, name = self._relay.weather, self.fault.fault
@@ -33,7 +37,8 @@ class LinkFault(ActiveFault):
 
     def seen(self) -> str:
         name = self.fault.fault
-        if name == "lossy-link":
+        if name == "lossy-link" and time.monotonic() - self._reset_at >= _RESET_EVERY_S:
+            self._reset_at = time.monotonic()
             self._relay.reset_one()
         done = self._count() - self._before
         words = {"slow-link": "delayed", "lossy-link": "reset", "flip-payload": "flipped"}.get(name, "held")

@@ -316,33 +316,43 @@ def _nothing_lost(evidence: Evidence) -> list[str]:
         for step in range(max(lineage, default=-1) + 1)
         if step not in lineage
     ]
+    claims = {name: _claims(journal) for name, journal in evidence.run.journals.items()}
     for (generation, step), lines in evidence.commits.items():
         for replica in lines[0].fields["members"]:
-            journal = evidence.run.journals.get(replica)
-            if journal is None:
+            claim = claims.get(replica)
+            if claim is None:
                 broken.append(f"{replica} is a member of step {step} and has no journal.")
-            elif not _committed_or_died(journal, generation, step):
+            elif (generation, step) not in claim.commits and step not in claim.excused:
                 broken.append(f"{replica} is a member of step {step} and did not commit it.")
     return broken
 
 
-def _committed_or_died(journal: ReplicaJournal, generation: int, step: int) -> bool:
-    """Whether ``journal`` has the commit, or its process ended just before the commit."""
+@dataclass(frozen=True, slots=True)
+class _JournalClaims:
+    """The steps that a journal committed, and the steps that its processes need not have committed."""
+
+    commits: frozenset[StepKey]
+    excused: frozenset[int]
+
+
+def _claims(journal: ReplicaJournal) -> _JournalClaims:
+    """Read a journal once. A step is excused where a process ended just before its commit."""
+    commits: set[StepKey] = set()
+    excused: set[int] = set()
     for lines in journal.incarnations():
         position = 0
         for line in lines:
             if line.event == "join":
                 # The process left the roster and fetched a later state instead of committing that round.
-                if position == step and line.integer("step") > step:
-                    return True
+                if line.integer("step") > position:
+                    excused.add(position)
                 position = line.integer("step")
             elif line.event == "commit":
-                if (line.integer("generation"), line.integer("step")) == (generation, step):
-                    return True
+                commits.add((line.integer("generation"), line.integer("step")))
                 position = line.integer("step") + 1
-        if position == step and not finished(lines):
-            return True
-    return False
+        if not finished(lines):
+            excused.add(position)
+    return _JournalClaims(frozenset(commits), frozenset(excused))
 
 
 def _ends(evidence: Evidence) -> list[str]:

@@ -108,9 +108,10 @@ class _Measures:
         if not self._evidence.commits:
             # A run without a commit kept no sample, but it cannot show that it counts samples right.
             return 0.0 if measure == "steps" else None
-        waits = {"standstill": times.standstills, "unexplained_wait": times.unexplained}
-        if measure in waits:
-            return max((gap.seconds for gap in waits[measure]()), default=None)
+        if measure == "standstill":
+            return max((gap.seconds for gap in times.standstills()), default=None)
+        if measure == "unexplained_wait":
+            return times.unexplained_s()
         if measure == "stall":
             return times.stall_s()
         if measure == "rejoined":

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,48 +37,70 @@ class DrillTimes:
 
     def __init__(self, record: DrillRecord, evidence: Evidence) -> None:
         self.record, self._evidence = record, evidence
-        self.gaps = [*self._closed_gaps(), *self._open_gaps()]
+        self.gaps = sorted([*self._closed_gaps(), *self._open_gaps()], key=lambda gap: gap.start)
         closed = [gap.seconds for gap in self.gaps if not gap.is_open]
         self.median_step_s = statistics.median(closed) if closed else 0.0
-
-    def survivors_gaps(self) -> list[CommitGap]:
-        """Return the gaps of processes that no fault hit meanwhile."""
-        return [gap for gap in self.gaps if not any(hits(fault, gap) for fault in self.record.faults)]
+        # The gaps of processes that no fault hit meanwhile, by their starts.
+        self._calm = [gap for gap in self.gaps if not any(hits(fault, gap) for fault in record.faults)]
+        self._starts = [gap.start for gap in self._calm]
+        self._longest_s = max((gap.seconds for gap in self._calm), default=0.0)
+        self._commits = sorted(line.t for lines in evidence.commits.values() for line in lines)
+        self._rejoined = {
+            (number, name): self._next_commit_s(fault, name)
+            for number, fault in enumerate(record.faults)
+            for name in fault.targets
+        }
 
     def stall_s(self, fault: InjectedFault | None = None) -> float | None:
         """Return the longest stall of a survivor, in all or in one fault's time; None where none was."""
-        gaps = self.survivors_gaps()
+        gaps = self._calm
         if fault is not None:
-            gaps = [gap for gap in gaps if gap.end >= fault.began and gap.start <= fault.ended]
+            first = bisect_left(self._starts, fault.began - self._longest_s)
+            last = bisect_right(self._starts, fault.ended)
+            gaps = [gap for gap in gaps[first:last] if gap.end >= fault.began]
         return max((max(0.0, gap.seconds - self.median_step_s) for gap in gaps), default=None)
 
     def standstills(self) -> list[CommitGap]:
         """Return the times between two commits of the whole job, up to the drill's end."""
-        times = sorted(line.t for lines in self._evidence.commits.values() for line in lines)
+        times = list(self._commits)
         if not times:
             return []
         if not self.record.is_over:
             times.append(max(self.record.ended, times[-1]))
         return [CommitGap("", before, after - before) for before, after in pairwise(times)]
 
-    def unexplained(self) -> list[CommitGap]:
-        """Return the standstills, each without the time of faults and recoveries."""
+    def unexplained_s(self) -> float | None:
+        """Return the longest standstill, each without the time of faults and recoveries."""
         spans = [(fault.began, max(fault.ended, self._recovered(fault))) for fault in self.record.faults]
         spans += [
             (recovery.detected, recovery.step_committed or self.record.ended)
             for recovery in self.record.recoveries or ()
         ]
-        return [CommitGap("", gap.start, gap.seconds - _covered(gap, spans)) for gap in self.standstills()]
+        spans.sort()
+        longest: float | None = None
+        for gap in sorted(self.standstills(), key=lambda gap: gap.seconds, reverse=True):
+            if longest is not None and gap.seconds <= longest:
+                break
+            longest = max(longest or 0.0, gap.seconds - _covered(gap, spans))
+        return longest
 
     def rejoined_s(self, fault: InjectedFault, replica: str) -> float:
         """Return the seconds from the fault's end to the replica's next live commit; infinity: none came."""
+        return self._rejoined[self.record.faults.index(fault), replica]
+
+    def _next_commit_s(self, fault: InjectedFault, replica: str) -> float:
         journal = self._evidence.run.journals.get(replica)
-        after = [
-            line.t - fault.ended
-            for line in lines_of(journal.lines if journal is not None else (), "commit")
-            if line.t >= fault.ended and not line.flag("replay") and not self._is_killed(fault, line)
-        ]
-        return max(0.0, min(after, default=math.inf))
+        killed = fault.pids.get(replica) if fault.kills else None
+        pid: object = None
+        for line in journal.lines if journal is not None else ():
+            if line.event == "start":
+                pid = line.fields.get("pid")
+            # A killed process may write a line that its journal dates after its death.
+            elif line.event != "commit" or line.flag("replay") or pid == (killed or -1):
+                continue
+            elif line.t >= fault.ended:
+                return max(0.0, line.t - fault.ended)
+        return math.inf
 
     def unexplained_ends(self) -> list[str]:
         """Return a sentence for each process that ended although no fault hit its replica."""
@@ -112,23 +135,17 @@ class DrillTimes:
     def _explains(self, fault: InjectedFault, lines: Sequence[JournalLine]) -> bool:
         """Whether the fault may have ended the process that wrote these lines."""
         replica, last = lines[0].replica, lines[-1].t
+        if replica not in fault.targets:
+            return False
         if fault.kills and fault.pids.get(replica) == lines[0].fields.get("pid"):
             return True
         back = fault.ended + self.rejoined_s(fault, replica)
-        return replica in fault.targets and fault.began - _SLACK_S <= last <= back
-
-    def _is_killed(self, fault: InjectedFault, line: JournalLine) -> bool:
-        """Whether the line is of the process that the fault killed, written around its death."""
-        if not fault.kills or line.replica not in fault.pids:
-            return False
-        journal = self._evidence.run.journals[line.replica]
-        starts = [x for x in lines_of(journal.lines, "start") if x.number <= line.number]
-        return bool(starts) and starts[-1].fields.get("pid") == fault.pids[line.replica]
+        return fault.began - _SLACK_S <= last <= back
 
     def _recovered(self, fault: InjectedFault) -> float:
         """Return when the job committed again after the fault's end."""
-        times = [line.t for lines in self._evidence.commits.values() for line in lines]
-        return min((t for t in times if t >= fault.ended), default=self.record.ended)
+        place = bisect_left(self._commits, fault.ended)
+        return self._commits[place] if place < len(self._commits) else self.record.ended
 
     def _lives(self) -> Iterator[tuple[JournalLine, ...]]:
         for journal in self._evidence.run.journals.values():
@@ -156,9 +173,9 @@ def hits(fault: InjectedFault, gap: CommitGap) -> bool:
 
 
 def _covered(gap: CommitGap, spans: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of the gap that lie in one of the spans."""
+    """Return the seconds of the gap that lie in one of the spans, which are in order of their starts."""
     covered, until = 0.0, gap.start
-    for first, last in sorted(spans):
+    for first, last in spans:
         start, end = max(first, until), min(last, gap.end)
         if end > start:
             covered += end - start

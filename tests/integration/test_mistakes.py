@@ -159,7 +159,7 @@ def test_a_token_that_does_not_match(idle, given):
 
 ARGUMENTS = {
     "a state with a function": "scheduler.schedule.rule is a builtins.function and cannot be serialised",
-    "a state without state_dict": "without state_dict and load_state_dict: wrap it",
+    "a state without state_dict": "without state_dict and load_state_dict: give an object that has both",
     "a state named model": 'state has the name "model", which is taken',
     "batch norm": "forward changes the buffer '1.running_mean' differently on every replica",
     "another word for buffers": 'buffers is "averaged": it must be "average", "ignore" or "refuse"',

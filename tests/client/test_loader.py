@@ -1,6 +1,7 @@
 """The data order is a pure function, and reading ahead does not change it."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +62,14 @@ def test_read_ahead_gives_the_same_batches(workers):
 def test_plans_with_another_order_are_described_otherwise():
     plans = [(10, 4, 2, 0), (11, 4, 2, 0), (10, 8, 2, 0), (10, 4, 1, 0), (10, 4, 2, 1), (10, 4, 2, 0, 2)]
     assert len({str(SamplePlan(*p).describe()) for p in plans}) == len(plans)
+
+
+def test_a_collate_function_draws_the_same_numbers_on_every_replica():
+    """As a collator that masks tokens: whatever this process drew before."""
+    plan = SamplePlan(20, 8, 2, seed=4)
+    drawn = []
+    for before in (1, 5):
+        loader = Loader(list(range(20)), plan, lambda samples: torch.rand(3).tolist())
+        torch.rand(before)
+        drawn.append([loader.fetch(3, 1), loader.fetch(3, 2)])
+    assert drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1]

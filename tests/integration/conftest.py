@@ -1,4 +1,4 @@
-"""One forking parent for all integration tests of a session."""
+"""The forking parents for all integration tests of a session."""
 
 import pytest
 from job import Zygote
@@ -7,5 +7,14 @@ from job import Zygote
 @pytest.fixture(scope="session")
 def zygote():
     parent = Zygote()
+    yield parent
+    parent.close()
+
+
+@pytest.fixture(scope="session")
+def transformers_zygote():
+    """Has imported transformers, which takes seconds: every trainer that it forks starts at once."""
+    modules = ("transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate")
+    parent = Zygote((*modules, "fabric.integrations.transformers"))
     yield parent
     parent.close()

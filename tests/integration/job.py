@@ -27,10 +27,11 @@ class StartedProcess(int):
 
 
 class Zygote:
-    """Forks trainers; all tests of a session share one zygote."""
+    """Forks trainers; the tests of a session share one zygote, and one that has imported the frameworks."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Sequence[str] = ()) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{EXAMPLES}"}
+        environment["ZYGOTE_IMPORTS"] = " ".join(imports)
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "zygote.py")],
             stdin=subprocess.PIPE,

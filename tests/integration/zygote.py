@@ -5,6 +5,7 @@
 
 Requests are JSON lines ``{"environment": {...}, "log": path}``; answers ``{"pid": n}``; when a child ends,
 ``{"ended": pid, "status": waitpid status}``. The zygote starts no thread before a fork.
+``ZYGOTE_IMPORTS`` names further modules to import before any fork.
 """
 
 import atexit
@@ -46,6 +47,8 @@ def child(request: dict) -> None:
 
 
 def main() -> None:
+    for name in os.environ.get("ZYGOTE_IMPORTS", "").split():
+        importlib.import_module(name)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from fabric.client.data.iterable_stream import IterableStream
+from fabric.client.data.randomness import seed_everything
 from fabric.errors import ConfigError, FabricError
 from fabric.model import EVERYTHING, Record, Sharing
 from fabric.protocol.rules.assignment import cut
@@ -328,7 +329,11 @@ class Loader:
     def fetch(self, step: int, micro_batch: int) -> Any:
         """Return one collated micro-batch."""
         future = self._ahead.pop((step, micro_batch), None)
-        return future.result() if future is not None else self._read(step, micro_batch)
+        if future is not None:
+            return future.result()
+        # A data set or collate function that draws numbers draws the same ones on every replica.
+        seed_everything(self.plan.seed, step, micro_batch)
+        return self._read(step, micro_batch)
 
     def _read(self, step: int, micro_batch: int) -> Any:
         indices = self.slice.cut(self.plan.samples(step, micro_batch))

@@ -1,0 +1,109 @@
+"""What the integrations refuse, in one sentence and before anything is changed."""
+
+import logging
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from fabric.errors import ConfigError
+from fabric.integrations import versions
+from fabric.integrations.transformers import FabricTrainer
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x, labels):
+        return {"loss": ((self.weight * x - labels) ** 2).mean()}
+
+
+DATA = [{"x": torch.ones(1), "labels": torch.zeros(1)} for _ in range(8)]
+
+
+@pytest.fixture
+def replica(monkeypatch, tmp_path):
+    """The environment of a replica whose lighthouse does not exist: nothing may dial it."""
+    monkeypatch.setenv("FABRIC_LIGHTHOUSE", "http://127.0.0.1:9")
+    monkeypatch.setenv("FABRIC_REPLICA", "r0")
+    monkeypatch.setenv("FABRIC_REPLICAS", "3")
+    monkeypatch.setenv("FABRIC_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path
+
+
+def trainer(folder, more=None, **arguments):
+    chosen = TrainingArguments(str(folder / "out"), report_to="none", use_cpu=True, max_steps=2, **arguments)
+    return FabricTrainer(Tiny(), chosen, train_dataset=DATA, **(more or {}))
+
+
+class Adam8bit(torch.optim.Adam):
+    """Named as the optimizers of bitsandbytes."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"optim": "adamw_8bit"}, 'the optimizer adamw_8bit: choose one such as optim="adamw_torch"'),
+        ({"optim": "galore_adamw"}, "the optimizer galore_adamw"),
+        ({"optim": "schedule_free_adamw"}, "the optimizer schedule_free_adamw"),
+        ({"more": {"optimizer_cls_and_kwargs": (Adam8bit, {})}}, r"the optimizer .*\.Adam8bit: choose"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"train_sampling_strategy": "sequential"}, 'train_sampling_strategy="sequential": choose "random"'),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config split_batches"),
+    ],
+)
+def test_a_trainer_that_cannot_stay_equal_is_refused_before_anything_begins(replica, arguments, words):
+    refused = trainer(replica, **arguments)
+    with pytest.raises(ConfigError, match=f"^FabricTrainer cannot keep replicas equal with {words}"):
+        refused.train()
+    assert refused.optimizer is None and not refused.is_in_train and not (replica / "run").exists()
+
+
+@pytest.mark.parametrize("plugin", ["deepspeed", "fsdp"])
+def test_a_plugin_that_spreads_a_replica_is_refused_by_name(replica, plugin):
+    refused = trainer(replica)
+    setattr(refused, f"is_{plugin}_enabled", True)
+    with pytest.raises(ConfigError, match=f"{plugin} spreads a replica over several processes"):
+        refused.train()
+
+
+def test_a_search_for_hyperparameters_is_refused(replica):
+    with pytest.raises(ConfigError, match="a hyperparameter search"):
+        trainer(replica).train(trial=object())
+
+
+def test_without_a_lighthouse_the_sentence_is_that_of_attach(monkeypatch, tmp_path):
+    monkeypatch.delenv("FABRIC_LIGHTHOUSE", raising=False)
+    with pytest.raises(ConfigError, match="no lighthouse is named: set FABRIC_LIGHTHOUSE"):
+        trainer(tmp_path).train()
+
+
+def test_disabled_nothing_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("FABRIC_DISABLE", "1")
+    done = trainer(tmp_path, save_strategy="no", train_sampling_strategy="sequential").train()
+    assert done.global_step == 2
+
+
+def test_a_release_that_is_too_old_is_refused_with_the_versions(replica, monkeypatch):
+    monkeypatch.setattr(versions.metadata, "version", lambda name: "4.57.6")
+    with pytest.raises(
+        ConfigError,
+        match=r"transformers 4\.57\.6 is installed, and fabric\.integrations\.transformers needs 5\.10 "
+        r"or newer \(tested with 5\.23\.0\): run pip install -U transformers",
+    ):
+        trainer(replica).train()
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"), [("5.23.9", False), ("5.24.0.dev0", True), ("6.0", True), ("5.10.4", False)]
+)
+def test_a_release_that_nobody_has_tested_is_named_in_the_log(monkeypatch, caplog, version, warned):
+    monkeypatch.setattr(versions.metadata, "version", lambda name: version)
+    with caplog.at_level(logging.WARNING, "fabric"):
+        versions.check_version("transformers", "5.10", "5.23.0")
+    assert [f"transformers {version} is newer than 5.23.0" in x.message for x in caplog.records] == [
+        True
+    ] * warned

@@ -1,0 +1,37 @@
+"""The diffs of docs/adopt/ are those of the examples that the tests run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = {"transformers": "transformers_trainer"}
+
+
+def diff(page: str) -> tuple[list[str], list[str]]:
+    """Return the lines that the page's diff takes away, and those that it adds."""
+    [text] = re.findall(
+        r"```diff\n(.*?)```", (ROOT / "docs/adopt" / f"{page}.md").read_text(), flags=re.DOTALL
+    )
+    lines = text.splitlines()
+    return [x[1:] for x in lines if x[0] == "-"], [x[1:] for x in lines if x[0] == "+"]
+
+
+@pytest.mark.parametrize(("page", "example"), EXAMPLES.items())
+def test_the_diff_is_that_of_the_example(page, example):
+    removed, added = diff(page)
+    text = (ROOT / "examples" / f"{example}.py").read_text().splitlines()
+    assert all(text.count(line) == 1 for line in added)
+    assert not any("fabric" in line for line in text[1:] if line not in added), "another line names fabric"
+    watched = (ROOT / "tests/integration/watched_trainer.py").read_text()
+    assert all(f'"{line}\\n"' in watched for line in removed + added), "the test runs another diff"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/adopt").glob("*.md")), ids=lambda p: p.stem)
+def test_a_page_is_at_most_a_screen(page):
+    lines = page.read_text().splitlines()
+    assert len(lines) <= 55
+    assert f"](adopt/{page.name})" in (ROOT / "docs/adopt.md").read_text(), (
+        "not in the table of docs/adopt.md"
+    )

@@ -24,6 +24,7 @@ import fabric.client
 from fabric.client.loop.step import Step
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
+from fabric.integrations.optimizers import unequal_optimizer
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.trainer_counters import TrainerCounters
 from fabric.integrations.versions import check_version
@@ -31,9 +32,6 @@ from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas
 
 LEAST, TESTED = "5.10", "5.23.0"
-# Words in the name of an optimizer whose state fabric cannot capture or keep equal: states of 8 and 4 bits,
-# updates inside backward, projectors, and weights that differ between training and evaluation.
-_OPTIMIZERS = ("8bit", "4bit", "lomo", "galore", "apollo", "layerwise", "schedule_free")
 
 
 class _MovedError(Exception):
@@ -424,7 +422,6 @@ def _refuse(trainer: FabricTrainer, trial: Any) -> None:
     if trainer.optimizer_cls_and_kwargs is not None:
         custom = trainer.optimizer_cls_and_kwargs[0]
     kind = f"{custom.__module__}.{custom.__qualname__}" if custom is not None else name
-    words = [x for x in _OPTIMIZERS if x in kind.lower()] or ["bitsandbytes"] * ("bitsandbytes" in kind)
     plugin = next((x for x in ("deepspeed", "fsdp") if getattr(trainer, f"is_{x}_enabled")), "")
     refusals = {
         f"{plugin} spreads a replica over several processes": bool(plugin),
@@ -433,7 +430,7 @@ def _refuse(trainer: FabricTrainer, trial: Any) -> None:
         ),
         f"a replica of {args.world_size} ranks": args.world_size > 1,
         f"DataParallel over {args.n_gpu} GPUs: give each replica one by CUDA_VISIBLE_DEVICES": args.n_gpu > 1,
-        f'the optimizer {kind}: choose one such as optim="adamw_torch"': bool(words),
+        f'the optimizer {kind}: choose one such as optim="adamw_torch"': bool(unequal_optimizer(kind)),
         "auto_find_batch_size": args.auto_find_batch_size,
         f'train_sampling_strategy="{args.train_sampling_strategy}": choose "random"': (
             args.train_sampling_strategy != "random"

@@ -38,10 +38,12 @@ def main() -> None:
     model, optimizer, loader, held_out, scheduler = accelerator.prepare(
         model, optimizer, loader, held_out, scheduler
     )
-    if "EXAMPLE_CHECKPOINT" in os.environ:
+    begin = 0
+    if "EXAMPLE_CHECKPOINT" in os.environ:  # such as accelerate-out/pass-0
         accelerator.load_state(os.environ["EXAMPLE_CHECKPOINT"])
+        begin = int(os.environ["EXAMPLE_CHECKPOINT"].rpartition("-")[2]) + 1
 
-    for number in range(PASSES):
+    for number in range(begin, PASSES):
         for x, y in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(loss_fn(model, x, y))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = {"transformers": "transformers_trainer"}
+EXAMPLES = {"accelerate": "accelerate_loop", "transformers": "transformers_trainer"}
 
 
 def diff(page: str) -> tuple[list[str], list[str]]:

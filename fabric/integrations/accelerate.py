@@ -1,10 +1,10 @@
 """``FabricAccelerator``: the Accelerator of accelerate, as one replica of a job. docs/adopt/accelerate.md.
 
-The user's loop stays as it is. The training DataLoader that ``prepare`` returns yields the job's micro-batches.
-``backward`` adds a micro-batch's gradient. The last ``backward`` of a step exchanges the gradients, and yields
-the micro-batches of a lost replica to the loop first. Until then ``sync_gradients`` is false, so that clipping,
-the optimizer and the scheduler do nothing, as in an accumulation. With FABRIC_DISABLE=1 every method is the
-Accelerator's own.
+The user's loop stays as it is. The training DataLoader that ``prepare`` returns yields the job's
+micro-batches, and ``backward`` adds their gradients. The last ``backward`` of a step exchanges the gradients.
+If a replica is lost, the loop gets a part of its micro-batches first. ``sync_gradients`` is false until the
+exchange, so clipping, the optimizer and the scheduler do nothing, as in an accumulation. With
+FABRIC_DISABLE=1 every method is the Accelerator's own.
 """
 
 import atexit
@@ -64,7 +64,7 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
             check_version("accelerate", LEAST, TESTED)
         super().__init__(*arguments, **named)
         if not chosen.disable:
-            _refuse(self)
+            _refuse(self, given)
             self._replica = _AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
 
     # --- what the script prepares -----------------------------------------------------------------------
@@ -252,8 +252,8 @@ class _AcceleratedReplica:
         models = [x for x in arguments if isinstance(x, torch.nn.Module)]
         if len({*models, *accelerator._models}) > 1:  # noqa: SLF001
             raise ConfigError(
-                "the script prepares two models, and FabricAccelerator exchanges the gradients of one: make them "
-                "parts of one module"
+                "the script prepares two models, and FabricAccelerator exchanges the gradients of one: make "
+                "them parts of one module"
             )
         for optimizer in (x for x in arguments if isinstance(x, torch.optim.Optimizer)):
             kind = unequal_optimizer(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
@@ -269,12 +269,10 @@ class _AcceleratedReplica:
     def take_loader(self, data_loader: Any) -> "_JobDataLoader":
         """Return the job's DataLoader in place of the training's."""
         if data_loader.batch_size is None:
-            raise ConfigError(
-                "FabricAccelerator needs a DataLoader with batch_size=, not with batch_sampler="
-            )
+            raise ConfigError("FabricAccelerator needs a DataLoader with batch_size=, not batch_sampler=")
         step = data_loader.batch_size * self._accelerator.gradient_accumulation_steps * self.replicas
-        whole = len(data_loader.dataset) / step
-        steps = max(1, math.floor(whole) if data_loader.drop_last else math.ceil(whole))
+        exact = len(data_loader.dataset) / step
+        steps = max(1, math.floor(exact) if data_loader.drop_last else math.ceil(exact))
         self._loader = _JobDataLoader(data_loader, self, steps)
         return self._loader
 
@@ -341,7 +339,7 @@ class _AcceleratedReplica:
             self._upcoming = feed.micro_batch()
         is_replay, is_first = self._upcoming is None, True
         while is_replay or self._upcoming is not None:
-            batch = self._loader.one_sample(feed) if is_replay else self._upcoming
+            batch = self._loader.smallest_batch() if is_replay else self._upcoming
             # True in a step's first micro-batch, so that zero_grad at the top of the loop works.
             self._accelerator.gradient_state._set_sync_gradients(is_first and not is_replay)  # noqa: SLF001
             self.trains = self._waits = True
@@ -365,8 +363,8 @@ class _AcceleratedReplica:
         feed, scaler = self._feed, self._accelerator.scaler
         if feed is None or feed.step is None or not self.trains:
             raise FabricError(
-                "accelerator.backward got the loss of a batch that is not of the job: give accelerator.prepare "
-                "the training DataLoader, with shuffle=True"
+                "accelerator.backward got the loss of a batch that is not of the job: give "
+                "accelerator.prepare the training DataLoader, with shuffle=True"
             )
         if not self._waits:
             raise FabricError("accelerator.backward was called twice for one batch: add the losses up")
@@ -439,8 +437,8 @@ class _JobDataLoader(torch.utils.data.DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the order of the data follows the job's step."""
 
-    def one_sample(self, feed: StepFeed) -> Any:
-        """Return a batch for a replayed step, whose gradient is there already: as small as the loop may get."""
+    def smallest_batch(self) -> Any:
+        """Return the smallest batch that the loop may get, for a replayed step: its gradient is there."""
         size = self.source.batch_size if self.source.drop_last else 1
         return self.source.collate_fn([self.source.dataset[i] for i in range(size)])
 
@@ -471,7 +469,7 @@ class _JobScheduler(AcceleratedScheduler):  # type: ignore[misc]
 def _step_without_closure(step: Any, closure: Any = None) -> None:
     if closure is not None:
         raise FabricError(
-            "optimizer.step got a closure, which computes gradients on one replica's own data: call it without"
+            "optimizer.step got a closure, which computes gradients on one replica's own data: leave it out"
         )
     step()
 
@@ -480,13 +478,18 @@ def _is_shuffled(data_loader: Any) -> bool:
     return isinstance(getattr(data_loader, "sampler", None), torch.utils.data.RandomSampler)
 
 
-def _refuse(accelerator: Any) -> None:
-    """Raise ConfigError for a plug-in that cannot be kept equal."""
+def _refuse(accelerator: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a plug-in or an argument that cannot be kept equal."""
+    if arguments.get("buffers") == "average":
+        raise ConfigError(
+            'buffers="average" does not go with FabricAccelerator, whose loop computes a forward for each '
+            'replayed step: choose "ignore"'
+        )
     kind = accelerator.distributed_type
     if kind != DistributedType.NO:
         raise ConfigError(
-            f"FabricAccelerator is one process per replica, and accelerate runs {kind.value}: start each replica "
-            "with fabric launch, without DeepSpeed, FSDP or several processes"
+            f"FabricAccelerator is one process per replica, and accelerate runs {kind.value}: start each "
+            "replica with fabric launch, without DeepSpeed, FSDP or several processes"
         )
     if accelerator.split_batches:
         raise ConfigError("FabricAccelerator cannot split batches: give the batch size of one replica")

@@ -226,8 +226,8 @@ class _TrainerJob:
         if not hasattr(dataloader.dataset, "__len__"):
             return dataloader
         step = self._batch * self.replicas * args.gradient_accumulation_steps
-        whole = len(dataloader.dataset) / step
-        steps = max(1, math.floor(whole) if args.dataloader_drop_last else math.ceil(whole))
+        exact = len(dataloader.dataset) / step
+        steps = max(1, math.floor(exact) if args.dataloader_drop_last else math.ceil(exact))
         return _Epoch(dataloader.dataset, steps * args.gradient_accumulation_steps)
 
     def begin(self) -> None:

@@ -12,7 +12,7 @@ _log = logging.getLogger("fabric")
 def check_version(framework: str, least: str, tested: str) -> None:
     """Raise ConfigError where the installed ``framework`` is older than ``least``.
 
-    A release newer than ``tested`` is allowed, and the log says so: its inside may have changed.
+    Another release than ``tested`` is allowed, and the log says so: its inside may differ.
     """
     version = metadata.version(framework)
     if _numbers(version) < _numbers(least):
@@ -20,9 +20,9 @@ def check_version(framework: str, least: str, tested: str) -> None:
             f"{framework} {version} is installed, and fabric.integrations.{framework} needs {least} or newer "
             f"(tested with {tested}): run pip install -U {framework}"
         )
-    if _numbers(version)[:2] > _numbers(tested)[:2]:
+    if _numbers(version)[:2] != _numbers(tested)[:2]:
         _log.warning(
-            "%s %s is newer than %s, the newest release that fabric.integrations.%s was tested with",
+            "%s %s is not %s, the release that fabric.integrations.%s was tested with",
             framework,
             version,
             tested,

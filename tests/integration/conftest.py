@@ -15,6 +15,6 @@ def zygote():
 def transformers_zygote():
     """Has imported transformers, which takes seconds: every trainer that it forks starts at once."""
     modules = ("transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate")
-    parent = Zygote((*modules, "fabric.integrations.transformers"))
+    parent = Zygote((*modules, "fabric.integrations.transformers", "fabric.integrations.accelerate"))
     yield parent
     parent.close()

@@ -9,6 +9,8 @@ from test_failures import check, finals
 
 STEPS = 30
 KILLED_AT = 13
+# For the job that the killed replica must find when it comes back, whenever that is.
+PATIENT = {"TEST_PATIENT": "1", "TINY_PATIENT_STEPS": "15"}
 
 
 def environment(folder: Path, name: str = "transformers_trainer", **more: str) -> dict[str, str]:
@@ -50,7 +52,7 @@ def run_all(job: Job, **more: str) -> None:
 def test_a_trainer_survives_the_death_of_its_writer_and_resumes_from_its_checkpoints(
     transformers_zygote, tmp_path
 ):
-    with Job(transformers_zygote, tmp_path / "job", environment=environment(tmp_path)) as job:
+    with Job(transformers_zygote, tmp_path / "job", environment=environment(tmp_path, **PATIENT)) as job:
         start(job, "r0", f"ring@{KILLED_AT}=kill")
         start(job, "r1")
         start(job, "r2")
@@ -94,7 +96,7 @@ def test_a_trainer_survives_the_death_of_its_writer_and_resumes_from_its_checkpo
 
 def test_an_evicted_trainer_goes_on_where_the_job_is(transformers_zygote, tmp_path):
     """r2's callback takes longer than the others wait: the job goes on, and r2 comes back in its process."""
-    patience = {"FABRIC_USER_CODE_S": "3", "FABRIC_EXCHANGE_S": "3"}
+    patience = {**PATIENT, "FABRIC_USER_CODE_S": "3", "FABRIC_EXCHANGE_S": "3"}
     with Job(transformers_zygote, tmp_path / "job", environment=environment(tmp_path, **patience)) as job:
         for replica in ("r0", "r1"):
             start(job, replica)

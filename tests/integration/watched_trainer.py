@@ -1,6 +1,7 @@
-"""Runs an example of a framework (TEST_EXAMPLE) as it is, and notes in TEST_NOTES what its Trainer logs.
+"""Runs an example of a framework (TEST_EXAMPLE) as it is, and notes in TEST_NOTES what a Trainer logs.
 
-``TEST_PLAIN=1`` runs the example with the framework's own class: its one changed line taken back.
+``TEST_PLAIN=1`` runs the example with the framework's own class: its one changed line taken back. The members
+leave a replica that is away the time to come back, see ``pace``.
 """
 
 import json
@@ -12,12 +13,19 @@ from pathlib import Path
 
 import transformers.trainer
 from job import EXAMPLES
+from pace import leave_time
 from transformers import TrainerCallback
+
+from fabric.integrations.step_feed import StepFeed
 
 CHANGED = {
     "transformers_trainer": (
         "from fabric.integrations.transformers import FabricTrainer as Trainer\n",
         "from transformers import Trainer\n",
+    ),
+    "accelerate_loop": (
+        "from fabric.integrations.accelerate import FabricAccelerator as Accelerator\n",
+        "from accelerate import Accelerator\n",
     ),
 }
 
@@ -52,7 +60,21 @@ class Waits(TrainerCallback):
             time.sleep(0.01)
 
 
+def waiting(advance):
+    """Return ``StepFeed.advance`` with a wait for replicas that are away."""
+
+    def patient(feed):
+        step = advance(feed)
+        if step is not None:
+            leave_time(feed.session, int(os.environ["EXAMPLE_STEPS"]) - step.number, 0.02)
+        return step
+
+    return patient
+
+
 def main() -> None:
+    if "TEST_PATIENT" in os.environ:
+        StepFeed.advance = waiting(StepFeed.advance)
     transformers.trainer.DEFAULT_CALLBACKS.append(Notes)
     if "TEST_RAISE_AT" in os.environ:
         transformers.trainer.DEFAULT_CALLBACKS.append(Fails)

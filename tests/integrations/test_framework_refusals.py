@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from fabric.errors import ConfigError
+from fabric.errors import ConfigError, FabricError
 from fabric.integrations import versions
+from fabric.integrations.accelerate import FabricAccelerator
 from fabric.integrations.transformers import FabricTrainer
 
 
@@ -98,12 +99,86 @@ def test_a_release_that_is_too_old_is_refused_with_the_versions(replica, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("version", "warned"), [("5.23.9", False), ("5.24.0.dev0", True), ("6.0", True), ("5.10.4", False)]
+    ("version", "warned"), [("5.23.9", False), ("5.24.0.dev0", True), ("6.0", True), ("5.10.4", True)]
 )
 def test_a_release_that_nobody_has_tested_is_named_in_the_log(monkeypatch, caplog, version, warned):
     monkeypatch.setattr(versions.metadata, "version", lambda name: version)
     with caplog.at_level(logging.WARNING, "fabric"):
         versions.check_version("transformers", "5.10", "5.23.0")
-    assert [f"transformers {version} is newer than 5.23.0" in x.message for x in caplog.records] == [
-        True
-    ] * warned
+    assert [f"transformers {version} is not 5.23.0" in x.message for x in caplog.records] == [True] * warned
+
+
+# --- accelerate ----------------------------------------------------------------------
+
+
+def parts(shuffle=True):
+    model = torch.nn.Linear(1, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 1))
+    return (
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        torch.utils.data.DataLoader(data, 2, shuffle=shuffle),
+    )
+
+
+def test_two_models_are_refused_before_one_is_prepared(replica):
+    accelerator, (model, optimizer, loader) = FabricAccelerator(), parts()
+    with pytest.raises(ConfigError, match="prepares two models, and FabricAccelerator exchanges"):
+        accelerator.prepare(model, torch.nn.Linear(2, 2), optimizer, loader)
+    assert not accelerator._models and not accelerator._optimizers
+    accelerator.prepare(model, optimizer)
+    with pytest.raises(ConfigError, match="prepares two models"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+
+
+def test_two_shuffled_loaders_are_refused(replica):
+    accelerator, (model, optimizer, loader) = FabricAccelerator(), parts()
+    with pytest.raises(ConfigError, match="two shuffled DataLoaders, and the job has the order of one"):
+        accelerator.prepare(model, optimizer, loader, parts()[2])
+
+
+def test_an_optimizer_of_8_bits_is_refused_by_name(replica):
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"cannot keep replicas equal with the optimizer .*\.Adam8bit"):
+        FabricAccelerator().prepare(model, Adam8bit(model.parameters()))
+
+
+def test_a_closure_and_a_batch_that_is_not_the_jobs_are_refused(replica):
+    accelerator, (model, optimizer, loader) = FabricAccelerator(), parts(shuffle=False)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with pytest.raises(FabricError, match=r"optimizer.step got a closure"):
+        optimizer.step(lambda: None)
+    [(x,), *_] = loader
+    with pytest.raises(FabricError, match="prepare the training DataLoader, with shuffle=True"):
+        accelerator.backward(model(x).sum())
+    assert model.weight.grad is None and not (replica / "run").exists()
+
+
+def test_averaged_buffers_are_refused(replica):
+    with pytest.raises(ConfigError, match=r'buffers="average" does not go with FabricAccelerator'):
+        FabricAccelerator(fabric={"buffers": "average"})
+
+
+def test_an_accelerate_that_is_too_old_is_refused_with_the_versions(replica, monkeypatch):
+    monkeypatch.setattr(versions.metadata, "version", lambda name: "0.34.2")
+    with pytest.raises(ConfigError, match=r"accelerate 0\.34\.2 is installed, and .* needs 1\.10 or newer"):
+        FabricAccelerator()
+
+
+def test_what_accelerate_reports_is_that_of_the_job(replica):
+    accelerator, (model, optimizer, loader) = FabricAccelerator(gradient_accumulation_steps=2), parts()
+    held_out = parts(shuffle=False)[2]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, loader, held_out, scheduler = accelerator.prepare(
+        model, optimizer, loader, held_out, scheduler
+    )
+    assert accelerator.num_processes == 3 and accelerator.is_main_process
+    assert len(loader) == 2 and len(held_out) == 4, "12 samples a step, and an evaluation of all samples"
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.1 * 0.5**3], "as accelerate does on three processes"
+    accelerator.gradient_state._set_sync_gradients(False)
+    before = scheduler.state_dict()
+    scheduler.step()
+    assert scheduler.state_dict() == before, "a micro-batch left a trace"
+    accelerator.gradient_state._set_sync_gradients(True)

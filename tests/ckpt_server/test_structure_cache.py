@@ -14,7 +14,7 @@ from fabric.errors import StateError
 
 
 class Holder:
-    """State that is one value."""
+    """Shared state that consists of one value."""
 
     def __init__(self, value):
         self.value = value

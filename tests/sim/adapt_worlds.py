@@ -26,7 +26,7 @@ WORDS = {
     "the budget of": "shares: kept by the budget",
     "an operator's veto keeps": "shares: kept by a veto",
 }
-# What a hunt over these worlds must have met.
+# The rare events that must occur in a run over many of these worlds.
 REQUIRED = (
     *(f"fault: {kind}" for kind in dict.fromkeys(STRIKES)),
     *WORDS.values(),

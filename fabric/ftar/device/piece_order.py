@@ -1,7 +1,7 @@
 """The pieces that go over a device ring, and their order: pure.
 
 The segments, and the order of summation, are those of every ring (``fabric.ftar.ring_schedule``). Only the
-order of the pieces differs: a group of pieces goes through all hops before the next group begins. A partial
+order of a device ring's pieces differs: a group goes through all hops before the next group begins. A partial
 sum stays in device memory until it is passed on. So this memory never holds more than two groups, whatever
 the length of the buffer.
 """

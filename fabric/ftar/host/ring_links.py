@@ -1,7 +1,7 @@
 """The two sockets of one epoch's ring, and the ways in which they end.
 
 A unix socket links members on one host, which read pieces in each other's memory (``shm_transport``). A TCP
-socket carries the bytes of the pieces (``tcp_transport``). A ring may have links of both kinds.
+socket carries the bytes of the pieces (``tcp_transport``). A ring may have unix and TCP sockets.
 
 Chunks travel from each member to the next. The other direction of the same sockets carries the notice of an
 abort and, on links of shared memory, the READ message. A member that aborts sends a notice, with the reason

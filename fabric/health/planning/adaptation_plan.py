@@ -15,8 +15,8 @@ class LayerMove:
     """One layer that moves to another stage of the same replica."""
 
     layer: int
-    source: int  # number of the stage that gives
-    target: int  # number of the stage that gets
+    source: int  # number of the stage that gives the layer
+    target: int  # number of the stage that gets the layer
 
 
 @dataclass(frozen=True, slots=True)

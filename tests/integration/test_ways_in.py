@@ -51,7 +51,9 @@ def test_an_example_survives_a_kill_and_a_join(zygote, tmp_path, example):
 
 def test_a_loop_that_others_own_survives_a_kill_and_a_join(zygote, tmp_path):
     # With ``exchange`` no replica inherits work: the job skips the dead replica's part.
-    run(zygote, tmp_path, "exchange", steps=60)
+    job = run(zygote, tmp_path, "exchange", steps=60)
+    commits = job.events("r0", "commit")
+    assert all(e["skipped"] == [] for e in commits), "without a sampler no micro-batch has a sample to skip"
 
 
 def test_all_clip_the_same_average(zygote, tmp_path):

@@ -18,3 +18,19 @@ def transformers_zygote():
     parent = Zygote((*modules, "fabric.integrations.transformers", "fabric.integrations.accelerate"))
     yield parent
     parent.close()
+
+
+@pytest.fixture(scope="session")
+def lightning_zygote():
+    """As ``transformers_zygote``, with Lightning."""
+    parent = Zygote(("pytorch_lightning", "fabric.integrations.lightning"))
+    yield parent
+    parent.close()
+
+
+@pytest.fixture(scope="session")
+def logging_zygote():
+    """As ``transformers_zygote``, with TensorBoard."""
+    parent = Zygote(("torch.utils.tensorboard",))
+    yield parent
+    parent.close()

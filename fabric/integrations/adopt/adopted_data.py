@@ -90,7 +90,7 @@ class BlockReader(torch.utils.data.Sampler[int]):
 
 
 class AdoptedSampler(StepSampler):
-    """What the session asks of a loop's data; a step has ``batches`` blocks."""
+    """The sampler that an adopted loop's session asks; a step has ``batches`` blocks."""
 
     def __init__(self, data: "AdoptedData", order: BlockOrder, batches: int) -> None:
         super().__init__(order.size, global_batch_size=order.batch_size * order.parts * batches)

@@ -1,6 +1,7 @@
 """Runs a script as one replica of the job that the environment names."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -8,6 +9,7 @@ import fabric.client
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.adopted_loop import AdoptedLoop
+from fabric.integrations.adopt.frameworks import adopted_frameworks
 from fabric.integrations.adopt.patches import patched
 from fabric.runtime import config
 
@@ -22,15 +24,25 @@ def run_adopted(run: Callable[[], None]) -> None:
         run()
         return
     install_excepthook()
-    attach = fabric.client.attach
-    loop = AdoptedLoop(settings, attach)
-    with patched(loop, settings.job), _without_attach():
-        try:
-            run()
-        except SystemExit as end:
-            if end.code not in (None, 0) or loop.has_left:
-                raise
-        loop.finish()
+    loop, adapters = AdoptedLoop(settings, fabric.client.attach), list[str]()
+    with contextlib.ExitStack() as stack:
+
+        def hand_over(adapter: str) -> None:
+            if adapter not in adapters:
+                adapters.append(adapter)
+                stack.close()
+                sys.stderr.write(f"fabric: {settings.replica}: adopted the script's Trainer by {adapter}\n")
+
+        with adopted_frameworks(hand_over):
+            stack.enter_context(patched(loop, settings.job))
+            stack.enter_context(_without_attach())
+            try:
+                run()
+            except SystemExit as end:
+                if end.code not in (None, 0) or loop.has_left:
+                    raise
+            if not adapters:
+                loop.finish()
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ import fabric.client
 # name -> (layers, width, samples in a micro-batch, steps in a turn)
 SIZES = {"4MB": (4, 512, 8, 20), "128MB": (8, 2048, 1, 3)}
 WORLDS = (2, 4)
-PLANES = {"step_ratio": "", "step_ratio_tcp": "tcp"}
+PLANES = {"step_ratio": "", "step_ratio_tcp": "tcp", "step_ratio_unequal": "unequal"}
 BOUNDS = {"4MB": 1.05, "128MB": 1.00}
 LIMIT_S = 280.0
 
@@ -176,7 +176,9 @@ def compare(name: str, world: int, plane: str, rounds: int) -> tuple[dict[str, l
     of all trainers over that under DDP."""
     environment = {"BENCHMARK_SIZE": name, "BENCHMARK_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     environment["BENCHMARK_ROUNDS"] = str(rounds)
-    if plane:
+    if plane == "unequal":  # equal layouts, with FABRIC_UNEQUAL on
+        environment["FABRIC_UNEQUAL"] = "1"
+    elif plane:
         environment["FABRIC_DATA_PLANE"] = plane
     with Fleet(__file__, world, environment) as fleet:
         for rank in range(world):
@@ -195,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a whole step against DDP on gloo")
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="for a quick look")
     parser.add_argument("--sizes", default=",".join(BOUNDS), help="for a quick look")
-    parser.add_argument("--planes", default="default,tcp", help="for a quick look")
+    parser.add_argument("--planes", default="default,tcp", help="also: unequal")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     worlds, sizes = [int(x) for x in arguments.worlds.split(",")], arguments.sizes.split(",")

@@ -31,7 +31,7 @@ from fabric.client.gradients.gradient_backend import (
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.loop.model_watch import ModelWatch, refuse_optimizers
 from fabric.client.loop.session import Session
-from fabric.client.loop.shared_state import Optimizers, optimizers_by_name, shared_state
+from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.unshared_schedulers import UNSHARED, UnsharedWatch
 from fabric.client.process.crash_marker import CrashMarker
@@ -164,17 +164,19 @@ def _attach(
     chosen = chosen.of_rank(process.rank)
     _set_up_logs(chosen, process)
     lanes = _lanes(chosen, process, parameters, averaged)
+    entries = _ModuleEntries.gather(process, objects) if lanes is not None else None
     # Open the journal before the checkpoint server starts: a wrong path then leaves no server behind.
     journal = Journal(chosen.journal, chosen.replica, process.incarnation)
     trainer = _Trainer(
         settings=chosen,
         process=process,
         handle=_server(chosen, process),
-        gradients=FlatGradients([*parameters, *averaged.stand_ins], any_layout=chosen.unequal),
+        gradients=_gradients([*parameters, *averaged.stand_ins], lanes),
         lanes=lanes,
-        content=_content(lanes, parameters),
+        entries=entries,
+        content=_content(lanes, parameters, entries, objects),
         buffers=averaged,
-        describer=StateDescriber(objects, averaged.standing),
+        describer=StateDescriber(objects, averaged.standing, by_name=chosen.unequal),
         policy=choices.snapshots or policy_of(chosen),
         journal=journal,
         failpoints=_failpoints(chosen),
@@ -243,28 +245,71 @@ def _lanes(
     if not settings.unequal:
         return None
     if averaged.stand_ins:
-        raise ConfigError('buffers="average" does not go with FABRIC_UNEQUAL: choose "ignore"')
+        raise ConfigError(
+            'buffers="average" does not go with FABRIC_UNEQUAL, because a replica with fewer ranks has fewer '
+            'running statistics to average: choose "ignore"'
+        )
     if device_of(tuple(parameters)).type != "cpu" or settings.data_plane == "nccl":
         raise ConfigError("FABRIC_UNEQUAL is for parameters on the CPU so far: turn it off, or use the CPU")
     row = held_parameters(parameters)
     text = layout_text(ReplicaLayout((row,)))
     rows = [x["row"] for x in process.group.gather({"row": text})] if process.group is not None else [text]
     layout = ReplicaLayout(tuple(read_layout(x).ranks[0] for x in rows))
-    if any({p.name for p in x} != {p.name for p in row} for x in layout.ranks):
-        raise ConfigError(
-            "the ranks of this replica have different parameters, and FABRIC_UNEQUAL is not for pipeline "
-            "stages so far: turn it off"
-        )
     lanes_of({settings.replica: layout})  # raises one error for a layout that lacks parts of the model
     return LaneDirectory(settings.replica, process.rank, layout, layout_text(layout))
 
 
+def _gradients(
+    parameters: list[tuple[str, torch.nn.Parameter]], lanes: LaneDirectory | None
+) -> FlatGradients:
+    gradients = FlatGradients(parameters, any_layout=lanes is not None)
+    if lanes is not None:  # pipeline stages hold parts of the model, which members compare as a whole
+        gradients.layout = lanes.model_name
+        gradients.described = lanes.described if gradients.described else ()
+    return gradients
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleEntries:
+    """For each module of the shared state the names of its entries, by rank of this replica."""
+
+    ranks: list[dict[str, list[str]]]
+
+    @classmethod
+    def gather(cls, process: ProcessIdentity, objects: Mapping[str, Any]) -> "_ModuleEntries":
+        """All ranks of the replica must call it."""
+        modules = (torch.nn.Module, WithoutBuffers)
+        own = {name: sorted(x.state_dict()) for name, x in objects.items() if isinstance(x, modules)}
+        group = process.group
+        return cls([x["entries"] for x in group.gather({"entries": own})] if group is not None else [own])
+
+    @property
+    def everywhere(self) -> dict[str, frozenset[str]]:
+        """The entries of all ranks, by module."""
+        names = {name for rank in self.ranks for name in rank}
+        return {name: frozenset(e for rank in self.ranks for e in rank.get(name, ())) for name in names}
+
+    def lowest(self, rank: int) -> dict[str, dict[str, bool]]:
+        """For each entry of ``rank``, whether no lower rank has it."""
+        lower = [(name, entry) for x in self.ranks[:rank] for name, entries in x.items() for entry in entries]
+        before = set(lower)
+        return {
+            name: {entry: (name, entry) not in before for entry in entries}
+            for name, entries in self.ranks[rank].items()
+        }
+
+
 def _content(
-    lanes: LaneDirectory | None, parameters: list[tuple[str, torch.nn.Parameter]]
+    lanes: LaneDirectory | None,
+    parameters: list[tuple[str, torch.nn.Parameter]],
+    entries: _ModuleEntries | None,
+    objects: Mapping[str, Any],
 ) -> ContentDigests | None:
-    if lanes is None:
+    if lanes is None or entries is None:
         return None
-    return ContentDigests(lanes.rank, first_copies(dict(parameters), lanes.layout, lanes.rank))
+    first = first_copies(dict(parameters), lanes.layout, lanes.rank)
+    optimizers = frozenset(n for n, x in objects.items() if isinstance(x, torch.optim.Optimizer))
+    return ContentDigests(lanes.rank, first, entries.lowest(lanes.rank), optimizers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +326,7 @@ class _Trainer:
     journal: Journal
     failpoints: Failpoints
     lanes: LaneDirectory | None
+    entries: _ModuleEntries | None
     content: ContentDigests | None
 
     def make_parts(self) -> EngineParts:
@@ -392,7 +438,8 @@ class _Trainer:
         def make_fetcher(rank: int = own_rank) -> StateFetcher:
             return StateFetcher(tokens, rank=rank, ssl_context=tls)
 
-        layout = Layout(self.describer.objects)
+        entries = self.entries.everywhere if self.entries is not None else None
+        layout = Layout(self.describer.objects, entries)
         return StateLoader(
             snapshots, durable, layout, own_rank, self.process.size, make_fetcher, self.lanes is not None
         )

@@ -1,4 +1,5 @@
-"""One model in any layout: ``SHARDED`` is ``plain`` (one process), ``fsdp`` or ``tp`` (over all ranks).
+"""One model in any layout: ``SHARDED`` is ``plain`` (one process), ``fsdp`` or ``tp`` (over all ranks), or
+``2+2``, the number of layers in each pipeline stage.
 
 ``LAYOUT_WIDTH`` changes the model's width. The pace is the sharded trainer's.
 """
@@ -6,12 +7,14 @@
 import faulthandler
 import os
 import signal
+from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
 from sharded_trainer import MICRO_BATCH, Paced, example
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fabric.client
@@ -39,7 +42,33 @@ def make(layout: str, ranks: int, width: int) -> tuple[torch.nn.Module, object]:
     elif layout == "tp":
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallelize_module(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)), plan)
+    elif "+" in layout:
+        counts = [int(n) for n in layout.split("+")]
+        first = sum(counts[: dist.get_rank()])
+        own = list(model.named_children())[first : first + counts[dist.get_rank()]]
+        model = torch.nn.Sequential(OrderedDict(own))  # each layer keeps its name in the whole model
     return model, mesh
+
+
+def summed_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(output, target) * len(target)
+
+
+def pipeline(model: torch.nn.Module, session, rank: int, ranks: int):
+    """A function that computes one micro-batch in all stages."""
+    stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=summed_loss, scale_grads=False)
+
+    def compute(x: torch.Tensor, y: torch.Tensor, step) -> None:
+        if rank == 0:
+            schedule.step(x)
+        else:
+            losses: list[torch.Tensor] = []
+            schedule.step(target=y, losses=losses)
+            session.metrics(loss=sum(loss.item() for loss in losses))
+        step.add_weight(weight=len(x))
+
+    return compute
 
 
 def main() -> None:
@@ -57,11 +86,17 @@ def main() -> None:
     data = session.loader(
         data_set, global_batch_size=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH, seed=3, mesh=mesh
     )
+
+    def compute(x: torch.Tensor, y: torch.Tensor, step) -> None:
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        step.backward(loss)
+        session.metrics(loss=loss.item() * len(x))
+
+    if "+" in layout:
+        compute = pipeline(model, session, rank, ranks)
     for step in session.steps(data, until=int(os.environ["TINY_STEPS"])):
         for x, y in step:
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            step.backward(loss)
-            session.metrics(loss=loss.item() * len(x))
+            compute(x, y, step)
         if rank == 0:
             print(f"loss {step.number} {step.metrics['loss'] / GLOBAL_BATCH:.9g}", flush=True)
         optimizer.step()

@@ -10,7 +10,7 @@ The new layout's placement of a tensor comes from the live objects, read once: f
 another object. An optimizer's state may not exist yet, so it is placed as its parameter of the same shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from fabric.ckpt_server.format.safetensors_file import (
 from fabric.ckpt_server.format.tensor_regions import RegionRead
 from fabric.ckpt_server.reshard.rank_files import Allocate, RankFile
 from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, local_shape
+from fabric.ckpt_server.state.parameter_names import names_of, parameter_names
 from fabric.ckpt_server.state.training_state import FORMAT, tensor_at
 from fabric.ckpt_server.state.training_state import parse_description as step_and_tree
 from fabric.errors import StateError
@@ -72,11 +73,50 @@ class _LikeParameter:
     parameter: TensorPlacement
 
 
-class Layout:
-    """How the live ``objects`` are placed in this rank; construct it while nothing changes the objects."""
+class _Entries(dict[str, Any]):
+    """The placements of this rank's entries of a module, or of its parameters' state in an optimizer.
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
-        self.live = {name: _placements(value) for name, value in objects.items()}
+    ``everywhere``: the entries of all ranks of this replica. ``versions``: the module's parts that have a
+    version. An optimizer has none, and it makes its state at the first step, so entries may be missing.
+    """
+
+    def __init__(
+        self, own: Mapping[str, Any], everywhere: frozenset[str], versions: Iterable[str] | None
+    ) -> None:
+        super().__init__(own)
+        self.everywhere = everywhere
+        self.versions = tuple(versions or ())
+        self.may_miss = versions is None
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupNames:
+    """The parameters of an optimizer's group at this rank, in order, and those of all ranks."""
+
+    own: tuple[str, ...]
+    everywhere: frozenset[str]
+
+
+class Layout:
+    """How the live ``objects`` are placed in this rank; construct it while nothing changes the objects.
+
+    ``entries``: of each module the entries at all ranks of this replica, where ranks may hold different
+    entries (pipeline stages). This rank then takes its own entries and versions of modules from any rank.
+    """
+
+    def __init__(
+        self, objects: Mapping[str, Any], entries: Mapping[str, frozenset[str]] | None = None
+    ) -> None:
+        names, of_model = parameter_names(objects), (entries or {}).get("model")
+        self.live: dict[str, Any] = {}
+        for name, value in objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                self.live[name] = _optimizer_placements(value, names, of_model)
+                continue
+            state = value.state_dict()
+            self.live[name] = _placed(state)
+            if entries is not None and name in entries:
+                self.live[name] = _Entries(self.live[name], entries[name], getattr(state, "_metadata", ()))
 
     def fits(self, header: FileHeader) -> bool:
         """Whether this rank would write a file with this header. Raises Misfit."""
@@ -144,7 +184,7 @@ class ReshardPlan:
         self._spans = [{span.name: span for span in header.tensors} for header in headers]
         self._own: dict[str, tuple[str, TensorRegion]] = {}  # tensor -> its dtype, and this rank's part
         described = [step_and_tree(header.metadata) for header in headers]
-        self.tree = self._walk([tree for _, tree in described], layout.live, "")
+        self.tree = self._walk({rank: tree for rank, (_, tree) in enumerate(described)}, layout.live, "")
         entries = [
             TensorEntry(name, dtype, box.sizes, ELEMENT_BYTES[dtype] * box.elements)
             for name, (dtype, box) in self._own.items()
@@ -169,68 +209,113 @@ class ReshardPlan:
                 ]
                 target.copy_(tensor_at(file, piece.span)[piece.box.within(piece.held)])
 
-    def _walk(self, nodes: list[Any], live: Any, path: str) -> Any:
+    def _walk(self, nodes: Mapping[int, Any], live: Any, path: str) -> Any:
         """Return the new layout's node at ``path`` in the tree; ``nodes`` are the old ranks' nodes there."""
-        first = nodes[0]
+        first = next(iter(nodes.values()))
         if isinstance(first, dict) and ("$shard" in first or "$tensor" in first):
             return self._tensor(nodes, live, path)
+        if isinstance(live, _Entries) and all(_is_plain(node) for node in nodes.values()):
+            return self._entries(nodes, live, path)
+        if isinstance(live, _GroupNames) and all(_are_names(node) for node in nodes.values()):
+            return self._group(nodes, live, path)
         if isinstance(first, dict):
-            if not all(isinstance(node, dict) and set(node) == set(first) for node in nodes):
+            if not all(isinstance(node, dict) and set(node) == set(first) for node in nodes.values()):
                 raise _unlike(path)
-            return {key: self._value(key, [node[key] for node in nodes], live, path) for key in first}
+            return {key: self._value(key, _inner(nodes, key), live, path) for key in first}
         if isinstance(first, list):
-            if not all(isinstance(node, list) and len(node) == len(first) for node in nodes):
+            if not all(isinstance(node, list) and len(node) == len(first) for node in nodes.values()):
                 raise _unlike(path)
-            rows = zip(*nodes, strict=True)
-            return [self._walk(list(row), _at(live, i), f"{path}[{i}]") for i, row in enumerate(rows)]
-        if any(node != first for node in nodes):
+            return [self._walk(_inner(nodes, i), _at(live, i), f"{path}[{i}]") for i in range(len(first))]
+        if any(node != first for node in nodes.values()):
             raise _unlike(path)
         return first
 
-    def _value(self, key: str, nodes: list[Any], live: Any, path: str) -> Any:
+    def _entries(self, nodes: Mapping[int, Any], live: _Entries, path: str) -> Any:
+        """Return this rank's entries, each from the old ranks that have it."""
+        there = {key for node in nodes.values() for key in node}
+        _check_known(there, live.everywhere, path)
+        missing = sorted(live.keys() - there)
+        if missing and self._complete and not live.may_miss:
+            raise Misfit(
+                f"{path} has the entry {missing[0]!r} here and not in the snapshot: run the same model as the"
+                " job did."
+            )
+        tree = {
+            key: self._walk({r: n[key] for r, n in nodes.items() if key in n}, live[key], f"{path}.{key}")
+            for key in live
+            if key in there
+        }
+        # An entry of None makes the tree differ from that of a file that lacks the entry.
+        return tree if self._complete or live.may_miss else tree | dict.fromkeys(missing)
+
+    def _group(self, nodes: Mapping[int, Any], live: _GroupNames, path: str) -> Any:
+        """Return the names of this rank's parameters in an optimizer's group."""
+        there = {name for node in nodes.values() for name in node}
+        _check_known(there, live.everywhere, path)
+        missing = sorted(set(live.own) - there)
+        if missing and self._complete:
+            raise Misfit(
+                f"{path} does not have {missing[0]} in the snapshot: give the optimizer the same groups as"
+                " the job did."
+            )
+        return list(live.own)
+
+    def _value(self, key: str, nodes: Mapping[int, Any], live: Any, path: str) -> Any:
         if key == "$module":
-            tensors = self._walk([node[0] for node in nodes], live, path)
-            return [tensors, self._walk([node[1] for node in nodes], None, path)]
+            tensors = self._walk(_inner(nodes, 0), live, path)
+            versions = _inner(nodes, 1)
+            if isinstance(live, _Entries) and all(_is_plain(node) for node in versions.values()):
+                every = {name: version for node in versions.values() for name, version in node.items()}
+                return [tensors, {name: every[name] for name in live.versions if name in every}]
+            return [tensors, self._walk(versions, None, path)]
         if key in ("$map", "$ordered"):
-            keys = [pair[0] for pair in nodes[0]]
-            if any([pair[0] for pair in node] != keys for node in nodes):
+            keys = [pair[0] for pair in next(iter(nodes.values()))]
+            if any([pair[0] for pair in node] != keys for node in nodes.values()):
                 raise _unlike(path)
             return [
-                [name, self._walk([node[i][1] for node in nodes], _at(live, name), f"{path}[{name!r}]")]
+                [
+                    name,
+                    self._walk(
+                        {r: node[i][1] for r, node in nodes.items()}, _at(live, name), f"{path}[{name!r}]"
+                    ),
+                ]
                 for i, name in enumerate(keys)
             ]
         if key in ("$array", "$numpy"):  # an array's bytes lie in the file as a tensor, equal at every rank
-            self._place(nodes[0][0], [(node[0], None) for node in nodes], None, path)
-            return nodes[0]
+            first = next(iter(nodes.values()))
+            self._place(first[0], {r: (node[0], None) for r, node in nodes.items()}, None, path)
+            return first
         inner = live if key.startswith("$") else _at(live, key)
         return self._walk(nodes, inner, path if key.startswith("$") else f"{path}.{key}".lstrip("."))
 
-    def _tensor(self, nodes: list[Any], live: Any, path: str) -> Any:
-        held = []
-        for node in nodes:
+    def _tensor(self, nodes: Mapping[int, Any], live: Any, path: str) -> Any:
+        held: dict[int, tuple[str, dict[str, Any] | None]] = {}
+        first = next(iter(nodes.values()))
+        for rank, node in nodes.items():
             inner, stored = node.get("$shard", (node, None)) if isinstance(node, dict) else (None, None)
             name = inner.get("$tensor") if isinstance(inner, dict) else None
             if isinstance(name, list) and stored is None and not _is_sharded(live):
-                self._place(name[0], [(node["$tensor"][0], None) for node in nodes], None, path)
-                return nodes[0]
-            if not isinstance(name, str) or (stored is None) != ("$shard" not in nodes[0]):
+                self._place(name[0], {r: (n["$tensor"][0], None) for r, n in nodes.items()}, None, path)
+                return first
+            if not isinstance(name, str) or (stored is None) != ("$shard" not in first):
                 raise _unlike(path)
-            held.append((name, stored))
-        description = self._place(held[0][0], held, live, path)
-        own = {"$tensor": held[0][0]}
+            held[rank] = (name, stored)
+        own_name = next(iter(held.values()))[0]
+        description = self._place(own_name, held, live, path)
+        own = {"$tensor": own_name}
         return own if description is None else {"$shard": [own, description]}
 
     def _place(
-        self, name: str, held: list[tuple[str, dict[str, Any] | None]], live: Any, path: str
+        self, name: str, held: Mapping[int, tuple[str, dict[str, Any] | None]], live: Any, path: str
     ) -> dict[str, Any] | None:
         """Add this rank's part of a tensor to the plan. Return its description, None for a full tensor."""
-        spans = [self._span(rank, old_name, path) for rank, (old_name, _) in enumerate(held)]
-        stored = held[0][1]
-        shape = tuple(stored["shape"]) if stored is not None else spans[0].shape
+        spans = {rank: self._span(rank, old_name, path) for rank, (old_name, _) in held.items()}
+        first, stored = next(iter(spans.values())), next(iter(held.values()))[1]
+        shape = tuple(stored["shape"]) if stored is not None else first.shape
         here = live.parameter if isinstance(live, _LikeParameter) and live.parameter.shape == shape else live
         if stored is not None and not isinstance(here, TensorPlacement):
             if not self._complete:
-                self._own.setdefault(name, (spans[0].dtype, TensorRegion.whole(spans[0].shape)))
+                self._own.setdefault(name, (first.dtype, TensorRegion.whole(first.shape)))
                 return stored
             raise Misfit(
                 f"{path} is sharded in the snapshot, and nothing here says how it is placed: run the same"
@@ -245,9 +330,9 @@ class ReshardPlan:
                 )
             description, box = here.description, here.box
         if name not in self._own:  # tied parameters share one tensor
-            self._own[name] = spans[0].dtype, box
-            self._take(name, box, spans, [stored for _, stored in held], path)
-        elif self._own[name] != (spans[0].dtype, box):
+            self._own[name] = first.dtype, box
+            self._take(name, box, spans, {rank: shard for rank, (_, shard) in held.items()}, path)
+        elif self._own[name] != (first.dtype, box):
             raise _unlike(path)
         return description
 
@@ -255,13 +340,14 @@ class ReshardPlan:
         self,
         name: str,
         box: TensorRegion,
-        spans: list[TensorSpan],
-        stored: list[dict[str, Any] | None],
+        spans: Mapping[int, TensorSpan],
+        stored: Mapping[int, dict[str, Any] | None],
         path: str,
     ) -> None:
         """Plan the reads of ``box``. Where several old ranks hold the same part, read it from one rank."""
         givers: dict[TensorRegion, list[int]] = {}
-        for rank, (span, shard) in enumerate(zip(spans, stored, strict=True)):
+        for rank, span in spans.items():
+            shard = stored[rank]
             full = TensorRegion.whole(span.shape)
             givers.setdefault(
                 full if shard is None else TensorRegion(tuple(shard["offset"]), span.shape), []
@@ -286,12 +372,44 @@ class ReshardPlan:
         return span
 
 
-def _placements(live: Any) -> Any:
-    """Return the placements of a live object's tensors; an optimizer's state is placed by its parameters."""
-    if isinstance(live, torch.optim.Optimizer):
-        parameters = [parameter for group in live.param_groups for parameter in group["params"]]
-        return {"state": {i: _LikeParameter(TensorPlacement.of(p)) for i, p in enumerate(parameters)}}
-    return _placed(live.state_dict())
+def _optimizer_placements(
+    live: torch.optim.Optimizer, names: Mapping[int, str], everywhere: frozenset[str] | None
+) -> Any:
+    """Return the placements of an optimizer's state, which is placed by its parameters."""
+    parameters = [parameter for group in live.param_groups for parameter in group["params"]]
+    placed = [_LikeParameter(TensorPlacement.of(p)) for p in parameters]
+    by_group = names_of(live, names)
+    by_name = dict(zip([name for group in by_group for name in group], placed, strict=True))
+    if everywhere is None:
+        return {"state": {**by_name, **dict(enumerate(placed))}}
+    groups = [_GroupNames(tuple(own), everywhere | frozenset(own)) for own in by_group]
+    return {
+        "state": _Entries(by_name, everywhere | frozenset(by_name), None),
+        "param_groups": [{"params": group, "param_names": group} for group in groups],
+    }
+
+
+def _inner(nodes: Mapping[int, Any], key: Any) -> dict[int, Any]:
+    """Return the value under ``key`` of each old rank's node."""
+    return {rank: node[key] for rank, node in nodes.items()}
+
+
+def _is_plain(node: Any) -> bool:
+    return isinstance(node, dict) and not any(key.startswith("$") for key in node)
+
+
+def _are_names(node: Any) -> bool:
+    return isinstance(node, list) and all(isinstance(name, str) for name in node)
+
+
+def _check_known(there: Set[str], everywhere: Set[str], path: str) -> None:
+    """Raises Misfit where the snapshot has what no rank of this replica has."""
+    unknown = sorted(there - everywhere)
+    if unknown:
+        raise Misfit(
+            f"{path} has {unknown[0]!r} in the snapshot and not here: run the same model and optimizer as the"
+            " job did."
+        )
 
 
 def _placed(value: Any) -> Any:

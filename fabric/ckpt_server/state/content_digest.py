@@ -5,12 +5,14 @@ content names a state. Its first half is a digest of the description without the
 sum over the elements of all tensors, modulo 2^64. The weight of an element in the sum follows from the
 tensor's name and the element's index in the full tensor. So each rank sums the elements that it holds, and
 the ranks' sums make the same total in every layout. Of ranks with the same part, only the lowest counts it.
+Ranks may hold different entries of a module (pipeline stages). So the descriptions of these entries are in
+the sum too, and those of their optimizer's state.
 
 A change of one element always changes the sum. Other damage escapes with a probability of about 2^-60.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,11 +46,17 @@ def first_copies(parameters: Mapping[str, torch.Tensor], layout: ReplicaLayout, 
 
 @dataclass(frozen=True, slots=True)
 class ContentDigests:
-    """Digests the part of rank ``rank``. ``first``: see ``first_copies``. Tensors that are not sharded are
-    the same at all ranks; only rank 0 counts them."""
+    """Digests the part of rank ``rank``. ``first``: see ``first_copies``.
+
+    Outside of modules and optimizers, tensors that are not sharded are the same at all ranks; only rank 0
+    counts them.
+    """
 
     rank: int
     first: Mapping[str, bool]
+    # Each module of the state -> its entries at this rank -> whether this rank is the lowest with the entry.
+    entries: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    optimizers: frozenset[str] = frozenset()  # names of the state's optimizers
 
     def of_view(self, view: StateView) -> str:
         """Return the digest of live state."""
@@ -64,19 +72,45 @@ class ContentDigests:
         shards: dict[str, dict[str, Any]] = {}
         description = _without_shards(parse_json(metadata), shards)
         total, described = 0, []
+        owned: dict[str, bool] = {}  # tensor -> whether this rank is the lowest with its entry
+        for path, node, counts in self._take_entries(description["state"]):
+            total += _digest_of([path, node]) if counts else 0
+            owned.update(dict.fromkeys(_tensors_in(node), counts))
         for name, tensor in tensors:
             shard = shards.get(name)
             shape = tuple(shard["shape"]) if shard is not None else tuple(tensor.shape)
-            described.append([name, str(tensor.dtype), shape])
-            if self._counts(name, shard):
+            if name not in owned:
+                described.append([name, str(tensor.dtype), shape])
+            elif owned[name]:
+                total += _digest_of([name, str(tensor.dtype), shape])
+            if self._counts(name, shard, owned.get(name, self.rank == 0)):
                 offset = tuple(shard["offset"]) if shard is not None else (0,) * len(shape)
                 total += _weighted_sum(name, tensor, offset)
         text = canonical_json([description, sorted(described)])
         return f"{xxhash.xxh3_64_hexdigest(text.encode())}{total % 2**64:016x}"
 
-    def _counts(self, name: str, shard: Mapping[str, Any] | None) -> bool:
+    def _take_entries(self, state: dict[str, Any]) -> Iterator[tuple[list[str], Any, bool]]:
+        """Take the modules' entries and their optimizer state out of ``state``: path, description, whether
+        this rank counts it."""
+        for name, own in self.entries.items():
+            node = state.pop(name)
+            for entry, inner in node.get("$module", [node])[0].items():
+                yield [name, entry], inner, own.get(entry, self.rank == 0)
+        own = self.entries.get("model", {})
+        for name in self.optimizers:
+            node = state[name]
+            for number, group in enumerate(node["param_groups"]):
+                for key in ("params", "param_names"):
+                    for parameter in group.pop(key, ()):
+                        path = [name, key, str(number), str(parameter)]
+                        yield path, None, own.get(parameter, self.rank == 0)
+            values = node.pop("state")
+            for parameter, inner in values.items():
+                yield [name, "state", parameter], inner, own.get(parameter, self.rank == 0)
+
+    def _counts(self, name: str, shard: Mapping[str, Any] | None, is_lowest: bool) -> bool:
         if shard is None:
-            return self.rank == 0
+            return is_lowest
         first = self.first.get(_sharding(shard))
         if first is None:
             raise StateError(
@@ -84,6 +118,20 @@ class ContentDigests:
                 "place it as a parameter of its shape"
             )
         return first
+
+
+def _digest_of(value: object) -> int:
+    return xxhash.xxh3_64_intdigest(canonical_json(value).encode())
+
+
+def _tensors_in(node: Any) -> Iterator[str]:
+    """The names of the tensors in a description without shards."""
+    if isinstance(node, dict) and "$tensor" in node:
+        name = node["$tensor"]
+        yield name if isinstance(name, str) else name[0]
+    elif isinstance(node, dict | list):
+        for inner in node.values() if isinstance(node, dict) else node:
+            yield from _tensors_in(inner)
 
 
 def _sharding(shard: Mapping[str, Any]) -> str:

@@ -46,6 +46,7 @@ from fabric.ckpt_server.state.encoding import (
     memory_key,
 )
 from fabric.ckpt_server.state.loading import WorkRunner, at_once, check_fit, load_all
+from fabric.ckpt_server.state.parameter_names import named_state, parameter_names
 from fabric.ckpt_server.state.structure_cache import record_structure
 from fabric.errors import IntegrityError, StateError
 
@@ -107,16 +108,18 @@ class StateDescriber:
     """Captures the same objects again and again, and describes again only the parts that changed.
 
     A tensor is unchanged while it has the same elements of the same memory, whatever their values.
-    ``standing`` returns, for a tensor that changes within a step, its value when the step began. One thread
-    at a time.
+    ``standing`` returns, for a tensor that changes within a step, its value when the step began. With
+    ``by_name`` an optimizer's state has the names of its parameters, not numbers. One thread at a time.
     """
 
     def __init__(
         self,
         objects: Mapping[str, object],
         standing: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        by_name: bool = False,
     ) -> None:
         self.objects = objects
+        self.by_name = by_name
         self._standing = standing
         self._parts: dict[tuple[str, str | None], _DescribedItem] = {}
         self._preamble = Preamble(())
@@ -130,7 +133,7 @@ class StateDescriber:
         before, parts = self._parts, {}
         met: list[torch.Tensor] = []
         descriptions = []
-        for name, value, state in _states(self.objects):
+        for name, value, state in _states(self.objects, self.by_name):
             texts = []
             for key, item in _items(value, state):
                 ties: dict[object, str] | None = {} if isinstance(value, torch.nn.Module) else None
@@ -254,10 +257,12 @@ def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = a
     return step
 
 
-def verify(objects: Mapping[str, object], step: int, digest: str, run: WorkRunner = at_once) -> None:
+def verify(
+    objects: Mapping[str, object], step: int, digest: str, run: WorkRunner = at_once, by_name: bool = False
+) -> None:
     """Raises IntegrityError unless ``objects`` are in exactly the state that ``digest`` names; see
-    ``restore``."""
-    live_digest = run(capture(objects, step).digest)
+    ``restore``. ``by_name``: see ``StateDescriber``."""
+    live_digest = run(StateDescriber(objects, by_name=by_name).capture(step).digest)
     if live_digest != digest:
         raise IntegrityError(
             f"After loading step {step} the state's digest is {live_digest} and must be {digest}: an object"
@@ -270,9 +275,10 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return bytes_of(tensor).numpy().data
 
 
-def _states(objects: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+def _states(objects: Mapping[str, object], by_name: bool = False) -> Iterator[tuple[str, object, object]]:
     """Yield name, object and state, in the order of the file. Raises StateError for an object without
     state."""
+    names = parameter_names(objects) if by_name else {}
     for name in sorted(objects):
         if not isinstance(name, str) or not name:
             raise StateError(
@@ -285,7 +291,10 @@ def _states(objects: Mapping[str, object]) -> Iterator[tuple[str, object, object
                     f"{name} is a {type(value).__qualname__} without {method}(); shared state needs both"
                     " state_dict() and load_state_dict()."
                 )
-        yield name, value, value.state_dict()  # type: ignore[attr-defined]
+        if by_name and isinstance(value, torch.optim.Optimizer):
+            yield name, value, named_state(value, names)
+        else:
+            yield name, value, value.state_dict()  # type: ignore[attr-defined]
 
 
 def _shardings(objects: Mapping[str, object]) -> Shardings:

@@ -55,7 +55,7 @@ class Replay:
         objects, run = self._state.describer.objects, self._state.run
         try:
             restore(fetched_state.file, objects, run)
-            verify(objects, order.step, digest, run)
+            verify(objects, order.step, digest, run, self._state.describer.by_name)
         except FabricError as error:
             self._engine.post(io.InstallFailed(f"the state of step {order.step} does not fit: {error}"))
             return

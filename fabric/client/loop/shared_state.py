@@ -1,6 +1,6 @@
 """The shared state of a job: model, optimizers and the objects of ``state=``, equal on all replicas."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,10 @@ class WithoutBuffers:
     def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
         self._model = model
         self._names = frozenset(names)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The module's own parameters."""
+        return self._model.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the module's own state, less the local buffers."""

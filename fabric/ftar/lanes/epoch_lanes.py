@@ -10,7 +10,7 @@ import xxhash
 from fabric.ftar.lanes.held_parameters import dtype_of
 from fabric.ftar.lanes.rank_lanes import RankLanes
 from fabric.model import Member, Record
-from fabric.protocol.rules.lanes import Lane, ReplicaLayout, lanes_of
+from fabric.protocol.rules.lanes import HeldParameter, Lane, ReplicaLayout, lanes_of
 from fabric.protocol.rules.layout_text import read_layout
 
 _MOST_EPOCHS = 8
@@ -59,8 +59,22 @@ class LaneDirectory:
     @property
     def model_bytes(self) -> int:
         """Bytes of the whole model's gradient."""
+        return sum(math.prod(x.shape) * dtype_of(x).itemsize for x in self._parameters())
+
+    @property
+    def described(self) -> tuple[str, ...]:
+        """A line for each parameter of the model, equal for every layout."""
+        return tuple(f"{x.name} {x.dtype}{list(x.shape)}" for x in self._parameters())
+
+    @property
+    def model_name(self) -> str:
+        """A digest of the parameters' names, shapes and types, equal for every layout."""
+        return xxhash.xxh3_64_hexdigest("\n".join(self.described).encode())
+
+    def _parameters(self) -> list[HeldParameter]:
+        """Every parameter of the model once, by name."""
         held = {x.name: x for row in self.layout.ranks for x in row}
-        return sum(math.prod(x.shape) * dtype_of(x).itemsize for x in held.values())
+        return [held[name] for name in sorted(held)]
 
     def enter(self, record: Record) -> EpochLanes:
         """Make and return the lanes of ``record``, which lists this replica."""

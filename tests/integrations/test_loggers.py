@@ -111,5 +111,5 @@ def test_wandb_gets_figures_with_an_axis_of_their_own(tmp_path):
     write(wandb(run))
     run.log({"loss": 1.0}, step=5)  # the loop's own step is still free
     assert run.summary["fabric/recovery at step 12"] == "e2 (death): r1: its process is gone"
+    assert run.summary["fabric/goodput"] == 0.75 and run.summary["fabric/step"] == 30
     run.finish()
-    assert run.summary["fabric/goodput"] == 0.75 and run.summary["loss"] == 1.0

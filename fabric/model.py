@@ -347,6 +347,16 @@ class EarlierStep:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeedMeasurement:
+    """The result of one micro-benchmark."""
+
+    number: Int64  # number of the lighthouse's request
+    rank: Int64 = 0
+    product_s: float = 0.0  # mean seconds of one matrix product on the device; 0: it failed
+    copy_s: float = 0.0  # mean seconds of one copy of memory; 0: it failed
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """How one step's time was spent, and on which work."""
 
@@ -360,3 +370,4 @@ class StepTimes:
     micro_batches: Int64 = 0  # number of micro-batches computed, repetitions included; 0: an older version
     waited_s: float = 0.0  # part of ``compute_s`` for which this rank waited for other ranks of its replica
     ranks: tuple[RankTimes, ...] = ()  # by rank, in a replica of several ranks
+    measured: tuple[SpeedMeasurement, ...] = ()  # micro-benchmarks that ran before this step

@@ -1,6 +1,7 @@
 """A replica of real processes gets slow: the lighthouse names it, advises shares, and says when it is
 well."""
 
+import json
 import subprocess
 import sys
 
@@ -43,8 +44,20 @@ def test_a_slow_replica_is_named_with_the_shares_that_would_help(zygote, tmp_pat
         assert "slow: replica r1 takes" in " ".join(said.split())
         # The lighthouse only advises: each member still has the shares that it asked for.
         assert {member["shares"] for member in job.status()["members"]} == {1}
+        # The device of this test is a timed wait, so the micro-benchmark may well refute the slowdown.
+        job.wait_for(lambda: verdict_on(job, "r1") in ("confirmed", "refuted"), "a micro-benchmark of r1")
         slow.unlink()
         job.wait_for(lambda: [e for e in job.told("no longer slow") if e["about"] == "r1"], "its recovery")
+        assert any(x["replica"] == "r1" and x["ended"] and x["steps"] for x in slowdowns(job))
+
+
+def slowdowns(job: Job) -> list[dict]:
+    return [json.loads(line) for line in job.ask("/v1/jobs/test/slowdowns").splitlines()]
+
+
+def verdict_on(job: Job, replica: str) -> str:
+    """The verdict of the newest micro-benchmark on this replica."""
+    return next((x["verdict"] for x in reversed(slowdowns(job)) if x["replica"] == replica), "")
 
 
 def slow_ranks(job: Job) -> list[tuple[str, str, list[int]]]:

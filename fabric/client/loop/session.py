@@ -418,6 +418,7 @@ class Session:
                 self._finish(order)
                 return order
             if isinstance(order, io.Compute | io.Apply):
+                self._clock.run_benchmark(order, self._process.rank, self._state.gradients.parameters)
                 return order
             self._obey(order)
 

@@ -1,13 +1,17 @@
 """How the main thread spends a step's time: compute, the user's update, waiting."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from fabric.client.process.collective_waits import CollectiveWaits
+from fabric.client.process.micro_benchmark import measure
 from fabric.health.work import WorkAmount
-from fabric.model import StepTimes
+from fabric.model import SpeedMeasurement, StepTimes
+from fabric.protocol.messages import member_events as io
 
 
 @dataclass(slots=True)
@@ -24,6 +28,7 @@ class StepClock:
     micro_batches: int = 0
     waited_s: float = 0.0  # part of ``compute_s`` for which the rank waited for other ranks of its replica
     waits: CollectiveWaits = field(default_factory=CollectiveWaits)
+    measured: tuple[SpeedMeasurement, ...] = ()  # micro-benchmarks not yet reported
     waits_mark: float = 0.0  # seconds of ``waits`` at the end of the last lap
 
     def lap(self) -> float:
@@ -74,6 +79,14 @@ class StepClock:
             "wait_s": self.wait_s,
         }
 
+    def run_benchmark(
+        self, order: io.Compute | io.Apply, rank: int, parameters: Sequence[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Run the micro-benchmark that ``order`` asks for, if any; its time is in no phase of the step."""
+        if isinstance(order, io.Compute) and order.measure:
+            self.measured = (measure(order.measure, rank, parameters[0][1].device),)
+            self.lap()
+
     def times(self, exchange_s: float, waiting_s: dict[str, float]) -> StepTimes:
         """Return the step's times for the lighthouse, and start the next count."""
         times = StepTimes(
@@ -86,7 +99,9 @@ class StepClock:
             squares=self.squares,
             micro_batches=self.micro_batches,
             waited_s=self.waited_s,
+            measured=self.measured,
         )
+        self.measured = ()
         self.compute_s = self.optimizer_s = self.wait_s = self.samples = self.squares = self.waited_s = 0.0
         self.micro_batches = 0
         self.work.clear()

@@ -141,7 +141,8 @@ def decode_status(data: str) -> m.TrainerStatus:
 
 def _checked_beat(beat: m.Heartbeat) -> m.Heartbeat:
     """Check a heartbeat; the usual heartbeat needs few checks and is not copied."""
-    if beat.times is not None and len(beat.times.ranks) > MOST_TIMED_RANKS:
+    times = beat.times
+    if times is not None and max(len(times.ranks), len(times.measured)) > MOST_TIMED_RANKS:
         raise ProtocolError(f"Heartbeat.times.ranks must be a list of at most {MOST_TIMED_RANKS}")
     if beat.waiting_for or beat.digest:
         _check_names("waiting_for", beat.waiting_for, MAX_NAMES)

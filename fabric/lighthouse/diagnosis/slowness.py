@@ -160,7 +160,7 @@ class SlownessWatch:
         """Judge all replicas again; return the new events."""
         record, self._looked_at, self._has_news = view.record, now, False
         if record is None or view.is_complete or self.mode(view) == OFF or len(record.roster) > MOST_MEMBERS:
-            self._slow = {}
+            self._slow, self._costs = {}, {}
             self._advisor.forget()
             return []
         failed = {m.replica for m in record.roster if view.liveness.failure_reason(m, now)}

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from fabric.lighthouse.diagnosis.server_states import silence
@@ -105,7 +105,7 @@ class WaitSentence:
         if now - self._looked >= _LOOK_S:
             text = waiting_for(view, now)
             self._text, self._looked = "" if text.startswith("nothing") else text, now
-        return HeartbeatAck(message.number, self._text) if self._text else message
+        return replace(message, waiting_for=self._text) if self._text else message
 
 
 def _waiting_to_start(view: LeaderView, now: float) -> str:

@@ -20,6 +20,7 @@ from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
 from fabric.lighthouse.diagnosis.server_states import CheckpointServers
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
+from fabric.lighthouse.diagnosis.speed_checks import SpeedChecks
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
 from fabric.lighthouse.history.ledger import GoodputLedger
 from fabric.lighthouse.history.recovery import Recoveries, recoverable
@@ -77,6 +78,7 @@ class Job:
         self._answers = WorkQueue()
         self._waits = WaitSentence()
         self.slowness = SlownessWatch()
+        self._checks = SpeedChecks()
         self._diagnosis = DiagnosisTask(
             partial(context.access_to, name),
             self.peer_addresses,
@@ -234,6 +236,7 @@ class Job:
         if self.connections.is_current(connection):
             self._feed(io.FromMember(connection.replica, connection.incarnation, message))
             if isinstance(message, m.Heartbeat) and message.times is not None and self.is_running:
+                self._checks.take(connection.replica, message.times.measured)
                 self.slowness.hear(self.view, connection.replica, connection.incarnation, message)
 
     def defer(self, text: str, work: Callable[[], object]) -> bool:
@@ -311,10 +314,19 @@ class Job:
     def _look_at_speeds(self, now: float) -> None:
         for change in self.slowness.look(self.view, now):
             self.note(change.kind, change.about, change.why)
+        self._check_speeds()
         step = self.view.highest_step or 0
         self.history.observe_slowdowns(self.slowness.states(), self.events.newest, step)
         if (order := self.slowness.take_order()) is not None:
             self._feed(order)
+
+    def _check_speeds(self) -> None:
+        roster = [member.replica for member in self.view.record.roster] if self.view.record else []
+        slow = self.slowness.slow
+        ranks = {state.replica: state.ranks for state in self.slowness.states()}
+        for verdict in self._checks.look(slow, ranks, roster, time.time()):
+            self.note(f"slowness {verdict.verdict}", verdict.replica, verdict.why)
+            self.history.judge(verdict.replica, verdict.verdict)
 
     def answer(self, asker: object, event: io.Event) -> None:
         """Give an outcome to the core that ordered the write or read, but not to a later core."""
@@ -329,6 +341,7 @@ class Job:
         if isinstance(effect, io.SendMember):
             if self._context.term.holds():
                 message = self._waits.attach(effect.message, self.view, self.now)
+                message = self._checks.attach(effect.replica, message)
                 self.connections.send(effect.replica, effect.incarnation, message)
         elif isinstance(effect, io.WriteRecord):
             self._records.write(effect.record, self._driver)

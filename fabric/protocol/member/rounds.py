@@ -139,7 +139,8 @@ class Rounds:
         self._session.note_times(event.step, event.times)
         # Rule 11: a step that the leader does not need at once goes with the next heartbeat.
         contact = self._session.contact
-        due = self._context.now if event.digest or self._is_followed() else contact.beaten + STEP_BEAT_S
+        is_news = event.digest or self._is_followed() or (event.times is not None and event.times.measured)
+        due = self._context.now if is_news else contact.beaten + STEP_BEAT_S
         contact.next_beat = min(contact.next_beat, max(due, self._context.now))
 
     def on_digested(self, event: io.Digested) -> None:
@@ -281,7 +282,7 @@ class Rounds:
             self._memory.kept_gradient.have |= set(share)
             self._memory.kept_gradient.computing = share
             self._memory.waiting = False
-            self._context.emit(io.Compute(step, share))
+            self._context.emit(io.Compute(step, share, self._session.take_measure()))
 
     def _note_poison(self, record: Record, step: int) -> None:
         """Write the poison that this round leaves out into the journal."""

@@ -32,6 +32,18 @@ class LighthouseSession:
         self._earlier: deque[EarlierStep] = deque(
             maxlen=MOST_EARLIER
         )  # steps before, since the last heartbeat
+        self._measure = 0  # number of the newest micro-benchmark that the leader asked for
+        self._measured = 0  # number of the newest micro-benchmark that the main thread got
+
+    def ask_measure(self, number: int) -> None:
+        """Let the main thread run a micro-benchmark before the next step, once for each number."""
+        self._measure = max(self._measure, number)
+
+    def take_measure(self) -> int:
+        """Return the number of the micro-benchmark to run now; 0: none."""
+        number = self._measure if self._measure > self._measured else 0
+        self._measured = max(self._measured, number)
+        return number
 
     @property
     def phase(self) -> str:

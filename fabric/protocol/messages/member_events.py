@@ -329,6 +329,7 @@ class Compute:
 
     step: Int64
     micro_batches: tuple[Int64, ...]
+    measure: Int64 = 0  # first run the micro-benchmark with this number; 0: run none
 
 
 @dataclass(frozen=True, slots=True)

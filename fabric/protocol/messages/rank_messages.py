@@ -196,10 +196,12 @@ def replica_times(times: Sequence[StepTimes | None], stages: Sequence[int] = ())
     timed = [x for x in times if x is not None]
     if not timed or len(timed) < len(times):
         return None
+    measured = tuple(x for rank in timed for x in rank.measured)[:MOST_TIMED_RANKS]
     if len(timed) > MOST_TIMED_RANKS:
-        return timed[0]
+        return replace(timed[0], measured=measured)
     placed = zip(timed, stages or [0] * len(timed), strict=True)
-    return replace(timed[0], ranks=tuple(_rank_times(x, stage) for x, stage in placed))
+    ranks = tuple(_rank_times(x, stage) for x, stage in placed)
+    return replace(timed[0], ranks=ranks, measured=measured)
 
 
 def _rank_times(times: StepTimes, stage: int) -> RankTimes:

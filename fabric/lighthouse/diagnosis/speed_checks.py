@@ -1,0 +1,132 @@
+"""Asks slow replicas, and one healthy witness, for a micro-benchmark, and says what it has shown.
+
+A refuted slowdown is real too, but its cause is not the device: the data, the host's other work or a link.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fabric.health.localise import SLOW, Scope, Slowdown, is_confirmed
+from fabric.health.statistics import median
+from fabric.model import SpeedMeasurement
+from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage
+
+MOST_PER_HOUR = 6
+_HOUR_S = 3600.0
+# A check without an answer after this time is over: the replica runs an older version, or has died.
+ANSWER_S = 60.0
+CONFIRMED, REFUTED, NO_ANSWER = "confirmed", "refuted", "no answer"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedVerdict:
+    """The outcome of one check."""
+
+    replica: str
+    verdict: str
+    why: str
+
+
+@dataclass(slots=True)
+class SpeedCheck:
+    """One request under way."""
+
+    number: int
+    slowdown: Slowdown
+    ranks: Sequence[int]  # the suspected ranks; empty: all of the replica
+    witness: str
+    until: float
+    answers: dict[str, Sequence[SpeedMeasurement]] = field(default_factory=dict)  # by replica
+
+    @property
+    def asked(self) -> tuple[str, str]:
+        return self.slowdown.replica, self.witness
+
+
+class SpeedChecks:
+    """One check at a time, one for each slowdown, and at most MOST_PER_HOUR in an hour."""
+
+    def __init__(self) -> None:
+        self._check: SpeedCheck | None = None
+        self._begun: list[float] = []  # when the checks of the last hour began
+        self._done: set[str] = set()  # slow replicas that were checked since they became slow
+        self._number = 0
+
+    def look(
+        self,
+        slow: Mapping[str, Slowdown],
+        ranks: Mapping[str, Sequence[int]],
+        members: Sequence[str],
+        now: float,
+    ) -> list[SpeedVerdict]:
+        """Begin or end a check; return the verdict if one has come. ``ranks``: the slow ranks by replica."""
+        verdicts = self._end(now)
+        self._done &= slow.keys()
+        self._begun = [at for at in self._begun if 0 <= now - at < _HOUR_S]
+        waiting = [name for name, x in slow.items() if x.scope is not Scope.JOB and name not in self._done]
+        witness = next((name for name in members if name not in slow), "")
+        is_few = 2 * len(slow) <= len(members)
+        if self._check is None and waiting and witness and is_few and len(self._begun) < MOST_PER_HOUR:
+            name = waiting[0]
+            self._number = max(self._number + 1, math.ceil(now))  # grows from one leader to the next
+            self._check = SpeedCheck(
+                self._number, slow[name], tuple(ranks.get(name, ())), witness, now + ANSWER_S
+            )
+            self._begun.append(now)
+            self._done.add(name)
+        return verdicts
+
+    def attach(self, replica: str, message: LeaderMessage) -> LeaderMessage:
+        """Put the request into the answer to a heartbeat of a replica that is asked."""
+        check = self._check
+        if check is None or not isinstance(message, HeartbeatAck):
+            return message
+        if replica not in check.asked or replica in check.answers:
+            return message
+        return replace(message, measure=check.number)
+
+    def take(self, replica: str, measured: Sequence[SpeedMeasurement]) -> None:
+        """Take a replica's answer; answers to no request do not count."""
+        check = self._check
+        if check is None or replica not in check.asked:
+            return
+        answers = [x for x in measured if x.number == check.number]
+        if answers:
+            check.answers[replica] = answers
+
+    def _end(self, now: float) -> list[SpeedVerdict]:
+        check = self._check
+        if check is None or (len(check.answers) < 2 and now < check.until):
+            return []
+        self._check = None
+        return [_judge(check)]
+
+
+def _judge(check: SpeedCheck) -> SpeedVerdict:
+    name = check.slowdown.replica
+    if len(check.answers) < 2:
+        missing = ", ".join(x for x in check.asked if x not in check.answers)
+        why = f"{missing} has not answered the micro-benchmark within {ANSWER_S:g} s"
+        return SpeedVerdict(name, NO_ANSWER, why)
+    suspects = [x for x in check.answers[name] if not check.ranks or x.rank in check.ranks]
+    sentences, is_slow = [], False
+    # At least half of the slowdown must show, because short measurements vary.
+    needed = max(SLOW, 1.0 + (check.slowdown.factor - 1.0) / 2)
+    for words, of in (("a matrix product", "product_s"), ("a copy of memory", "copy_s")):
+        seconds = [getattr(x, of) for x in suspects if getattr(x, of) > 0]
+        references = [getattr(x, of) for x in check.answers[check.witness] if getattr(x, of) > 0]
+        if not seconds or not references:
+            continue
+        own, reference = max(seconds), median(references)
+        is_slow |= is_confirmed(own, reference * needed / SLOW)
+        times = f"{own * 1e3:.3g} ms there and {reference * 1e3:.3g} ms at {check.witness}"
+        sentences.append(f"{words} takes {times}")
+    if not sentences:
+        return SpeedVerdict(name, NO_ANSWER, f"the micro-benchmark failed at {name} or {check.witness}")
+    measured = "; ".join(sentences)
+    if is_slow:
+        return SpeedVerdict(name, CONFIRMED, f"{measured}: its device or memory is slow")
+    return SpeedVerdict(
+        name, REFUTED, f"{measured}: its device is not slow, look at its data and at its host"
+    )

@@ -57,8 +57,8 @@ sys.exit(int(act))
 
 
 def _hear_the_terminal() -> None:
-    """Restore the handler of Ctrl-C, which a shell makes background processes ignore."""
-    for number in (signal.SIGINT, signal.SIGQUIT):
+    """Restore the signals that shells make background processes ignore, and the one that nohup does."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 

@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 from job import Job
-from test_slow_replica import is_predicted
+from test_slow_replica import PATIENCE_S, is_predicted
 
 EQUAL = {"r0": 1, "r1": 1, "r2": 1}
-# Damping may delay the report of a slow replica by 40 steps, which take a second each on a crowded host.
-PATIENCE_S = 400.0
 
 
 def adapt(job: Job, *options: str) -> str:
@@ -21,8 +20,17 @@ def adapt(job: Job, *options: str) -> str:
     ).stdout
 
 
-def shares(job: Job) -> dict[str, int]:
-    return {member["replica"]: member["shares"] for member in job.status()["members"]}
+def record_with_shares(job: Job, fits: Callable[[dict[str, int]], bool], what: str) -> dict:
+    """Wait until the shares of r0, r1 and r2 fit, and return the record of the same status."""
+    statuses: list[dict] = []
+
+    def has_come() -> bool:
+        statuses.append(job.status())
+        shares = {member["replica"]: member["shares"] for member in statuses[-1]["members"]}
+        return set(shares) == set(EQUAL) and fits(shares)
+
+    job.wait_for(has_come, what, PATIENCE_S)
+    return statuses[-1]["record"]
 
 
 def parts(job: Job, epoch: int) -> list[dict[str, int]]:
@@ -49,8 +57,7 @@ def test_the_leader_lowers_the_share_of_a_slow_replica_and_gives_it_back(zygote,
         assert "mode act; replicas under a veto: r0, r2" in adapt(job, "--veto", "r2", "--mode", "act")
         job.wait_for(lambda: is_predicted(job), "the end of the warm-up", PATIENCE_S)
         slow.touch()
-        job.wait_for(lambda: shares(job)["r1"] < shares(job)["r0"], "the lower share", PATIENCE_S)
-        record = job.status()["record"]
+        record = record_with_shares(job, lambda shares: shares["r1"] < shares["r0"], "the lower share")
         assert "shares by speed: replica r1 computes at" in record["reason"]
         assert "predicted: throughput +" in record["reason"] and "cost 0 s" in record["reason"]
         assert [x for x in job.told("shares") if x["about"] == "r1"]
@@ -58,8 +65,7 @@ def test_the_leader_lowers_the_share_of_a_slow_replica_and_gives_it_back(zygote,
         for counts in parts(job, record["epoch"]):
             assert sum(counts.values()) == 12 and counts["r1"] < min(counts["r0"], counts["r2"])
         slow.unlink()
-        job.wait_for(lambda: shares(job) == EQUAL, "the shares to be given back", PATIENCE_S)
-        last = job.status()["record"]["epoch"]
+        last = record_with_shares(job, EQUAL.__eq__, "the shares to be given back")["epoch"]
         job.wait_for(lambda: parts(job, last), "a step with the asked shares")
         assert parts(job, last)[-1] == {"r0": 4, "r1": 4, "r2": 4}
         digests = [gradients(job, replica) for replica in ("r0", "r1", "r2")]

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from fabric.ckpt_server.durable.dcp import write_metadata, write_rank_shard
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.ckpt_server.reshard.rank_files import RankFile
+from fabric.ckpt_server.reshard.rank_files import LayoutChanged, RankFile
 from fabric.ckpt_server.reshard.relayout import Layout, Misfit, reshard
 from fabric.ckpt_server.state.content_digest import ContentDigests
 from fabric.ckpt_server.state.training_state import StateDescriber, host_bytes, restore, verify
@@ -100,6 +100,16 @@ def take_over(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
         shift = -memory[0].data_ptr() % 64
         restore(memory[0][shift : shift + manifest["nbytes"]].numpy().data, objects)
         verify(objects, STEP, manifest["digest"], by_name=True)
+
+
+def test_parts_of_different_layouts_are_not_joined():
+    parts = [Held(k, 2, file_of(x)) for k, x in enumerate(stages((2, 2)))]
+    parts[0].manifest["ranks"] = ["", "replaced"]
+    layout = Layout(stages((4,))[0], {})
+    with pytest.raises(LayoutChanged, match=f"step {STEP} are of different layouts"):
+        reshard(
+            parts, SnapshotRef(1, STEP, ""), layout, lambda _: pytest.fail("memory was allocated"), rank=0
+        )
 
 
 @pytest.mark.parametrize("split", SPLITS[1:], ids=str)

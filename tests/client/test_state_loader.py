@@ -13,6 +13,7 @@ import torch
 
 from fabric.ckpt_server.fetch.fetcher import FetchResult
 from fabric.ckpt_server.format.digest import file_digest
+from fabric.ckpt_server.reshard.rank_files import LayoutChanged, ServedRankFile
 from fabric.client.state import fetch_thread as module
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.state_loader import StateLoader, fetch_failure
@@ -248,3 +249,40 @@ def test_a_layout_of_which_a_rank_is_missing_is_not_read():
         with pytest.raises(StateError, match="no member serves step 7 in all of its ranks") as caught:
             loader._of_one_layout(served, state)
         assert fetch_failure(order, caught.value).unusable == unusable
+
+
+def test_a_state_that_a_replica_stores_in_its_new_layout_meanwhile_is_looked_up_again(monkeypatch):
+    servers = Layouts(two0=[content(3), content(4)], two1=[content(3), content(4)])
+    loader = StateLoader(None, None, None, 1, 2, lambda *_: servers, unequal=True)
+    reads = []
+
+    def read(order, served, fetcher):
+        reads.append(served)
+        if len(reads) == 1:
+            servers.held["http://two0"] = [content(7)]
+            raise LayoutChanged("the parts are of different layouts")
+        return "the state"
+
+    monkeypatch.setattr(loader, "_from_others", read)
+    order = io.FetchState(SnapshotRef(1, 7, content(7)), ("http://two0", "http://two1#1"))
+    served = {0: ("http://two0",), 1: ("http://two1",)}
+    assert loader._from_served(order, served, servers) == "the state"
+    assert reads == [served, {0: ("http://two0",)}]
+
+
+class Blocks:
+    """A server whose file is replaced after the first read; each file has two blocks of 16 bytes."""
+
+    reads = 0
+
+    def fetch_state(self, urls, state, allocate, blocks) -> FetchResult:
+        self.reads += 1
+        allocate(32)
+        return FetchResult(16, 0.0, {}, {"digest": content(self.reads)})
+
+
+def test_blocks_of_two_files_of_one_state_are_never_mixed():
+    part = ServedRankFile(0, ("http://a",), SnapshotRef(1, 7, content(7)), Blocks())
+    part.have({0})
+    with pytest.raises(LayoutChanged, match="another layout"):
+        part.have({1})

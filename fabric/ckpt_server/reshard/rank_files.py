@@ -11,9 +11,14 @@ from typing import Any
 from fabric.ckpt_server.durable.reader import DurableCheckpoint, RankShardFile
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.format.safetensors_file import FileHeader, read_preamble
+from fabric.errors import StateError
 from fabric.model import SnapshotRef
 
 Allocate = Callable[[int], memoryview]
+
+
+class LayoutChanged(StateError):
+    """The parts of a state are of different layouts: a replica has stored the state in its new layout."""
 
 
 class RankFile:
@@ -87,6 +92,8 @@ class ServedRankFile(RankFile):
 
     def _read(self, blocks: Collection[int]) -> None:
         fetched = self._fetcher.fetch_state(self._urls, self._state, self._memory, blocks)
+        if self.manifest and fetched.manifest["digest"] != self.manifest["digest"]:
+            raise LayoutChanged(f"A server replaced step {self._state.step} by another layout of ranks.")
         self.manifest, self.compression = fetched.manifest, fetched.compression
         for url, nbytes in fetched.sources.items():
             self.sources[url] = self.sources.get(url, 0) + nbytes

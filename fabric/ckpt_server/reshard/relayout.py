@@ -31,7 +31,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     read_preamble,
 )
 from fabric.ckpt_server.format.tensor_regions import RegionRead
-from fabric.ckpt_server.reshard.rank_files import Allocate, RankFile
+from fabric.ckpt_server.reshard.rank_files import Allocate, LayoutChanged, RankFile
 from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, local_shape
 from fabric.ckpt_server.state.parameter_names import names_of, parameter_names
 from fabric.ckpt_server.state.training_state import FORMAT, tensor_at
@@ -142,9 +142,11 @@ def reshard(
     """
     try:
         headers = [part.header() for part in parts]
+        if len({tuple(part.manifest.get("ranks", ())) for part in parts}) > 1:
+            raise LayoutChanged(f"The parts of step {state.step} are of different layouts of ranks.")
         for part in parts:
             if part.ranks != len(parts):
-                raise StateError(
+                raise LayoutChanged(
                     f"The state of step {state.step} has {part.ranks} parts and sources were given for"
                     f" {len(parts)}: name the servers of every old rank."
                 )

@@ -15,7 +15,7 @@ from fabric.ckpt_server.fetch.fetcher import FetchResult, StateFetcher
 from fabric.ckpt_server.format.digest import file_digest
 from fabric.ckpt_server.format.manifest import state_digest
 from fabric.ckpt_server.format.safetensors_file import read_preamble
-from fabric.ckpt_server.reshard.rank_files import RankFile, ServedRankFile, StoredRankFile
+from fabric.ckpt_server.reshard.rank_files import LayoutChanged, RankFile, ServedRankFile, StoredRankFile
 from fabric.ckpt_server.reshard.relayout import Layout, Misfit, reshard
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.snapshots import Snapshots
@@ -32,6 +32,9 @@ class NoSlotMemory(StateError):
 
     It says nothing about the state or the members that hold it.
     """
+
+
+_LAYOUT_TRIES = 3  # each replica of a job that changes its layouts stores the state once
 
 
 class NoWholeLayout(StateError):
@@ -84,7 +87,7 @@ class StateLoader:
         reasons = []
         if served:
             try:
-                return self._from_others(order, self._of_one_layout(served, order.state), fetcher)
+                return self._from_served(order, served, fetcher)
             except (Misfit, NoSlotMemory):
                 raise
             except FabricError as error:
@@ -119,6 +122,15 @@ class StateLoader:
             return None
         seconds, nbytes = time.monotonic() - began, len(file)
         return FetchedState(slot, file, FetchResult(nbytes, seconds, {OWN_MEMORY: nbytes}, manifest))
+
+    def _from_served(
+        self, order: io.FetchState, served: Mapping[int, Sequence[str]], fetcher: StateFetcher
+    ) -> FetchedState:
+        """Read one layout; begin again when a replica has stored the state in its new layout meanwhile."""
+        for _ in range(_LAYOUT_TRIES):
+            with suppress(LayoutChanged):
+                return self._from_others(order, self._of_one_layout(served, order.state), fetcher)
+        return self._from_others(order, self._of_one_layout(served, order.state), fetcher)
 
     def _of_one_layout(
         self, served: Mapping[int, Sequence[str]], state: SnapshotRef

@@ -188,7 +188,9 @@ class Listener:
                 f"{who} belongs to job {greeting.job!r}, this is job {own.job!r}: "
                 "check the address and the job's name"
             )
-        if own.store_id and greeting.store_id != own.store_id:
+        # A process that probes members before it has the job's record knows no store
+        is_new = greeting.kind == "probe" and not greeting.store_id
+        if own.store_id and greeting.store_id != own.store_id and not is_new:
             raise Refused(
                 f"{who} was told of store {greeting.store_id!r}, this job's store is "
                 f"{own.store_id!r}: the control store was wiped or is another one, restart {who}"

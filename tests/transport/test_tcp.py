@@ -120,6 +120,16 @@ async def test_a_link_of_a_lane_comes_from_any_rank_to_the_one_that_it_names():
             await dial(door.address, greeting(**{**lane, "rank": 0, "to_rank": 1}), TOKEN, 5)
 
 
+async def test_a_probe_of_a_process_that_has_no_record_yet_is_no_alarm(caplog):
+    async with open_door() as door:
+        (await dial(door.address, greeting(kind="probe", store_id=""), TOKEN, 5)).close()
+        assert (await door.arrival())[0].kind == "probe"
+        assert "refused" not in caplog.text
+        for changes in ({"kind": "probe", "store_id": "s2"}, {"kind": "control", "store_id": ""}):
+            with pytest.raises(Refused, match="control store was wiped"):
+                await dial(door.address, greeting(**changes), TOKEN, 5)
+
+
 async def test_a_listener_without_a_store_id_admits_links_of_any_store():
     async with open_door() as door:
         door.listener.identity.store_id = ""

@@ -283,6 +283,16 @@ async def test_the_mode_against_slow_replicas_and_vetoes_outlive_their_leader(ht
         await close_all(members)
 
 
+async def test_a_veto_and_its_end_for_one_replica_are_refused(http, lighthouse, job):
+    members = await start_job(http, lighthouse.url, count=2, job=job)
+    done = fabric("adapt", "--veto", "r1", "--allow", "r1", *common(lighthouse, job), "--why", "both")
+    assert "a veto for r1 and its end contradict each other: give one of them" in sentence_of(done)
+    assert status(lighthouse, job)["health"]["vetoed"] == []
+    done = fabric("adapt", "--veto", "r1", "--allow", "r0", *common(lighthouse, job), "--why", "two replicas")
+    assert done.stdout.endswith("replicas under a veto: r1\n"), done.stderr
+    await close_all(members)
+
+
 async def test_adapt_needs_an_order_and_the_token(lighthouse, job):
     done = fabric("adapt", *common(lighthouse, job), "--why", "nothing")
     assert done.returncode == 2 and "give --mode, --veto or --allow" in done.stderr

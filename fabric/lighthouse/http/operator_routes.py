@@ -144,6 +144,8 @@ def _adapt_orders(body: dict[str, Any], who: str, why: str) -> list[io.Operator]
         for action in ("veto", "allow")
         if action in body
     ]
+    if orders and body.get("veto") == body.get("allow", ""):
+        raise ProtocolError(f"a veto for {body['veto']} and its end contradict each other: give one of them")
     if not orders:
         raise ProtocolError('give "mode", "veto" (a replica) or "allow" (a replica)')
     return orders

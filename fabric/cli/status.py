@@ -199,9 +199,9 @@ def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
 def _hosts(hosts: Sequence[dict[str, Any]]) -> list[str]:
     """Describe the hosts that failed in the last days, the most suspect first."""
     lines = [
-        f"host {x['host']} ({', '.join(x['replicas']) or 'nobody is there'}) failed "
-        f"{counted(x['times'], 'time')}, last {time.strftime('%d %b %H:%M', time.localtime(x['at']))}: "
-        f"{x['why']}"
+        f"host {x['host']} failed {counted(x['times'], 'time')}"
+        + (f" (lately {', '.join(x['failed'])})" if x.get("failed") else "")
+        + f", last {time.strftime('%d %b %H:%M', time.localtime(x['at']))}: {x['why']}"
         + ("; suspect: who comes back there stands by while the job has its members" if x["suspect"] else "")
         for x in hosts[:_HOSTS]
     ]

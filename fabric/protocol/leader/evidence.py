@@ -147,8 +147,10 @@ class FailureEvidence:
             *map(as_member, self._sessions()),
         ):
             there[host_of(member)].add(member.replica)
+        failed = {x.host: sorted({y.replica for y in self.failures if y.host == x.host}) for x in self.hosts}
         rows = [
             {**asdict(x), "score": round(value, 3), "replicas": sorted(there.get(x.host, ()))}
+            | {"failed": failed[x.host]}
             | {"suspect": value >= host_history.SUSPECT and self._has_other_host(x.host)}
             for x in self.hosts
             if (value := self.host_score(x, now)) >= host_history.FORGOTTEN

@@ -74,6 +74,7 @@ def test_events_about_a_slow_replica_are_its_actions():
     (record,) = slowdowns.observe([SLOW], 1, 1, 1.0)
     assert slowdowns.note("slow", "r1", "its own event", 2.0) is None
     assert slowdowns.note("advice", "r0", "another replica", 2.0) is None
+    assert slowdowns.note("trainer stopped", "r1", "seen by its checkpoint server", 2.0) is None
     assert slowdowns.note("drain asked", "r1", "by ops: slow", 3.0) is record
     assert [(x.kind, x.t) for x in record.actions] == [("drain asked", 3.0)]
     for n in range(2 * MOST_ACTIONS):

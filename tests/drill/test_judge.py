@@ -303,7 +303,7 @@ def test_a_job_that_runs_is_judged_up_to_one_moment():
         ("", "cannot be read"),
         ("stall <= fast", "cannot be read"),
         ("stall<=1s; rm", "cannot be read"),
-        ("speed<=1s", "names no measure"),
+        ("speed<=1s", "names no measure: give one of digests-equal, promises-kept, rejoined"),
         ("stall", "has no bound: write stall<=1s"),
         ("steps_lost", "has no bound: write steps_lost<=0"),
         ("stall<=1", "needs a unit of time"),

@@ -88,7 +88,7 @@ def parse_expectation(text: str) -> Expectation:
         raise ConfigError(f'the expectation "{shown}" cannot be read: write it as stall<=1s or digests-equal')
     measure, comparison, number, unit = form.groups()
     if measure not in MEASURES:
-        names = ", ".join(sorted(MEASURES))
+        names = ", ".join(sorted(MEASURES)).replace("_", "-")
         raise ConfigError(f'the expectation "{shown}" names no measure: give one of {names}')
     kind = MEASURES[measure][0]
     if kind is MeasureUnit.TRUTH:

@@ -28,6 +28,9 @@ class TrainerCounters:
     def collect(self) -> None:
         """Take the counters from the Trainer, at a step boundary."""
         trainer = self._trainer
+        # The Trainer adds these up when it logs, and where it saves: on the one replica that writes.
+        trainer.state.total_flos += trainer.current_flos
+        trainer.current_flos = 0.0
         self._values = {
             "_tr_loss": trainer._tr_loss.item(),  # noqa: SLF001
             **{name: getattr(trainer, name) for name in _OF_TRAINER},

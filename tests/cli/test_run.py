@@ -111,3 +111,14 @@ def test_a_missing_script_is_named_in_the_error(folder, words):
     ended = fabric_run(folder, *words)
     assert ended.returncode == 2
     assert "SCRIPT" in ended.stderr
+
+
+def test_an_adopted_script_without_settings_ends_with_one_sentence(folder, monkeypatch):
+    for name in [x for x in os.environ if x.startswith("FABRIC_")]:
+        monkeypatch.delenv(name)
+    (folder / "train.py").write_text("print('begun')")
+    ended = fabric_run(folder, "--adopt", str(folder / "train.py"))
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == (
+        "fabric: no lighthouse is named: set FABRIC_LIGHTHOUSE=http://host:port (or FABRIC_DISABLE=1)\n"
+    )

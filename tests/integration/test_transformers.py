@@ -95,8 +95,11 @@ def test_a_trainer_survives_the_death_of_its_writer_and_resumes_from_its_checkpo
 
 
 def test_an_evicted_trainer_goes_on_where_the_job_is(transformers_zygote, tmp_path):
-    """r2's callback takes longer than the others wait: the job goes on, and r2 comes back in its process."""
-    patience = {**PATIENT, "FABRIC_USER_CODE_S": "3", "FABRIC_EXCHANGE_S": "3"}
+    """r2's callback takes longer than the others wait: the job goes on, and r2 comes back in its process.
+
+    The steps 10 and 20 are saved and not logged: the state stays equal there too.
+    """
+    patience = {**PATIENT, "FABRIC_USER_CODE_S": "3", "FABRIC_EXCHANGE_S": "3", "TEST_LOG_EVERY": "3"}
     with Job(transformers_zygote, tmp_path / "job", environment=environment(tmp_path, **patience)) as job:
         for replica in ("r0", "r1"):
             start(job, replica)
@@ -109,6 +112,7 @@ def test_an_evicted_trainer_goes_on_where_the_job_is(transformers_zygote, tmp_pa
         assert len(set(finals(job).values())) == 1
         assert job.events("r2", "join"), "r2 was never evicted"
         curve, own = notes(job, "r0", 0), notes(job, "r2", 0)
+        assert list(curve) == list(range(3, STEPS + 1, 3)) and (tmp_path / "out/checkpoint-20").is_dir()
         assert max(own) == STEPS and set(own) < set(curve)
         assert {step: comparable(curve[step]) for step in own} == {k: comparable(x) for k, x in own.items()}
 

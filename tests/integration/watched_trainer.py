@@ -39,6 +39,9 @@ def plain(name: str) -> str:
 
 
 class Notes(TrainerCallback):
+    def on_init_end(self, args, state, control, **_):
+        args.logging_steps = int(os.environ.get("TEST_LOG_EVERY", args.logging_steps))
+
     def on_log(self, args, state, control, logs, **_):
         note = {"step": state.global_step, "writes": state.is_world_process_zero, **logs}
         with Path(os.environ["TEST_NOTES"]).open("a") as file:

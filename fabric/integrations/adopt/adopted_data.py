@@ -251,7 +251,7 @@ class AdoptedData:
     def describe(self) -> str:
         """Name the data for a sentence."""
         if self.sampler is None or self._loader is None:
-            return "the random batches that the loop draws, with seeds of its own on each replica"
+            return "the batches that the loop makes, with generators seeded for each step and replica"
         size = self._loader.batch_size
         times = f" times {self._batches} batches" if self._batches > 1 else ""
         dataset = type(self._loader.dataset).__name__

@@ -19,11 +19,11 @@ def run_adopted(run: Callable[[], None]) -> None:
 
     A mistake ends the process with one sentence, as one of ``attach`` does.
     """
+    install_excepthook()
     settings = config.settings()
     if settings.disable:
         run()
         return
-    install_excepthook()
     loop, adapters = AdoptedLoop(settings, fabric.client.attach), list[str]()
     with contextlib.ExitStack() as stack:
 

@@ -10,7 +10,6 @@ import faulthandler
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
@@ -24,18 +23,16 @@ from fabric.ckpt_server.wire.channel_protocol import (
     DEBUG_SOCKET_NAME,
     STACKS_NAME,
     STACKS_SIGNAL,
-    LineBuffer,
     decode_line,
     encode_line,
-    socket_path,
 )
+from fabric.client.process.local_socket import is_own_user, listen, receive_line
 from fabric.errors import ConfigError, FabricError, Refused
 from fabric.runtime.private_folder import open_private
 
 _MAX_QUESTION_BYTES = 4096
 _PEER_S = 5.0
 _MAX_FRAMES = 100
-_PEER_CREDENTIALS = struct.Struct("iII")
 
 # The interpreter writes stacks to this file while the process lives, so the file stays open.
 _dump_file: IO[bytes] | None = None
@@ -55,13 +52,7 @@ class DebugEndpoint:
         self._path = run_dir / DEBUG_SOCKET_NAME
         with contextlib.suppress(OSError, ConfigError):
             _write_stacks_on_signal(run_dir / STACKS_NAME)
-            self._path.unlink(missing_ok=True)
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with socket_path(run_dir, DEBUG_SOCKET_NAME) as path:
-                listener.bind(path)
-            self._path.chmod(0o600)
-            listener.listen(8)
-            self._listener = listener
+            listener = self._listener = listen(run_dir, DEBUG_SOCKET_NAME)
             threading.Thread(target=self._run, args=(listener,), name="fabric-debug", daemon=True).start()
 
     def close(self) -> None:
@@ -82,15 +73,9 @@ class DebugEndpoint:
                     self._answer(asking)
 
     def _answer(self, asking: socket.socket) -> None:
-        data = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        if _PEER_CREDENTIALS.unpack(data)[1] != os.geteuid():
+        line = receive_line(asking, _MAX_QUESTION_BYTES) if is_own_user(asking) else None
+        if line is None:
             return
-        lines = LineBuffer(_MAX_QUESTION_BYTES)
-        while (line := lines.next_line()) is None:
-            received = asking.recv(_MAX_QUESTION_BYTES)
-            if not received:
-                return
-            lines.feed(received)
         question = decode_line(line)
         try:
             if question.get("pid") != os.getpid():

@@ -10,18 +10,16 @@ import logging
 import os
 import signal
 import socket
-import struct
 import threading
 from pathlib import Path
 
-from fabric.ckpt_server.wire.channel_protocol import LineBuffer, socket_path
+from fabric.client.process.local_socket import is_own_user, listen, receive_line
 from fabric.errors import FabricError, Refused
 from fabric.runtime.drill_orders import DRILL_SOCKET_NAME, MAX_ORDER_BYTES, PointOrder, read_order
 
 log = logging.getLogger(__name__)
 
 _PEER_S = 5.0
-_PEER_CREDENTIALS = struct.Struct("iII")
 
 
 class _HeldOrder:
@@ -45,13 +43,7 @@ class DrillEndpoint:
         self._guard = threading.Lock()
         self._held: _HeldOrder | None = None
         self._path = run_dir / DRILL_SOCKET_NAME
-        self._path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with socket_path(run_dir, DRILL_SOCKET_NAME) as path:
-            listener.bind(path)
-        self._path.chmod(0o600)
-        listener.listen(8)
-        self._listener = listener
+        self._listener = listen(run_dir, DRILL_SOCKET_NAME)
         threading.Thread(target=self._accept, name="fabric-drill", daemon=True).start()
 
     def hit(self, name: str, step: int) -> None:
@@ -103,15 +95,11 @@ class DrillEndpoint:
                     self._drop(held)
 
     def _take(self, asking: socket.socket) -> _HeldOrder:
-        data = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        if _PEER_CREDENTIALS.unpack(data)[1] != os.geteuid():
+        if not is_own_user(asking):
             raise Refused("this process obeys drills of its own user alone: drill as that user")
-        lines = LineBuffer(MAX_ORDER_BYTES)
-        while (line := lines.next_line()) is None:
-            received = asking.recv(MAX_ORDER_BYTES)
-            if not received:
-                raise Refused("the order of a drill was cut short: send one line")
-            lines.feed(received)
+        line = receive_line(asking, MAX_ORDER_BYTES)
+        if line is None:
+            raise Refused("the order of a drill was cut short: send one line")
         held = _HeldOrder(read_order(line), asking)
         with self._guard:
             if self._held is not None:

@@ -34,7 +34,7 @@ class NoSlotMemory(StateError):
     """
 
 
-_LAYOUT_TRIES = 3  # each replica of a job that changes its layouts stores the state once
+_LAYOUT_TRIES = 3  # how often one layout is chosen while other replicas store the state in new layouts
 
 
 class NoWholeLayout(StateError):
@@ -127,10 +127,14 @@ class StateLoader:
         self, order: io.FetchState, served: Mapping[int, Sequence[str]], fetcher: StateFetcher
     ) -> FetchedState:
         """Read one layout; begin again when a replica has stored the state in its new layout meanwhile."""
-        for _ in range(_LAYOUT_TRIES):
-            with suppress(LayoutChanged):
+        tries = _LAYOUT_TRIES
+        while True:
+            try:
                 return self._from_others(order, self._of_one_layout(served, order.state), fetcher)
-        return self._from_others(order, self._of_one_layout(served, order.state), fetcher)
+            except LayoutChanged:
+                tries -= 1
+                if not tries:
+                    raise
 
     def _of_one_layout(
         self, served: Mapping[int, Sequence[str]], state: SnapshotRef

@@ -126,7 +126,7 @@ def _judge(check: SpeedCheck) -> SpeedVerdict:
         return SpeedVerdict(name, NO_ANSWER, f"the micro-benchmark failed at {name} or {check.witness}")
     measured = "; ".join(sentences)
     if is_slow:
-        return SpeedVerdict(name, CONFIRMED, f"{measured}: its device or memory is slow")
+        return SpeedVerdict(name, CONFIRMED, f"{measured}: its device, memory or host is slow")
     return SpeedVerdict(
         name, REFUTED, f"{measured}: its device is not slow, look at its data and at its host"
     )

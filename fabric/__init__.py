@@ -1,7 +1,6 @@
 """fabric: a checkpoint and recovery fabric for data-parallel PyTorch training."""
 
 import sys as _sys
-import warnings as _warnings
 from importlib import metadata as _metadata
 from pathlib import Path as _Path
 
@@ -46,5 +45,3 @@ def command_of_another(folder: _Path | None = None) -> str:
 
 
 _check_for_clash()
-if _clash := command_of_another():
-    _warnings.warn(_clash, UserWarning, stacklevel=2)

@@ -357,7 +357,9 @@ class _Trainer:
             slots=slots,
             exchange=self._exchange_thread(plane, slots, backend, crash),
             backend=backend,
-            fetch_thread=FetchThread(loader, gradients.nbytes, self.failpoints, crash, self._pieces()),
+            fetch_thread=FetchThread(
+                loader, gradients.nbytes, self.failpoints, crash, self._pieces(), backend.digest_of
+            ),
             snapshot_worker=Worker("fabric-snapshots", crash),
             recover=recover,
             journal=self.journal,

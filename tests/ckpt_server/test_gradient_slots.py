@@ -56,6 +56,35 @@ def test_rounds_go_on_while_the_server_allocates_a_large_slot(attach, plane):
     assert told == [True] * 6 and served(slots, range(6)) == [4, 5]
 
 
+class LateEvent:
+    """The event of a copy that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+
+    def done(self) -> bool:
+        return self.happened.is_set()
+
+    def wait(self) -> None:
+        assert self.happened.wait(timeout=20)
+
+
+def test_a_gradient_is_not_published_while_the_device_still_copies_it(attach, plane):
+    slots = GradientSlots(attach(), NBYTES, "layout", plane)
+    slots.reserve()
+    held = PreparedRound(1, 0, f"{0:032x}", 1.0, (("r0", (0,)),))
+    slot = slots.for_round(1, 0)
+    slot.copied = event = LateEvent()
+    assert not slots.label(1, held)
+    publishing = threading.Thread(target=lambda: slots.publish(1, held), daemon=True)
+    publishing.start()
+    assert served(slots, range(1)) == []
+    slot.buffer[:] = 5
+    event.happened.set()
+    publishing.join(timeout=20)
+    assert served(slots, range(1)) == [0] and slot.copied is None
+
+
 def test_a_late_publication_does_not_label_the_round_of_another_epoch(attach, plane):
     """A cold start redoes a step whose gradient the publishing thread has not published yet."""
     slots = GradientSlots(attach(), NBYTES, "layout", plane)

@@ -218,6 +218,15 @@ class LazyLane:
         assert event is self
         self.log.append("hold")
 
+    def bring(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        if self.error is not None:
+            raise self.error
+        self.log.append("bring")
+        memory[:] = torch.cat(tensors).numpy()
+
+    def staging(self, nbytes: int) -> Bytes:
+        return np.full(nbytes, 7, np.uint8)
+
     def close(self) -> None:
         self.log.append("close")
 
@@ -251,6 +260,28 @@ def test_device_copy_is_ordered_by_events() -> None:
     check(view, target, copier.join())
     copier.close()
     assert lane.log[-1] == "close"
+
+
+def test_a_state_on_a_device_is_digested_block_by_block() -> None:
+    lane = LazyLane()
+    copier = CudaCopier(lane)
+    for state in (
+        adam_like(),
+        Tensors(torch.tensor(3.0)),
+        Tensors(*[filled(900, seed=i) for i in range(20)]),
+    ):
+        view = capture({"x": state}, 2)
+        lane.log.clear()
+        digesting = copier.digest(view)
+        digesting.help()
+        assert digesting.digests().digest == view.digest()
+        assert lane.log[0] == "begin" and lane.log.count("bring") <= 2 * (view.nbytes // BLOCK_BYTES + 1)
+    lane.error = RuntimeError("device lost")
+    digesting = copier.digest(capture({"x": adam_like()}, 2))
+    digesting.help()
+    with pytest.raises(StateError, match="device lost"):
+        digesting.digests()
+    copier.close()
 
 
 def test_device_error_is_kept_for_join() -> None:

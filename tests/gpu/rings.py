@@ -11,7 +11,7 @@ from members import run_members
 
 from fabric.ftar.ring_schedule import segment_bounds
 
-__all__ = ["check_all_reduce", "check_kill", "run_members"]
+__all__ = ["check_all_reduce", "check_kill", "digest", "run_members"]
 
 
 def documented(world: int, numel: int, dtype: str, operation: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rings import check_all_reduce, check_kill, run_members
+from rings import check_all_reduce, check_kill, digest, run_members
 
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.device.cuda import CudaDevice
@@ -85,8 +85,12 @@ def test_gradients_of_a_model_on_the_gpu_by_way_of_the_flat_buffer():
     backend.mark_ready()
     with backend.round(slot) as flat:
         backend.run(lambda: gradients.gather(flat))
-        backend.copy_to_slot(slot, 0, slot.numel())
-    assert gradients.lanes(slot)[0].device.type == "cpu"
+        name, finished = backend.digest(), backend.copy_out(slot)
+    assert finished is not None
+    finished.wait()
+    assert backend.digest_of(slot.numpy().data) == name
+    copied = [view for bucket in gradients.buckets for view, _ in bucket.views(slot)]
+    assert sorted(map(digest, copied)) == sorted(map(digest, before))
     backend.scatter(gradients, slot, 2.0)
     assert all(torch.equal(p.grad, b / 2) for (_, p), b in zip(gradients.parameters, before, strict=True))
     device.close()

@@ -48,6 +48,7 @@ def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
     backend = DeviceBackend(device, gradients.nbytes)
     slot = torch.zeros(gradients.nbytes, dtype=torch.uint8)
     fill(gradients, 0.0)
+    seen: set[str] = set()
     for step in range(1, 4):
 
         def backward(step: int = step) -> None:
@@ -60,7 +61,11 @@ def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
         with backend.round(slot) as flat:
             backend.run(lambda flat=flat: gradients.gather(flat))
             backend.run(lambda flat=flat: gradients.buckets[0].view(flat).mul_(10))  # the reduction
-            backend.copy_to_slot(slot, 0, slot.numel())
+            digest, copied = backend.digest(), backend.copy_out(slot)
+        assert copied is not None
+        copied.wait()
+        assert digest == backend.digest_of(slot.numpy().data) and digest not in seen
+        seen.add(digest)
         assert (gradients.buckets[0].view(slot) == 10 * step).all()
         slot_before = slot.clone()
         backend.scatter(gradients, slot, 5.0)
@@ -79,7 +84,7 @@ def test_a_fetched_gradient_comes_up_from_host_memory_and_an_aborted_round_is_fo
     backend.mark_ready()
     with backend.round(slot) as flat:
         backend.run(lambda: gradients.gather(flat))
-        backend.copy_to_slot(slot, 0, slot.numel())
+        backend.copy_out(slot)
     backend.scatter(gradients, fetched, 2.0)
     device.compute().record().wait()
     assert all((p.grad == 3).all() for _, p in gradients.parameters)

@@ -30,6 +30,7 @@ from fabric.ckpt_server.fetch.http_source import (
 )
 from fabric.ckpt_server.fetch.local_source import HostMemory
 from fabric.ckpt_server.fetch.multi_source import MultiSourceFetch, Progress, Source, all_failed, source_error
+from fabric.ckpt_server.format.digest import bytes_digest
 from fabric.ckpt_server.format.manifest import check_manifest, state_digest
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
 from fabric.errors import ConfigError, IntegrityError, StateError
@@ -149,14 +150,21 @@ class StateFetcher:
         return FetchResult(manifest["nbytes"], seconds, received, manifest, warnings, compression)
 
     def fetch_gradient(
-        self, urls: Sequence[str], *, generation: int, step: int, into: memoryview, wait_s: float = 0.0
+        self,
+        urls: Sequence[str],
+        *,
+        generation: int,
+        step: int,
+        into: memoryview,
+        wait_s: float = 0.0,
+        digest: Callable[[memoryview], str] = bytes_digest,
     ) -> GradientMeta:
-        """Fetch the reduced gradient of ``step`` into ``into``, and verify it.
+        """Fetch the reduced gradient of ``step`` into ``into``, and verify it by ``digest``.
 
         Ask one source after the other; wait up to ``wait_s`` until a source publishes the gradient. Raises
         Gone when every source has dropped the gradient, else StateError; then ``into`` is undefined.
         """
-        return self._gradients.fetch(urls, generation, step, into, wait_s)
+        return self._gradients.fetch(urls, generation, step, into, wait_s, digest)
 
     def _stripe(
         self,

@@ -6,7 +6,7 @@ while there are other sources, a slow source gets about a second, and is then as
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from fabric.ckpt_server.fetch.http_source import (
     refusal,
 )
 from fabric.ckpt_server.fetch.multi_source import Source, all_failed, source_error
-from fabric.ckpt_server.format.digest import SEAL, bytes_digest, seal
+from fabric.ckpt_server.format.digest import SEAL, seal
 from fabric.ckpt_server.format.manifest import DIGEST_DIGITS, is_hex
 from fabric.ckpt_server.format.safetensors_file import is_count, parse_json
 from fabric.errors import Gone, IntegrityError, StateError
@@ -59,7 +59,13 @@ class GradientFetcher:
         self._late: dict[str, float] = {}  # URL -> the time until which this source is asked after all others
 
     def fetch(
-        self, urls: Sequence[str], generation: int, step: int, into: memoryview, wait_s: float
+        self,
+        urls: Sequence[str],
+        generation: int,
+        step: int,
+        into: memoryview,
+        wait_s: float,
+        digest: Callable[[memoryview], str],
     ) -> GradientMeta:
         """Implement ``StateFetcher.fetch_gradient``."""
         if into.readonly or not into.c_contiguous:
@@ -80,6 +86,7 @@ class GradientFetcher:
                 break
             try:
                 meta = self._ask(source, generation, step, into.cast("B"), left_s=left_s, is_last=not waiting)
+                _verify(digest(into.cast("B")[: meta.nbytes]), meta)
                 self._late.pop(source.url, None)
                 return meta
             except _NotYet:
@@ -125,13 +132,16 @@ class GradientFetcher:
             complete = True
         finally:
             self._idle.give(connection, reusable=complete)
-        if bytes_digest(into[: meta.nbytes]) != meta.digest:
-            raise IntegrityError("it sent wrong bytes")
         return meta
 
 
 class _NotYet(StateError):
     """The source works, but does not have the gradient yet."""
+
+
+def _verify(found: str, meta: GradientMeta) -> None:
+    if found != meta.digest:
+        raise IntegrityError("it sent wrong bytes")
 
 
 def _number(text: str | None) -> int:

@@ -17,6 +17,7 @@ copy's event; the host does not wait. Digesting begins after that event.
 import contextlib
 import logging
 import os
+import queue
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fabric.ckpt_server.format.digest import BLOCK_BYTES
 from fabric.ckpt_server.format.manifest import make_manifest
 from fabric.ckpt_server.state.block_copy import (
     BlockPass,
@@ -37,6 +39,7 @@ from fabric.ckpt_server.state.block_copy import (
     as_bytes,
     tensor_extents,
 )
+from fabric.ckpt_server.state.staged_digest import StagedDigestPass
 from fabric.ckpt_server.state.training_state import StateView
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
@@ -74,7 +77,7 @@ class Copier(Protocol):
         """Return the digests when the target is complete. Raises the copy's error."""
 
     def digest(self, view: StateView) -> BlockPass:
-        """Begin to digest ``view`` on the host, also during a copy.
+        """Begin to digest ``view``, also during a copy.
 
         ``view`` must not change until ``digests`` of the returned pass has returned.
         """
@@ -98,6 +101,14 @@ def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
 def _threads() -> int:
     """Return the number of threads: two, or one where two would leave no core to the trainer."""
     return max(1, min(2, len(os.sched_getaffinity(0)) - 1))
+
+
+def _digest_threads() -> int:
+    """Return the number of threads that digest a device's bytes: a quarter of the cores, at most four.
+
+    One core digests 7 GB/s, and a copy from a GPU brings 55 GB/s (docs/benchmarks.md).
+    """
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
 class CpuCopier:
@@ -181,6 +192,12 @@ class CopyStream(Protocol):
     def end(self) -> StreamEvent:
         """Return an event that happens after all enqueued copies."""
 
+    def bring(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        """Copy flat ``tensors``, one behind the other, into ``memory``; return when they are there."""
+
+    def staging(self, nbytes: int) -> Bytes:
+        """Return page-locked host memory."""
+
     def hold(self, event: Any) -> None:
         """Let later compute work wait on the device for ``event``."""
 
@@ -243,6 +260,14 @@ class CudaCopyStream:
         self._stream.record_event(done)
         return done
 
+    def bring(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        self.copy(tensors, memory)
+        self.end().synchronize()
+
+    def staging(self, nbytes: int) -> Bytes:
+        memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return memory
+
     def hold(self, event: Any) -> None:
         _cuda.current_stream(self._device).wait_event(event)
 
@@ -272,8 +297,10 @@ class CudaCopier:
 
     def __init__(self, stream: CopyStream | None = None) -> None:
         self._stream: CopyStream = CudaCopyStream() if stream is None else stream
-        self._host, self._digesting = _pool(_HOST_THREADS, _NICENESS), _pool(1, _NICENESS)
+        self._host = _pool(_HOST_THREADS, _NICENESS)
+        self._digesting = _pool(_digest_threads(), _NICENESS)
         self._current: _DeviceCopy | None = None
+        self._staging: queue.SimpleQueue[Bytes] | None = None  # buffers for digests, made with the first
 
     def prepare(self, target: memoryview) -> None:
         """Page-lock the target now, because that is slow and ``start`` runs in the trainer's thread."""
@@ -297,7 +324,8 @@ class CudaCopier:
         self._current = _DeviceCopy(view, copying, host, event)
         for _ in range(min(_HOST_THREADS, len(host))):
             self._host.submit(host.run, copying.copy)
-        self._digesting.submit(_digest, event, host, copying)
+        for _ in range(_digest_threads()):
+            self._digesting.submit(_digest, event, host, copying)
 
     def fence(self) -> None:
         """Make later work of the compute stream wait for the copy; helps with host tensors."""
@@ -319,8 +347,15 @@ class CudaCopier:
             self._current = None
 
     def digest(self, view: StateView) -> BlockPass:
-        """Raises StateError."""
-        raise StateError("A state on a device is digested piece by piece, not beside other work.")
+        if self._staging is None:
+            self._staging = queue.SimpleQueue()
+            for _ in range(_digest_threads() + 1):  # the caller helps
+                self._staging.put(self._stream.staging(BLOCK_BYTES))
+        self._stream.begin()
+        digesting = StagedDigestPass(view, self._stream, self._staging)
+        for _ in range(min(_digest_threads(), len(digesting.blocks))):
+            self._digesting.submit(digesting.run)
+        return digesting
 
     def close(self) -> None:
         self._host.shutdown(wait=True)

@@ -88,10 +88,12 @@ class ExchangeThread:
             buffer = slot.buffer
             with self._backend.round(buffer) as flat:
                 if lanes is None:
-                    digest = self._exchange(order, stream, buffer, flat, entry)
+                    digest = self._exchange(order, stream, flat, entry)
+                    slot.copied = self._backend.copy_out(buffer)
                 else:
                     digest = self._exchange_lanes(order, stream, buffer, entry)
                     slot.bytes_digest = xxhash.xxh3_128_hexdigest(buffer.numpy().data)
+                nonfinite = self._gradients.first_nonfinite(flat) if self._check_finite else ""
             self.recorder.end(entry)
         except RoundAborted as error:
             self.recorder.end(entry, str(error))
@@ -103,7 +105,6 @@ class ExchangeThread:
             # The user's gradient has a form that no data plane can sum.
             post(io.LoopRaised(str(error)))
             return
-        nonfinite = self._gradients.first_nonfinite(buffer) if self._check_finite else ""
         own_nonfinite = self._gradients.first_nonfinite_own() if nonfinite and order.weight > 0 else ""
         post(io.Exchanged(epoch, step, digest, nonfinite, own_nonfinite))
 
@@ -111,14 +112,12 @@ class ExchangeThread:
         self,
         order: io.StartExchange,
         stream: BucketReadiness | None,
-        slot: torch.Tensor,
         flat: torch.Tensor,
         entry: ExchangeEntry,
     ) -> str:
-        """Reduce all buckets in ``flat``, copy them to ``slot``, and return the digest of its bytes."""
+        """Reduce all buckets in ``flat``, and return the digest of the result."""
         if order.weight == 0:
             self._backend.run(flat.zero_)
-        raw, digest, digested = slot.numpy().data, xxhash.xxh3_128(), 0
         for bucket in self._gradients.buckets:
             if stream is not None:
                 stream.wait(bucket)
@@ -130,13 +129,8 @@ class ExchangeThread:
                 self.seconds += seconds
                 entry.reduce_s += seconds
             entry.buckets += 1
-            self._backend.copy_to_slot(slot, bucket.gap, bucket.end)
-            if bucket.gap == digested:
-                # Digest the bytes in their order, while other members work on the next bucket.
-                digest.update(raw[digested : bucket.end])
-                digested = bucket.end
-        digest.update(raw[digested:])
-        return digest.hexdigest()
+            self._backend.reduced(bucket)
+        return self._backend.digest()
 
     def _exchange_lanes(
         self,

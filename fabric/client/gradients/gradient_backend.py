@@ -1,9 +1,11 @@
 """Where gradients lie while they are exchanged: in host memory, or on the device of the parameters.
 
-On a device the gradient is gathered into one flat buffer, reduced there, and copied once into the result slot
-in host memory. The slot's bytes are digested and published; the user's update code gets the device's buffer.
-Events order the streams. The main thread never waits for the device here, and the compute stream waits only
-for the reduced gradient that it uses next.
+On the host the gradient is reduced in the round's result slot, and digested there bucket by bucket.
+
+On a device the gradient is gathered into one flat buffer, reduced and digested there. The user's update
+code gets this buffer. A side stream copies it once into the result slot, which is published; the step does
+not wait for that copy. Events order the streams. The main thread never waits for the device here, and the
+compute stream waits only for the reduced gradient that it uses next.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,17 +13,22 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+import xxhash
 
+from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.client.gradients.device_digest import DeviceDigest
 from fabric.errors import ConfigError
-from fabric.ftar.buckets import FlatGradients, NamedParameter
+from fabric.ftar.buckets import Bucket, FlatGradients, NamedParameter
 from fabric.ftar.communicators.nccl import NcclFactory
 from fabric.ftar.communicators.process_group_plane import GroupPlane
 from fabric.ftar.device.cuda import CudaDevice
 from fabric.ftar.device.device_api import Device, DeviceEvent
-from fabric.ftar.device.device_ring import DeviceRing
+from fabric.ftar.device.device_ring import CHUNK_BYTES, DeviceRing
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.plane import DataPlane
 from fabric.runtime.config import Settings
+
+_LEAST_CHUNK_BYTES = 64 * 1024
 
 
 class GradientBackend(Protocol):
@@ -41,8 +48,20 @@ class GradientBackend(Protocol):
     def run(self, work: Callable[[], object]) -> None:
         """Exchange thread, within a round: run torch operations on gradients and the flat buffer."""
 
-    def copy_to_slot(self, slot: torch.Tensor, begin: int, end: int) -> None:
-        """Exchange thread, within a round: copy bytes [begin, end) of the result to ``slot``."""
+    def reduced(self, bucket: Bucket) -> None:
+        """Exchange thread, within a round: note that ``bucket`` of the flat buffer has its result."""
+
+    def digest(self) -> str:
+        """Exchange thread, at the end of a round: return the digest of the result, 32 hex digits."""
+
+    def copy_out(self, slot: torch.Tensor) -> DeviceEvent | None:
+        """Exchange thread, after ``digest``: begin to copy the result to ``slot``.
+
+        Returns the event at which the slot holds the result; None: it does so now.
+        """
+
+    def digest_of(self, data: memoryview) -> str:
+        """From any thread: return the digest of a result in host memory."""
 
     def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
         """Main thread: write the gradient in ``slot``, divided by ``weight``, into every ``.grad``."""
@@ -51,18 +70,40 @@ class GradientBackend(Protocol):
 class HostBackend:
     """Gradients in host memory are reduced in the slot itself."""
 
+    def __init__(self) -> None:
+        self._slot = torch.empty(0, dtype=torch.uint8)
+        self._hash, self._digested = xxhash.xxh3_128(), 0  # of the slot's first ``_digested`` bytes
+
     def mark_ready(self) -> None:
         """See ``GradientBackend``."""
 
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
+        self._slot, self._hash, self._digested = slot, xxhash.xxh3_128(), 0
         yield slot
 
     def run(self, work: Callable[[], object]) -> None:
         work()
 
-    def copy_to_slot(self, slot: torch.Tensor, begin: int, end: int) -> None:
-        """See ``GradientBackend``."""
+    def reduced(self, bucket: Bucket) -> None:
+        """Digest the bytes in their order, while other members work on the next bucket."""
+        if bucket.gap == self._digested:
+            self._update(bucket.end)
+
+    def digest(self) -> str:
+        self._update(self._slot.numel())
+        return self._hash.hexdigest()
+
+    def _update(self, end: int) -> None:
+        self._hash.update(self._slot[self._digested : end].numpy().data)
+        self._digested = end
+
+    def copy_out(self, slot: torch.Tensor) -> DeviceEvent | None:
+        """Nothing to copy."""
+        return None
+
+    def digest_of(self, data: memoryview) -> str:
+        return bytes_digest(data)
 
     def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
         gradients.scatter(slot, weight)
@@ -74,9 +115,12 @@ class DeviceBackend:
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
         self._flat = device.memory(nbytes)
-        self._stream = device.stream()
+        self._stream, self._copies, self._checks = device.stream(), device.stream(), device.stream()
+        self._digests = DeviceDigest(self._flat.device)
         self._ready: DeviceEvent | None = None
         self._left: DeviceEvent | None = None
+        # The event at which the newest copy of the flat buffer is in its slot.
+        self._copied: DeviceEvent | None = None
         # Address of the slot whose round has the same content as the flat buffer.
         self._copied_to = 0
 
@@ -86,6 +130,8 @@ class DeviceBackend:
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
         self._copied_to = 0
+        if self._copied is not None:
+            self._stream.wait(self._copied)
         try:
             with self._device.on(self._stream):
                 yield self._flat
@@ -101,10 +147,25 @@ class DeviceBackend:
             self._stream.wait(self._ready)
         self._stream.run(work)
 
-    def copy_to_slot(self, slot: torch.Tensor, begin: int, end: int) -> None:
-        target, source = slot[begin:end], self._flat[begin:end]
-        self._stream.run(lambda: target.copy_(source, non_blocking=True))
+    def reduced(self, bucket: Bucket) -> None:
+        """Nothing: the whole buffer is digested at the end."""
+
+    def digest(self) -> str:
+        sums: list[torch.Tensor] = []
+        self._stream.run(lambda: sums.append(self._digests.sums(self._flat)))
         self._stream.record().wait()
+        return self._digests.name(sums[0], self._flat.numel())
+
+    def copy_out(self, slot: torch.Tensor) -> DeviceEvent | None:
+        self._copies.wait(self._stream.record())
+        self._copies.run(lambda: slot.copy_(self._flat, non_blocking=True))
+        self._copied = self._copies.record()
+        return self._copied
+
+    def digest_of(self, data: memoryview) -> str:
+        with self._device.on(self._checks):
+            sums = self._digests.sums(torch.frombuffer(data, dtype=torch.uint8))
+            return self._digests.name(sums, len(data))
 
     def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
         """See ``GradientBackend``. A fetched gradient, or the gradient of an older round, is copied from
@@ -114,6 +175,8 @@ class DeviceBackend:
             compute.wait(self._left)
         if self._copied_to != slot.data_ptr():
             self._copied_to = 0
+            if self._copied is not None:
+                compute.wait(self._copied)  # reads the buffer, and may fill this slot
             compute.run(lambda: self._flat.copy_(slot))
         compute.run(lambda: gradients.scatter(self._flat, weight))
 
@@ -156,7 +219,8 @@ def device_backend(
     device: Device, settings: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
 ) -> tuple[DataPlane, GradientBackend]:
     """Return the device ring on ``device``, and the backend for gradients there."""
+    chunk = min(CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, gradients.nbytes))  # a small model needs little memory
     plane = DeviceRing(
-        device, exchange_s=settings.exchange_s, shares=settings.data_plane != "tcp", on_piece=on_piece
+        device, chunk, exchange_s=settings.exchange_s, shares=settings.data_plane != "tcp", on_piece=on_piece
     )
     return plane, DeviceBackend(device, gradients.nbytes)

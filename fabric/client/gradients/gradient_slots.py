@@ -16,6 +16,7 @@ import torch
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import FabricError, StateError
+from fabric.ftar.device.device_api import DeviceEvent
 from fabric.ftar.plane import DataPlane
 from fabric.protocol.messages.member_events import PreparedRound
 
@@ -36,6 +37,13 @@ class GradientSlot:
     shared: bool = True  # the buffer lies in the server's memory
     used: int = 0  # sequence number of the slot's last use; 0: never used
     bytes_digest: str = ""  # digest of the buffer, where the round's digest covers more than the buffer
+    copied: DeviceEvent | None = None  # the event at which the device has copied the result to the buffer
+
+    def settle(self) -> None:
+        """Wait until the buffer holds its round's result. Raises RuntimeError for a lost device."""
+        if (copied := self.copied) is not None:
+            copied.wait()
+            self.copied = None
 
 
 @dataclass(slots=True)
@@ -66,6 +74,7 @@ class GradientSlots:
             slot = next((s for s in self._slots if s.step == step and not s.published), None)
             if slot is None:
                 slot, self._prepared = self._prepared or self._next(), None
+            slot.settle()
             self._uses += 1
             slot.epoch, slot.step, slot.published, slot.used = epoch, step, False, self._uses
             slot.bytes_digest = ""
@@ -145,6 +154,8 @@ class GradientSlots:
         Do nothing where a later round has overwritten the slot, because a cold start may redo an unpublished
         step. Withdraw the next round's slot in the same request, where that is possible.
         """
+        if (slot := self._of(held)) is not None:
+            slot.settle()
         with self._lock:
             slot = self._of(held)
             if slot is None or slot.published:
@@ -163,12 +174,15 @@ class GradientSlots:
         """Publish through shared memory, without a request to the server; never wait. Raises FabricError.
 
         Return False where the caller must still call ``publish`` and ``prepare``: while a replica catches up
-        and waits for new gradients, and where only a request to the server can publish or withdraw."""
+        and waits for new gradients, where only a request to the server can publish or withdraw, and while the
+        device still copies the gradient to the slot."""
         if self.listening or not self._lock.acquire(blocking=False):
             return False
         try:
             slot = self._of(held)
             if slot is None or not slot.shared or slot.published:
+                return False
+            if slot.copied is not None and not slot.copied.done():
                 return False
             gradient = self._description(generation, held, slot)
             if not self.handle.publish_via_shm(slot.index, gradient, _meta(held, slot)):

@@ -66,6 +66,8 @@ class LocalState:
     def digest(self) -> str:
         """Return the digest of the shared state as it is now."""
         view, content = self.describer.capture(self._progress.state_step), self._content
+        if content is None and not isinstance(self._parts.backend, HostBackend):
+            return self._parts.snapshots.digest(view)
         return self.run(view.digest if content is None else lambda: content.of_view(view))
 
     def digest_if(self, wanted: bool) -> str:
@@ -89,11 +91,10 @@ class LocalState:
             )
 
     def _digests_in_background(self, wanted: bool) -> bool:
-        """Whether to digest while forward and backward run: on the host, and not during catch-up."""
+        """Whether to digest while forward and backward run: not during catch-up."""
         takes_part = self._engine.generation > 0 and self._engine.epoch > 0
         takes_part = takes_part and not self._progress.behind
-        on_host = isinstance(self._parts.backend, HostBackend) and self._content is None
-        return wanted and self._digests and takes_part and on_host
+        return wanted and self._digests and takes_part and self._content is None
 
     # --- the step boundary ------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from fabric.ckpt_server.fetch.fetcher import GradientMeta
+from fabric.ckpt_server.format.digest import bytes_digest
 from fabric.client.process.worker import Worker
 from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.client.state.state_loader import FetchedState, NoSlotMemory, StateLoader, fetch_failure
@@ -29,11 +30,14 @@ class FetchThread:
         points: Failpoints,
         on_crash: Callable[[BaseException], None],
         pieces: PieceFetcher | None = None,
+        digest: Callable[[memoryview], str] = bytes_digest,
     ) -> None:
+        """``digest``: the digest by which the members of this job name gradients."""
         self._state_loader = state_loader
         # A cancelled fetcher cannot work again: its sockets are shut down.
         self._fetcher = state_loader.make_fetcher()
         self._gradient_bytes = gradient_bytes
+        self._digest = digest
         self.pieces = pieces  # reads gradients of other layouts, where replicas have unequal layouts
         self._points = points
         self._worker = Worker("fabric-fetch", on_crash, background=True)
@@ -93,6 +97,7 @@ class FetchThread:
             step=order.step,
             into=into.numpy().data,
             wait_s=_WAIT_S,
+            digest=self._digest,
         )
 
     def as_prepared(self) -> io.PreparedRound:

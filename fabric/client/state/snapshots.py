@@ -228,8 +228,14 @@ class Snapshots:
             taking.demand_unchanged()
         self._digests.finish()
 
+    def digest(self, view: StateView) -> str:
+        """Return the digest of ``view``, a state on a device, at once."""
+        reading = self._copier.digest(view)
+        reading.help()
+        return reading.digests().digest
+
     def begin_digest(self, step: int, copied: bool) -> None:
-        """Begin to digest the state at ``step`` on the host.
+        """Begin to digest the state at ``step``.
 
         The state must not change until ``wait_copied`` or ``take_digest`` returns. ``copied``: its snapshot
         was begun just now, and its copy computes the digest.

@@ -139,8 +139,8 @@ class _NotYet(StateError):
     """The source works, but does not have the gradient yet."""
 
 
-def _verify(found: str, meta: GradientMeta) -> None:
-    if found != meta.digest:
+def _verify(digest: str, meta: GradientMeta) -> None:
+    if digest != meta.digest:
         raise IntegrityError("it sent wrong bytes")
 
 

@@ -35,12 +35,12 @@ class DeviceDigest:
         Data in host memory is brought to the device block by block. Runs on the current stream and does not
         wait for it. The last word is filled up with zeros.
         """
-        whole = data.numel() // _WORD_BYTES * _WORD_BYTES
-        words = data[:whole].view(torch.int32)
+        complete = data.numel() // _WORD_BYTES * _WORD_BYTES
+        words = data[:complete].view(torch.int32)
         parts = [words[at : at + BLOCK_WORDS] for at in range(0, words.numel(), BLOCK_WORDS)]
-        if whole < data.numel():
+        if complete < data.numel():
             last = torch.zeros(_WORD_BYTES, dtype=torch.uint8, device=data.device)
-            last[: data.numel() - whole] = data[whole:]
+            last[: data.numel() - complete] = data[complete:]
             parts.append(last.view(torch.int32))
         sums = [self._sums(part.to(self._keys.device)) for part in parts]
         return torch.stack(sums) if sums else self._keys[:, :0].T

@@ -1,6 +1,6 @@
 """The device interface on a GPU, by way of ``torch.cuda``.
 
-Written from torch's documentation and source; ``docs/benchmarks.md`` says which parts have run on a GPU.
+``docs/benchmarks.md`` says which parts have run on a GPU, and when.
 """
 
 import contextlib

@@ -15,10 +15,10 @@ PURE := tests/protocol tests/sim
 JOBS := $(wildcard tests/integration/test_*.py)
 # These whole jobs run in the lane of the parts, so that no lane ends long after the others.
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,accelerate act adopted_scripts drill layouts lightning \
-	slow_replica transformers unequal)
+	scraped_job slow_replica transformers unequal)
 EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
 
-.PHONY: demo soak test lint setup etcd chromium clean
+.PHONY: demo soak test lint setup etcd chromium prometheus clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -50,7 +50,7 @@ lint: setup
 # simulator's worlds, at the lowest priority, only need a processor. Thousands of processes are started, so what is
 # compiled is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: setup etcd chromium lint
+test: setup etcd chromium prometheus lint
 	@nice -n 19 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
 	$(PYTEST) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(EARLY_JOBS)) > .parts.log 2>&1 & parts=$$!; \
 	trap "kill $$worlds $$parts" INT TERM; failed=; \
@@ -61,6 +61,10 @@ test: setup etcd chromium lint
 # The tests want a real etcd. On Debian as root we install it; elsewhere the etcd tests skip and say how.
 etcd:
 	@ops/dev/ensure-etcd.sh
+
+# And a real Prometheus, which scrapes a job and tests the alert rules, likewise.
+prometheus:
+	@ops/dev/ensure-prometheus.sh
 
 # And a real browser for the lighthouse's page, likewise.
 chromium:

@@ -67,7 +67,7 @@ class EtcdMember:
         scheme = "https" if self.tls else "http"
         client, peer = f"{scheme}://{self.address}", f"http://127.0.0.1:{self.peer_port}"
         command = [
-            *_die_with_parent(),
+            *die_with_parent(),
             require_etcd(),
             *("--name", self.name, "--data-dir", str(self.data)),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
@@ -161,6 +161,6 @@ def free_ports(count: int) -> list[int]:
             holder.close()
 
 
-def _die_with_parent() -> list[str]:
+def die_with_parent() -> list[str]:
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []

@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 import yaml
+from prometheus_process import require_prometheus
 
 from fabric.ckpt_server.__main__ import parse
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
@@ -493,7 +494,6 @@ def test_the_dashboard_has_a_position_for_each_panel():
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -505,6 +505,7 @@ def test_the_dashboard_has_a_position_for_each_panel():
     ids=" ".join,
 )
 def test_promtool_accepts_the_alert_rules(arguments):
+    require_prometheus()
     checked = subprocess.run(
         ["promtool", *arguments],
         capture_output=True,

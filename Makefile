@@ -18,7 +18,7 @@ LATE_JOBS := $(patsubst %,tests/integration/test_%.py,accelerate act adopted_scr
 	scraped_job slow_replica transformers unequal)
 EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
 
-.PHONY: demo soak test lint setup etcd chromium prometheus clean
+.PHONY: demo soak test lint setup etcd chromium prometheus helm clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -50,7 +50,7 @@ lint: setup
 # simulator's worlds, at the lowest priority, only need a processor. Thousands of processes are started, so what is
 # compiled is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: setup etcd chromium prometheus lint
+test: setup etcd chromium prometheus helm lint
 	@nice -n 19 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
 	$(PYTEST) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(EARLY_JOBS)) > .parts.log 2>&1 & parts=$$!; \
 	trap "kill $$worlds $$parts" INT TERM; failed=; \
@@ -65,6 +65,10 @@ etcd:
 # And a real Prometheus, which scrapes a job and tests the alert rules, likewise.
 prometheus:
 	@ops/dev/ensure-prometheus.sh
+
+# And helm, which is unpacked into the virtual environment.
+helm: setup
+	@ops/dev/ensure-helm.sh $(VENV)
 
 # And a real browser for the lighthouse's page, likewise.
 chromium:

@@ -6,12 +6,14 @@ from fabric.client.loop.ddp import ddp
 from fabric.client.loop.session import Session
 from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.step import Step
+from fabric.client.outer.outer_loop import OuterLoop, diloco, local_sgd
 from fabric.client.process.asked_layout import layout, refuse_layout
 from fabric.client.state.snapshot_policy import EverySteps, OverheadBudget, SnapshotPolicy
 from fabric.runtime.rank_layout import RankLayout
 
 __all__ = [
     "EverySteps",
+    "OuterLoop",
     "OverheadBudget",
     "RankLayout",
     "Session",
@@ -21,6 +23,8 @@ __all__ = [
     "StepSampler",
     "attach",
     "ddp",
+    "diloco",
     "layout",
+    "local_sgd",
     "refuse_layout",
 ]

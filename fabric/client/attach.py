@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,7 @@ class Choices:
     unshared: str = "refuse"
     step: int = 0
     sampler: StepSampler | None = None
+    fragments: Mapping[str, int] | None = None  # the fragment of each parameter, for ``fabric.client.diloco``
 
     def __post_init__(self) -> None:
         if self.buffers not in BUFFERS:
@@ -120,16 +121,34 @@ def attach(
     ``arguments`` are the fields of ``fabric.runtime.config.Settings``. A mistake of the user ends the process
     with one sentence and exit code 1. With FABRIC_DISABLE=1 the session uses no service.
     """
+    with ends_with_a_sentence():
+        choices = Choices(buffers, snapshots, unshared, step, sampler)
+        return make_session(model, optimizer, dict(state or {}), choices, arguments)
+
+
+@contextlib.contextmanager
+def ends_with_a_sentence() -> Iterator[None]:
+    """Let a FabricError within this context end the process with one sentence and its exit code."""
     install_excepthook()
     try:
-        choices = Choices(buffers, snapshots, unshared, step, sampler)
-        session = _attach(model, optimizer, dict(state or {}), choices, arguments)
+        yield
     except FabricError as error:
         sys.stderr.write(f"fabric: {error}\n")
         # Exit code 75 asks for a restart: a stopped or full checkpoint server may answer the next process.
         raise SystemExit(RESTART if isinstance(error, ServerLost) else FAILED) from None
-    if sampler is not None:
-        session.draw_from(sampler)
+
+
+def make_session(
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    state: dict[str, Any],
+    choices: Choices,
+    arguments: Mapping[str, Any],
+) -> "Session | SoloSession":
+    """As ``attach``, and raise its errors. ``choices``: the further arguments."""
+    session = _attach(model, optimizer, state, choices, arguments)
+    if choices.sampler is not None:
+        session.draw_from(choices.sampler)
     return session
 
 
@@ -171,7 +190,7 @@ def _attach(
         settings=chosen,
         process=process,
         handle=_server(chosen, process),
-        gradients=_gradients([*parameters, *averaged.stand_ins], lanes),
+        gradients=_gradients([*parameters, *averaged.stand_ins], lanes, choices.fragments),
         lanes=lanes,
         entries=entries,
         content=_content(lanes, parameters, entries, objects),
@@ -260,9 +279,11 @@ def _lanes(
 
 
 def _gradients(
-    parameters: list[tuple[str, torch.nn.Parameter]], lanes: LaneDirectory | None
+    parameters: list[tuple[str, torch.nn.Parameter]],
+    lanes: LaneDirectory | None,
+    fragments: Mapping[str, int] | None,
 ) -> FlatGradients:
-    gradients = FlatGradients(parameters, any_layout=lanes is not None)
+    gradients = FlatGradients(parameters, any_layout=lanes is not None, fragments=fragments)
     if lanes is not None:  # pipeline stages hold parts of the model, which members compare as a whole
         gradients.layout = lanes.model_name
         gradients.described = lanes.described if gradients.described else ()

@@ -14,8 +14,9 @@ equal shards, so the hash also covers how the tensor is sharded.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Bucket:
     begin: int
     end: int
     parameters: tuple[NamedParameter, ...]
+    fragment: int = 0  # the fragment of the model that these parameters belong to
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the bucket's elements in ``buffer``, 1-D."""
@@ -76,8 +78,14 @@ class FlatGradients:
         parameters: Iterable[NamedParameter],
         bucket_bytes: int = BUCKET_BYTES,
         any_layout: bool = False,
+        fragments: Mapping[str, int] | None = None,
     ) -> None:
-        """``any_layout``: the layout hash does not cover how the parameters are sharded."""
+        """``any_layout``: the layout hash does not cover how the parameters are sharded.
+
+        ``fragments``: the number of each parameter's fragment, if one fragment is exchanged per step.
+        """
+        fragments = fragments or {}
+        self.fragments = max(fragments.values(), default=0) + 1
         self.scale = 1.0  # factor for gradients when they are gathered
         self.parameters: tuple[NamedParameter, ...] = tuple(
             (name, p) for name, p in parameters if p.requires_grad
@@ -86,13 +94,17 @@ class FlatGradients:
         self.described = _described(self.parameters)
         backwards = self.parameters[::-1]
         self.layout = layout_hash(backwards, any_layout)
-        laid_out = _lay_out(backwards, bucket_bytes)
+        laid_out = _lay_out(backwards, bucket_bytes, fragments)
         self.nbytes = laid_out[-1].end if laid_out else 0
         # Backward completes a bucket with the bucket's last parameter, which comes first in the model.
         finished = {id(parameter): at for at, (_, parameter) in enumerate(backwards)}
         self.buckets: tuple[Bucket, ...] = tuple(
             sorted(laid_out, key=lambda bucket: finished[id(bucket.parameters[-1][1])])
         )
+
+    def is_exchanged(self, bucket: Bucket, step: int) -> bool:
+        """Whether members send ``bucket`` in ``step``: fragments take turns. The others are zero."""
+        return step % self.fragments == bucket.fragment
 
     def settle(self) -> None:
         """Complete gradients that are partial sums over the replica's ranks, in their parameters' placement.
@@ -210,24 +222,28 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _lay_out(parameters: tuple[NamedParameter, ...], bucket_bytes: int) -> list[Bucket]:
-    """Return buckets in the order of their bytes: section by section, in the order given."""
+def _lay_out(
+    parameters: tuple[NamedParameter, ...], bucket_bytes: int, fragments: Mapping[str, int]
+) -> list[Bucket]:
+    """Return buckets in the order of their bytes: section by section, in the order given.
+
+    A bucket has parameters of one fragment.
+    """
     buckets: list[Bucket] = []
     end = 0
     for dtype in dict.fromkeys(p.dtype for _, p in parameters):
         gap, begin = end, -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         end = begin
         members: list[NamedParameter] = []
-        for name, parameter in parameters:
-            if parameter.dtype is not dtype:
-                continue
+        section = [x for x in parameters if x[1].dtype is dtype]
+        for (name, parameter), following in zip_longest(section, section[1:]):
             members.append((name, parameter))
             end += _local(parameter).numel() * dtype.itemsize
-            if end - begin >= bucket_bytes:
-                buckets.append(Bucket(dtype, gap, begin, end, tuple(members)))
+            fragment = fragments.get(name, 0)
+            ends = following is None or fragments.get(following[0], 0) != fragment
+            if ends or end - begin >= bucket_bytes:
+                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment))
                 gap, begin, members = end, end, []
-        if members:
-            buckets.append(Bucket(dtype, gap, begin, end, tuple(members)))
     return buckets
 
 

@@ -20,12 +20,16 @@ def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None
     TINY_PATIENT_STEPS is the number of last steps with such pauses; 0: none."""
     # read here, because the zygote has another environment
     patient_steps = int(os.environ.get("TINY_PATIENT_STEPS", "0"))
-    if len(session.members) >= int(os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1]):
+    if _is_complete(session):
         return
     time.sleep(step_s * 6)
     over = time.monotonic() + _PATIENT_S
     while left <= patient_steps and time.monotonic() < over and not _is_needed(session, left):
         time.sleep(0.01)
+
+
+def _is_complete(session: fabric.client.Session) -> bool:
+    return len(session.members) >= int(os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1])
 
 
 def _is_needed(session: fabric.client.Session, left: int) -> bool:
@@ -34,4 +38,6 @@ def _is_needed(session: fabric.client.Session, left: int) -> bool:
     """
     member = session._engine.member.view
     follows = member.listeners and left > _LAST_STEPS
-    return bool(member.promised_snapshots or follows or member.newest is not member.current)
+    # A step under way while this member pauses may have let the newcomer in.
+    joins = member.newest is not member.current or _is_complete(session)
+    return bool(member.promised_snapshots or follows or joins)

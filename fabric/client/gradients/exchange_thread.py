@@ -121,14 +121,10 @@ class ExchangeThread:
         for bucket in self._gradients.buckets:
             if stream is not None:
                 stream.wait(bucket)
-            started = time.monotonic()
-            try:
-                self._reduce(order, bucket, flat)
-            finally:
-                seconds = time.monotonic() - started
-                self.seconds += seconds
-                entry.reduce_s += seconds
-            entry.buckets += 1
+            if self._gradients.is_exchanged(bucket, order.step):
+                self._reduce(order, bucket, flat, entry)
+            else:
+                self._backend.run(flat[bucket.gap : bucket.end].zero_)
             self._backend.reduced(bucket)
         return self._backend.digest()
 
@@ -171,15 +167,28 @@ class ExchangeThread:
             lanes.rank_lanes.scatter(section, part, flat)
         return f"{lanes.name}{total % 2**64:016x}"
 
-    def _reduce(self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor) -> None:
-        if order.weight > 0:
-            self._backend.run(lambda: self._gradients.gather_bucket(bucket, flat))
-            self._free(bucket)
-        part = bucket.view(flat)
-        # The result is stable: later rounds write to the slot only after two more commits, or after an abort.
-        self._plane.all_reduce(
-            order.fence.epoch, order.step, part, retain_gradients=False, result_is_stable=True
-        )
+    def _reduce(
+        self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor, entry: ExchangeEntry
+    ) -> None:
+        started = time.monotonic()
+        try:
+            if order.weight > 0:
+                self._backend.run(lambda: self._gradients.gather_bucket(bucket, flat))
+                self._free(bucket)
+            # The result is stable: later rounds write to the slot only after two more commits, or after an
+            # abort.
+            self._plane.all_reduce(
+                order.fence.epoch,
+                order.step,
+                bucket.view(flat),
+                retain_gradients=False,
+                result_is_stable=True,
+            )
+        finally:
+            seconds = time.monotonic() - started
+            self.seconds += seconds
+            entry.reduce_s += seconds
+        entry.buckets += 1
         for peer, seconds in self._plane.waiting_s.items():
             self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
 

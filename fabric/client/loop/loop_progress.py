@@ -15,3 +15,4 @@ class LoopProgress:
     at: tuple[int, int] | None = None  # the step and micro-batch that user code computes
     metrics: dict[str, float] = field(default_factory=dict)  # the user's sums of this step
     samples: dict[int, list[int]] = field(default_factory=dict)  # this step's samples by micro-batch
+    loads: int = 0  # how often this process has loaded a fetched state

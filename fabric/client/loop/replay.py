@@ -61,6 +61,7 @@ class Replay:
             return
         self._parts.buffers.begin()
         self._progress.state_step = order.step
+        self._progress.loads += 1
         fetched = fetched_state.fetched
         if not fetched_state.resharded:
             self._parts.snapshots.serve(fetched_state.slot, fetched.manifest)

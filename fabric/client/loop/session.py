@@ -9,9 +9,10 @@ first step and after an eviction, a step has no micro-batches and its averaged g
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -34,13 +35,13 @@ from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.client.gradients.nonfinite_metrics import finite, restored
 from fabric.client.loop.empty_steps import EmptySteps
 from fabric.client.loop.local_state import LocalState
+from fabric.client.loop.loop_orders import LoopOrder, LoopOrders
 from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.loop.model_watch import ModelWatch
 from fabric.client.loop.replay import Replay
 from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, digest_of_names, make_engine
 from fabric.client.loop.step import Step
-from fabric.client.process.error_text import name_samples
 from fabric.client.process.excepthook import before_report
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
@@ -100,12 +101,22 @@ class Session:
         if process.group is not None and settings.adapt != "off":
             self._clock.waits.install()
         first_s = math.inf if process.rank else FIRST_S  # rank 0 logs for all ranks
-        self._wait_logger = WaitLogger(settings.replica, self._describe_wait, first_s)
+        waits = WaitLogger(settings.replica, self._describe_wait, first_s)
+        self.orders = LoopOrders(
+            self._engine,
+            self._state,
+            self._replay,
+            self._shutdown,
+            self._progress,
+            self._clock,
+            waits,
+            process.rank,
+        )
         self._loader: Loader | None = None
         self._sampler: StepSampler | None = None
         self._presence: PresenceFactor | None = None
         self._micro_batches = 0
-        self._first_order: io.Compute | io.Apply | io.Finish | None = None
+        self._first_order: LoopOrder | None = None
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -118,6 +129,11 @@ class Session:
     def committed_step(self) -> int:
         """Committed optimizer steps that this replica's state has."""
         return self._progress.state_step
+
+    @property
+    def loads(self) -> int:
+        """How often this process has replaced its state by one that it fetched."""
+        return self._progress.loads
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -191,16 +207,17 @@ class Session:
         if not self._engine.is_running:
             self._loader = data
             plan = data.plan
+            self.orders.samples = plan.samples
             self._presence = PresenceFactor(self._optimizers()) if data.scale_lr else None
             described = {**plan.describe(), **describe_sharing(data.sharing)}
             self._start(described, {"until": until}, data.sharing, data.data_slot)
         while self._progress.state_step < until and not self._progress.finished:
             step = Step(self, self._progress.state_step)
-            order = self._wait(self._ready())
+            order = self.orders.answer(self._ready())
             if isinstance(order, io.Finish):
                 if self._progress.state_step < until:
                     # The weights here are not the job's final weights, so the user's code must not go on.
-                    self._too_late(order)
+                    self.orders.too_late(order)
                 return
             self._first_order = order
             data.sit(self._engine.current, self.settings.replica)
@@ -237,7 +254,8 @@ class Session:
             crash_marker.clear()
             self._progress.at = None
             self._loader.expect(order.step + 1, following)
-            order = self._computed(order, step.take_weight())
+            self._post_computed(order, step.take_weight())
+            order = self.orders.next()
         self._end_step(step, order)
 
     def metrics(self, **values: float) -> None:
@@ -253,29 +271,52 @@ class Session:
         Call it between backward and clipping. The gradient must be that of a mean over ``weight`` samples or
         tokens. The part of a member that died is skipped (policy ``shrink``).
         """
-        sampler = self._sampler
         if not self._engine.is_running:
-            data = sampler.describe() if sampler is not None else {"micro_batches": EXCHANGE_TOKENS}
-            data_slot = sampler.part.data_slot if sampler is not None else -1
-            self._start(data, {"loop": "exchange"}, Sharing("shrink", data["micro_batches"]), data_slot)
-        has_data = sampler is None or sampler.take(self._progress.state_step)
-        step = Step(self, self._progress.state_step)
-        parameters = [parameter for _, parameter in self._state.gradients.parameters]
-        for parameter in parameters:
+            self.start_exchanges({"loop": "exchange"})
+        has_data = self.take_drawn()
+        for _, parameter in self._state.gradients.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(weight)
-        order = self._wait(self._ready())
-        contributed = False
+        order = self.reach_boundary()
         while isinstance(order, io.Compute):
-            # A gradient of weights that a loaded state has replaced, or of data drawn for another step, is
-            # not contributed.
-            held = has_data and any(p.grad is not None for p in parameters)
-            if held and sampler is not None:
-                self._progress.samples = {i: sampler.indices(order.step) for i in order.micro_batches}
-            if held and not contributed:
-                self._clock.count(0, WorkAmount(weight, 0.0, weight))
-            order = self._computed(order, weight if held and not contributed else 0.0)
-            contributed = True
+            # A gradient of data drawn for another step is not contributed.
+            self.contribute(order, weight if has_data else 0.0)
+            has_data = False
+            order = self.orders.next()
+        return self.end_step(order)
+
+    def start_exchanges(self, more: Mapping[str, Any], until: int = sys.maxsize) -> None:
+        """Join the job with a loop of your own. ``more``: settings that must be equal on all members.
+
+        Only ``exchange`` and ``fabric.client.outer`` call this and the four methods that follow.
+        """
+        self._progress.until = until
+        sampler = self._sampler
+        data = sampler.describe() if sampler is not None else {"micro_batches": EXCHANGE_TOKENS}
+        data_slot = sampler.part.data_slot if sampler is not None else -1
+        self._start(data, more, Sharing("shrink", data["micro_batches"]), data_slot)
+
+    def take_drawn(self) -> bool:
+        """Return whether the data that the loop drew are those of this step. Raises ConfigError."""
+        return self._sampler is None or self._sampler.take(self._progress.state_step)
+
+    def reach_boundary(self) -> LoopOrder:
+        """Announce that the state is at a step boundary, and return the order for the next step."""
+        return self.orders.answer(self._ready())
+
+    def contribute(self, order: io.Compute, weight: float) -> None:
+        """Hand over ``.grad`` with this weight, without a wait. Without a ``.grad`` the weight is 0."""
+        held = weight > 0 and any(p.grad is not None for _, p in self._state.gradients.parameters)
+        if held and self._sampler is not None:
+            drawn = self._sampler.indices(order.step)
+            self._progress.samples = dict.fromkeys(order.micro_batches, drawn)
+        if held:
+            self._clock.count(0, WorkAmount(weight, 0.0, weight))
+        self._post_computed(order, weight if held else 0.0)
+
+    def end_step(self, order: LoopOrder) -> Step:
+        """Put the committed gradient into ``.grad``, and return the step."""
+        step = Step(self, self._progress.state_step)
         self._end_step(step, order)
         return step
 
@@ -307,10 +348,7 @@ class Session:
                 self._state.snapshot_by_policy(True, "")
                 self._parts.snapshot_worker.settle(within_s=60.0)
             self._engine.post(io.Closing())
-            self._wait_logger.begin()
-            while not isinstance(order := self._wait_logger.get(self._engine.orders), io.Finish):
-                self._obey(order)
-            self._finish(order)
+            self.orders.await_end()
         if self._loader is not None:
             self._loader.close()
         self._parts.journal.write("finish", step=self.committed_step)
@@ -395,7 +433,7 @@ class Session:
         exchange.seconds, exchange.waiting_s = 0.0, {}
         return times
 
-    def _computed(self, order: io.Compute, weight: float) -> io.Compute | io.Apply | io.Finish:
+    def _post_computed(self, order: io.Compute, weight: float) -> None:
         self._watch.check(order.step)
         self._state.gradients.settle()
         self._clock.end_compute()
@@ -405,51 +443,15 @@ class Session:
         self._progress.metrics.clear()
         redo = self.overlap.end_order()
         self._parts.backend.mark_ready()
-        return self._wait(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
-
-    def _wait(self, event: io.Event) -> io.Compute | io.Apply | io.Finish:
-        """Post ``event``, then obey orders until an order concerns the user's loop; return that order."""
-        self._engine.post(event)
-        self._wait_logger.begin()
-        while True:
-            order = self._wait_logger.get(self._engine.orders)
-            self._clock.wait_s += self._clock.lap()
-            if isinstance(order, io.Finish):
-                self._finish(order)
-                return order
-            if isinstance(order, io.Compute | io.Apply):
-                self._clock.run_benchmark(order, self._process.rank, self._state.gradients.parameters)
-                return order
-            self._obey(order)
+        self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
 
     def _describe_wait(self) -> str:
         return describe_wait(self._engine.describe(), self._parts.leader.waiting_for)
 
-    def _obey(self, order: io.Effect) -> None:
-        if isinstance(order, io.Stop):
-            samples = self._loader.plan.samples if self._loader is not None else None
-            poisoned = name_samples(order.poison, samples) if samples is not None else ""
-            self._shutdown.leave(order.reason + poisoned, order.code)
-        elif isinstance(order, io.DropGradient):
-            self._state.drop_gradient()
-        elif isinstance(order, io.TellDigest):
-            self._engine.post(self._state.take_digest(order.step))
-        elif isinstance(order, io.TakeSnapshot):
-            generation = order.generation if order.generation >= 0 else self._engine.generation
-            self._state.snapshot(generation)
-        elif isinstance(order, io.Install):
-            self._replay.install(order)
-
-    def _too_late(self, order: io.Finish) -> NoReturn:
-        self._shutdown.leave(
-            f"the job is complete at step {order.step}, this process held step {self.committed_step}: "
-            "nothing is left to train, and the final state is with the replicas that finished"
-        )
-
-    def _end_step(self, step: Step, order: io.Compute | io.Apply | io.Finish | None) -> None:
+    def _end_step(self, step: Step, order: LoopOrder | None) -> None:
         """Put the committed gradient into ``.grad`` and hand over to the user's update code."""
         if isinstance(order, io.Finish):
-            self._too_late(order)
+            self.orders.too_late(order)
         assert isinstance(order, io.Apply)
         self._state.wait_changeable()
         transfer = self._parts.fetch_thread
@@ -494,7 +496,3 @@ class Session:
             contributed=order.contributed,
             replay=replay,
         )
-
-    def _finish(self, order: io.Finish) -> None:
-        self._progress.finished = True
-        self._shutdown.note_end(order)

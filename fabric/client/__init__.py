@@ -8,6 +8,7 @@ from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.step import Step
 from fabric.client.outer.outer_loop import OuterLoop, diloco, local_sgd
 from fabric.client.process.asked_layout import layout, refuse_layout
+from fabric.client.state.restored_values import RestoredValues, restore_values
 from fabric.client.state.snapshot_policy import EverySteps, OverheadBudget, SnapshotPolicy
 from fabric.runtime.rank_layout import RankLayout
 
@@ -16,6 +17,7 @@ __all__ = [
     "OuterLoop",
     "OverheadBudget",
     "RankLayout",
+    "RestoredValues",
     "Session",
     "SnapshotPolicy",
     "SoloSession",
@@ -27,4 +29,5 @@ __all__ = [
     "layout",
     "local_sgd",
     "refuse_layout",
+    "restore_values",
 ]

@@ -141,6 +141,22 @@ def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> 
     return _checked(_anchored(Settings(**values)))
 
 
+def reader_access(
+    token_file: str | Path | None = None, environment: Mapping[str, str] | None = None
+) -> tuple[str, Tls]:
+    """Return the token and the TLS with which a process outside of the job reads a state.
+
+    ``token_file``: default FABRIC_TOKEN_FILE; without a file the token is empty. Raises ConfigError.
+    """
+    environment = os.environ if environment is None else environment
+    names = ("tls_cert", "tls_key", "tls_ca")
+    files = [_parse(name, text) if (text := environment.get(_variable(name), "")) else None for name in names]
+    tls = Tls(*files)
+    tls.check()
+    path = token_file or environment.get(_variable("token_file"), "")
+    return read_token(Path(path)) if path else "", tls
+
+
 def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
     """Count the ranks that the launcher (`fabric launch`, torchrun) started for this replica; 1 without one.
 

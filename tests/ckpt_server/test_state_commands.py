@@ -13,9 +13,9 @@ from test_tensor_routes import TENSORS, file_of
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.format.digest import BLOCK_BYTES, file_digest
+from fabric.ckpt_server.reading.state_source import RemoteState
 from fabric.cli.states.inspect import diff, inspect_state
 from fabric.cli.states.pull import fetch_into, pull
-from fabric.cli.states.state_source import RemoteState
 from fabric.errors import FabricError, IntegrityError
 
 NBYTES = 3 * BLOCK_BYTES + 1001

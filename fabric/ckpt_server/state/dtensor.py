@@ -107,6 +107,14 @@ class Shardings:
         return built
 
 
+class LocalParts(Shardings):
+    """Placements of a reader without live tensors: a sharded tensor is its local part."""
+
+    def build(self, local: torch.Tensor, description: Mapping[str, Any]) -> torch.Tensor:
+        """Return ``local``."""
+        return local
+
+
 def local_shape(tensor: Any) -> tuple[int, ...]:
     """Return the shape of a DTensor's shard here."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

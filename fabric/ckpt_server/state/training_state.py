@@ -14,7 +14,7 @@ to the parameter's, which loses bits of a float32 average of a bfloat16 paramete
 file's memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     parse_json,
     read_header,
 )
-from fabric.ckpt_server.state.dtensor import Shardings
+from fabric.ckpt_server.state.dtensor import LocalParts, Shardings
 from fabric.ckpt_server.state.encoding import (
     FILE_DTYPE,
     TORCH_DTYPE,
@@ -223,11 +223,48 @@ def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = a
     Names, shapes, dtypes and structure are checked first. Raises StateError that names the first
     difference, or the object that refused its state; nothing is changed then.
     """
-    file = file.cast("B") if file.format != "B" or file.ndim != 1 else file
+    file = _flat(file)
     header = read_header(file)
     step, tree = parse_description(header.metadata)
     _require_names(set(tree), objects)
     tensors = tensors_of(file, header.tensors)
+    # A module copies its tensors out of the file.
+    in_file = {name for name, live in objects.items() if isinstance(live, torch.nn.Module)}
+    decoded = _decode(tree, tensors, _shardings(objects), in_file, run)
+    for name, live in objects.items():
+        check_fit(name, live, decoded[name])
+    load_all(objects, decoded, run)
+    return step
+
+
+def values_of(file: memoryview) -> tuple[int, dict[str, Any]]:
+    """Return the step of the snapshot in ``file`` (exactly its bytes), and the values of its objects by name.
+
+    Tensors are on the CPU, and lie in the file's memory where that is writable. A sharded tensor is its local
+    part. Raises StateError for a damaged file.
+    """
+    file = _flat(file)
+    header = read_header(file)
+    step, tree = parse_description(header.metadata)
+    return step, _decode(tree, tensors_of(file, header.tensors), LocalParts(), set(tree), at_once)
+
+
+def _flat(file: memoryview) -> memoryview:
+    """Return ``file`` as flat bytes."""
+    return file.cast("B") if file.format != "B" or file.ndim != 1 else file
+
+
+def _decode(
+    tree: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    shardings: Shardings,
+    in_file: Collection[str],
+    run: WorkRunner,
+) -> dict[str, Any]:
+    """Return the values of all objects; the tensors of the objects ``in_file`` stay in the file's memory.
+
+    Raises StateError unless the tree refers to every tensor.
+    """
     unused = set(tensors)
 
     def view(name: str) -> torch.Tensor:
@@ -241,20 +278,15 @@ def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = a
     def own(name: str) -> torch.Tensor:
         return view(name).clone()
 
-    shardings = _shardings(objects)
     decoded = {}
-    for name, node in tree.items():  # a module copies its tensors out of the file
-        source = view if isinstance(objects[name], torch.nn.Module) else own
-        decoder = StateDecoder(source, unused, shardings=shardings)
+    for name, node in tree.items():
+        decoder = StateDecoder(view if name in in_file else own, unused, shardings=shardings)
         decoded[name] = run(partial(decoder.decode, node))
     if unused:
         raise StateError(
             f"The state contains tensor {min(unused)[:200]!r}, which belongs to nothing; it is damaged."
         )
-    for name, live in objects.items():
-        check_fit(name, live, decoded[name])
-    load_all(objects, decoded, run)
-    return step
+    return decoded
 
 
 def verify(

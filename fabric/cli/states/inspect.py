@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
+from fabric.ckpt_server.reading.state_source import ReadableState, open_state
 from fabric.ckpt_server.server.statistics import values
-from fabric.cli.states.state_source import ReadableState, open_state
 from fabric.cli.terminal_text import printable
+from fabric.cli.tls import current_tls
 from fabric.runtime.http.http_service import read_token
 
 _PIECE_ELEMENTS = 1 << 20
@@ -50,7 +51,7 @@ def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
     """Show what is in STATE: a file, the URL of a checkpoint server (its newest snapshot) or of a snapshot,
     or a durable checkpoint (its folder, or that of its job for the newest). Of several ranks: a URL of each,
     with commas between them, or the durable folder (FOLDER#1 is the part of rank 1)."""
-    with open_state(state, token_of(token_file)) as opened:
+    with open_state(state, token_of(token_file), current_tls()) as opened:
         tell_part(opened)
         spans = list(opened.tensors.values())
         if as_json:
@@ -82,8 +83,8 @@ def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
 def diff(first: str, second: str, token_file: Path | None, as_json: bool) -> None:
     """Show which tensors of two states differ, and by how much; each is named as for inspect, and they may be
     of different layouts of ranks. Exit code 1 where any differs."""
-    token = token_of(token_file)
-    with open_state(first, token) as a, open_state(second, token) as b:
+    token, tls = token_of(token_file), current_tls()
+    with open_state(first, token, tls) as a, open_state(second, token, tls) as b:
         tell_part(a)
         tell_part(b)
         rows = differences(a, b)

@@ -12,13 +12,13 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from fabric.ckpt_server.format.digest import block_digest, file_digest
+from fabric.ckpt_server.format.digest import BlockDigests, block_digest, digest_of_blocks, file_digest
+from fabric.ckpt_server.reading.merged_state import MergedState
+from fabric.ckpt_server.reading.state_source import BlockState, open_manifested
 from fabric.cli.states.inspect import tell_part, token_of
-from fabric.cli.states.merged_state import MergedState
-from fabric.cli.states.state_source import BlockState, open_manifested
+from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, IntegrityError, Unreachable
 
-_PIECE_BYTES = 4 << 20
 _TRIES = 5
 
 
@@ -44,8 +44,9 @@ def pull(url: str, output: Path, token_file: Path | None) -> None:
         raise ConfigError(f"{output} is a {'folder' if output.is_dir() else 'device'}: name a file to write")
     part = output.with_name(output.name + ".part")
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    written = ""
     with ExitStack() as stack:
-        state = open_manifested(url, token_of(token_file), stack)
+        state = open_manifested(url, token_of(token_file), stack, current_tls())
         try:
             with Progress(*columns, console=Console(stderr=True)) as bar:
                 task = bar.add_task("", total=state.nbytes)
@@ -54,13 +55,14 @@ def pull(url: str, output: Path, token_file: Path | None) -> None:
                     bar.advance(task, nbytes)
 
                 if isinstance(state, MergedState):
-                    export_into(part, state, progress)
+                    written = f", digest of the file {export_into(part, state, progress)}"
                 else:
                     fetch_into(part, state, progress)
             part.replace(output)
         except OSError as error:
             raise ConfigError(f"{part} cannot be written: {error.strerror or error}") from error
-        click.echo(f"{output}: step {state.step}, {state.nbytes:,} bytes, digest {state.manifest['digest']}")
+        digest = state.manifest["digest"]
+        click.echo(f"{output}: step {state.step}, {state.nbytes:,} bytes, digest {digest}{written}")
         tell_part(state)
 
 
@@ -94,19 +96,20 @@ def fetch_into(part: Path, state: BlockState, progress: Callable[[int], None] = 
     return fetched
 
 
-def export_into(part: Path, state: MergedState, progress: Callable[[int], None]) -> None:
-    """Write ``part`` from its beginning, merged from the ranks' parts. Each part is verified as it is read.
-    Raises FabricError or OSError."""
+def export_into(part: Path, state: MergedState, progress: Callable[[int], None]) -> str:
+    """Write ``part`` from its beginning, merged from the ranks' parts; return the digest of the file.
+
+    Each part is verified as it is read. Raises FabricError or OSError."""
+    digests = BlockDigests()
     with _open(part) as file:
         _make_room(file.fileno(), 0, state.nbytes)
-        file.write(state.preamble)
-        progress(len(state.preamble))
-        for span in state.tensors.values():
-            for begin in range(span.begin, span.end, _PIECE_BYTES):
-                file.write(state.read(begin, min(begin + _PIECE_BYTES, span.end)))
-            progress(span.end - span.begin)
+        for piece in state.pieces():
+            file.write(piece)
+            digests.update(piece)
+            progress(len(piece))
         file.flush()
         os.fsync(file.fileno())
+    return digest_of_blocks(state.nbytes, digests.blocks())
 
 
 def _open(part: Path) -> BinaryIO:

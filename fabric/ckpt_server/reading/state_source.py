@@ -36,10 +36,10 @@ from fabric.ckpt_server.format.safetensors_file import (
     read_preamble,
 )
 from fabric.ckpt_server.format.tensor_slices import find_shards
-from fabric.cli.states.merged_state import MergedState
-from fabric.cli.tls import current_tls
+from fabric.ckpt_server.reading.merged_state import MergedState
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
 from fabric.runtime.http.dial_errors import describe
+from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 
 _TIMEOUT_S = 30.0
@@ -68,24 +68,29 @@ class ReadableState(Protocol):
     def read(self, begin: int, end: int) -> memoryview:
         """Return bytes of the file. Raises StateError or Unreachable."""
 
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield all bytes of the file in order. Raises StateError or Unreachable."""
+
 
 @contextmanager
-def open_state(name: str, token: str) -> Iterator[ReadableState]:
+def open_state(name: str, token: str, tls: Tls | None = None) -> Iterator[ReadableState]:
     """The state that ``name`` (a path or URLs) stands for. Raises FabricError."""
     with ExitStack() as stack:
         if _is_file(name):
             yield stack.enter_context(closing(FileState(name)))
         else:
-            yield open_manifested(name, token, stack)
+            yield open_manifested(name, token, stack, tls)
 
 
-def open_manifested(name: str, token: str, stack: ExitStack) -> "BlockState | MergedState":
+def open_manifested(
+    name: str, token: str, stack: ExitStack, tls: Tls | None = None
+) -> "BlockState | MergedState":
     """Open a state with a manifest: a checkpoint server's, or a durable one, which ``stack`` closes.
 
     ``name`` may name all ranks of a state: then it is the merged state. Raises FabricError."""
     parts: list[BlockState]
     if name.startswith(("http://", "https://")):
-        parts = [stack.enter_context(closing(RemoteState(url, token))) for url in name.split(",")]
+        parts = [stack.enter_context(closing(RemoteState(url, token, tls))) for url in name.split(",")]
     else:
         url, mark, rank = name.partition("#")
         if mark and not (rank.isascii() and rank.isdecimal() and len(rank) < 10):
@@ -128,6 +133,9 @@ class FileState:
     def read(self, begin: int, end: int) -> memoryview:
         return self._view[begin:end]
 
+    def pieces(self) -> Iterator[memoryview]:
+        yield self._view
+
     def close(self) -> None:
         self._view.release()
         self._map.close()
@@ -158,6 +166,10 @@ class BlockState:
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:
         """Return some blocks in order, each verified. Raises StateError or Unreachable."""
         raise NotImplementedError
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield all blocks in order, each verified. Raises StateError or Unreachable."""
+        return self.blocks(0, len(self.manifest["blocks"]))
 
     def close(self) -> None:
         """Release the connection or files."""
@@ -203,7 +215,7 @@ class DurableState(BlockState):
     @property
     def digest(self) -> str:
         """The digest of the whole state; reads and verifies all of it, and every file that it lies in."""
-        for _ in self.blocks(0, len(self.manifest["blocks"])):
+        for _ in self.pieces():
             pass
         self._rank_shard.verify_files()
         return super().digest
@@ -261,10 +273,10 @@ class SnapshotAddress:
 class RemoteState(BlockState):
     """A snapshot on a checkpoint server."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str, tls: Tls | None = None) -> None:
         self.name = url
         where = SnapshotAddress.parse(url)
-        self._tls = current_tls()
+        self._tls = tls or Tls()
         self._connection = HttpConnection(
             where.server, HttpAccess(TokenFile.of(token), _TIMEOUT_S, self._tls.client_context())
         )

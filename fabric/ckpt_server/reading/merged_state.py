@@ -7,7 +7,7 @@ name (the stages of a pipeline) do not make one file, and are refused.
 
 import math
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,9 @@ from fabric.protocol.messages.rank_messages import replica_digest
 from fabric.protocol.rules.tensor_region import TensorRegion
 
 if TYPE_CHECKING:
-    from fabric.cli.states.state_source import BlockState
+    from fabric.ckpt_server.reading.state_source import BlockState
+
+_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,13 @@ class MergedState:
                     raise self._unlike(f"{span.name} is not the same at rank {part.state.rank} as at another")
                 target[...] = data
         return memoryview(rows_read.tobytes())[low - first * row : high - first * row]
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield all bytes of the file in order, verified. Raises StateError or Unreachable."""
+        yield memoryview(self.preamble)
+        for span in self._spans:
+            for begin in range(span.begin, span.end, _PIECE_BYTES):
+                yield self.read(begin, min(begin + _PIECE_BYTES, span.end))
 
     def _check_one_state(self) -> None:
         ranks, first = [part.rank for part in self._states], self._states[0].manifest

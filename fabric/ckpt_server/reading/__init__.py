@@ -1,0 +1,1 @@
+"""A state read from any place: a file, a durable checkpoint, or snapshots on checkpoint servers."""

@@ -47,6 +47,10 @@ class RoundAborted(FabricError):
         self.mismatch = mismatch  # whether the peer ``about`` takes part in another exchange
 
 
+class RoundsFailed(FabricError):
+    """As many exchanges in a row failed as FABRIC_MAX_FAILED_ROUNDS allows; this process has left the job."""
+
+
 class StoreError(FabricError):
     """The control store answered with an error; the write was definitely not applied."""
 

@@ -17,6 +17,7 @@ from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaCopyStr
 from fabric.ckpt_server.state.training_state import StateDescriber, check_serialisable
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.client.control.engine import EngineParts
+from fabric.client.control.failed_rounds import FailedRounds
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.data.sampler import StepSampler
@@ -389,6 +390,7 @@ class _Trainer:
             crash_marker=crash_marker,
             buffers=self.buffers,
             durable=durable,
+            failed_rounds=FailedRounds(settings.max_failed_rounds),
             lanes=self.lanes,
             content=self.content,
         )

@@ -54,6 +54,8 @@ class Settings:
         "advise"  # about a slow replica: "off", "advise" (report what helps), "act" (lower its share)
     )
     on_nan: str = "propagate"  # average that is not finite: "propagate", "stop" the job, "skip" the update
+    on_exception: str = "fail"  # the user's loop raises: "fail" the job, or "restart" this replica alone
+    max_failed_rounds: int = 0  # failed exchanges in a row that raise RoundsFailed; 0: try for ever
     contact_s: float = 60.0  # time to find a lighthouse at the start
     exchange_s: float = 60.0  # time budget once all members are in a round; other deadlines derive from it
     user_code_s: float = 1800.0  # how long other members wait for a member in user code
@@ -255,6 +257,7 @@ def _checked(chosen: Settings) -> Settings:
         "durable_every_s",
         "durable_every",
         "durable_keep",
+        "max_failed_rounds",
     ):
         value, least = getattr(chosen, name), 1 if name == "durable_keep" else 0
         if not (math.isfinite(value) and value >= least):
@@ -270,6 +273,8 @@ def _checked(chosen: Settings) -> Settings:
 def _check_words(chosen: Settings) -> None:
     if chosen.on_nan not in ("propagate", "stop", "skip"):
         raise ConfigError(f'FABRIC_ON_NAN is "{chosen.on_nan}": it must be "propagate", "stop" or "skip"')
+    if chosen.on_exception not in ("fail", "restart"):
+        raise ConfigError(f'FABRIC_ON_EXCEPTION is "{chosen.on_exception}": it must be "fail" or "restart"')
     if chosen.adapt not in ADAPT_MODES:
         raise ConfigError(f'FABRIC_ADAPT is "{chosen.adapt}": it must be "off", "advise" or "act"')
     if chosen.log not in FORMATS:

@@ -4,11 +4,13 @@
 that kills its reader.
 """
 
+import contextlib
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from pace import leave_time
@@ -29,6 +31,11 @@ class Poisonous(Samples):
         if str(index) == os.environ.get("DATA_POISON"):
             os.kill(os.getpid(), signal.SIGKILL)
         if str(index) == os.environ.get("DATA_BAD"):
+            if "DATA_BAD_ONCE" in os.environ:
+                # Only the process that makes the file meets the bad sample.
+                with contextlib.suppress(FileExistsError), Path(os.environ["DATA_BAD_ONCE"]).open("x"):
+                    raise ValueError("this sample cannot be decoded now")
+                return super().__getitem__(index)
             raise ValueError("this sample cannot be decoded")
         return super().__getitem__(index)
 

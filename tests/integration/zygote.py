@@ -39,11 +39,20 @@ def child(request: dict) -> None:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001  (the child must never return into the parent's loop)
-        sys.excepthook(*sys.exc_info())  # show the error as the interpreter itself would
+        code = shown(*sys.exc_info())
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def shown(*error: object) -> int:
+    """Show an uncaught error as the interpreter itself would; return the exit code."""
+    try:
+        sys.excepthook(*error)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 1
 
 
 def main() -> None:

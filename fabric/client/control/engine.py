@@ -19,6 +19,7 @@ import uvloop
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.state.content_digest import ContentDigests
+from fabric.client.control.failed_rounds import FailedRounds
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.control.round_journal import RoundJournal
@@ -33,7 +34,7 @@ from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshots import Snapshots
-from fabric.errors import FabricError
+from fabric.errors import FabricError, RoundsFailed
 from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.plane import DataPlane
@@ -84,6 +85,7 @@ class EngineParts:
     crash_marker: CrashMarker
     buffers: AveragedBuffers
     durable: DurableCheckpoints
+    failed_rounds: FailedRounds
     lanes: LaneDirectory | None = None  # where replicas may have unequal layouts of ranks
     content: ContentDigests | None = None  # digests that do not depend on the layout of ranks
 
@@ -111,7 +113,7 @@ class Engine:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.orders: queue.SimpleQueue[MainThreadOrder] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[MainThreadOrder | RoundsFailed] = queue.SimpleQueue()
         self.member: MemberCore | None = None
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -326,6 +328,8 @@ class Engine:
 
     def _perform(self, effect: Any) -> None:
         if isinstance(effect, _ORDERS):
+            if isinstance(effect, io.Apply):
+                self._parts.failed_rounds.committed()
             if isinstance(effect, io.Apply) and effect.prepared is not None:
                 self._parts.points.hit("after-barrier", effect.step)
             self.orders.put(effect)
@@ -335,6 +339,7 @@ class Engine:
     def _send_peer(self, effect: io.SendPeer) -> None:
         message = effect.message
         if isinstance(message, Contribution):
+            self._parts.failed_rounds.contributed()
             self._round_journal.note_contribution(message)
         elif isinstance(message, CommitVote):
             self._parts.points.hit("before-barrier", message.step)
@@ -364,6 +369,9 @@ class Engine:
         self._parts.plane.abort(effect.epoch, effect.why)
         self._parts.exchange.abort(effect.epoch, effect.why)
         self._parts.points.hit("abort", self.step)
+        failure = self._parts.failed_rounds.aborted(self.step, effect.why)
+        if failure is not None:
+            self.orders.put(failure)
 
     def _publish(self, effect: io.Publish) -> None:
         parts = self._parts

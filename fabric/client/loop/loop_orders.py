@@ -11,6 +11,7 @@ from fabric.client.loop.shutdown import Shutdown
 from fabric.client.process.error_text import name_samples
 from fabric.client.process.step_clock import StepClock
 from fabric.client.process.wait_log import WaitLogger
+from fabric.errors import RoundsFailed
 from fabric.protocol.messages import member_events as io
 
 # The orders that concern the user's loop.
@@ -49,6 +50,8 @@ class LoopOrders:
 
     def next(self) -> LoopOrder:
         """Wait for an order that concerns the user's loop; obey all orders before it."""
+        if self._progress.left is not None:
+            raise self._progress.left
         self._wait_logger.begin()
         while True:
             order = self._wait_logger.get(self._engine.orders)
@@ -77,7 +80,7 @@ class LoopOrders:
             "nothing is left to train, and the final state is with the replicas that finished"
         )
 
-    def _take(self, order: io.Effect) -> LoopOrder | None:
+    def _take(self, order: io.Effect | RoundsFailed) -> LoopOrder | None:
         if isinstance(order, io.Finish):
             self._progress.finished = True
             self._shutdown.note_end(order)
@@ -88,7 +91,11 @@ class LoopOrders:
             return None
         return order
 
-    def _obey(self, order: io.Effect) -> None:
+    def _obey(self, order: io.Effect | RoundsFailed) -> None:
+        if isinstance(order, RoundsFailed):
+            self._progress.left = order
+            self._shutdown.depart(str(order))
+            raise order
         if isinstance(order, io.Stop):
             poisoned = name_samples(order.poison, self.samples) if self.samples is not None else ""
             self._shutdown.leave(order.reason + poisoned, order.code)

@@ -3,6 +3,8 @@
 import sys
 from dataclasses import dataclass, field
 
+from fabric.errors import RoundsFailed
+
 
 @dataclass(slots=True)
 class LoopProgress:
@@ -10,6 +12,7 @@ class LoopProgress:
 
     state_step: int = 0  # number of committed optimizer steps in the state in memory
     until: int = sys.maxsize  # the step at which the user's loop ends
+    left: RoundsFailed | None = None  # the error with which this process left the job before its end
     finished: bool = False  # whether the job is complete
     behind: bool = False  # true from a load or a replayed step until this replica contributes again
     at: tuple[int, int] | None = None  # the step and micro-batch that user code computes

@@ -340,8 +340,10 @@ class Session:
         """Wait until every member's loop has ended, then leave the job without a failure.
 
         On return this replica has the job's final state. A loop that ended before catching up ends the
-        process.
+        process. Where RoundsFailed was raised, this replica has left the job, and nothing is done.
         """
+        if self._progress.left is not None:
+            return
         if self._engine.is_running and not self._progress.finished:
             self._state.note(self._state.digest_if(wanted=True))
             if self._parts.durable.is_due(self.committed_step, self._engine.current, last=True):

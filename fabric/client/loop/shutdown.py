@@ -11,12 +11,12 @@ from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.loop import job_end_note
 from fabric.client.loop.loop_progress import LoopProgress
-from fabric.client.process import excepthook
+from fabric.client.process import excepthook, raised_note
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import FabricError
-from fabric.exit_codes import DEVICE_FAILED, FINISHED
+from fabric.exit_codes import DEVICE_FAILED, FINISHED, RESTART
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
@@ -90,11 +90,26 @@ class Shutdown:
         self._parts.handle.close()
         self._parts.journal.close()
 
+    def depart(self, reason: str) -> None:
+        """Leave the job as a death does, while other members go on: the lighthouse learns of it at once.
+
+        The note of the micro-batch at hand stays, so that a second death at the micro-batch proves poison.
+        """
+        self._parts.journal.write("stop", code=RESTART, reason=reason)
+        self._engine.close()
+        with contextlib.suppress(FabricError):
+            self._parts.handle.gone()
+        self._debug_endpoint.close()
+        atexit.unregister(self._on_exit)
+        if self._on_uncaught in excepthook.on_uncaught:
+            excepthook.on_uncaught.remove(self._on_uncaught)
+
     def _on_uncaught(self, error: BaseException) -> None:
         """Fail the job for an error of the user's loop, then end this process.
 
         The process waits until the lighthouse has acknowledged the error, which rank 0 reports for all ranks.
-        A device fault does not fail the job: only this replica dies.
+        A device fault does not fail the job: only this replica dies. The same holds for any error with
+        FABRIC_ON_EXCEPTION=restart, except a FabricError, which shows a mistake.
         """
         if not isinstance(error, Exception):
             return
@@ -103,6 +118,14 @@ class Shutdown:
         at = self._progress.at
         samples = self._progress.samples.get(at[1], []) if at is not None else []
         reason = describe(error, at, samples)
+        if self._settings.on_exception == "restart" and not isinstance(error, FabricError):
+            if at is not None or not raised_note.is_repeated(
+                self._settings.home, self._progress.state_step, reason
+            ):
+                self._say(f"this replica alone starts again after {reason}")
+                self.depart(reason)
+                raise SystemExit(RESTART)
+            reason += f" (twice at step {self._progress.state_step} of {self._settings.replica})"
         self._parts.crash_marker.clear()
         self._engine.post(io.LoopRaised(reason))
         with contextlib.suppress(queue.Empty):

@@ -1,0 +1,69 @@
+"""The choices for an exception of the user's loop and for exchanges that fail in a row."""
+
+from job import Job
+from test_data_policies import SHORT, environment, finish, poison_of
+
+RESTART = {"FABRIC_ON_EXCEPTION": "restart"}
+
+
+def test_an_exception_restarts_its_replica_alone(zygote, tmp_path):
+    once = {"DATA_BAD": poison_of(8, 5), "DATA_BAD_ONCE": str(tmp_path / "met")}
+    with Job(zygote, tmp_path, environment=environment(**once, **RESTART)) as job:
+        job.start_all()
+        summary = finish(job)
+        assert sorted(job.starts.values()) == [1, 1, 2]
+        again = next(r for r, n in job.starts.items() if n == 2)
+        assert "this replica alone starts again after ValueError: this sample cannot" in job.said(again)
+        assert job.events(again, "stop")[0]["code"] == 75
+        assert (summary.samples_skipped, summary.samples_repeated) == (0, 0)
+
+
+def test_an_exception_at_the_same_micro_batch_of_two_replicas_is_poison(zygote, tmp_path):
+    given = environment(**SHORT, DATA_BAD=poison_of(2, 5), **RESTART)
+    with Job(zygote, tmp_path, environment=given) as job:
+        job.start_all()
+        job.finish()
+        assert job.codes == {"r0": 1, "r1": 1, "r2": 1}, job.logs()
+        assert sorted(job.starts.values()) == [1, 2, 2], "two raised at it; started again, they were told"
+        for replica in job.pids:
+            sentence = [line for line in job.said(replica).splitlines() if line.startswith("fabric: ")][-1]
+            assert "micro-batch 5 of step 2" in sentence
+
+
+def test_poison_that_raises_can_be_skipped(zygote, tmp_path):
+    given = environment(options={"on_poison": "skip"}, **SHORT, DATA_BAD=poison_of(2, 5), **RESTART)
+    with Job(zygote, tmp_path, environment=given) as job:
+        job.start_all()
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
+        survivor = next(r for r, n in job.starts.items() if n == 1)
+        [skipped] = [e["skipped"] for e in job.events(survivor, "commit") if e["step"] == 2]
+        assert skipped == [5]
+
+
+def test_the_same_exception_twice_outside_a_micro_batch_fails_the_job(zygote, tmp_path):
+    given = {"TEST_TRAINER": "raising_trainer", "TINY_STEPS": "1000000", **RESTART}
+    with Job(zygote, tmp_path, replicas=1, environment=given) as job:
+        job.start("r0", RAISE_AT="5")
+        job.wait_for(lambda: job.ended("r0") is not None, "the first end of r0")
+        assert job.ended("r0") == 75, job.logs()
+        job.start("r0", RAISE_AT="5")
+        job.finish()
+        assert job.codes == {"r0": 1}, job.logs()
+        assert "the user's own mistake (twice at step " in job.status()["failed"]
+
+
+def test_exchanges_that_fail_in_a_row_raise_in_the_loop(zygote, tmp_path):
+    """Two replicas are needed, and r1 dies in the same step again and again."""
+    given = {"TEST_TRAINER": "raising_trainer", "TINY_STEPS": "100", "FABRIC_REPLICAS": "2:2"}
+    with Job(zygote, tmp_path, replicas=2, environment=given) as job:
+        job.start("r0", FABRIC_MAX_FAILED_ROUNDS="2")
+        for start in range(2):
+            job.start("r1", "before-ring=kill")
+            job.wait_for(lambda: job.ended("r1") is not None, f"death {start} of r1")
+        job.wait_for(lambda: job.ended("r0") is not None, "the end of r0")
+        assert job.ended("r0") == 3, job.logs()
+        assert "caught: 2 exchanges of step 0 failed in a row, the last because " in job.said("r0")
+        job.start_all()
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0}, "new processes of both go on with the job"

@@ -239,20 +239,19 @@ def _slow(health: dict[str, Any] | None) -> list[str]:
 
 
 def _slowest(health: dict[str, Any]) -> list[str]:
-    """Name the rank that was slowest in the newest step, and the usual speed; empty while none is known."""
+    """Name the slowest rank over several steps, and the median speed; empty while none is known."""
     rows = health["by_step"]["rows"] if "by_step" in health and health["mode"] != "off" else ()
-    newest = [
-        (speeds[-1], row["replica"], row["rank"])
-        for row in rows
-        if (speeds := [speed for speed in row["speeds"] if speed is not None])
-    ]
-    if not newest:
+    # The newest step alone would contradict the table of replicas: one very short step shows anything.
+    speeds = sorted(
+        (row["speed"], row["replica"], row["rank"]) for row in rows if row.get("speed") is not None
+    )
+    if not speeds:
         return []
-    speed, replica, rank = min(newest)
-    middle = sorted(newest)[len(newest) // 2][0]
+    speed, replica, rank = speeds[0]
+    middle = speeds[len(speeds) // 2][0]
     return [
         f"speed: {replica} rank {rank} is slowest at {speed:.2f}, the median of "
-        f"{counted(len(newest), 'rank')} is {middle:.2f}"
+        f"{counted(len(speeds), 'rank')} is {middle:.2f}"
     ]
 
 

@@ -13,6 +13,7 @@ from fabric.health.alarm import AlarmRule, CusumAlarm
 from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
 from fabric.health.pipeline import PipelineCosts, PipelineSchedule, makespan
 from fabric.health.predictor import WARM_UP, Sample, WorkPredictor
+from fabric.health.settling import Settling
 from fabric.health.statistics import median
 from fabric.health.work import WorkAmount, is_time
 
@@ -154,6 +155,7 @@ class ReplicaSpeed:
     predicted_s: float | None
     is_slow: bool
     note: str  # why the declared work is not used, or empty
+    is_settled: bool = True  # whether ``relative`` no longer contains times from before a slowdown
 
     @property
     def speed(self) -> float:
@@ -174,6 +176,22 @@ class _Replica:
         self.predicted_s: float | None = None
         self.relative: deque[tuple[int, float]] = deque(maxlen=2 * SPEED_SAMPLES)  # by step
         self.ratios: deque[tuple[int, float]] = deque(maxlen=2 * SPEED_SAMPLES)
+        self.settling: Settling | None = None  # of the relative time; None while the replica is not slow
+
+    @property
+    def relative_time(self) -> float | None:
+        """The relative time now. The older samples of a slowed replica show its speed before."""
+        return _newest(self.relative, RECENT if self.unit.is_slow else SPEED_SAMPLES, RECENT)
+
+    def settle(self) -> None:
+        """Take the newest relative time, if the replica is slow."""
+        if not self.unit.is_slow:
+            self.settling = None
+            return
+        self.settling = self.settling or Settling()
+        relative = self.relative_time
+        if relative is not None:
+            self.settling.observe(relative)
 
     def forget(self) -> None:
         """Drop all values that are kept by step, because the steps begin again."""
@@ -216,6 +234,7 @@ class JobDetector:
         watched.unit.observe([(work, seconds)])
         if watched.unit.is_slow != was_slow:  # older samples show the speed before the change
             watched.relative = deque(list(watched.relative)[-RECENT:], watched.relative.maxlen)
+        watched.settle()
 
     def _in_the_middle(self, work: WorkAmount) -> float | None:
         """The median of the times that the replicas' models predict for this work."""
@@ -253,16 +272,15 @@ class JobDetector:
     def _speed(self, name: str, watched: _Replica) -> ReplicaSpeed:
         assert watched.newest is not None
         unit = watched.unit
-        # The older samples of a slowed replica show its speed before the slowdown.
-        samples = RECENT if unit.is_slow else SPEED_SAMPLES
         return ReplicaSpeed(
             replica=name,
             ratio=unit.ratio,
-            relative=_newest(watched.relative, samples, RECENT),
+            relative=watched.relative_time,
             seconds=watched.newest[1],
             predicted_s=watched.predicted_s,
             is_slow=unit.is_slow,
             note=unit.predictor.note,
+            is_settled=watched.settling is None or watched.settling.is_settled,
         )
 
     def slowdowns(self, failed: Collection[str] = ()) -> list[Slowdown]:

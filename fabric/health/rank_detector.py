@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from fabric.health.alarm import CusumAlarm
-from fabric.health.detector import FIRST_STEPS, MOST_MODELS, RECENT, MakeAlarm, UnitDetector
+from fabric.health.detector import FIRST_STEPS, MOST_MODELS, RECENT, SPEED_SAMPLES, MakeAlarm, UnitDetector
 from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
 from fabric.health.predictor import WARM_UP
 from fabric.health.statistics import median
@@ -50,6 +50,13 @@ class RankHistory:
     def ratio(self) -> float | None:
         """The observed time over the predicted time, now; None without enough samples."""
         return median(self.ratios) if len(self.ratios) > RECENT // 2 else None
+
+    @property
+    def speed(self) -> float | None:
+        """The speed over several steps, relative to the equals' speed; None without enough samples."""
+        samples = RECENT if self.detector.is_slow else SPEED_SAMPLES
+        newest = [time for _, time in self.relative][-samples:]
+        return 1.0 / median(newest) if len(newest) >= RECENT else None
 
 
 class _RankedReplica:

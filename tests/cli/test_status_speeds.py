@@ -7,9 +7,10 @@ from rich.console import Console
 from fabric.cli.status import _job, _slowest
 
 ROWS = [
-    {"replica": "r0", "rank": 0, "speeds": [1.0, 1.01]},
-    {"replica": "r1", "rank": 0, "speeds": [1.0, None]},
-    {"replica": "r1", "rank": 1, "speeds": [1.0, 0.49]},
+    {"replica": "r0", "rank": 0, "speed": 1.0, "speeds": [1.0, 0.31]},
+    {"replica": "r1", "rank": 0, "speed": 1.01, "speeds": [1.0, None]},
+    {"replica": "r1", "rank": 1, "speed": 0.49, "speeds": [0.5, 0.49]},
+    {"replica": "r2", "rank": 0, "speed": None, "speeds": [None, 0.2]},
 ]
 
 
@@ -84,7 +85,7 @@ def test_a_lighthouse_of_an_older_release_has_no_speeds():
     assert "speed" not in cells(printed(older), "replica")
 
 
-def test_the_slowest_rank_has_a_line():
+def test_the_slowest_rank_over_several_steps_has_a_line():
     health = {"mode": "advise", "by_step": {"steps": [1, 2], "rows": ROWS, "left_out": 0}}
     assert _slowest(health) == ["speed: r1 rank 1 is slowest at 0.49, the median of 3 ranks is 1.00"]
     assert _slowest({**health, "mode": "off"}) == []

@@ -54,7 +54,7 @@ HALF = {"r0": 5, "r1": 2, "r2": 5}
 def test_a_slow_replica_gets_fewer_micro_batches_once_and_all_of_them_back_when_it_is_well():
     fleet = ActingFleet()
     fleet.run(BEFORE)
-    assert fleet.run(6, r1=2.0) == [("slow", "r1")]
+    assert fleet.run(10, r1=2.0) == [("slow", "r1")]
     (order,) = fleet.orders
     assert order.epoch == 1 and order.gain == pytest.approx(8 / 5 - 1, rel=0.05) and order.cost_s == 0.0
     assert "r1 computes at 0.5" in order.reason and fleet.counts() == HALF
@@ -73,6 +73,15 @@ def test_the_shares_in_force_are_shown_to_people_with_gain_and_reason():
     assert shown["advice"] is None and shown["shares"]["micro_batches"] == HALF
     assert shown["shares"]["speeds"]["r1"] == pytest.approx(0.5, abs=0.06)
     assert any(line.startswith("shares by speed: ") and "r1 2" in line for line in _slow(shown))
+
+
+def test_the_first_steps_of_a_slowdown_cost_no_change_of_shares_of_their_own():
+    fleet = ActingFleet()
+    fleet.run(BEFORE)
+    fleet.run(3, r1=1.5)
+    fleet.run(40, r1=4.0)
+    (order,) = fleet.orders
+    assert order.speeds[0].speed == pytest.approx(250, rel=0.05)
 
 
 def test_a_replica_that_gets_much_slower_gets_fewer_micro_batches_again():

@@ -127,6 +127,7 @@ def test_the_speed_of_each_rank_is_shown_for_the_newest_steps():
     assert row["speeds"][0] == pytest.approx(1.0, rel=0.1)
     assert row["speeds"][-1] == pytest.approx(0.5, rel=0.1)
     assert row["seconds"] > 1.8 * row["predicted_s"]
+    assert row["speed"] == pytest.approx(0.5, rel=0.1)
 
 
 def test_replicas_of_one_rank_have_a_row_each():
@@ -136,6 +137,16 @@ def test_replicas_of_one_rank_have_a_row_each():
     rows = fleet.watch.to_json(fleet.view)["by_step"]["rows"]
     assert [(x["replica"], x["rank"], x["stage"]) for x in rows] == [("r0", 0, 0), ("r1", 0, 0), ("r2", 0, 0)]
     assert rows[2]["speeds"][-1] == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_row_and_the_table_of_replicas_agree_about_a_speed():
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    fleet.run(1, r2=3.0)
+    shown = fleet.watch.to_json(fleet.view)
+    row = shown["by_step"]["rows"][2]
+    assert row["speeds"][-1] < 0.4, "the newest step alone"
+    assert row["speed"] == shown["replicas"]["r2"]["speed"] > 0.9
 
 
 def test_steps_that_a_rank_did_not_report_are_empty():
@@ -150,7 +161,7 @@ def test_steps_that_a_rank_did_not_report_are_empty():
 def test_a_large_job_shows_its_slowest_ranks():
     watch = RankWatch(1000)
     times = {f"r{n:03}": [(1, 1.0), (2, 2.0 if n == 500 else 1.0)] for n in range(600)}
-    shown = watch.by_step(times)
+    shown = watch.by_step(times, {})
     assert len(shown["rows"]) == MOST_ROWS and shown["left_out"] == 600 - MOST_ROWS
     assert [x["speeds"][-1] for x in shown["rows"] if x["replica"] == "r500"] == [0.5]
 
@@ -188,7 +199,7 @@ def test_a_job_of_ten_thousand_members_does_no_work_by_rank():
     watch.keep(roster)
     for member in roster:
         watch.observe(report(member.replica, 4), is_well=True)
-    assert count.samples == 0 and watch.by_step({})["rows"] == []
+    assert count.samples == 0 and watch.by_step({}, {})["rows"] == []
 
 
 def test_at_most_as_many_ranks_are_watched_as_replicas_are_compared():

@@ -81,13 +81,23 @@ class RankWatch:
         histories = dict(self._detector.histories_of(slowdown.replica))
         return sorted(histories[unit].number for unit in slowdown.units if unit in histories)
 
-    def by_step(self, replicas: Mapping[str, _Steps]) -> dict[str, Any]:
-        """The speed of each rank in the newest steps. ``replicas``: times of replicas, over their equals'."""
+    def by_step(self, replicas: Mapping[str, _Steps], speeds: Mapping[str, float | None]) -> dict[str, Any]:
+        """The speed of each rank in the newest steps, and over several steps.
+
+        ``replicas``: times of replicas over their equals'. ``speeds``: speeds of replicas over several steps.
+        """
         ranked = list(self._detector.histories())
         watched = {unit.replica for unit, _ in ranked}
-        rows = [_Row(unit.replica, rank.number, unit.stage, rank.relative, rank) for unit, rank in ranked]
-        rows += [_Row(name, 0, 0, times) for name, times in replicas.items() if times and name not in watched]
-        shown = rows if len(rows) <= MOST_ROWS else heapq.nsmallest(MOST_ROWS, rows, key=lambda x: x.speed)
+        rows = [
+            _Row(unit.replica, rank.number, unit.stage, rank.speed, rank.relative, rank)
+            for unit, rank in ranked
+        ]
+        rows += [
+            _Row(name, 0, 0, speeds.get(name), times)
+            for name, times in replicas.items()
+            if times and name not in watched
+        ]
+        shown = rows if len(rows) <= MOST_ROWS else heapq.nsmallest(MOST_ROWS, rows, key=lambda x: x.newest)
         steps = sorted({step for row in shown for step, _ in row.times})[-KEPT_STEPS:]
         return {
             "steps": steps,
@@ -103,17 +113,20 @@ class _Row:
     replica: str
     rank: int
     stage: int
+    speed: float | None  # over several steps; None: not known yet
     times: _Steps  # times over the equals' times, by step
     history: RankHistory | None = None
 
     @property
-    def speed(self) -> float:
+    def newest(self) -> float:
+        """The speed in the newest step."""
         return 1.0 / self.times[-1][1] if self.times else 1.0
 
     def to_json(self, steps: Sequence[int]) -> dict[str, Any]:
         """The row as plain values; ``steps``: the columns."""
         speeds = {step: round(1.0 / value, 3) for step, value in self.times}
         row: dict[str, Any] = {"replica": self.replica, "rank": self.rank, "stage": self.stage}
+        row["speed"] = None if self.speed is None else round(self.speed, 3)
         if self.history is not None:
             predicted_s = self.history.predicted_s
             row["seconds"] = round(self.history.seconds, 6)

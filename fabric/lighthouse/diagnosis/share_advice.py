@@ -105,6 +105,9 @@ class ShareAdvisor:
             if member.replica in view.overrides.vetoed:
                 continue
             if member.replica in slow and present_speed is not None:
+                if not present_speed.is_settled:
+                    wanted |= {process: before} if before is not None else {}
+                    continue
                 speed = max(1, min(FULL_SPEED - 1, round(FULL_SPEED * present_speed.speed / usual)))
                 stays = before is not None and 1 / REPLAN <= before / speed <= REPLAN
                 wanted[process] = before if stays and before is not None else speed

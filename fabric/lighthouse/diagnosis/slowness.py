@@ -201,6 +201,8 @@ class SlownessWatch:
 
     def to_json(self, view: LeaderView) -> dict[str, Any]:
         """The detector's knowledge, for people."""
+        replicas = {x.replica: _speed_view(x) for x in self._detector.speeds()}
+        speeds = {name: shown["speed"] for name, shown in replicas.items()}
         return {
             "mode": self.mode(view),
             "slow": [
@@ -213,8 +215,8 @@ class SlownessWatch:
                 }
                 for x in self._slow.values()
             ],
-            "replicas": {x.replica: _speed_view(x) for x in self._detector.speeds()},
-            "by_step": self._ranks.by_step(self._detector.relative_times()),
+            "replicas": replicas,
+            "by_step": self._ranks.by_step(self._detector.relative_times(), speeds),
             **self._advisor.to_json(view),
         }
 

@@ -14,8 +14,8 @@ from fabric.protocol.messages.wire import decode_value
 MOST_SLOWDOWNS = 200
 # The most actions that one record lists.
 MOST_ACTIONS = 20
-# Events that the record's own fields show, and a stop of the trainer, which may repeat ten times a second.
-_OWN_KINDS = ("slow", "no longer slow", "slow part", "trainer stopped")
+# Events that the record's own fields show, and stops of the trainer, which say nothing new.
+_OWN_KINDS = ("slow", "no longer slow", "slow part", "trainer stopped", "trainer running")
 _NEW_LEADER = "another lighthouse leads, which does not know whether it lasts"
 
 

@@ -27,7 +27,7 @@ from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.progress import Progress
 from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.server_statuses import LastStatus
+from fabric.protocol.leader.server_statuses import STOP_CALM_S, LastStatus, stops_after
 from fabric.protocol.leader.starts import Starts
 from fabric.protocol.leader.state import MANY, EpochState, JobState, LeaderConfig, RosterLimits
 from fabric.protocol.leader.view import LeaderView
@@ -328,14 +328,24 @@ class LeaderCore:
             self.state.liveness.note_end(member)
         listed = member is not None and member.incarnation == status.incarnation
         counts = listed or self.state.liveness.servers.of_rank(status.rank)[status.replica].says(status)
-        if counts and (before is None or not before.says(status)) and status.trainer in ("gone", "stopped"):
+        if counts:
             answered = listed and not (record is not None and record.complete)
-            incident_id = self.state.next_incident_id() if answered else ""
-            self.outbox.record_event(
-                "trainer " + status.trainer, status.replica, "seen by its checkpoint server", incident_id
-            )
+            self._record_trainer(status, before, answered)
         self.endings.note_ended(status.replica, status.ended)
         self._record_durable(status, before)
+
+    def _record_trainer(self, status: m.TrainerStatus, before: LastStatus | None, answered: bool) -> None:
+        """Report a death, the first of several stops, and their end. An epoch answers if ``answered``."""
+        stops = stops_after(before, status, self.state.now)
+        earlier = before.stops if before is not None and before.incarnation == status.incarnation else 0
+        is_news = before is None or not before.says(status)
+        incident_id = self.state.next_incident_id() if answered else ""
+        why = "seen by its checkpoint server"
+        if (status.trainer == "gone" and is_news) or (stops and not earlier):
+            self.outbox.record_event("trainer " + status.trainer, status.replica, why, incident_id)
+        elif earlier and not stops and status.trainer == "running":
+            why = f"it has run for {STOP_CALM_S:g} s without a stop, after {earlier} stops"
+            self.outbox.record_event("trainer running", status.replica, why)
 
     def _record_durable(self, status: m.TrainerStatus, before: LastStatus | None) -> None:
         if status.durable and (before is None or status.durable != before.durable):

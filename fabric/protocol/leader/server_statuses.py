@@ -12,6 +12,9 @@ from fabric.model import Death, Member, ReplicaProcess, SnapshotRef
 from fabric.protocol.messages.network import TrainerStatus
 from fabric.protocol.messages.rank_messages import rank_of_url
 
+# A stopped trainer counts as running again after it has run for this many seconds without another stop.
+STOP_CALM_S = 10.0
+
 
 @dataclass(slots=True)
 class LastStatus:
@@ -30,6 +33,7 @@ class LastStatus:
     durable_error: str = ""
     parts: tuple[int, ...] = ()  # for each snapshot in ``snapshots``, the number of ranks that hold a part
     closed: float = 0.0  # the time when the checkpoint server's connection ended
+    stops: int = 0  # stops of this process since it last ran for ``STOP_CALM_S``
 
     def says(self, status: TrainerStatus) -> bool:
         """Whether ``status`` reports the same trainer state of the same process."""
@@ -201,7 +205,17 @@ def _last_status(status: TrainerStatus, before: LastStatus | None, now: float) -
         durable=status.durable or (before.durable if before is not None else ()),
         durable_error=status.durable_error,
         parts=status.parts,
+        stops=stops_after(before, status, now),
     )
+
+
+def stops_after(before: LastStatus | None, status: TrainerStatus, now: float) -> int:
+    """The number of stops of this process, after ``status``, since it last ran for a while."""
+    earlier = before.stops if before is not None and before.incarnation == status.incarnation else 0
+    if status.trainer == "stopped":
+        return earlier if earlier and before is not None and before.says(status) else earlier + 1
+    is_calm = before is not None and before.says(status) and now - before.since >= STOP_CALM_S
+    return 0 if is_calm else earlier
 
 
 def lanes(urls: set[str]) -> int:

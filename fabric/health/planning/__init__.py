@@ -1,10 +1,9 @@
-"""Plan what to do about a slow or shrunken replica: the remedies, cheapest first, and the rules of adoption.
+"""Plan what to do about a slow or shrunken replica: the remedies, cheapest first.
 
 - `partition`: micro-batches, layers and ranks in proportion to measured speeds;
 - `layout`: what one replica can compute in one layout of its ranks, and its best layout;
-- `adaptation_plan`: the content of a plan, and which plan is in force when two planners write;
-- `remedies`: the remedies for a job, each with its gain, cost and reason;
-- `limits`: the budget of actions and the operator's veto.
+- `adaptation_plan`: the content of a plan;
+- `remedies`: the remedies for a job, each with its gain, cost and reason.
 
 Pure: values in, values out.
 """

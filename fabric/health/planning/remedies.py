@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from fabric.health.planning.adaptation_plan import AdaptationPlan, ReplicaPlan, layer_moves
+from fabric.health.planning.adaptation_plan import AdaptationPlan, ReplicaPlan
 from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout, exclude, resplit
 from fabric.health.planning.partition import micro_batch_shares
 
@@ -33,10 +33,9 @@ class ActionRules:
     hysteresis: float = 0.03  # two speeds count as equal if they differ by less than this share
     rejoin_s: float = 60.0  # how long a replica that changes its layout is away
     horizon_s: float = 3600.0  # a remedy must gain back its cost within this many seconds
-    actions_per_hour: int = 6
 
     def __post_init__(self) -> None:
-        values = (self.least_gain, self.hysteresis, self.rejoin_s, self.horizon_s, self.actions_per_hour)
+        values = (self.least_gain, self.hysteresis, self.rejoin_s, self.horizon_s)
         if not all(math.isfinite(value) and value >= 0 for value in values):
             raise ValueError("a rule of adaptation is negative or no number: give zero or more")
 
@@ -49,12 +48,11 @@ class JobHealth:
     replicas: tuple[ReplicaHealth, ...]
     cut: ModelCut
     spares: tuple[ReplicaHealth, ...] = ()  # replicas that stand by
-    version: int = 0  # version of the plan in force
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One action, and why. The limits (`limits`) decide whether it may be done."""
+    """One action, and why."""
 
     kind: RemedyKind
     replica: str  # the replica that the remedy changes; empty: several replicas
@@ -63,7 +61,6 @@ class Remedy:
     reason: str  # the reason for the remedy in one sentence
     plan: AdaptationPlan
     undoes: bool = False  # whether the remedy undoes an earlier remedy
-    held: str = ""  # why the remedy must wait; empty: it need not wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,25 +293,13 @@ class _Planner:
     def _plan(self, fleet: _Fleet) -> AdaptationPlan:
         shares = fleet.shares()
         return AdaptationPlan(
-            self._job.version + 1,
-            tuple(self._entry(name, layout, shares[name]) for name, layout in fleet.layouts.items()),
+            tuple(self._entry(name, layout, shares[name]) for name, layout in fleet.layouts.items())
         )
 
     def _entry(self, name: str, layout: StageLayout, micro_batches: int) -> ReplicaPlan:
         health = self._health[name]
-        working = {rank for group in layout.groups for rank in group}
-        wired = {rank for group in health.usual.groups for rank in group}
         rejoins = layout != health.layout or not health.present
-        return ReplicaPlan(
-            name,
-            health.incarnation,
-            layout,
-            micro_batches,
-            tuple(sorted(rank for rank in wired - working if health.speeds[rank] > 0)),
-            layer_moves(health.layout, layout),
-            rejoins,
-            tuple(donor for donor in self._fleet.layouts if donor != name) if rejoins else (),
-        )
+        return ReplicaPlan(name, layout, micro_batches, rejoins)
 
 
 _LAYOUT_KINDS = (RemedyKind.REPARTITION, RemedyKind.EXCLUSION)

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = {"accelerate": "accelerate_loop", "transformers": "transformers_trainer"}
+# Page, example, and the test's module that takes the changed lines back.
+EXAMPLES = [
+    ("accelerate", "accelerate_loop", "watched_trainer"),
+    ("transformers", "transformers_trainer", "watched_trainer"),
+    ("torchft", "torchft_ddp", "test_torchft_scripts"),
+]
 
 
 def diff(page: str) -> tuple[list[str], list[str]]:
@@ -18,14 +23,14 @@ def diff(page: str) -> tuple[list[str], list[str]]:
     return [x[1:] for x in lines if x[0] == "-"], [x[1:] for x in lines if x[0] == "+"]
 
 
-@pytest.mark.parametrize(("page", "example"), EXAMPLES.items())
-def test_the_diff_is_that_of_the_example(page, example):
+@pytest.mark.parametrize(("page", "example", "module"), EXAMPLES)
+def test_the_diff_is_that_of_the_example(page, example, module):
     removed, added = diff(page)
     text = (ROOT / "examples" / f"{example}.py").read_text().splitlines()
     assert all(text.count(line) == 1 for line in added)
     assert not any("fabric" in line for line in text[1:] if line not in added), "another line names fabric"
-    watched = (ROOT / "tests/integration/watched_trainer.py").read_text()
-    assert all(f'"{line}\\n"' in watched for line in removed + added), "the test runs another diff"
+    taken_back = (ROOT / f"tests/integration/{module}.py").read_text().replace("\\n", "")
+    assert all(f'"{line}"' in taken_back for line in removed + added), "the test runs another diff"
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/adopt").glob("*.md")), ids=lambda p: p.stem)

@@ -57,6 +57,10 @@ def run_program(words: list[str]) -> None:
             adoption.run_adopted(functools.partial(_run, words))
         else:
             _run(words)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            _tell_watches(leaving)
+        raise
     except Exception as error:
         # After ``attach`` the session's own hook does the same as this code.
         torch = sys.modules.get("torch")
@@ -64,6 +68,13 @@ def run_program(words: list[str]) -> None:
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(DEVICE_FAILED) from None
+
+
+def _tell_watches(leaving: SystemExit) -> None:
+    """Let an adapter that would leave the job in order at the interpreter's end know of an exit code."""
+    excepthook = sys.modules.get("fabric.client.process.excepthook")
+    for watch in list(excepthook.on_uncaught) if excepthook is not None else ():
+        watch(leaving)
 
 
 def _run(words: list[str]) -> None:

@@ -143,6 +143,11 @@ def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> 
     return _checked(_anchored(Settings(**values)))
 
 
+def given_text(name: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return the text that the environment has for a setting; empty where it has none."""
+    return (os.environ if environment is None else environment).get(_variable(name), "")
+
+
 def reader_access(
     token_file: str | Path | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[str, Tls]:

@@ -37,7 +37,7 @@ def child(request: dict) -> None:
         importlib.import_module(os.environ.get("TEST_TRAINER", "tiny_trainer")).main()
         code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # noqa: BLE001  (the child must never return into the parent's loop)
         code = shown(*sys.exc_info())
     atexit._run_exitfuncs()

@@ -1,0 +1,33 @@
+"""torchft's names over fabric: a script for torchft changes its import lines. docs/adopt/torchft.md."""
+
+from fabric.integrations.torchft.arguments import WorldSizeMode
+from fabric.integrations.torchft.checkpointing import CheckpointTransport, HTTPTransport, PGTransport
+from fabric.integrations.torchft.data import DistributedSampler
+from fabric.integrations.torchft.ddp import DistributedDataParallel
+from fabric.integrations.torchft.managed_steps import ExceptionWithTraceback, Manager
+from fabric.integrations.torchft.optim import OptimizerWrapper
+from fabric.integrations.torchft.process_group import (
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+)
+
+Optimizer = OptimizerWrapper
+
+__all__ = [
+    "CheckpointTransport",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "ExceptionWithTraceback",
+    "HTTPTransport",
+    "Manager",
+    "Optimizer",
+    "OptimizerWrapper",
+    "PGTransport",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "WorldSizeMode",
+]

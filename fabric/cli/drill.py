@@ -6,7 +6,7 @@ Exit codes: 0 the job met every expectation, 1 it did not or the drill failed, 1
 import json
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -42,7 +42,17 @@ _USE = FolderUse(
     "drill",
     ".fabric-drill",
     (
-        *("journal", "run", "log", "token", SUPERVISOR_FILE, "report.html", "report.json", "junit.xml"),
+        *(
+            "journal",
+            "run",
+            "log",
+            "durable",
+            "token",
+            SUPERVISOR_FILE,
+            "report.html",
+            "report.json",
+            "junit.xml",
+        ),
         *("lighthouse.db", "lighthouse.db-wal", "lighthouse.db-shm", *_ETCD, *_LIGHTHOUSES),
     ),
 )
@@ -121,7 +131,7 @@ def _run(
     def say(sentence: str) -> None:
         console.print(sentence, markup=False, soft_wrap=True, highlight=False)
 
-    own = JobOptions(folder, job.command, job.replicas, job.lighthouses, job.store_members, job.environment)
+    own = replace(job, out=folder, faults=frozenset(fault.fault for fault in schedule.faults))
     verdict = judge_drill(DrillRun(own, schedule, say).run(), expect)
     line = repeat_line(job, schedule, expect)
     (folder / "report.html").write_text(page_of(verdict, line), encoding="utf-8")

@@ -454,6 +454,7 @@ class _Trainer:
         )
         snapshots.content = self.content
         snapshots.durable = durable
+        snapshots.points = self.failpoints
         return snapshots
 
     def _state_loader(self, snapshots: Snapshots, durable: DurableCheckpoints) -> StateLoader:

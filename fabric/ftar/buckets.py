@@ -52,6 +52,10 @@ class Bucket:
         """Return the bucket's elements in ``buffer``, 1-D."""
         return buffer[self.begin : self.end].view(self.dtype)
 
+    def local_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """Return this rank's part of each gradient that there is, by the parameter's name."""
+        return [(name, _local(p.grad)) for name, p in self.parameters if p.grad is not None]
+
     def views(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
         """Return the part of ``buffer`` that each parameter's gradient takes, in its shape."""
         flat = self.view(buffer)

@@ -5,6 +5,7 @@ The connection is the order's lease: at its end, or after ``seconds``, the proce
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,17 +15,27 @@ from fabric.runtime.failpoints import NAMES
 DRILL_SOCKET_NAME = "drill.sock"
 MAX_ORDER_BYTES = 4096
 MOST_SECONDS = 3600.0
-ACTIONS = ("hold", "kill")
+# A drill changes data at these points, or the clock at no point of a step.
+DATA_POINTS = frozenset({"gather", "publish"})
+CLOCK = "clock"
+_STEP_POINTS = NAMES - DATA_POINTS
+ACTIONS: Mapping[str, frozenset[str]] = {
+    "hold": _STEP_POINTS,
+    "kill": _STEP_POINTS,
+    "flip": DATA_POINTS,  # a bit of a gradient, once; a bit of each snapshot until the order ends
+    "nan": frozenset({"gather"}),
+    "leap": frozenset({CLOCK}),  # ``time.time`` is an hour ahead until the order ends
+}
 
 
 @dataclass(frozen=True, slots=True)
 class PointOrder:
-    """Hold or kill the process when it reaches ``point`` for the first time at ``step`` or later."""
+    """Do ``action`` when the process reaches ``point`` for the first time at ``step`` or later."""
 
     drill: str  # name of the drill, for sentences and logs
     point: str
     action: str
-    seconds: float = 0.0  # how long to hold
+    seconds: float = 0.0  # how long to hold, or to be ahead
     step: int = 0
 
     def line(self) -> bytes:
@@ -52,10 +63,10 @@ def read_order(line: bytes) -> PointOrder:
         fits = False
     if not fits:
         raise ProtocolError("this order of a drill has wrong fields: use a drill of this version")
-    if order.point not in NAMES or order.action not in ACTIONS:
+    if order.point not in ACTIONS.get(order.action, ()):
         raise ProtocolError(
             f"this process knows no point {order.point[:40]!r} with action {order.action[:40]!r}: "
-            f"known points are {', '.join(sorted(NAMES))}"
+            "use a drill of this version"
         )
     return order
 

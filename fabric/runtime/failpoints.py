@@ -14,17 +14,21 @@ from pathlib import Path
 
 from fabric.errors import ConfigError
 
+Data = Callable[[], object] | None
+
 # All failpoints; every other name is refused, so that a typo cannot make a test pass.
 NAMES = frozenset(
     {
         "forward",
         "before-ring",
+        "gather",
         "ring",
         "before-barrier",
         "barrier",
         "after-barrier",
         "optimizer",
         "snapshot",
+        "publish",
         "fetch",
         "install",
         "replay",
@@ -47,8 +51,8 @@ class Failpoints:
 
     def __init__(self, text: str) -> None:
         self._armed: dict[tuple[str, int | None], str] = {}
-        # Where FABRIC_DRILL allows drills: obeys a drill's order; called with each point and its step.
-        self.on_hit: Callable[[str, int], None] | None = None
+        # Where FABRIC_DRILL allows drills: obeys a drill's order; called with the arguments of ``hit``.
+        self.on_hit: Callable[[str, int, Data], None] | None = None
         for part in filter(None, text.split(",")):
             where, _, action = part.partition("=")
             name, _, step = where.partition("@")
@@ -58,10 +62,10 @@ class Failpoints:
                 )
             self._armed[name, int(step) if step else None] = action
 
-    def hit(self, name: str, step: int) -> None:
-        """Act if this failpoint is armed; each acts once."""
+    def hit(self, name: str, step: int, data: Data = None) -> None:
+        """Act if this failpoint is armed; each acts once. ``data``: returns what a drill may change here."""
         if self.on_hit is not None:
-            self.on_hit(name, step)
+            self.on_hit(name, step, data)
         if not self._armed:
             return
         action = self._armed.pop((name, step), None) or self._armed.pop((name, None), None)

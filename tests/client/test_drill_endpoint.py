@@ -1,5 +1,6 @@
 """A trainer obeys a drill at a named point, one drill at a time, and goes on when the drill is gone."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,13 +12,21 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
+from fabric.client.gradients.exchange_thread import ExchangeThread
+from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.process.drill_endpoint import DrillEndpoint
+from fabric.client.process.journal import Journal
 from fabric.drill.injection.point_order import SentOrder
 from fabric.errors import ProtocolError, Refused
+from fabric.ftar.buckets import FlatGradients
+from fabric.model import Fence
+from fabric.protocol.messages.member_events import StartExchange
 from fabric.runtime.drill_orders import DRILL_SOCKET_NAME, PointOrder, read_order
 from fabric.runtime.failpoints import Failpoints
 
+FENCE = Fence("s", 1, 1)
 TRAINER = """
 import sys, time
 from pathlib import Path
@@ -181,6 +190,9 @@ def test_the_socket_is_its_users_alone(folder, endpoint):
         {"drill": "a\nb"},
         {"drill": "x" * 100},
         {"point": ["ring"]},
+        {"point": "ring", "action": "flip"},
+        {"point": "publish", "action": "nan"},
+        {"point": "gather", "action": "kill"},
     ],
 )
 def test_a_malformed_order_is_refused_with_one_sentence(folder, endpoint, changes):
@@ -195,3 +207,91 @@ def test_any_other_line_is_one_sentence(line):
     with pytest.raises(ProtocolError) as raised:
         read_order(line)
     assert "\n" not in str(raised.value)
+
+
+def gradients(*values: float, dtype=torch.float32) -> FlatGradients:
+    parameter = torch.nn.Parameter(torch.zeros(len(values), dtype=dtype))
+    parameter.grad = torch.tensor(values, dtype=dtype)
+    return FlatGradients([("w", parameter)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_flipped_bit_changes_one_value_of_the_gradient_and_keeps_it_finite(folder, points, dtype):
+    flat = gradients(0.0, -3.0, 1.0, dtype=dtype)
+    (bucket,) = flat.buckets
+    with closing(SentOrder(folder, order(point="gather", action="flip", step=2))) as sent:
+        for step in range(5):
+            points.hit("gather", step, lambda: bucket)
+        until(lambda: sent.look() or sent.is_over)
+        assert (sent.hit_step, sent.hits) == (2, 1)
+        assert sent.about.startswith("element 1 of the gradient of w is ") and "instead of -3" in sent.about
+    changed = flat.parameters[0][1].grad
+    assert changed[0] == 0.0 and changed[2] == 1.0 and changed[1] != -3.0 and changed.isfinite().all()
+
+
+def test_a_flipped_bit_is_in_what_the_members_sum(folder, points):
+    flat = gradients(1.0, 2.0)
+    exchange = ExchangeThread(None, flat, None, points, lambda error: None, HostBackend())
+    memory = torch.zeros(flat.nbytes, dtype=torch.uint8)
+    with closing(SentOrder(folder, order(point="gather", action="flip"))):
+        exchange._gather(StartExchange(FENCE, 0, 1.0), flat.buckets[0], memory)
+    exchange.close()
+    assert flat.buckets[0].view(memory).tolist() == [1.0, flat.parameters[0][1].grad[1].item()] != [1.0, 2.0]
+
+
+def test_a_poisoned_gradient_has_one_nan(folder, points):
+    flat = gradients(1.0, 2.0)
+    with closing(SentOrder(folder, order(point="gather", action="nan"))) as sent:
+        points.hit("gather", 0, lambda: flat.buckets[0])
+        until(lambda: sent.look() or sent.is_over)
+    assert flat.first_nonfinite_own() == "w" and int(flat.parameters[0][1].grad.isnan().sum()) == 1
+
+
+def test_a_trainer_without_a_gradient_is_asked_again_in_the_next_step(folder, points):
+    flat = gradients(1.0)
+    flat.parameters[0][1].grad = None
+    with closing(SentOrder(folder, order(point="gather", action="nan"))) as sent:
+        points.hit("gather", 0, lambda: flat.buckets[0])
+        flat.parameters[0][1].grad = torch.ones(1)
+        points.hit("gather", 1, lambda: flat.buckets[0])
+        until(lambda: sent.look() or sent.is_over)
+        assert sent.hit_step == 1
+
+
+def test_each_snapshot_is_flipped_until_the_orders_end_and_two_more_replace_them(folder, points):
+    memory = bytearray(64)
+
+    def publish(step: int) -> bool:
+        memory[:] = bytes(64)
+        points.hit("publish", step, lambda: memoryview(memory))
+        return any(memory)
+
+    with closing(SentOrder(folder, order(point="publish", action="flip"))) as sent:
+        assert publish(1) and publish(2)
+        until(lambda: sent.look() or sent.hits == 2)
+        assert sent.about == "bit 0 of byte 32 of 64 is flipped"
+        sent.end()
+        until(lambda: not publish(3))
+        publish(4)
+        until(lambda: sent.look() or sent.is_over)
+
+
+def test_a_clock_leaps_ahead_and_back_and_the_journal_keeps_the_hosts_time(folder, endpoint, tmp_path):
+    journal = Journal(tmp_path / "r1.jsonl", "r1", 1)
+    before, before_ns = time.time(), time.time_ns()
+    with closing(SentOrder(folder, order(point="clock", action="leap"))) as sent:
+        until(lambda: sent.look() or sent.hits)
+        assert time.time() - before > 3000 and time.time_ns() - before_ns > 3000e9
+        journal.write("start")
+        sent.end()
+        until(lambda: sent.look() or sent.is_over)
+    assert time.time() - before < 3000
+    assert json.loads((tmp_path / "r1.jsonl").read_text())["t"] - before < 3000
+
+
+def test_a_clock_leaps_back_when_its_drill_is_gone(folder, endpoint):
+    before = time.time()
+    sent = SentOrder(folder, order(point="clock", action="leap"))
+    until(lambda: sent.look() or sent.hits)
+    sent.close()
+    until(lambda: time.time() - before < 3000)

@@ -17,6 +17,7 @@ from fabric.drill.judge.drill_verdict import judge_drill
 from fabric.drill.report.documents import as_json, as_junit
 from fabric.drill.report.drill_page import page_of
 from fabric.drill.report.drill_tables import fault_table, kind_table
+from fabric.drill.run import started_job
 from fabric.errors import FabricError
 
 PROGRAM = ["--", sys.executable, "train.py"]
@@ -36,7 +37,7 @@ def run(*words: str) -> Result:
         ([], 'there is no program ""'),
         (["--fault", "kil r1", *PROGRAM], 'there is no fault "kil"'),
         (["--fault", "kill r7", *PROGRAM], 'kill names the replica "r7", which the job does not have'),
-        (["--fault", "poison r1", *PROGRAM], "poison is not possible here"),
+        (["--replicas", "2", "--fault", "kill-two r1", *PROGRAM], "kill-two is not possible here"),
         (["--fault", "kill-follower", *PROGRAM], "it needs two lighthouses"),
         (["--fault", "kill r1", "--random", "1", *PROGRAM], "contradict each other"),
         (["--random", "1", "--every", "often", *PROGRAM], '--every is "often"'),
@@ -71,11 +72,12 @@ def test_two_drills_in_one_folder_are_one_sentence(tmp_path):
 
 def test_the_list_says_what_is_possible_and_why_not(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr(started_job, "may_mount", lambda: False)
     shown = run("--list", "--replicas", "2").output
     rows = {words[1]: line for line in shown.splitlines() if len(words := line.split()) > 1}
     assert "yes" in rows["kill"] and "yes" in rows["cut-peers"]
     assert "it needs a job of three replicas or more" in rows["kill-two"]
-    assert "it needs a hook inside the trainer" in rows["poison"]
+    assert "it needs the right to mount" in rows["disk-full"]
     assert "it needs three etcd members" in rows["kill-store"]
     assert "stall<=10s" in rows["stall"]
 

@@ -224,6 +224,13 @@ def test_a_cold_start_may_lose_steps_that_the_lighthouse_had_not_heard_of():
     assert not outcome(judge_drill(record(undone), ["sources-agree"])).holds
 
 
+def test_a_wiped_store_may_cost_steps_that_no_record_counts():
+    wiped = replace(FAULT, name="wipe-store", targets=tuple(RUN.entries), pids={}, kills=False)
+    undone = record(altered(undo_steps), faults=(FAULT, wiped))
+    assert outcome(judge_drill(undone, ["sources-agree"])).holds
+    assert "steps_lost==0" not in [o.expectation for o in judge_drill(undone).outcomes]
+
+
 def test_a_step_that_all_replicas_took_to_their_death_is_no_disagreement():
     sighting = (StepSighting(1011.0, "r0", 9),)
     everybody = replace(FAULT, targets=tuple(RUN.entries), pids={})

@@ -22,7 +22,7 @@ from fabric.drill.schedule.fault_table import FAULTS, FaultNeed, FaultScope, obs
 from fabric.errors import ConfigError
 
 NAMES = ("r0", "r1", "r2")
-ALL = frozenset(FaultNeed) - {FaultNeed.INJECTOR, FaultNeed.ROOM}
+ALL = frozenset(FaultNeed)
 PLAN = """
 faults:
   - {fault: stop, target: r2, after: 90s, lasts: 2s, step: 7}
@@ -142,7 +142,6 @@ def test_a_fault_is_read_from_words(text: str, fault: ScheduledFault):
         ("kill r9", 'names the replica "r9", which the job does not have: give one of r0, r1, r2'),
         ("kill-all r1", "hits all replicas: leave r1 away"),
         ("kill r1 5s", "lasts a moment"),
-        ("poison r1", "it needs a hook inside the trainer"),
         ("stop r1 @ring", 'stop cannot hit the point "ring": kill and hang can'),
         ("kill r1 @nowhere", 'kill cannot hit the point "nowhere"'),
     ],

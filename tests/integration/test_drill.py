@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from etcd_process import require_etcd
 
+from fabric.drill.injection.small_disk import may_mount
+
 TRAINER = Path(__file__).parent / "tiny_trainer.py"
 LIMIT_S = 900.0
 EXPECT = (
@@ -37,11 +39,17 @@ FAULTS = {
     "kill-lighthouse 1s": "is gone",
     "stop-lighthouse 1s": "is stopped",
     "memory 1s": "holds",
+    "flip-gradient r1": "of the gradient of",
+    "poison r2": "is nan instead of",
+    "clock r1 1s": "its clock is 3600 s ahead",
+    "flip-snapshot r1": "it sent wrong bytes",
     "kill-joining r1": "its journal has no commit",
     "kill-recovering r0": "recovers",
     "kill-two r1": "is gone",
     "kill-all": "is gone",
 }
+if may_mount():
+    FAULTS["disk-full 1s"] = "No space left on device"
 STORE_FAULTS = {
     "kill-follower 1s": "is gone",
     "kill-store 1s": "is gone",
@@ -100,6 +108,26 @@ def test_a_fault_happens_and_ends_and_the_job_holds(report, fault):
 def test_a_fault_of_the_store_or_of_a_second_lighthouse_happens_and_ends(store_report, fault):
     check(store_report, fault, STORE_FAULTS[fault])
     assert store_report["holds"]
+
+
+def test_a_job_begins_again_in_a_wiped_store_without_a_new_process(tmp_path):
+    require_etcd()
+    options = ("--replicas", "2", "--store-members", "3")
+    faults = {"kill r1": "is gone", "wipe-store 1s": "3 members are gone with their data"}
+    wiped = drill(tmp_path / "out", faults, *options)
+    for fault, evidence in faults.items():
+        check(wiped, fault, evidence)
+    lines = [json.loads(x) for x in (tmp_path / "out" / "journal" / "r0.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines].count("start") == 1
+    assert {line["generation"] for line in lines if line["event"] == "commit"} == {1, 2}
+
+
+def test_a_command_that_ends_at_once_is_named_with_its_own_last_line(tmp_path):
+    command = [sys.executable, "-m", "fabric.cli.main", "drill", "--out", str(tmp_path / "out")]
+    command += ["--replicas", "2", "--fault", "kill r1", "--", sys.executable, "-c", "import no_such_module"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1
+    assert "(ModuleNotFoundError: No module named 'no_such_module'): see its log" in done.stderr
 
 
 def test_a_killed_drill_leaves_no_process(tmp_path):

@@ -144,7 +144,7 @@ class ExchangeThread:
         for bucket in self._gradients.buckets if order.weight > 0 else ():
             if stream is not None:
                 stream.wait(bucket)
-            self._gradients.gather_bucket(bucket, flat)
+            self._gather(order, bucket, flat)
             self._free(bucket)
         lanes, total = self.lanes.get(epoch), 0
         sections = lanes.rank_lanes.sections
@@ -173,7 +173,7 @@ class ExchangeThread:
         started = time.monotonic()
         try:
             if order.weight > 0:
-                self._backend.run(lambda: self._gradients.gather_bucket(bucket, flat))
+                self._backend.run(lambda: self._gather(order, bucket, flat))
                 self._free(bucket)
             # The result is stable: later rounds write to the slot only after two more commits, or after an
             # abort.
@@ -191,6 +191,10 @@ class ExchangeThread:
         entry.buckets += 1
         for peer, seconds in self._plane.waiting_s.items():
             self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
+
+    def _gather(self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor) -> None:
+        self._points.hit("gather", order.step, lambda: bucket)
+        self._gradients.gather_bucket(bucket, flat)
 
     def _free(self, bucket: Bucket) -> None:
         """Free the local gradients of a gathered bucket, unless they are kept until the commit."""

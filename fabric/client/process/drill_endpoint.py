@@ -1,4 +1,4 @@
-"""Obeys a drill in this process: holds it, or kills it, at a named point of a step.
+"""Obeys a drill in this process: holds it or kills it at a named point of a step, or changes its data there.
 
 The endpoint exists only with ``FABRIC_DRILL=1``. Only a process of the same user on the same host reaches it,
 by the socket ``drill.sock`` in the run folder. One drill at a time; the end of its connection ends its order.
@@ -13,13 +13,25 @@ import socket
 import threading
 from pathlib import Path
 
+from fabric.client.process.drill_damage import LEAP_S, ClockLeap, damage
 from fabric.client.process.local_socket import is_own_user, listen, receive_line
 from fabric.errors import FabricError, Refused
-from fabric.runtime.drill_orders import DRILL_SOCKET_NAME, MAX_ORDER_BYTES, PointOrder, read_order
+from fabric.runtime.drill_orders import (
+    CLOCK,
+    DATA_POINTS,
+    DRILL_SOCKET_NAME,
+    MAX_ORDER_BYTES,
+    PointOrder,
+    read_order,
+)
+from fabric.runtime.failpoints import Data
 
 log = logging.getLogger(__name__)
 
 _PEER_S = 5.0
+# Flipped snapshots lie in two slots. After an order's end, so many more snapshots replace them.
+_SLOTS = 2
+_REPLACED_S = 600.0
 
 
 class _HeldOrder:
@@ -29,6 +41,8 @@ class _HeldOrder:
         self.order = order
         self.over = threading.Event()  # the thread at the point may go on
         self.obeyed = threading.Event()  # that thread has gone on, or will never stop there
+        self.flipped_slots = 0  # slots that may hold a flipped snapshot
+        self.leap: ClockLeap | None = None
         self._asking = asking
 
     def report(self, **body: object) -> None:
@@ -42,14 +56,20 @@ class DrillEndpoint:
     def __init__(self, run_dir: Path) -> None:
         self._guard = threading.Lock()
         self._held: _HeldOrder | None = None
+        self._replaced: _HeldOrder | None = None  # an order that is over, whose snapshots are being replaced
         self._path = run_dir / DRILL_SOCKET_NAME
         self._listener = listen(run_dir, DRILL_SOCKET_NAME)
         threading.Thread(target=self._accept, name="fabric-drill", daemon=True).start()
 
-    def hit(self, name: str, step: int) -> None:
-        """Obey the order for this point, if there is one; each order acts once."""
+    def hit(self, name: str, step: int, data: Data = None) -> None:
+        """Obey the order for this point, if there is one; an order to flip snapshots acts until its end."""
+        if name == "publish" and self._replaced is not None:
+            self._count_replaced(self._replaced, step)
         held = self._held
         if held is None or held.order.point != name or step < held.order.step:
+            return
+        if name in DATA_POINTS and data is not None:
+            self._damage(held, step, data())
             return
         with self._guard:
             if self._held is not held:
@@ -63,6 +83,29 @@ class DrillEndpoint:
         held.over.wait(order.seconds)
         held.report(over=name, step=step)
         held.obeyed.set()
+
+    def _damage(self, held: _HeldOrder, step: int, data: object) -> None:
+        order = held.order
+        with self._guard:
+            about = damage(order.action, data) if self._held is held else ""
+            if not about:
+                return
+            if order.point == "publish":
+                held.flipped_slots = _SLOTS
+            else:
+                self._held = None
+        log.warning("fabric: drill %s: at %s of step %d %s", order.drill, order.point, step, about)
+        held.report(hit=order.point, step=step, about=about)
+        if order.point != "publish":
+            held.report(over=order.point, step=step)
+            held.obeyed.set()
+
+    def _count_replaced(self, held: _HeldOrder, step: int) -> None:
+        held.flipped_slots -= 1
+        if held.flipped_slots <= 0:
+            self._replaced = None
+            held.report(over="publish", step=step)
+            held.obeyed.set()
 
     def close(self) -> None:
         """Take no more orders."""
@@ -85,7 +128,11 @@ class DrillEndpoint:
                 asking.settimeout(_PEER_S)
                 held = self._take(asking)
                 held.report(ok=True)
-                asking.settimeout(None)
+                is_ahead = held.order.action == "leap"
+                asking.settimeout(held.order.seconds if is_ahead else None)
+                if is_ahead:
+                    held.leap = ClockLeap()
+                    held.report(hit=CLOCK, step=0, about=f"its clock is {LEAP_S:g} s ahead")
                 while asking.recv(MAX_ORDER_BYTES):
                     pass
             except FabricError as error:
@@ -111,8 +158,15 @@ class DrillEndpoint:
 
     def _drop(self, held: _HeldOrder) -> None:
         held.over.set()
+        if held.leap is not None:
+            held.leap.end()
+            held.report(over=CLOCK)
         with self._guard:
             if self._held is held:
                 self._held = None
-                held.obeyed.set()
-        held.obeyed.wait(_PEER_S)  # its last report needs the connection
+                if held.flipped_slots:
+                    self._replaced = held
+                else:
+                    held.obeyed.set()
+        # Its last report needs the connection.
+        held.obeyed.wait(_REPLACED_S if held.flipped_slots else _PEER_S)

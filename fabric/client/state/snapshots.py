@@ -24,6 +24,7 @@ from fabric.errors import FabricError, ServerLost, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.messages.member_events import Snapshotted
 from fabric.protocol.messages.rank_messages import NameSnapshot, SnapshotNamed
+from fabric.runtime.failpoints import Failpoints
 
 _PAUSE_S = 1.0  # pause after a failed snapshot
 _NUMBERS = re.compile(r"[\d.,]+")
@@ -51,6 +52,7 @@ class Snapshots:
     ) -> None:
         self.content: ContentDigests | None = None  # set where replicas may have unequal layouts
         self.durable: DurableCheckpoints | None = None  # set where snapshots may become durable checkpoints
+        self.points = Failpoints("")
         self.slots = SnapshotSlots(handle, copier)
         self._describer = describer
         self._copier = copier
@@ -196,6 +198,7 @@ class Snapshots:
             if self.content is not None:
                 copy = self.slots.memory(slot, view.nbytes)[: view.nbytes]
                 digest = manifest["content"] = self.content.of_file(copy)
+            self.points.hit("publish", step, lambda: self.slots.memory(slot, view.nbytes)[: view.nbytes])
             if self._rank is None:
                 self.slots.publish(slot, manifest)
             else:

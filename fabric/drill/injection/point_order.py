@@ -19,6 +19,8 @@ class SentOrder:
     def __init__(self, run_dir: Path, order: PointOrder) -> None:
         self._data = b""
         self.hit_step = -1  # the step at which the trainer obeyed; -1: not yet
+        self.hits = 0  # how often the trainer obeyed
+        self.about = ""  # what the trainer changed at its first hit
         self.is_over = False  # the trainer goes on
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -54,7 +56,8 @@ class SentOrder:
         *lines, self._data = self._data.split(b"\n")
         for body in map(read_line, lines):
             if "hit" in body:
-                self.hit_step = int(body.get("step") or 0)
+                self.hit_step, self.hits = int(body.get("step") or 0), self.hits + 1
+                self.about = self.about or str(body.get("about") or "")[:200]
             self.is_over = self.is_over or "over" in body
 
     def close(self) -> None:

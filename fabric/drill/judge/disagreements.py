@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fabric.audit.audit import Evidence
 from fabric.audit.journal import lines_of
 from fabric.audit.summary import RunSummary
-from fabric.drill.judge.drill_record import DrillRecord, RecoveryFacts
+from fabric.drill.judge.drill_record import WIPED, DrillRecord, RecoveryFacts
 
 # The lighthouse learns of events later than a replica, by heartbeats and leader sessions.
 _LATE_S = 30.0
@@ -67,7 +67,9 @@ def _steps_lost(record: DrillRecord, summary: RunSummary) -> Iterator[str]:
     counted = sum(recovery.steps_lost for recovery in record.recoveries)
     # A lighthouse hears of steps by heartbeats, so it may know fewer of the steps that a cold start undid.
     was_cold = any(recovery.kind == "cold start" for recovery in record.recoveries)
-    if counted > summary.steps_lost or (counted < summary.steps_lost and not was_cold):
+    # In a wiped store the lighthouse does not find the step that the job had reached.
+    may_know_fewer = was_cold or any(fault.name == WIPED for fault in record.faults)
+    if counted > summary.steps_lost or (counted < summary.steps_lost and not may_know_fewer):
         yield (f"the recovery records count {counted} lost steps, and the journals {summary.steps_lost}")
 
 

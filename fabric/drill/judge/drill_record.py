@@ -13,6 +13,9 @@ import msgspec
 from fabric.audit.journal import RecordedRun
 from fabric.errors import ProtocolError
 
+# After this fault the job begins again from the newest snapshot in memory.
+WIPED = "wipe-store"
+
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:

@@ -8,7 +8,7 @@ from fabric.audit.audit import Evidence
 from fabric.audit.summary import RunSummary
 from fabric.audit.verify import Verdict, judge
 from fabric.drill.judge.disagreements import disagreements
-from fabric.drill.judge.drill_record import DrillRecord, InjectedFault
+from fabric.drill.judge.drill_record import WIPED, DrillRecord, InjectedFault
 from fabric.drill.judge.expectations import DEFAULTS, MAY_LOSE, Expectation, MeasureUnit, parse_expectation
 from fabric.drill.judge.timelines import DrillTimes
 
@@ -77,10 +77,13 @@ def judge_drill(record: DrillRecord, expectations: Sequence[str] = ()) -> DrillV
 
 
 def _defaults(record: DrillRecord) -> list[str]:
-    """Return the defaults. A death of all trainers may cost the steps since the newest snapshot."""
+    """Return the defaults. A death of all trainers may cost the steps since the newest snapshot, as may a
+    wiped store."""
     names = set(record.run.journals)
-    all_died = any(fault.kills and names <= set(fault.targets) for fault in record.faults)
-    return [text for text in DEFAULTS if not (all_died and text == MAY_LOSE)]
+    begins_again = any(
+        fault.name == WIPED or (fault.kills and names <= set(fault.targets)) for fault in record.faults
+    )
+    return [text for text in DEFAULTS if not (begins_again and text == MAY_LOSE)]
 
 
 class _Measures:

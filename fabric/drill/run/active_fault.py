@@ -1,9 +1,11 @@
 """The life of one fault: injected, seen to have happened, ended, and seen to be over."""
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from fabric.drill.injection.drilled_processes import DrilledProcesses
 from fabric.drill.injection.undo_guard import UndoGuard
@@ -11,6 +13,7 @@ from fabric.drill.judge.drill_record import InjectedFault
 from fabric.drill.run.journal_watch import JournalWatch
 from fabric.drill.run.started_job import StartedJob
 from fabric.drill.schedule.drill_schedule import ScheduledFault
+from fabric.errors import FabricError
 
 POLL_S = 0.02
 # The drill waits so long for the evidence that a fault happened, and for the evidence of its end.
@@ -30,6 +33,14 @@ class DrillScene:
     @property
     def replicas(self) -> tuple[str, ...]:
         return tuple(self.watch.replicas)
+
+    def status(self) -> dict[str, Any]:
+        """Return the lighthouse's status of the job; empty where no lighthouse answers."""
+        client = self.job.client
+        with contextlib.suppress(FabricError):
+            status = client.ask(client.path())
+            return status if isinstance(status, dict) else {}
+        return {}
 
     def pause(self) -> None:
         """Wait a moment, then read the journals. Raises FabricError if a launcher has failed."""

@@ -35,6 +35,8 @@ class DrillRun:
     schedule: DrillSchedule
     say: Callable[[str], None]
     faults: list[InjectedFault] = field(default_factory=list)
+    # The recovery records by id, read before each fault, because a fault may wipe the store.
+    _recoveries: dict[object, object] = field(default_factory=dict)
 
     def run(self) -> DrillRecord:
         """Run the drill; return its records. Raises FabricError where the job or the drill cannot go on."""
@@ -48,7 +50,7 @@ class DrillRun:
                 poller.start()
                 self._play_all(scene)
                 ended = time.time()
-                recoveries = self._recoveries(job)
+                recoveries = self._read_recoveries(job)
             is_over = job.is_over
         self._note_lines(watch, is_over=is_over)
         run = read_run(self.options.out)
@@ -71,6 +73,7 @@ class DrillRun:
                         f"the job finished before fault {number} ({fault}): give it more steps, or a "
                         "shorter schedule"
                     )
+            self._gather(scene.job)
             self.say(f"fault {number} of {len(self.schedule.faults)}: {fault}")
             played = play(make_fault(scene, fault))
             self.faults += played
@@ -102,13 +105,25 @@ class DrillRun:
                 self.say(f"  the replicas took over {within_s:g} s {what}: {steps}")
                 return
 
-    def _recoveries(self, job: StartedJob) -> tuple[RecoveryFacts, ...] | None:
+    def _gather(self, job: StartedJob) -> str:
+        """Read the recovery records of the lighthouse; return why that was impossible, or an empty string."""
         client = job.client
         try:
-            return read_recoveries(client.ask_lines(client.path("recoveries")))
+            entries = client.ask_lines(client.path("recoveries"))
         except FabricError as error:
-            self.say(f"the recovery records are not known: {error}")
-            return None
+            return str(error)
+        self._recoveries |= {entry.get("id"): entry for entry in entries if isinstance(entry, dict)}
+        return ""
+
+    def _read_recoveries(self, job: StartedJob) -> tuple[RecoveryFacts, ...] | None:
+        problem = self._gather(job)
+        try:
+            recoveries = read_recoveries(list(self._recoveries.values()))
+        except FabricError as error:
+            problem = str(error)
+        if problem:
+            self.say(f"the recovery records are not known: {problem}")
+        return None if problem else recoveries
 
     def _note_lines(self, watch: JournalWatch, *, is_over: bool) -> None:
         """Log how many lines of each process the drill has seen, so that no journal can lose one."""

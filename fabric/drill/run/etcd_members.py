@@ -30,11 +30,15 @@ class EtcdMembers:
         for name in self.names:
             self.start_member(name)
 
+    def folder(self, name: str) -> Path:
+        """The folder of a member's data."""
+        return self._out / name
+
     def start_member(self, name: str) -> None:
         """Start one member, with the data that it had."""
         client, peer = (f"http://127.0.0.1:{ports[name]}" for ports in (self._client, self._peer))
         cluster = ",".join(f"{other}=http://127.0.0.1:{port}" for other, port in self._peer.items())
-        command = ["etcd", "--name", name, "--data-dir", str(self._out / name)]
+        command = ["etcd", "--name", name, "--data-dir", str(self.folder(name))]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
         command += ["--initial-cluster", cluster, "--logger", "zap", "--log-level", "error"]

@@ -15,6 +15,8 @@ from fabric.drill.run.process_faults import (
     StopProcess,
 )
 from fabric.drill.run.service_faults import KillService, MemoryBallast, leading_lighthouse
+from fabric.drill.run.storage_faults import FullDisk, WipeStore
+from fabric.drill.run.trainer_faults import FlipSnapshots, TrainerFault
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 
 _LINKS = ("cut-peers", "cut-in", "cut-lighthouse", "slow-link", "lossy-link", "flip-payload")
@@ -46,6 +48,12 @@ def make_fault(scene: DrillScene, fault: ScheduledFault) -> ActiveFault:
         ),
         "kill-store": lambda: KillService(scene, fault, lambda: _member(scene, fault)),
         "stop-store": lambda: StopProcess(scene, fault, lambda: _service(scene, _member(scene, fault))),
+        "wipe-store": lambda: WipeStore(scene, fault),
+        "disk-full": lambda: FullDisk(scene, fault),
+        "flip-gradient": lambda: TrainerFault(scene, fault, "flip", "gather"),
+        "poison": lambda: TrainerFault(scene, fault, "nan", "gather"),
+        "clock": lambda: TrainerFault(scene, fault, "leap", "clock"),
+        "flip-snapshot": lambda: FlipSnapshots(scene, fault),
         "memory": lambda: MemoryBallast(scene, fault),
     }
     return makers[name]()

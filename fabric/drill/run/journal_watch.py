@@ -19,11 +19,13 @@ class WatchedReplica:
     starts: int = 0  # processes that the journal shows
     pid: int = 0  # the newest process
     step: int = 0
+    generation: int = 0  # of the newest commit
     commits: int = 0  # live commits of the newest process
     total: int = 0  # live commits of all processes
     unrest: int = 0  # aborts, and epochs that it has heard of
     is_finished: bool = False
     unrest_t: float = 0.0  # the time of the newest abort or epoch
+    refusal: str = ""  # why the newest process could not use a state that it fetched
     commit_times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
 
 
@@ -57,13 +59,16 @@ def _take(view: WatchedReplica, entry: dict[str, Any]) -> None:
     event = entry["event"]
     if event == "start":
         view.starts, view.pid = view.starts + 1, int(entry.get("pid") or 0)
-        view.commits, view.is_finished = 0, False
+        view.commits, view.is_finished, view.refusal = 0, False, ""
     elif event == "commit":
         view.step = int(entry.get("step") or 0) + 1
+        view.generation = int(entry.get("generation") or 0)
         if not entry.get("replay"):
             view.commits, view.total = view.commits + 1, view.total + 1
             view.commit_times.append(float(entry.get("t") or 0.0))
     elif event in ("abort", "epoch"):
         view.unrest, view.unrest_t = view.unrest + 1, float(entry.get("t") or 0.0)
+    elif event == "catch-up-failed":
+        view.refusal = str(entry.get("why") or "")[:200]
     elif event == "finish":
         view.is_finished = True

@@ -1,20 +1,17 @@
 """Faults of processes: killed, stopped, slowed."""
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fabric.drill.injection.drilled_processes import ProcessTarget
+from fabric.drill.injection.duty_cycle import DutyCycle
 from fabric.drill.judge.drill_record import InjectedFault
 from fabric.drill.run.active_fault import ActiveFault, DrillScene
 from fabric.drill.run.journal_watch import WatchedReplica
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import Refused
-
-_CYCLE_S, _RUNS_S = 0.1, 0.025
-_STOPS_SEEN = 3
 
 
 class KillTrainers(ActiveFault):
@@ -222,40 +219,27 @@ class StopProcess(ActiveFault):
 
 
 class SlowProcess(StopProcess):
-    """A duty cycle of SIGSTOP and SIGCONT, in a thread of its own."""
+    """A duty cycle of SIGSTOP and SIGCONT."""
 
     def __init__(
         self, scene: DrillScene, fault: ScheduledFault, find: Callable[[], ProcessTarget], replica: str = ""
     ) -> None:
         super().__init__(scene, fault, find, replica)
-        self._over = threading.Event()
-        self._stops = 0
-        self._thread = threading.Thread(target=self._cycle, name="fabric-drill-slow", daemon=True)
+        self._cycle: DutyCycle | None = None
 
     def inject(self) -> None:
         super().inject()
-        self._thread.start()
+        assert self._process is not None
+        self._cycle = DutyCycle(self._process)
+        self._cycle.start()
 
     def seen(self) -> str:
-        if self._stops < _STOPS_SEEN or self._process is None:
-            return ""
-        return f"process {self._process.pid} was stopped {self._stops} times"
+        return self._cycle.evidence if self._cycle is not None else ""
 
     def end(self) -> None:
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._cycle is not None:
+            self._cycle.close()
         super().end()
-
-    def _cycle(self) -> None:
-        process = self._process
-        assert process is not None
-        while not self._over.is_set():
-            process.send(signal.SIGSTOP)
-            self._over.wait(_CYCLE_S - _RUNS_S)
-            self._stops += process.is_stopped
-            process.send(signal.SIGCONT)
-            self._over.wait(_RUNS_S)
 
 
 class KillServer(ActiveFault):

@@ -2,23 +2,16 @@
 
 import json
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 
 from fabric.drill.injection.drilled_processes import ProcessTarget
+from fabric.drill.injection.memory_ballast import Ballast
 from fabric.drill.run.active_fault import ActiveFault, DrillScene
 from fabric.drill.run.started_job import StartedJob, wait_for
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import Refused
-
-_MOST_BYTES = 1 << 30
-_SHARE = 4
-# The ballast writes to each page, then waits for the end of its input.
-_BALLAST = "import sys; held = b'1' * int(sys.argv[1]); print(len(held), flush=True); sys.stdin.read()"
 
 
 class KillService(ActiveFault):
@@ -58,29 +51,20 @@ class MemoryBallast(ActiveFault):
     def __init__(self, scene: DrillScene, fault: ScheduledFault) -> None:
         super().__init__(scene, fault)
         self.about = "this host's memory"
-        self._bytes = min(_MOST_BYTES, _available_bytes() // _SHARE)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._ballast: Ballast | None = None
 
     def inject(self) -> None:
-        command = [sys.executable, "-S", "-c", _BALLAST, str(self._bytes)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-        )
+        self._ballast = Ballast()
 
     def seen(self) -> str:
-        assert self._process is not None
-        held = _memory_fields(Path(f"/proc/{self._process.pid}/status")).get("VmRSS", 0)
-        if held < self._bytes:
-            return ""
-        return f"process {self._process.pid} holds {held >> 20} MB"
+        return self._ballast.evidence if self._ballast is not None else ""
 
     def end(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait()
+        if self._ballast is not None:
+            self._ballast.close()
 
     def undone(self) -> str:
-        return f"process {self._process.pid} has ended" if self._process is not None else ""
+        return f"process {self._ballast.pid} has ended" if self._ballast is not None else ""
 
 
 def leading_lighthouse(job: StartedJob, *, leads: bool = True) -> str:
@@ -99,22 +83,3 @@ def _leads(url: str) -> bool | None:
             return bool(json.loads(answer.read(1 << 16)).get("is_leader"))
     except (urllib.error.URLError, OSError, ValueError):
         return None
-
-
-def _available_bytes() -> int:
-    return _memory_fields(Path("/proc/meminfo")).get("MemAvailable", 0)
-
-
-def _memory_fields(path: Path) -> dict[str, int]:
-    """Return the lines of a file in /proc that count kB, in bytes."""
-    fields: dict[str, int] = {}
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return fields
-    for line in lines:
-        name, _, value = line.partition(":")
-        words = value.split()
-        if len(words) == 2 and words[1] == "kB":
-            fields[name] = int(words[0]) * 1024
-    return fields

@@ -1,5 +1,6 @@
 """The job that a drill starts: lighthouses, a store, a relay per replica, and a launcher per replica."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fabric.drill.injection.link_relay import LinkRelay, LinkWeather
+from fabric.drill.injection.memory_ballast import available_bytes
+from fabric.drill.injection.small_disk import SmallDisk, may_mount
 from fabric.drill.run.etcd_members import EtcdMembers
 from fabric.drill.schedule.fault_table import FaultNeed
 from fabric.errors import ConfigError, FabricError
@@ -23,6 +26,8 @@ POLL_S = 0.02
 # Each replica has so many ports: its links, its checkpoint server, and those of a process before it.
 _PORTS = 6
 # The kernel takes the local ports of connections from higher ports, and must not take these.
+_DURABLE_EVERY_S = "2"
+_LAST_BYTES, _MOST_WORDS = 1000, 300
 _LOW_PORT, _HIGH_PORT = 20_000, 32_000
 
 
@@ -36,6 +41,7 @@ class JobOptions:
     lighthouses: int = 1
     store_members: int = 0  # etcd members; 0: the store is SQLite
     environment: Mapping[str, str] = field(default_factory=dict)
+    faults: frozenset[str] = frozenset()  # the faults of the schedule, for which the job may need settings
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,6 +53,7 @@ class JobOptions:
         met.add(FaultNeed.ONE_LIGHTHOUSE if self.lighthouses == 1 else FaultNeed.TWO_LIGHTHOUSES)
         met |= {FaultNeed.TWO_REPLICAS} if self.replicas > 2 else set()
         met |= {FaultNeed.THREE_MEMBERS} if self.store_members > 2 else set()
+        met |= {FaultNeed.MOUNT} if may_mount() else set()
         return frozenset(met)
 
     def check(self) -> None:
@@ -72,6 +79,7 @@ class StartedJob:
         self.weathers = {name: LinkWeather() for name in options.names}  # of the links between replicas
         self.lighthouse_weathers = {name: LinkWeather() for name in options.names}
         self.urls: dict[str, str] = {}  # by lighthouse
+        self.disk: SmallDisk | None = None  # of the durable checkpoints, where the schedule fills it
         self._token = secrets.token_hex(16)
 
     def __enter__(self) -> "StartedJob":
@@ -80,6 +88,8 @@ class StartedJob:
             (options.out / name).mkdir(mode=0o700, exist_ok=True)
         with os.fdopen(os.open(self.token_file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
             file.write(self._token + "\n")
+        if "disk-full" in options.faults:
+            self.disk = SmallDisk(options.out / "durable", available_bytes())
         try:
             self.members.start()
             for number in range(options.lighthouses):
@@ -126,7 +136,8 @@ class StartedJob:
         for name, code in codes.items():
             if code not in (0, None):
                 raise FabricError(
-                    f"the launcher of {name} ended with exit code {code}: see its log {self.log(name)}"
+                    f"the launcher of {name} ended with exit code {code}{self._last_words(name)}: "
+                    f"see its log {self.log(name)}"
                 )
         return set(codes.values()) == {0}
 
@@ -147,8 +158,20 @@ class StartedJob:
     def _living(self, name: str, what: str) -> str:
         code = self.processes.exit_code(name)
         if code is not None:
-            raise FabricError(f"{name} ended with exit code {code}: see its log {self.log(name)}")
+            raise FabricError(
+                f"{name} ended with exit code {code}{self._last_words(name)}: see its log {self.log(name)}"
+            )
         return f"{name} {what}: see its log {self.log(name)}"
+
+    def _last_words(self, name: str) -> str:
+        """Return the last line of a process's log without the launcher's own, in brackets, or nothing."""
+        with contextlib.suppress(OSError), self.log(name).open("rb") as file:
+            file.seek(max(0, self.log(name).stat().st_size - _LAST_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+            own = [line.strip() for line in lines if line.strip() and " fabric.cli.launch." not in line]
+            text = own[-1] if own else ""
+            return f" ({text[:_MOST_WORDS]})" if text else ""
+        return ""
 
     def _start_replica(self, number: int, name: str) -> None:
         out = self.options.out
@@ -180,7 +203,15 @@ class StartedJob:
             FABRIC_DATA_PLANE="tcp",
             # The audit needs the digest of the state after every step.
             FABRIC_DIGEST_EVERY="1",
+            **self._settings_of_faults(),
         )
+
+    def _settings_of_faults(self) -> dict[str, str]:
+        """Return the settings without which the job would not survive a fault of the schedule."""
+        settings = {"FABRIC_ON_NAN": "skip"} if "poison" in self.options.faults else {}
+        if self.disk is not None:
+            settings |= {"FABRIC_DURABLE": str(self.disk.path), "FABRIC_DURABLE_EVERY_S": _DURABLE_EVERY_S}
+        return settings
 
     def _relay(self, number: int, name: str) -> tuple[str, Sequence[int]]:
         """Start the relay in front of a replica; return its host and its ports."""

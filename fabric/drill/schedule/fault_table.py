@@ -27,8 +27,7 @@ class FaultNeed(StrEnum):
     ONE_LIGHTHOUSE = "a drill with one lighthouse, because a second one is reached without the relay"
     TWO_LIGHTHOUSES = "two lighthouses that the drill starts (--lighthouses 2)"
     THREE_MEMBERS = "three etcd members that the drill starts (--store-members 3)"
-    INJECTOR = "a hook inside the trainer that this version does not have"
-    ROOM = "a small file system of the job's own, which this version cannot make"
+    MOUNT = "the right to mount a small file system (CAP_SYS_ADMIN)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,7 @@ class FaultKind:
 
 _RELAY = (FaultNeed.TRAINERS, FaultNeed.OWN_JOB)
 _OWN = (FaultNeed.OWN_JOB,)
+_ENDPOINT = (FaultNeed.TRAINERS, FaultNeed.OWN_JOB)
 _BACK = "the launcher starts the replica again; a new process writes its start line"
 _HEALED = "the relay forwards again"
 
@@ -212,15 +212,52 @@ FAULTS: Mapping[str, FaultKind] = {
             _OWN,
             5.0,
         ),
-        *(
-            FaultKind(name, does, "not possible", "not possible", scope, (need,))
-            for name, does, scope, need in (
-                ("flip-gradient", "a bit of a local gradient flips", FaultScope.REPLICA, FaultNeed.INJECTOR),
-                ("flip-snapshot", "a bit of a snapshot flips", FaultScope.REPLICA, FaultNeed.INJECTOR),
-                ("poison", "a micro-batch kills its process", FaultScope.REPLICA, FaultNeed.INJECTOR),
-                ("clock", "the clock leaps", FaultScope.REPLICA, FaultNeed.INJECTOR),
-                ("disk-full", "the job's disk is full", FaultScope.HOST, FaultNeed.ROOM),
-            )
+        FaultKind(
+            "wipe-store",
+            "SIGKILL to all etcd members, whose data is removed",
+            "the kernel says that the processes are gone, and their data is gone",
+            "the drill starts the members again, and all replicas commit in a new generation",
+            FaultScope.STORE,
+            (*_OWN, FaultNeed.THREE_MEMBERS),
+            3.0,
+        ),
+        FaultKind(
+            "disk-full",
+            "the file system of the durable checkpoints shrinks to what it holds",
+            "the lighthouse says why no durable checkpoint is written",
+            "the file system has room; the lighthouse knows a newer durable checkpoint",
+            FaultScope.HOST,
+            (*_OWN, FaultNeed.MOUNT),
+            5.0,
+        ),
+        FaultKind(
+            "flip-gradient",
+            "a bit flips in a gradient of the trainer before the exchange; nothing detects that",
+            "the trainer says which value it changed at which step",
+            "the trainer says so; the next gradient is computed afresh",
+            needs=_ENDPOINT,
+        ),
+        FaultKind(
+            "poison",
+            "a gradient of the trainer gets a NaN before the exchange; FABRIC_ON_NAN=skip answers",
+            "the trainer says which value it changed at which step",
+            "the trainer says so; the next gradient is computed afresh",
+            needs=_ENDPOINT,
+        ),
+        FaultKind(
+            "flip-snapshot",
+            "a bit flips in all snapshots in memory, and a trainer dies that has to fetch one",
+            "the process is gone, and its next process says why it refused the snapshot",
+            "the next process starts; later snapshots have replaced the flipped ones",
+            needs=_ENDPOINT,
+        ),
+        FaultKind(
+            "clock",
+            "the trainer's clock (Python's time.time) leaps an hour ahead, and later back",
+            "the trainer says so",
+            "the trainer says so",
+            needs=_ENDPOINT,
+            lasts_s=5.0,
         ),
     )
 }

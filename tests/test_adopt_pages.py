@@ -8,8 +8,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Page, example, and the test's module that takes the changed lines back.
 EXAMPLES = [
-    ("accelerate", "accelerate_loop", "watched_trainer"),
-    ("transformers", "transformers_trainer", "watched_trainer"),
+    ("accelerate", "accelerate_loop", "plain_examples"),
+    ("transformers", "transformers_trainer", "plain_examples"),
     ("torchft", "torchft_ddp", "test_torchft_scripts"),
 ]
 

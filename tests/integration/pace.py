@@ -28,6 +28,18 @@ def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None
         time.sleep(0.01)
 
 
+def waiting(advance):
+    """Return ``StepFeed.advance`` with a wait for replicas that are away."""
+
+    def patient(feed):
+        step = advance(feed)
+        if step is not None:
+            leave_time(feed.session, int(os.environ["EXAMPLE_STEPS"]) - step.number, 0.02)
+        return step
+
+    return patient
+
+
 def _is_complete(session: fabric.client.Session) -> bool:
     return len(session.members) >= int(os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1])
 

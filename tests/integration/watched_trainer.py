@@ -12,30 +12,11 @@ import types
 from pathlib import Path
 
 import transformers.trainer
-from job import EXAMPLES
-from pace import leave_time
+from pace import waiting
+from plain_examples import plain
 from transformers import TrainerCallback
 
 from fabric.integrations.step_feed import StepFeed
-
-CHANGED = {
-    "transformers_trainer": (
-        "from fabric.integrations.transformers import FabricTrainer as Trainer\n",
-        "from transformers import Trainer\n",
-    ),
-    "accelerate_loop": (
-        "from fabric.integrations.accelerate import FabricAccelerator as Accelerator\n",
-        "from accelerate import Accelerator\n",
-    ),
-}
-
-
-def plain(name: str) -> str:
-    """Return the example with the framework alone."""
-    text = (EXAMPLES / f"{name}.py").read_text()
-    with_fabric, without = CHANGED[name]
-    assert text.count(with_fabric) == 1
-    return text.replace(with_fabric, without)
 
 
 class Notes(TrainerCallback):
@@ -61,18 +42,6 @@ class Waits(TrainerCallback):
             and not Path(os.environ["TEST_GATE"]).exists()
         ):
             time.sleep(0.01)
-
-
-def waiting(advance):
-    """Return ``StepFeed.advance`` with a wait for replicas that are away."""
-
-    def patient(feed):
-        step = advance(feed)
-        if step is not None:
-            leave_time(feed.session, int(os.environ["EXAMPLE_STEPS"]) - step.number, 0.02)
-        return step
-
-    return patient
 
 
 def main() -> None:

@@ -117,9 +117,10 @@ def test_a_script_that_makes_a_trainer_is_left_to_the_strategy(capsys):
         made.append(Trainer(logger=False, accelerator="cpu"))
         assert torch.autograd.backward is backward
 
-    run_adopted(script)
+    with pytest.raises(ConfigError, match="ended without a training by its FabricStrategy"):
+        run_adopted(script)
     assert isinstance(made[0].strategy, FabricStrategy) and Trainer.__init__ is begin
-    assert "adopted the script's Trainer by fabric.integrations.lightning" in capsys.readouterr().err
+    assert "adopted the script's pytorch_lightning.Trainer as FabricStrategy;" in capsys.readouterr().err
 
 
 def test_a_trainer_with_a_strategy_of_its_own_is_refused():
@@ -129,18 +130,20 @@ def test_a_trainer_with_a_strategy_of_its_own_is_refused():
 
 def test_a_framework_is_noticed_when_it_is_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(frameworks.ADAPTERS, "odd_framework", "odd_adapter")
+    odd = frameworks.Adapter("Trainer", "odd_adapter", "Odd")
+    monkeypatch.setitem(frameworks.ADAPTERS, "odd_framework", odd)
     (tmp_path / "odd_framework.py").write_text("class Trainer:\n    pass\n")
     adapter = ModuleType("odd_adapter")
+    adapter.Odd = type("Odd", (), {})
     adapter.adopt_trainer = lambda trainer, hand_over: (
         seen.append((trainer.__name__, hand_over)) or seen.clear
     )
     monkeypatch.setitem(sys.modules, "odd_adapter", adapter)
     seen, handed = [], []
-    with frameworks.adopted_frameworks(handed.append):
+    with frameworks.adopted_frameworks(lambda *names: handed.append(names)):
         importlib.import_module("odd_framework")
         [(name, hand_over)] = seen
         hand_over()
-        assert (name, handed) == ("Trainer", ["odd_adapter"])
+        assert (name, handed) == ("Trainer", [("odd_framework.Trainer", "Odd")])
     assert seen == [], "undone with the context"
     del sys.modules["odd_framework"]

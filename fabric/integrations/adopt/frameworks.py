@@ -10,16 +10,78 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# The module of a framework's trainer -> the adapter, which has a function ``adopt_trainer``.
+from fabric.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Our class, and the class of a framework in whose place it is put."""
+
+    own: str  # the framework's class, in the module that ADAPTERS names
+    module: str
+    ours: str  # class of ``module``
+
+    def adopt(self, framework: ModuleType, hand_over: Callable[[], None]) -> Callable[[], None]:
+        """Take the place of the class; return how to undo that. A made trainer calls ``hand_over`` first."""
+        adapter = importlib.import_module(self.module)
+        own, ours = getattr(framework, self.own), getattr(adapter, self.ours)
+        if not issubclass(ours, own):
+            undo: Callable[[], None] = adapter.adopt_trainer(own, hand_over)
+            return undo
+        return replace_class(own, ours, hand_over)
+
+
+_LIGHTNING = Adapter("Trainer", "fabric.integrations.lightning", "FabricStrategy")
+# The module that has a framework's trainer -> its adapter.
 ADAPTERS = {
-    "lightning.pytorch.trainer.trainer": "fabric.integrations.lightning",
-    "pytorch_lightning.trainer.trainer": "fabric.integrations.lightning",
+    "accelerate": Adapter("Accelerator", "fabric.integrations.accelerate", "FabricAccelerator"),
+    "transformers.trainer": Adapter("Trainer", "fabric.integrations.transformers", "FabricTrainer"),
+    "lightning.pytorch.trainer.trainer": _LIGHTNING,
+    "pytorch_lightning.trainer.trainer": _LIGHTNING,
 }
+
+_REPLACED = "fabric_replaced"  # attribute of a class in another's place: that other class
+
+
+def replace_class(own: Any, ours: Any, hand_over: Callable[[], None]) -> Callable[[], None]:
+    """Put a subclass of ``ours`` in the place of ``own`` in its package; return how to undo that."""
+    make = ours.__init__
+
+    @functools.wraps(make)
+    def make_adopted(self: Any, *arguments: Any, **named: Any) -> None:
+        if not isinstance(self, adopted):
+            raise ConfigError(f"the script makes a {ours.__name__} already: run it without --adopt")
+        hand_over()
+        make(self, *arguments, **named)
+
+    kept = {"__module__": own.__module__, "__doc__": own.__doc__, _REPLACED: own}
+    adopted = type(own.__name__, (ours,), kept)
+    package = own.__module__.partition(".")[0]
+    modules = [x for name, x in list(sys.modules.items()) if name.partition(".")[0] == package]
+    places = [x for x in modules if vars(x).get(own.__name__) is own]
+    for module in places:
+        setattr(module, own.__name__, adopted)
+    ours.__init__ = make_adopted
+
+    def undo() -> None:
+        ours.__init__ = make
+        for module in places:
+            setattr(module, own.__name__, own)
+
+    return undo
+
+
+def _keep_others(framework: ModuleType) -> None:
+    """Let a framework make the trainers of another as they are: its own adapter counts on that."""
+    for name, value in list(vars(framework).items()):
+        if isinstance(value, type) and _REPLACED in vars(value):
+            setattr(framework, name, vars(value)[_REPLACED])
 
 
 class FrameworkFinder(MetaPathFinder):
@@ -49,14 +111,16 @@ class FrameworkFinder(MetaPathFinder):
 
 
 @contextlib.contextmanager
-def adopted_frameworks(hand_over: Callable[[str], None]) -> Iterator[None]:
-    """Within this context call ``hand_over`` with the adapter's name when the script makes a trainer."""
+def adopted_frameworks(hand_over: Callable[[str, str], None]) -> Iterator[None]:
+    """Within this context call ``hand_over`` with the names of a framework's class and of ours when the
+    script makes a trainer."""
     with contextlib.ExitStack() as stack:
 
         def adopt(name: str) -> None:
-            adapter = importlib.import_module(ADAPTERS[name])
-            taken_over = functools.partial(hand_over, ADAPTERS[name])
-            stack.callback(adapter.adopt_trainer(sys.modules[name].Trainer, taken_over))
+            adapter, framework = ADAPTERS[name], sys.modules[name]
+            _keep_others(framework)
+            own = f"{name.partition('.')[0]}.{adapter.own}"
+            stack.callback(adapter.adopt(framework, functools.partial(hand_over, own, adapter.ours)))
 
         finder = FrameworkFinder(adopt)
         sys.meta_path.insert(0, finder)

@@ -18,7 +18,7 @@ LATE_JOBS := $(patsubst %,tests/integration/test_%.py,accelerate act adopted_fra
 	layouts lightning outer_steps scraped_job slow_replica torchft_scripts transformers unequal)
 EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
 
-.PHONY: demo soak test lint setup etcd chromium prometheus helm clean
+.PHONY: demo soak test torchtitan lint setup etcd chromium prometheus helm clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -58,6 +58,14 @@ test: setup etcd chromium prometheus helm lint
 	for log in .parts.log .worlds.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"
 
+# torchtitan's packages take over a gigabyte and need older releases than other tests, so they have an environment.
+torchtitan: PYTHONDONTWRITEBYTECODE :=
+torchtitan:
+	test -x $(VENV)-torchtitan/bin/python || $(PYTHON) -m venv $(VENV)-torchtitan
+	$(VENV)-torchtitan/bin/python -m pip install -q "$$(grep -i '^torch==' constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(VENV)-torchtitan/bin/python -m pip install -q pytest pytest-asyncio triton -e '.[torchtitan]'
+	$(VENV)-torchtitan/bin/python -m pytest tests/integration/test_torchtitan.py
+
 # The tests want a real etcd. On Debian as root we install it; elsewhere the etcd tests skip and say how.
 etcd:
 	@ops/dev/ensure-etcd.sh
@@ -75,4 +83,4 @@ chromium:
 	@ops/dev/ensure-chromium.sh
 
 clean:
-	rm -rf $(VENV) build dist demo-out *.egg-info
+	rm -rf $(VENV) $(VENV)-torchtitan build dist demo-out *.egg-info

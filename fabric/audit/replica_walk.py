@@ -126,6 +126,9 @@ def _state(state: ReplicaWalk, line: JournalLine) -> list[str]:
     if state.due == step:
         state.due = None
         return []
+    # The state before a process begins or joins belongs to no generation: its script may have loaded it.
+    if state.due is None and not line.integer("generation"):
+        return []
     # A process may also record the state with which it starts or ends, or that it has fetched.
     if state.due is None and step == state.next_step:
         return []

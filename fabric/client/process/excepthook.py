@@ -13,6 +13,7 @@ from types import TracebackType
 from fabric.errors import FabricError, IllegalTransition
 
 _shown_before = sys.excepthook
+_is_showing = False
 # Functions called with an uncaught exception after the hook has shown it.
 on_uncaught: list[Callable[[BaseException], None]] = []
 # Functions that may end this process with a better explanation than the uncaught error.
@@ -25,13 +26,28 @@ def before_report(wait: Callable[[], None]) -> None:
 
 
 def install_excepthook() -> None:
-    """Install the hook that shows an uncaught FabricError as one sentence. Further calls change nothing."""
+    """Install the hook that shows an uncaught FabricError as one sentence.
+
+    Another library may have put a hook around this one since the last call: that hook is called first then.
+    """
     global _shown_before
     if sys.excepthook is not _show:
         _shown_before, sys.excepthook = sys.excepthook, _show
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    global _is_showing
+    if _is_showing:  # the hook that was installed before this one has called this one in turn
+        sys.__excepthook__(kind, error, trace)
+        return
+    _is_showing = True
+    try:
+        _report(kind, error, trace)
+    finally:
+        _is_showing = False
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     # A move that a state machine forbids is a defect of fabric: show its traceback.
     if isinstance(error, FabricError) and not isinstance(error, IllegalTransition):
         sys.stderr.write(f"fabric: {error}\n")

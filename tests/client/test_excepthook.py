@@ -1,0 +1,32 @@
+"""The hook for uncaught errors, beside the hooks of other libraries."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+from fabric.client.process.excepthook import install_excepthook
+from fabric.errors import FabricError
+
+install_excepthook()
+before = sys.excepthook
+sys.excepthook = lambda *error: before(*error)  # as torch.distributed does
+install_excepthook()
+raise {error}
+"""
+
+
+def ended(error: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", SCRIPT.format(error=error)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_hook_around_ours_shows_an_error_once():
+    done = ended("ValueError('the cause')")
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: the cause") == 1 and "RecursionError" not in done.stderr
+
+
+def test_a_mistake_is_one_sentence_with_a_hook_around_ours():
+    done = ended("FabricError('say what to do')")
+    assert (done.returncode, done.stderr) == (1, "fabric: say what to do\n")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from job import EXAMPLES, HERE, Job
 from test_failures import finals
@@ -19,7 +20,9 @@ def for_torchft() -> str:
     return text.replace("from fabric.integrations.torchft import (", "from torchft import (")
 
 
-def run(zygote, folder: Path, trainer: str, points: dict[str, str] | None = None, **more: str) -> Job:
+def run(
+    zygote, folder: Path, trainer: str, points: dict[str, str] | None = None, steps: int = STEPS, **more: str
+) -> Job:
     """Run two replicas to their end, and check that they end equal."""
     environment = {
         "TEST_TRAINER": trainer,
@@ -35,17 +38,17 @@ def run(zygote, folder: Path, trainer: str, points: dict[str, str] | None = None
     with Job(zygote, folder, replicas=2, environment=environment) as job:
         job.start_all(points)
         job.finish()
-        complete = f"durable/test/step-{STEPS:010}-*/COMPLETE"
+        complete = f"durable/test/step-{steps:010}-*/COMPLETE"
         job.wait_for(lambda: list(folder.glob(complete)), "the durable checkpoint of the end")
     assert job.codes == {"r0": 0, "r1": 0}, job.logs()
     assert len(set(finals(job).values())) == 1, "the replicas ended with different states"
     return job
 
 
-def end(job: Job) -> dict:
+def end(job: Job, steps: int = STEPS) -> dict:
     """Return the values of the final state, from storage."""
     restored = restore_values(job.folder / "durable" / "test")
-    assert restored.step == STEPS
+    assert restored.step == steps
     return restored.values
 
 
@@ -81,6 +84,31 @@ def test_a_script_without_the_wrapped_optimizer_survives_a_kill_and_a_join(zygot
     )
     assert ours == theirs and ours.split()[7:9] == ["11,", "13,"]
     assert "1.num_batches_tracked" in end(job)["model"]
+
+
+def test_an_exit_code_between_two_steps_is_a_death_and_not_the_end_of_the_loop(zygote, tmp_path):
+    mark = tmp_path / "left"
+    leaves = f"""scheduler.step()
+            if manager.current_step() == 7 and REPLICA == 1 and not os.path.exists({str(mark)!r}):
+                os.mkdir({str(mark)!r})
+                raise SystemExit(3)"""
+    (tmp_path / "leaving.py").write_text(for_torchft().replace("scheduler.step()", leaves))
+    with_exit = {"TORCHFT_SCRIPT": str(tmp_path / "leaving.py")}
+    job = run(zygote, tmp_path, "torchft_trainer", **with_exit)
+    assert job.starts == {"r0": 1, "r1": 2}, job.logs()
+    assert [e["step"] for e in job.events("r0", "commit")] == list(range(STEPS))
+
+
+@pytest.mark.parametrize("loop", ["local", "diloco"])
+def test_local_sgd_and_diloco_survive_a_kill_and_a_join(zygote, tmp_path, loop):
+    more = {"TORCHFT_SCRIPT": str(HERE / "torchft_diloco.py"), "TORCHFT_LOOP": loop, "EXAMPLE_STEPS": "16"}
+    job = run(zygote, tmp_path, "torchft_trainer", {"r1": "ring@5=kill"}, steps=16, **more)
+    assert job.starts == {"r0": 1, "r1": 2}, job.logs()
+    assert [e["step"] for e in job.events("r0", "commit")] == list(range(16))
+    assert [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 5], job.logs()
+    assert all("16 steps" in job.said(replica) for replica in ("r0", "r1"))
+    names = {"0.weight", "0.bias", "2.weight", "2.bias"} if loop == "local" else {"0.weight", "0.bias"}
+    assert names <= set(end(job, 16)["model"])
 
 
 def test_an_undisturbed_script_ends_as_with_fabrics_own_calls(zygote, tmp_path):

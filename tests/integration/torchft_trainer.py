@@ -30,5 +30,12 @@ def main() -> None:
             leave_time(self._session, steps - self.current_step(), 0.02)
         start(self, *arguments, **named)
 
-    Manager.start_quorum = paced
+    current = Manager.current_step
+
+    def paced_outer(self: Manager) -> int:
+        if self._loop is not None and current(self) < steps:
+            leave_time(self._session, steps - current(self), 0.02)
+        return current(self)
+
+    Manager.start_quorum, Manager.current_step = paced, paced_outer
     run_program([str(changed)])

@@ -4,6 +4,7 @@ A pseudo-gradient is the global parameters minus the local ones. It lies in the 
 is averaged like any gradient, and the outer optimizer applies it to the global parameters.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +28,20 @@ class _Pair:
 class GlobalParameters:
     """``module`` has copies of the model's trainable parameters, under the names of the model's state.
 
-    Frozen parameters and buffers are the model's own tensors. Raises ConfigError.
+    Frozen parameters and buffers are the model's own tensors. ``cuts``: the fragment of each parameter, by
+    name; by default consecutive parameters of about equal size. Raises ConfigError.
     """
 
-    def __init__(self, model: torch.nn.Module, fragments: int) -> None:
+    def __init__(self, model: torch.nn.Module, fragments: int, cuts: Mapping[str, int] | None = None) -> None:
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         numbers = cut_fragments([p.numel() for _, p in trainable], fragments)
+        if cuts is not None:
+            numbers = [cuts[name] for name, _ in trainable]
+            empty = set(range(fragments)) - set(numbers)
+            if empty:
+                raise ConfigError(
+                    f"fragment {min(empty)} has no trainable parameter of its own: give each fragment one"
+                )
         copies = {id(p): torch.nn.Parameter(p.detach().clone()) for _, p in trainable}
         self.fragments = {name: number for (name, _), number in zip(trainable, numbers, strict=True)}
         self.module = _mirror(model, copies, {})

@@ -158,8 +158,9 @@ def make_outer_loop(
     outer: torch.optim.Optimizer,
     schedule: OuterSchedule,
     arguments: Mapping[str, Any],
+    cuts: Mapping[str, int] | None = None,
 ) -> OuterLoop:
-    """As ``diloco``, and raise its errors."""
+    """As ``diloco``, and raise its errors. ``cuts``: the fragment of each parameter, by name."""
     settings = dict(arguments)
     until, state = settings.pop("until", sys.maxsize), dict(settings.pop("state", None) or {})
     sampler: StepSampler | None = settings.get("sampler")
@@ -176,7 +177,7 @@ def make_outer_loop(
         raise ConfigError("inner and outer are one optimizer: make two, each of model.parameters()")
     refuse_optimizers([inner, outer])
     refuse_model(model, buffers)
-    shared = GlobalParameters(model, schedule.fragments)
+    shared = GlobalParameters(model, schedule.fragments, cuts)
     shared.move(outer)
     choices = Choices(buffers, fragments=shared.fragments, **given)
     session = make_session(shared.module, outer, state, choices, settings)

@@ -4,6 +4,7 @@ from fabric.integrations.torchft.arguments import WorldSizeMode
 from fabric.integrations.torchft.checkpointing import CheckpointTransport, HTTPTransport, PGTransport
 from fabric.integrations.torchft.data import DistributedSampler
 from fabric.integrations.torchft.ddp import DistributedDataParallel
+from fabric.integrations.torchft.local_sgd import DiLoCo, LocalSGD
 from fabric.integrations.torchft.managed_steps import ExceptionWithTraceback, Manager
 from fabric.integrations.torchft.optim import OptimizerWrapper
 from fabric.integrations.torchft.process_group import (
@@ -17,10 +18,12 @@ Optimizer = OptimizerWrapper
 
 __all__ = [
     "CheckpointTransport",
+    "DiLoCo",
     "DistributedDataParallel",
     "DistributedSampler",
     "ExceptionWithTraceback",
     "HTTPTransport",
+    "LocalSGD",
     "Manager",
     "Optimizer",
     "OptimizerWrapper",

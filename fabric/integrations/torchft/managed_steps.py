@@ -9,7 +9,7 @@ exchange inside of fabric, so the script never sees a step that failed.
 import atexit
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ import fabric.client
 from fabric.client.attach import ends_with_a_sentence
 from fabric.client.gradients.averaged_buffers import changing_buffers
 from fabric.client.loop.loop_orders import LoopOrder
+from fabric.client.outer.outer_loop import OuterLoop
 from fabric.client.process import excepthook
 from fabric.errors import ConfigError, FabricError
 from fabric.integrations.torchft.arguments import parse_arguments
@@ -101,6 +102,7 @@ class Manager:
         self._first_step = 0  # the step of a checkpoint that the script has loaded
         self._announced = False  # start_quorum was called, and the step is not over
         self._order: LoopOrder | None = None  # of the step that this replica has joined
+        self._loop: OuterLoop | None = None  # of LocalSGD or DiLoCo
         self._step: Any = None  # the newest committed step
         self._update_due = False  # the script has not yet asked should_commit about it
         self._error: ExceptionWithTraceback | None = None
@@ -145,6 +147,10 @@ class Manager:
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
         """Announce a step; the optimizer's ``zero_grad`` calls this."""
+        if self._loop is not None:
+            raise ConfigError(
+                "start_quorum was called with LocalSGD or DiLoCo, which begin their own steps: leave it out"
+            )
         if not allow_heal or shrink_only:
             what = "shrink_only=True" if shrink_only else "allow_heal=False"
             raise ConfigError(
@@ -156,6 +162,27 @@ class Manager:
         self._update_due, self._announced = False, True
         if self._waits_at_once:
             self.begin_step()
+
+    def begin_outer(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        begin: Callable[[dict[str, Any], dict[str, Any]], OuterLoop],
+    ) -> OuterLoop:
+        """Join the job with the outer steps of LocalSGD or DiLoCo, which ``begin`` makes.
+
+        ``begin`` takes the shared state besides model and optimizers, and the other arguments.
+        """
+        if self._session is not None:
+            raise ConfigError("LocalSGD or DiLoCo was entered after the first step: enter one, once")
+        self._registered.set_model(model)
+        for optimizer in optimizers:
+            self._registered.add_optimizer(optimizer)
+        with self._at_work():
+            loop = begin({"torchft": self._registered}, {"step": self._first_step, **self.settings})
+        atexit.register(self._on_exit)
+        self._session, self._loop = loop.session, loop
+        return loop
 
     def wait_quorum(self) -> None:
         """Join the announced step."""
@@ -280,7 +307,9 @@ class Manager:
         return self._session.committed_step - self._update_due
 
     def batches_committed(self) -> int:
-        """Return the sum of the contributors of all committed steps."""
+        """Return the sum of the contributors of all committed steps. Raises ConfigError with DiLoCo."""
+        if self._loop is not None:
+            raise ConfigError("batches_committed is not counted with LocalSGD and DiLoCo: use current_step")
         return self._registered.batches_committed - (self._contributors() if self._update_due else 0)
 
     def num_participants(self) -> int:
@@ -304,6 +333,8 @@ class Manager:
 
     def state_dict(self) -> dict[str, int]:
         """Return the step and the batches committed, for a checkpoint of the script."""
+        if self._loop is not None:
+            return {"step": self.current_step()}
         return {"step": self.current_step(), "batches_committed": self.batches_committed()}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
@@ -317,19 +348,19 @@ class Manager:
         if self._session is not None:
             raise ConfigError("the Manager's load_state_dict was called after the first step: call it before")
         self._first_step = int(state_dict["step"])
-        self._registered.batches_committed = int(state_dict["batches_committed"])
+        self._registered.batches_committed = int(state_dict.get("batches_committed", 0))
 
     # --- beginning and end --------------------------------------------------------------------------------
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job: this replica's loop has ended. It waits until all loops have ended."""
-        session, self._session = self._session, None
+        session, self._session = self._loop or self._session, None
         atexit.unregister(self._on_exit)
         if self._note_failure in excepthook.on_uncaught:
             excepthook.on_uncaught.remove(self._note_failure)
         if session is not None:
-            self._first_step = session.committed_step
             session.close()
+            self._first_step = session.committed_step
 
     def _attached(self) -> fabric.client.Session | fabric.client.SoloSession:
         """Return the session; the first call joins the job."""
@@ -361,6 +392,8 @@ class Manager:
         """Whether the newest step has its average; else join the announced step. Raises FabricError."""
         if self._update_due or (self._step is not None and not self._announced):
             return True
+        if self._loop is not None:
+            return False
         if not self._announced:
             raise FabricError(f"{asked} was called before the first step: call zero_grad() first")
         self.begin_step()

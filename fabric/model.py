@@ -90,6 +90,8 @@ class Member:
     ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up
     rack: str = ""  # the name of the hosts that fail together with its host; empty: not named
     cuts: str = ""  # the parts of the parameters that each rank holds; empty: all members are cut alike
+    # The layout in which a leaving member's launcher starts it again; empty: the member does not come back.
+    returns: str = ""
 
     @property
     def process(self) -> ReplicaProcess:
@@ -191,6 +193,32 @@ class MemberSpeed:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchedLayouts:
+    """The layouts of a replica that `fabric launch` has started, each as ``FABRIC_LAYOUT`` says it."""
+
+    layout: str = ""  # the layout of these ranks
+    allowed: tuple[
+        str, ...
+    ] = ()  # layouts that the launcher may start, preferred first; empty: none on order
+    refused: tuple[str, ...] = ()  # layouts that the script has refused
+
+
+NOT_LAUNCHED = LaunchedLayouts()
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChange:
+    """A leader has ordered a replica to come back in another layout."""
+
+    replica: str
+    incarnation: Int64  # the process that got the order
+    layout: str
+    usual: str  # the layout before, which the replica gets back
+    at: float  # Unix seconds
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Adaptation:
     """The shares that a leader has written against slow members, and its recent actions."""
 
@@ -199,7 +227,13 @@ class Adaptation:
     cost_s: float = 0.0  # predicted time that the job loses by the change
     reason: str = ""
     micro_batches: Int64 = 0  # micro-batches of a step, of which each slow member keeps at least one
-    acted: tuple[float, ...] = ()  # when leaders lowered a share in the last hour, Unix seconds
+    acted: tuple[float, ...] = ()  # when leaders acted in the last hour, Unix seconds
+    layouts: tuple[LayoutChange, ...] = ()  # the replicas whose layouts leaders have changed
+
+    @property
+    def with_asked_shares(self) -> "Adaptation":
+        """The same actions and layouts, while each member has the share it asked for."""
+        return Adaptation(acted=self.acted, layouts=self.layouts)
 
 
 @dataclass(frozen=True, slots=True)

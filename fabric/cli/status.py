@@ -233,6 +233,16 @@ def _slow(health: dict[str, Any] | None) -> list[str]:
     if in_force := health.get("shares"):
         shares = ", ".join(f"{replica} {count}" for replica, count in in_force["micro_batches"].items())
         lines.append(f"shares by speed: {in_force['reason']} (micro-batches: {shares})")
+    if layout := health.get("layout_advice"):
+        where = f"in the layout {layout['layout']}" if layout["layout"] else "drained for a spare"
+        lines.append(
+            f"advice: {layout['replica']} {where}: {layout['reason']} (throughput +{layout['gain']:.0%})"
+            + (f"; not followed: {layout['held']}" if layout["held"] else "")
+        )
+    lines += [
+        f"layout of {x['replica']}: {x['layout']}, usually {x['usual']}: {x['reason']}"
+        for x in health.get("layouts", ())
+    ]
     if health.get("vetoed"):
         lines.append(f"vetoed: the shares of {', '.join(health['vetoed'])} are never lowered")
     return lines

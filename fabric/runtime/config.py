@@ -37,6 +37,7 @@ class Settings:
     spare: bool = False  # hold the state, and contribute only while a member is missing
     ranks: str = ""  # ranks that `fabric launch` starts: "4", or "1:4"; empty: 1, or as the layout says
     layout: str = ""  # how this replica's model is spread over its ranks, such as "tp=2,layers=5+7"
+    layout_orders: int = -1  # descriptor over which `fabric launch` offers layouts and takes orders; -1: none
     rack: str = ""  # rack of this host: readers of one shard lie in several, see ``loader(redundancy=)``
     lighthouse: tuple[str, ...] = ()  # base URLs of all lighthouses
     token_file: Path | None = None  # file with the job's token

@@ -35,6 +35,14 @@ def leave_children():
         write(str(child.pid), "children")
     child = subprocess.Popen(sleep, env={})
     write(str(child.pid), "children")
+if act.startswith("orders/"):
+    from fabric.runtime.layout_orders import read_offer, write_order
+    memory = int(os.environ["FABRIC_LAYOUT_ORDERS"])
+    if rank == "0":
+        offer = read_offer(memory)
+        write(f"{' '.join(offer.allowed)} / {' '.join(offer.refused)}", "offers")
+        write_order(memory, act.removeprefix("orders/").replace("_", " "))
+    act = "75"
 if act == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if act.startswith("leaves"):
@@ -263,6 +271,25 @@ def test_a_script_that_cannot_build_a_layout_gets_the_next_one(play):
     )
     assert done.returncode == 0, done.stderr
     assert layouts(play) == ["ranks=4,tp=4", "ranks=4,tp=2", "ranks=2,tp=2", "ranks=1"]
+
+
+def test_the_ranks_come_back_at_once_in_the_layout_that_rank_0_orders(play):
+    ended = play.run("--ranks", "1:2", PLAY="orders/ranks=1_without_0 orders/ranks=2 0")
+    assert ended.returncode == 0, ended.stderr
+    assert [row["FABRIC_LAYOUT"] for row in play.starts()] == ["ranks=2"] * 2 + ["ranks=1"] + ["ranks=2"] * 2
+    assert "the lighthouse orders the layout ranks=1 without 0" in ended.stderr
+    assert ended.stderr.count("begins at once") == 2
+    assert play.lines("offers") == ["ranks=2 ranks=1 / "] * 2
+
+
+def test_an_ordered_layout_that_the_script_refuses_is_offered_no_more(play):
+    acts = "orders/ranks=2,layers=3+1 78 orders/ranks=2,layers=1+3 0"
+    ended = play.run("--layout", "ranks=2,layers=2+2", PLAY=acts)
+    assert ended.returncode == 0, ended.stderr
+    layouts = [row["FABRIC_LAYOUT"].partition("layers=")[2] for row in play.starts() if row["rank"] == "0"]
+    assert layouts == ["2+2", "3+1", "2+2", "1+3"]
+    usual = "ranks=2,layers=2+2"
+    assert play.lines("offers") == [f"{usual} / ", f"{usual} / ranks=2,layers=3+1"]
 
 
 def test_a_script_that_cannot_build_any_layout_is_not_started_again(play):

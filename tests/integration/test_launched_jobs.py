@@ -25,6 +25,7 @@ class LaunchedJob(RankJob):
     """Each replica is the process group of one launcher."""
 
     launchers: dict[str, subprocess.Popen] = field(default_factory=dict)
+    trainer: str = "launched_trainer.py"
 
     def __exit__(self, *error) -> None:
         for launcher in self.launchers.values():
@@ -49,7 +50,7 @@ class LaunchedJob(RankJob):
         )
         with (self.folder / f"{replica}.log").open("ab") as log:
             self.launchers[replica] = subprocess.Popen(
-                [sys.executable, *program, str(HERE / "launched_trainer.py")],
+                [sys.executable, *program, str(HERE / self.trainer)],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fabric.cli.status import _slow
 from fabric.lighthouse.diagnosis.slowness import FLOOR_S, SlownessWatch
 from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
-from fabric.model import Base, EarlierStep, Member, OperatorOverrides, Record, StepTimes
+from fabric.model import NOT_LAUNCHED, Base, EarlierStep, Member, OperatorOverrides, Record, StepTimes
 from fabric.protocol.messages.network import Heartbeat
 from fabric.protocol.rules.assignment import apportion
 
@@ -42,14 +42,17 @@ class Fleet:
         self.record = Record(
             store_id="s", generation=1, cold=1, epoch=1, forced=1, nonce="n", roster=roster, base=Base(0, "")
         )
-        session = SimpleNamespace(adapt=self.adapt, micro_batches=MICRO_BATCHES)
+        session = SimpleNamespace(
+            adapt=self.adapt, micro_batches=MICRO_BATCHES, launched=NOT_LAUNCHED, spare=False, ranks=()
+        )
         self.view = SimpleNamespace(
             record=self.record,
-            peers={name: SimpleNamespace(session=session) for name in self.names},
+            peers={name: SimpleNamespace(session=session, connected=True) for name in self.names},
             is_complete=False,
             adapt_mode=self.adapt,
             overrides=OperatorOverrides(),
             shares_held="",
+            layout_held="",
             share_actions=0,
             knows_every_step=lambda m: m.replica not in self.joining,
             liveness=SimpleNamespace(

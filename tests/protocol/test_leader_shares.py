@@ -149,7 +149,7 @@ def test_shares_are_given_back_when_the_detector_says_so_and_need_no_budget():
     runs(lighthouse, "a b c", 7)
     advise(lighthouse, b=500)
     assert shares(lighthouse) == EQUAL
-    assert kept(lighthouse) == ["the budget of 1 actions per hour is spent: the shares stay for now"]
+    assert kept(lighthouse) == ["the budget of 1 actions per hour is spent"]
     advise(lighthouse, b=500)
     assert not kept(lighthouse), "said once"
     lighthouse.core.state.unix_offset_s += HOUR_S

@@ -31,6 +31,7 @@ class AttemptSpec:
     run: str  # name of this attempt's torch.distributed world
     replica: str = ""
     log_dir: Path | None = None
+    inherited: tuple[int, ...] = ()  # descriptors that the ranks inherit
 
     def rank_environment(self, rank: int) -> dict[str, str]:
         """The environment of one rank: the variables that torchrun sets, and the layout."""
@@ -157,6 +158,7 @@ class LaunchAttempt:
             stderr=stream,
             # Ctrl-C in the terminal must reach only the launcher, which ends the ranks in order.
             start_new_session=True,
+            pass_fds=spec.inherited,
             preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  (this process has one thread)
         )
         started = RankProcess(rank, process, os.pidfd_open(process.pid), log=log)

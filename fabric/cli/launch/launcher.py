@@ -26,6 +26,7 @@ from fabric.cli.launch.restart_policy import (
 from fabric.cli.launch.signal_inbox import ENDING, SignalInbox
 from fabric.errors import ConfigError
 from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
+from fabric.runtime.layout_orders import LayoutMemory, LayoutOffer, LayoutOrder
 from fabric.runtime.marked_processes import MarkedProcesses
 from fabric.runtime.process_environment import LAUNCH_MARK
 from fabric.runtime.rank_layout import RankLayout
@@ -51,6 +52,14 @@ class LaunchPlan:
     log_dir: Path | None = None
     leave_file: Path | None = None  # if it exists when the replica finishes, the replica has left this host
     stop_s: float = 30.0  # time from the signal that ends the launcher to SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedLayout:
+    """The layout that the lighthouse has ordered for this replica."""
+
+    layout: RankLayout
+    without: frozenset[str]  # devices that stay unused
 
 
 @dataclass
@@ -80,6 +89,8 @@ class Launcher:
         self._rendezvous = RendezvousPort()
         self._history = DeviceHistory()
         self._refused: list[RankLayout] = []
+        self._layouts = LayoutMemory()
+        self._ordered: OrderedLayout | None = None  # the layout that the lighthouse has ordered
         self._devices: tuple[str, ...] = ()
         self._selector = selectors.DefaultSelector()
         self._selector.register(inbox.descriptor, selectors.EVENT_READ, inbox)
@@ -94,11 +105,13 @@ class Launcher:
             if self._ended_by and set(end.codes.values()) != {FINISHED}:
                 return END_BY_SIGNAL + self._ended_by
             self._note_devices(end, devices)
-            move = self._policy.judge(end)
+            order = self._layouts.take() if end.codes.get(0) == RESTART else None
+            move = self._policy.judge(end) if order is None else self._follow(order, devices)
             if move.code is not None:
                 return self._finish(move)
             if move.refused:
                 self._refused.append(layout)
+                self._ordered = None
             self._say(move, layout)
             self._pause(move.pause_s)
             if self._ended_by:
@@ -108,7 +121,8 @@ class Launcher:
 
     def _next_layout(self) -> tuple[RankLayout, tuple[str, ...]]:
         """Return the layout of the next attempt, and the devices of its ranks in order."""
-        candidates = self._plan.candidates
+        ordered = self._ordered
+        candidates = (*([ordered.layout] if ordered is not None else []), *self._plan.candidates)
         visible = visible_devices(self._plan.environment)
         if self._devices and not visible:
             raise ConfigError(
@@ -118,6 +132,8 @@ class Launcher:
         self._devices = visible
         most = max(layout.ranks for layout in candidates)
         usable = self._history.usable(visible or tuple(map(str, range(most))))
+        if ordered is not None:
+            usable = tuple(device for device in usable if device not in ordered.without)
         layout = choose_layout(candidates, len(usable), self._refused)
         if layout is not None:
             return layout, usable
@@ -149,6 +165,9 @@ class Launcher:
                 environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             if tuple(devices) != self._devices or "CUDA_VISIBLE_DEVICES" in environment:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        environment["FABRIC_LAYOUT_ORDERS"] = str(self._layouts.descriptor)
+        allowed = [str(x) for x in self._plan.candidates if x not in self._refused]
+        self._layouts.offer(LayoutOffer(tuple(allowed), tuple(map(str, self._refused))))
         return AttemptSpec(
             command=self._plan.command,
             environment=environment,
@@ -158,6 +177,7 @@ class Launcher:
             run=uuid.uuid4().hex,
             replica=self._plan.replica,
             log_dir=self._plan.log_dir,
+            inherited=(self._layouts.descriptor,),
         )
 
     # --- an attempt ---------------------------------------------------------------------------------------
@@ -225,6 +245,12 @@ class Launcher:
                 log.error(
                     "device %s has failed repeatedly (rank %d): it is used no more", devices[rank], rank
                 )
+
+    def _follow(self, order: LayoutOrder, devices: Sequence[str]) -> NextMove:
+        """Take the ordered layout for the next attempts, which begin at once."""
+        without = frozenset(devices[rank] for rank in order.without if rank < len(devices))
+        self._ordered = OrderedLayout(order.layout, without)
+        return NextMove(why=f"the lighthouse orders the layout {order}")
 
     def _finish(self, move: NextMove) -> int:
         assert move.code is not None

@@ -199,7 +199,7 @@ class FollowerEngine(RankEngine):
             self._step = effect.step + 1
         elif isinstance(effect, io.Install):
             self._step = effect.step
-        elif isinstance(effect, io.Stop) and effect.code == RESTART:
+        elif isinstance(effect, io.Stop) and effect.code == RESTART and not effect.layout:
             # Another rank may be lost, and this rank's main thread may be stuck in a collective with it.
             self._end_now(effect)
         self._number = order.number

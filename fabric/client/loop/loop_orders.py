@@ -98,7 +98,7 @@ class LoopOrders:
             raise order
         if isinstance(order, io.Stop):
             poisoned = name_samples(order.poison, self.samples) if self.samples is not None else ""
-            self._shutdown.leave(order.reason + poisoned, order.code)
+            self._shutdown.leave(order.reason + poisoned, order.code, order.layout)
         elif isinstance(order, io.DropGradient):
             self._state.drop_gradient()
         elif isinstance(order, io.TellDigest):

@@ -20,6 +20,7 @@ from fabric.exit_codes import DEVICE_FAILED, FINISHED, RESTART
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
+from fabric.runtime.layout_orders import write_order
 
 
 class Shutdown:
@@ -57,8 +58,10 @@ class Shutdown:
         """Make uncaught exceptions fail the job."""
         excepthook.on_uncaught.append(self._on_uncaught)
 
-    def leave(self, reason: str, code: int = FINISHED) -> NoReturn:
-        """End this process; print ``reason``, one sentence."""
+    def leave(self, reason: str, code: int = FINISHED, layout: str = "") -> NoReturn:
+        """End this process; print ``reason``, one sentence. ``layout``: order it from the launcher."""
+        if layout and self._process.rank == 0:
+            write_order(self._settings.layout_orders, layout)
         self._say(reason)
         self._parts.journal.write("stop", code=code, reason=reason)
         self._engine.close()

@@ -16,12 +16,13 @@ from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
 from fabric.client.loop import job_end_note
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import ConfigError
-from fabric.model import EVERYTHING, RankAddress, Sharing, SnapshotRef
+from fabric.model import EVERYTHING, LaunchedLayouts, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
 from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest
 from fabric.runtime.clock import seconds_since_boot
 from fabric.runtime.config import Settings, advertised_host
+from fabric.runtime.layout_orders import read_offer
 from fabric.transport.greeting import Greeting
 
 
@@ -131,6 +132,7 @@ def _follow(engine: FollowerEngine, settings: Settings, process: ProcessIdentity
 
 
 def _config(settings: Settings, retain: bool) -> MemberConfig:
+    offer = read_offer(settings.layout_orders)
     return MemberConfig(
         min_replicas=settings.min_replicas,
         autonomy_s=settings.autonomy_s,
@@ -140,6 +142,7 @@ def _config(settings: Settings, retain: bool) -> MemberConfig:
         user_code_s=settings.user_code_s,
         on_nan=settings.on_nan,
         adapt=settings.adapt,
+        launched=LaunchedLayouts(settings.layout, offer.allowed, offer.refused),
         retain=retain,
     )
 

@@ -199,6 +199,11 @@ def _check_session_ranks(session: m.OpenSession) -> None:
         _check_length("link", address.link, MAX_ADDRESS)
         _check_ckpt(address.ckpt)
     _check_length("cuts", session.cuts, MAX_CHARACTERS)
+    launched = session.launched
+    if len(launched.allowed) + len(launched.refused) > MAX_NAMES:
+        raise ProtocolError(f"Session.launched must name at most {MAX_NAMES} layouts")
+    for layout in (launched.layout, *launched.allowed, *launched.refused):
+        _check_length("launched", layout, MAX_SETTINGS)
     if session.cuts:
         check_layout(session.replica, session.cuts, 1 + len(session.ranks))
 

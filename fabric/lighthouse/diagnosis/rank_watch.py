@@ -81,6 +81,19 @@ class RankWatch:
         histories = dict(self._detector.histories_of(slowdown.replica))
         return sorted(histories[unit].number for unit in slowdown.units if unit in histories)
 
+    def speeds_of(self, slowdown: Slowdown) -> dict[int, float]:
+        """Each slow rank's speed relative to its own past; empty where the replica as a whole is slow."""
+        if slowdown.scope not in (Scope.RANK, Scope.STAGE):
+            return {}
+        histories = dict(self._detector.histories_of(slowdown.replica))
+        ranks = [histories[unit] for unit in slowdown.units if unit in histories]
+        return {rank.number: 1.0 / rank.ratio for rank in ranks if rank.ratio is not None}
+
+    def stages_of(self, replica: str) -> tuple[int, ...]:
+        """The pipeline stage of each rank; empty where the ranks are not watched."""
+        stages = {rank.number: unit.stage for unit, rank in self._detector.histories_of(replica)}
+        return tuple(stages[number] for number in sorted(stages))
+
     def by_step(self, replicas: Mapping[str, _Steps], speeds: Mapping[str, float | None]) -> dict[str, Any]:
         """The speed of each rank in the newest steps, and over several steps.
 

@@ -13,13 +13,14 @@ from fabric.health.damping import Damping
 from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
 from fabric.health.localise import Scope, Slowdown
 from fabric.health.work import WorkAmount, is_time
+from fabric.lighthouse.diagnosis.layout_advice import LASTING, LayoutAdvisor, slow_replica
 from fabric.lighthouse.diagnosis.rank_watch import RankReport, RankWatch
 from fabric.lighthouse.diagnosis.share_advice import ShareAdvisor
 from fabric.lighthouse.history.slowdowns import SlowdownState
 from fabric.model import Member, Record, StepTimes
 from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.leader.view import LeaderView
-from fabric.protocol.messages.leader_events import SharesAdvised
+from fabric.protocol.messages.leader_events import LayoutAdvised, SharesAdvised
 from fabric.protocol.messages.network import Heartbeat
 
 WHOLE_JOB = ""  # the name that stands for all replicas
@@ -72,7 +73,10 @@ class SlownessWatch:
         self._joining: list[Member] = []  # members that have not been seen to know every step
         self._slow: dict[str, Slowdown] = {}
         self._costs: dict[str, SlowdownCost] = {}  # of the present slowdowns
+        self._slow_since: dict[str, int] = {}  # slow replica -> the step at which it was first reported
+        self.confirmed: set[str] = set()  # slow replicas whose devices a micro-benchmark has found slow
         self._advisor = ShareAdvisor()
+        self._layouts = LayoutAdvisor()
         self._notes: set[str] = set()
 
     @property
@@ -85,9 +89,9 @@ class SlownessWatch:
         """The mode of the job, as an operator or else its most senior member sets it."""
         return view.adapt_mode or OFF
 
-    def take_order(self) -> SharesAdvised | None:
-        """Return the shares that the leader shall write, once."""
-        return self._advisor.take_order()
+    def take_order(self) -> SharesAdvised | LayoutAdvised | None:
+        """Return the shares that the leader shall write, or the layout that it shall order, once."""
+        return self._advisor.take_order() or self._layouts.take_order()
 
     def hear(self, view: LeaderView, replica: str, incarnation: int, beat: Heartbeat) -> None:
         """Take the times of this beat, if they count."""
@@ -162,6 +166,7 @@ class SlownessWatch:
         if record is None or view.is_complete or self.mode(view) == OFF or len(record.roster) > MOST_MEMBERS:
             self._slow, self._costs = {}, {}
             self._advisor.forget()
+            self._layouts.forget()
             return []
         failed = {m.replica for m in record.roster if view.liveness.failure_reason(m, now)}
         accused = self._ranks.locate(self._detector.slowdowns(failed), self._detector.speeds())
@@ -191,7 +196,22 @@ class SlownessWatch:
             slowest = max(self._slow.values(), key=lambda slowdown: slowdown.factor, default=None)
             about = slowest.replica if slowest is not None else WHOLE_JOB
             events.append(SlownessEvent("advice", about, advice.reason))
-        return events + self._new_notes()
+        return events + self._advise_layout(view, failed) + self._new_notes()
+
+    def _advise_layout(self, view: LeaderView, failed: set[str]) -> list[SlownessEvent]:
+        """Plan another layout for the slowest replica that has been slow for a while."""
+        step, since = self._newest_step, self._slow_since
+        self._slow_since = {name: min(since.get(name, step), step) for name in self._slow}
+        self.confirmed &= self._slow.keys()
+        lasting = [x for name, x in self._slow.items() if name and step - self._slow_since[name] >= LASTING]
+        slowest = max(lasting, key=lambda x: x.factor, default=None)
+        if failed:
+            return []
+        slow = None
+        if slowest is not None:
+            slow = slow_replica(view, slowest, self._ranks, slowest.replica in self.confirmed)
+        advice = self._layouts.advise(view, slow)
+        return [SlownessEvent("advice", advice.process.replica, advice.reason)] if advice is not None else []
 
     def _new_notes(self) -> list[SlownessEvent]:
         """Report once for each replica that its declared work does not predict its times."""
@@ -218,6 +238,7 @@ class SlownessWatch:
             "replicas": replicas,
             "by_step": self._ranks.by_step(self._detector.relative_times(), speeds),
             **self._advisor.to_json(view),
+            **self._layouts.to_json(view),
         }
 
 

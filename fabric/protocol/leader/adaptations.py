@@ -1,8 +1,9 @@
-"""Rule 12: unequal shares against slow members, while an operator allows them."""
+"""Rules 12 and 13: unequal shares and other layouts against slow members, while an operator allows them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from fabric.model import Adaptation, MemberSpeed, Record
+from fabric.model import Adaptation, LayoutChange, Member, MemberSpeed, Record
+from fabric.protocol.leader.orders import OperatorOrders
 from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, RosterLimits
@@ -11,6 +12,9 @@ from fabric.protocol.rules.shares import objection_to_shares
 
 OFF, ACT = "off", "act"
 HOUR_S = 3600.0
+# An ordered layout is taken back after this time. Only a try shows whether its cause is gone, because the
+# times of another layout, or of a rank that does not run, say nothing about the usual layout.
+TRIAL_S = 3600.0
 
 
 @dataclass(slots=True, eq=False)
@@ -21,8 +25,13 @@ class Adaptations:
     outbox: LeaderOutbox
     limits: RosterLimits
     writer: RecordWriter
+    orders: OperatorOrders
+    layouts: "Relayouts" = field(init=False)
     advice: io.SharesAdvised | None = None
     held: str = ""  # why the advice is not followed now, as last reported
+
+    def __post_init__(self) -> None:
+        self.layouts = Relayouts(self)
 
     @property
     def mode(self) -> str:
@@ -81,7 +90,13 @@ class Adaptations:
             return False
         acted = (*recent, round(self.state.unix_now, 1)) if lowers else recent
         adaptation = Adaptation(
-            speeds, advice.gain, advice.cost_s, advice.reason, self.state.micro_batches(), acted
+            speeds,
+            advice.gain,
+            advice.cost_s,
+            advice.reason,
+            self.state.micro_batches(),
+            acted,
+            record.adaptation.layouts,
         )
         self._write(record, adaptation, advice.reason)
         self.advice, self.held = None, ""
@@ -94,10 +109,12 @@ class Adaptations:
             return (
                 f"an operator's veto keeps the share of {', '.join(vetoed)}: `fabric adapt --allow` ends it"
             )
+        return self.spent_budget(recent) or objection_to_shares(record.sharing)
+
+    def spent_budget(self, recent: int) -> str:
+        """Why no further action is allowed after ``recent`` actions in the last hour, or empty."""
         most = self.state.config.actions_per_hour
-        if recent >= most:
-            return f"the budget of {most} actions per hour is spent: the shares stay for now"
-        return objection_to_shares(record.sharing)
+        return f"the budget of {most} actions per hour is spent" if recent >= most else ""
 
     def recent_actions(self, record: Record) -> tuple[float, ...]:
         """When leaders acted in the last hour. A time ahead of this clock counts as now."""
@@ -110,7 +127,7 @@ class Adaptations:
             effect = f"throughput {adaptation.gain:+.0%}, cost {adaptation.cost_s:g} s"
             why = f"shares by speed: {why}; predicted: {effect}"
         else:
-            adaptation, why = Adaptation(acted=adaptation.acted), f"shares as asked for again: {why}"
+            adaptation, why = adaptation.with_asked_shares, f"shares as asked for again: {why}"
         about = _names(adaptation.speeds or record.adaptation.speeds)
         self.outbox.record_event("shares", about, why)
         self.writer.write_epoch(record, record.roster, forced=False, why=why, adaptation=adaptation)
@@ -118,3 +135,135 @@ class Adaptations:
 
 def _names(speeds: tuple[MemberSpeed, ...]) -> str:
     return ", ".join(x.replica for x in speeds)
+
+
+@dataclass(slots=True, eq=False)
+class Relayouts:
+    """Orders members into other layouts as the detector advises, and back into their usual layouts."""
+
+    job: Adaptations  # the parts of the leader, the mode and the budget
+    advice: io.LayoutAdvised | None = None
+    held: str = ""  # why the advice is not followed now, as last reported
+
+    def on_advised(self, event: io.LayoutAdvised) -> None:
+        self.advice = event
+
+    def change(self, record: Record) -> bool:
+        """Forget layouts that no longer hold, take a layout back, or follow the advice."""
+        if self.job.state.is_parked(record) or any(
+            x.leaving or not self.job.state.knows(x) for x in record.roster
+        ):
+            return False
+        return self._forget(record) or self._take_back(record) or self._follow(record)
+
+    def _forget(self, record: Record) -> bool:
+        """Drop the changes whose replicas have come back in a layout that was not ordered."""
+        adaptation = record.adaptation
+        for change in adaptation.layouts:
+            peer = self.job.state.liveness.peers.get(change.replica)
+            if peer is None or peer.incarnation <= change.incarnation:
+                continue
+            launched = peer.session.launched
+            if launched.layout == _layout_of(change.layout):
+                continue
+            why = f"{change.replica} came back in the layout {launched.layout or 'that it builds alone'}"
+            if _layout_of(change.layout) in launched.refused:
+                why = f"the script of {change.replica} cannot build the layout {change.layout}"
+            self.job.outbox.record_event("layout refused", change.replica, why)
+            self._write(record, record.roster, _without(adaptation, change.replica), why)
+            return True
+        return False
+
+    def _take_back(self, record: Record) -> bool:
+        """Order the usual layout where the mode or a veto forbids the other one, or to try it again."""
+        for change in record.adaptation.layouts:
+            member, why = record.member(change.replica), self._end_of(change)
+            peer = self.job.state.liveness.peers.get(change.replica)
+            if member is None or peer is None or peer.incarnation <= change.incarnation or not why:
+                continue
+            if not self._may_leave(record, member):
+                self._leave(record, member, change.usual, _without(record.adaptation, member.replica), why)
+                return True
+        return False
+
+    def _end_of(self, change: LayoutChange) -> str:
+        """Why this change ends now, or empty."""
+        mode = self.job.mode
+        if mode and mode != ACT:
+            return f"the mode is {mode}"
+        if change.replica in self.job.limits.overrides.vetoed:
+            return "an operator's veto forbids another layout"
+        is_over = self.job.state.unix_now - change.at >= TRIAL_S
+        return f"its usual layout is tried again after {TRIAL_S / 60:g} minutes" if is_over else ""
+
+    def _follow(self, record: Record) -> bool:
+        advice = self.advice
+        if advice is None or self.job.mode != ACT:
+            return False
+        member = record.member(advice.process.replica)
+        peer = self.job.state.liveness.peers.get(advice.process.replica)
+        if member is None or peer is None or (advice.epoch, advice.process) != (record.epoch, member.process):
+            self.advice = None  # the detector plans again for every new epoch
+            return False
+        recent = self.job.recent_actions(record)
+        if why := self._objection(record, member, advice, len(recent)):
+            if why != self.held:
+                self.held = why
+                self.job.outbox.record_event("layout kept", member.replica, why)
+            return False
+        now = round(self.job.state.unix_now, 1)
+        layouts = record.adaptation.layouts
+        if advice.layout:
+            usual = peer.session.launched.layout
+            layouts += (LayoutChange(*member.process, advice.layout, usual, now, advice.reason),)
+        adaptation = replace(record.adaptation, acted=(*recent, now), layouts=layouts)
+        effect = f"predicted: throughput {advice.gain:+.0%}, cost {advice.cost_s:.1f} s"
+        self._leave(record, member, advice.layout, adaptation, f"{advice.reason}; {effect}")
+        self.advice, self.held = None, ""
+        return True
+
+    def _objection(self, record: Record, member: Member, advice: io.LayoutAdvised, recent: int) -> str:
+        """Why this advice may not be followed now, in a sentence, or empty."""
+        if member.replica in self.job.limits.overrides.vetoed:
+            return f"an operator's veto keeps the layout of {member.replica}: `fabric adapt --allow` ends it"
+        if advice.layout and not all(x.cuts for x in record.roster):
+            return "all replicas must have equal layouts: set FABRIC_UNEQUAL=1 on every replica"
+        if not advice.layout and not self._spare_waits(record):
+            return f"no spare stands by for {member.replica}"
+        return self.job.spent_budget(recent) or self._may_leave(record, member)
+
+    def _spare_waits(self, record: Record) -> bool:
+        peers = self.job.state.liveness.peers.values()
+        return any(
+            x.connected and x.session.spare and not self.job.state.lists(x.session.replica) for x in peers
+        )
+
+    def _may_leave(self, record: Record, member: Member) -> str:
+        """Why this member may not leave now, or empty."""
+        others, least = len(record.roster) - 1, max(1, self.job.limits.least)
+        if others < least:
+            return f"without {member.replica} the job has {others} of the {least} members that it needs"
+        return ""
+
+    def _leave(self, record: Record, member: Member, layout: str, adaptation: Adaptation, why: str) -> None:
+        """Write the epoch in which the member leaves; an empty ``layout`` drains it for good."""
+        if not layout:
+            self.job.orders.draining[member.replica] = f"drained because it is slow ({why})"
+        what = f"comes back in the layout {layout}" if layout else "is drained"
+        why = f"{member.replica} {what}: {why}"
+        self.job.outbox.record_event("layout" if layout else "drained", member.replica, why)
+        leaving = replace(member, leaving=True, returns=layout)
+        roster = tuple(leaving if x is member else x for x in record.roster)
+        self._write(record, roster, adaptation, why)
+
+    def _write(self, record: Record, roster: tuple[Member, ...], adaptation: Adaptation, why: str) -> None:
+        self.job.writer.write_epoch(record, roster, forced=False, why=why, adaptation=adaptation)
+
+
+def _layout_of(order: str) -> str:
+    """The layout in an order, which may also name ranks to leave out."""
+    return order.partition(" ")[0]
+
+
+def _without(adaptation: Adaptation, replica: str) -> Adaptation:
+    return replace(adaptation, layouts=tuple(x for x in adaptation.layouts if x.replica != replica))

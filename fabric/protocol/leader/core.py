@@ -78,7 +78,7 @@ class LeaderCore:
         self.joins: Joins = Joins(state, outbox, limits, writer, self.admission, evidence)
         self.rebuilds: RingRebuilder = RingRebuilder(state, outbox, writer, self.evictions)
         self.decisions: Decisions = Decisions(state, outbox, self.bases, self.evictions)
-        self.adaptations: Adaptations = Adaptations(state, outbox, limits, writer)
+        self.adaptations: Adaptations = Adaptations(state, outbox, limits, writer, self.orders)
         self.timer: plan.PlanTimer = plan.PlanTimer()
 
     @property
@@ -247,6 +247,9 @@ class LeaderCore:
 
     def on_advised(self, event: io.SharesAdvised) -> None:
         self.adaptations.on_advised(event)
+
+    def on_layout_advised(self, event: io.LayoutAdvised) -> None:
+        self.adaptations.layouts.on_advised(event)
 
     # --- sessions and trainer statuses -----------------------------------------------------------------
 
@@ -434,6 +437,7 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.Operator: LeaderCore.on_operator,
     io.AcceptQueueFull: LeaderCore.on_accept_queue_full,
     io.SharesAdvised: LeaderCore.on_advised,
+    io.LayoutAdvised: LeaderCore.on_layout_advised,
     io.LeaderTick: LeaderCore.on_tick,
 }
 

@@ -54,6 +54,7 @@ SETTLED_RULES: tuple[PlanRule, ...] = (
     PlanRule("drain", lambda leader, record: leader.orders.drain(record)),
     PlanRule("admit", lambda leader, record: leader.joins.admit(record)),
     PlanRule("adapt shares", lambda leader, record: leader.adaptations.adapt(record)),
+    PlanRule("change a layout", lambda leader, record: leader.adaptations.layouts.change(record)),
     PlanRule("serve newcomers", _and_go_on(lambda leader, record: leader.joins.serve(record))),
 )
 

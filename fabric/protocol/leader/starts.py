@@ -89,7 +89,7 @@ class Starts:
                 sharing=sharing,
                 poison=self.evidence.known_poison(record) if record is not None else (),
                 min_replicas=self.limits.overrides.min_replicas,
-                adaptation=Adaptation(acted=record.adaptation.acted if record is not None else ()),
+                adaptation=record.adaptation.with_asked_shares if record is not None else Adaptation(),
             )
         )
 

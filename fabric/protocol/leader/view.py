@@ -337,6 +337,11 @@ class LeaderView:
         """Why the leader does not follow the newest advice about shares, in a sentence, or empty."""
         return self._core.adaptations.held
 
+    @property
+    def layout_held(self) -> str:
+        """Why the leader does not follow the newest advice about a layout, in a sentence, or empty."""
+        return self._core.adaptations.layouts.held
+
     def objection(self, asked: io.Operator) -> str:
         """Why the leader refuses this order, in a sentence, or empty."""
         return self._core.orders.objection(asked)

@@ -1,6 +1,7 @@
 """The context that all parts of a member core share: identity, settings, time, the effects of this event."""
 
-from fabric.model import Poison
+from fabric.exit_codes import FINISHED, RESTART
+from fabric.model import Member, Poison
 from fabric.protocol.member.state import MemberConfig, MemberIdentity
 from fabric.protocol.messages import member_events as io
 
@@ -21,6 +22,15 @@ class CoreContext:
 
     def stop(self, code: int, reason: str, poison: tuple[Poison, ...] = ()) -> None:
         self.emit(io.Stop(code, reason, poison))
+        self.stopped = True
+
+    def leave(self, entry: Member | None) -> None:
+        """Stop as a leaving member. ``entry``: this member's entry in the last roster that lists it."""
+        if entry is None or not entry.returns:
+            self.stop(FINISHED, "drained: the others go on without this replica")
+            return
+        reason = f"comes back in the layout {entry.returns}: the others go on meanwhile"
+        self.emit(io.Stop(RESTART, reason, layout=entry.returns))
         self.stopped = True
 
     def emit(self, effect: io.Effect) -> None:

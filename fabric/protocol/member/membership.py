@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fabric.errors import IllegalTransition
-from fabric.exit_codes import FINISHED, RESTART
+from fabric.exit_codes import RESTART
 from fabric.model import Record, SnapshotRef
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.context import CoreContext
@@ -48,7 +48,7 @@ class Membership:
             self._context.emit(io.AbortExchange(self._epochs.current.epoch, why))
         me = self._epochs.current.member(self._context.replica) if self._epochs.current is not None else None
         if me is not None and me.leaving:
-            self._context.stop(FINISHED, "drained: the others go on without this replica")
+            self._context.leave(me)
             return
         self._epochs.enter_mode(Mode.OUTSIDE)
         self._session.contact.fallen = None

@@ -5,7 +5,7 @@ members' contributions, their votes.
 """
 
 from fabric.errors import IllegalTransition
-from fabric.exit_codes import FAILED, FINISHED, RESTART
+from fabric.exit_codes import FAILED, RESTART
 from fabric.model import Record
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.epochs import KnownEpochs
@@ -428,7 +428,7 @@ class Rounds:
             assert record is not None and record.epoch == following
             self.go_to(record)
             if not record.lists(self._context.replica, self._context.identity.incarnation):
-                self._context.stop(FINISHED, "drained: the others go on without this replica")
+                self._context.leave(round_.record.member(self._context.replica))
             elif record.epoch not in self._epochs.links.up:
                 self.abort(f"a link was lost on the way into epoch {record.epoch}", "")
 

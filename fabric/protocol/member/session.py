@@ -168,6 +168,7 @@ class LighthouseSession:
                     rack=me.rack,
                     adapt=self._context.config.adapt,
                     cuts=me.cuts,
+                    launched=self._context.config.launched,
                     ranks=me.ranks,
                     spare=me.spare,
                     secret=me.secret,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fabric.model import EVERYTHING, JobEnd, RankAddress, Sharing, SnapshotRef
+from fabric.model import EVERYTHING, NOT_LAUNCHED, JobEnd, LaunchedLayouts, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
@@ -66,6 +66,7 @@ class MemberConfig:
     min_replicas: int = 1
     autonomy_s: float = 1800.0
     adapt: str = ""  # the job's mode against slow replicas: "off", "advise" or "act"
+    launched: LaunchedLayouts = NOT_LAUNCHED  # the layouts that this replica may be started in
     beat_s: float = 1.0
     digest_every: int = 1  # steps between digests of the shared state; 0: never
     retain: bool = True  # the kept gradient survives the exchange, so a retry need not compute it again

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fabric.model import MemberSpeed, Policy, Record
+from fabric.model import MemberSpeed, Policy, Record, ReplicaProcess
 from fabric.protocol.messages.network import LeaderMessage, MemberMessage, OpenSession, TrainerStatus
 
 # --- events -----------------------------------------------------------------------------------------
@@ -106,6 +106,18 @@ class SharesAdvised:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutAdvised:
+    """The detector advises that a member of ``epoch`` leaves, and comes back in another layout."""
+
+    epoch: int
+    process: ReplicaProcess
+    layout: str  # the order to its launcher; empty: a spare takes its place, and it does not come back
+    gain: float  # predicted gain of throughput, as a share
+    cost_s: float  # predicted time that the job loses by the change
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LeaderTick:
     """Time passed."""
 
@@ -123,6 +135,7 @@ Event = (
     | Operator
     | AcceptQueueFull
     | SharesAdvised
+    | LayoutAdvised
     | LeaderTick
 )
 

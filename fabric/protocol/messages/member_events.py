@@ -394,6 +394,7 @@ class Stop:
     code: Int64  # see ``exit_codes``: RESTART, FAILED or FINISHED
     reason: str
     poison: tuple[Poison, ...] = ()  # the micro-batches that are the reason, if any are
+    layout: str = ""  # order the launcher to start this replica in this layout; empty: order nothing
 
 
 # --- effects: transfer ----------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from fabric.model import (
     EVERYTHING,
+    NOT_LAUNCHED,
     Death,
     EarlierStep,
     Fence,
     Int64,
     JobEnd,
+    LaunchedLayouts,
     Member,
     Poison,
     RankAddress,
@@ -216,6 +218,7 @@ class OpenSession:
     rack: str = ""  # as in ``Member.rack``
     adapt: str = ""  # the job's mode against slow replicas: "off", "advise" or "act"; empty: an older version
     cuts: str = ""  # as in ``Member.cuts``
+    launched: LaunchedLayouts = NOT_LAUNCHED
 
 
 @dataclass(frozen=True, slots=True)

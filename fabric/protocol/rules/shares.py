@@ -27,7 +27,7 @@ def for_roster(adaptation: Adaptation, roster: Sequence[Member]) -> Adaptation:
     speeds = tuple(x for x in adaptation.speeds if x.process in listed)
     if speeds == adaptation.speeds:
         return adaptation
-    return replace(adaptation, speeds=speeds) if speeds else Adaptation(acted=adaptation.acted)
+    return replace(adaptation, speeds=speeds) if speeds else adaptation.with_asked_shares
 
 
 def with_shares(roster: Sequence[Member], asked: Sequence[int], adaptation: Adaptation) -> tuple[Member, ...]:

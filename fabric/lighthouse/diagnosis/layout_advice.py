@@ -1,0 +1,236 @@
+"""Plans the layout in which a slow replica would hold up its job less, or the spare that would replace it.
+
+The planner knows the layouts that launchers offer. It takes for granted that a script cannot build a layout
+that it has refused, and that a replica without `fabric launch` keeps its layout.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fabric.errors import ConfigError
+from fabric.health.damping import SHORT
+from fabric.health.localise import Scope, Slowdown
+from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
+from fabric.health.planning.remedies import ActionRules, JobHealth, Remedy, RemedyKind, propose
+from fabric.lighthouse.diagnosis.rank_watch import RankWatch
+from fabric.model import NOT_LAUNCHED, LaunchedLayouts, Member, Record, ReplicaProcess, apportion
+from fabric.protocol.leader.adaptations import ACT
+from fabric.protocol.leader.view import LeaderView
+from fabric.protocol.messages.leader_events import LayoutAdvised
+from fabric.runtime.layout_orders import LayoutOrder
+from fabric.runtime.rank_layout import RankLayout, parse_layout
+
+LASTING = SHORT  # steps that a replica must have been slow: another layout costs a rejoin
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutAdvice:
+    """A layout that would help, and why."""
+
+    remedy: RemedyKind
+    process: ReplicaProcess
+    order: str  # the order to its launcher; empty: a spare takes its place
+    gain: float  # gain of throughput, as a share, beyond the best shares
+    cost_s: float  # time that the job loses by the change
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlowReplica:
+    """A member that has been slow for a while."""
+
+    member: Member
+    launched: LaunchedLayouts
+    speeds: Mapping[int, float]  # slow rank -> its speed relative to its past; the other ranks have 1
+    stages: tuple[int, ...]  # rank -> its pipeline stage; empty: not known
+    is_confirmed: bool  # whether a micro-benchmark has shown that its device is slow
+
+
+class LayoutAdvisor:
+    """Plans for the slowest replica; in the mode ``act`` it orders the plan from the leader."""
+
+    def __init__(self) -> None:
+        self.advice: LayoutAdvice | None = None
+        self._planned: object = None  # what the newest plan was made from
+        self._newest: object = None  # epoch of the newest order (0: advice alone), process and layout
+        self._order: LayoutAdvised | None = None
+
+    def forget(self) -> None:
+        """Drop the plan, because the job is complete, or wants none."""
+        self.advice = self._planned = self._newest = self._order = None
+
+    def take_order(self) -> LayoutAdvised | None:
+        """Return the layout that the leader shall order, once."""
+        order, self._order = self._order, None
+        return order
+
+    def advise(self, view: LeaderView, slow: SlowReplica | None) -> LayoutAdvice | None:
+        """Plan again where the slow replica or its speeds have changed; return advice that is new."""
+        record = view.record
+        if record is None or slow is None or self._keeps_its_layout(view, record, slow.member.replica):
+            self.forget()
+            return None
+        spares = _spares(view, record)
+        basis = record.epoch, _rounded(slow), spares
+        if basis == self._planned:
+            return None
+        self._planned, self.advice = basis, plan_layout(view, record, slow, spares)
+        if self.advice is None:
+            return None
+        x, epoch = self.advice, record.epoch if view.adapt_mode == ACT else 0
+        if (newest := (epoch, x.process, x.order)) == self._newest:
+            return None
+        self._newest = newest
+        if not epoch:
+            return x
+        self._order = LayoutAdvised(epoch, x.process, x.order, x.gain, x.cost_s, x.reason)
+        return None
+
+    @staticmethod
+    def _keeps_its_layout(view: LeaderView, record: Record, replica: str) -> bool:
+        changed = {x.replica for x in record.adaptation.layouts}
+        return replica in view.overrides.vetoed or replica in changed
+
+    def to_json(self, view: LeaderView) -> dict[str, Any]:
+        """The advice, and the changed layouts, for people."""
+        advice, record = self.advice, view.record
+        return {
+            "layout_advice": None
+            if advice is None
+            else {
+                "remedy": str(advice.remedy),
+                "replica": advice.process.replica,
+                "layout": advice.order,
+                "gain": round(advice.gain, 4),
+                "cost_s": round(advice.cost_s, 2),
+                "reason": advice.reason,
+                "held": view.layout_held,
+            },
+            "layouts": [
+                {"replica": x.replica, "layout": x.layout, "usual": x.usual, "at": x.at, "reason": x.reason}
+                for x in (record.adaptation.layouts if record is not None else ())
+            ],
+        }
+
+
+def slow_replica(
+    view: LeaderView, slowdown: Slowdown, ranks: RankWatch, confirmed: bool
+) -> SlowReplica | None:
+    """The planner's view of the slow replica; None if it is not a member."""
+    record = view.record
+    member = record.member(slowdown.replica) if record is not None else None
+    if member is None or slowdown.scope not in (Scope.RANK, Scope.STAGE, Scope.REPLICA):
+        return None
+    peer = view.peers.get(member.replica)
+    launched = peer.session.launched if peer is not None else NOT_LAUNCHED
+    speeds = ranks.speeds_of(slowdown)
+    if not speeds:
+        speeds = dict.fromkeys(range(1 + len(member.ranks)), 1.0 / slowdown.factor)
+    return SlowReplica(member, launched, speeds, ranks.stages_of(member.replica), confirmed)
+
+
+def plan_layout(
+    view: LeaderView, record: Record, slow: SlowReplica, spares: tuple[str, ...]
+) -> LayoutAdvice | None:
+    """The cheapest remedy for ``slow`` beyond shares; None where none gains enough."""
+    try:
+        layout = parse_layout(slow.launched.layout).over(1 + len(slow.member.ranks))
+    except ConfigError:
+        return None
+    layers, micro_batches = sum(layout.layers) or 1, _micro_batches(view, record)
+    usual, cut = _usual(layout, slow), _cut(layout, layers, slow)
+    counts = apportion(micro_batches, [member.shares for member in record.roster])
+    replicas = []
+    for member, count in zip(record.roster, counts, strict=True):
+        if member is not slow.member:
+            replicas.append(_healthy(view, member.replica, layers, count))
+            continue
+        speeds = tuple(slow.speeds.get(rank, 1.0) for rank in range(layout.ranks))
+        replicas.append(ReplicaHealth(member.replica, 1, usual, speeds, count))
+    waiting = tuple(_healthy(view, name, layers, 0) for name in spares)
+    job = JobHealth(micro_batches, tuple(replicas), cut, waiting)
+    for remedy in propose(job, ActionRules()).remedies:
+        if remedy.replica == slow.member.replica and not remedy.undoes:
+            order = _order(remedy, layout, slow)
+            if order is not None:
+                x = remedy
+                return LayoutAdvice(x.kind, slow.member.process, order, x.gain, x.cost_s, x.reason)
+    return None
+
+
+def _order(remedy: Remedy, layout: RankLayout, slow: SlowReplica) -> str | None:
+    """The order to the replica's launcher, empty for a drain; None where this remedy is not possible."""
+    entry = remedy.plan.of(slow.member.replica)
+    if remedy.kind is RemedyKind.DRAIN:
+        return "" if remedy.plan.joins and slow.is_confirmed else None
+    if entry is None or remedy.kind is RemedyKind.SHARES:
+        return None
+    if remedy.kind is RemedyKind.REPARTITION:
+        order = LayoutOrder(replace(layout, layers=entry.layout.layers))
+        return None if str(order) in slow.launched.refused else str(order)
+    (chosen,) = entry.layout.groups
+    without = tuple(rank for rank in range(layout.ranks) if rank not in chosen)
+    allowed = _smaller(layout, slow.launched)
+    return next((str(LayoutOrder(x, without)) for x in allowed if x.ranks == len(chosen)), None)
+
+
+def _usual(layout: RankLayout, slow: SlowReplica) -> StageLayout:
+    """The present layout of the replica. Its ranks' stages are known where it has layers."""
+    numbers = sorted(set(slow.stages))
+    groups = [tuple(rank for rank, at in enumerate(slow.stages) if at == stage) for stage in numbers]
+    if layout.layers and len(groups) == layout.stages:
+        return StageLayout(tuple(groups), layout.layers)
+    return StageLayout((tuple(range(layout.ranks)),), (sum(layout.layers) or 1,))
+
+
+def _cut(layout: RankLayout, layers: int, slow: SlowReplica) -> ModelCut:
+    """The layouts that the replica may have: other layers for its stages, or fewer ranks of one stage."""
+    if not slow.launched.allowed:
+        return ModelCut(layers, can_repartition=False, can_resize=False)
+    sizes = tuple(sorted({x.ranks for x in _smaller(layout, slow.launched)}))
+    is_pipeline = bool(layout.layers)
+    return ModelCut(layers, sizes=sizes, can_repartition=is_pipeline, can_resize=bool(sizes))
+
+
+def _smaller(layout: RankLayout, launched: LaunchedLayouts) -> list[RankLayout]:
+    """The offered layouts of fewer ranks, preferred first; none for a pipeline, which keeps its ranks."""
+    if layout.layers:
+        return []
+    offered = [parse_layout(text) for text in launched.allowed if text not in launched.refused]
+    return [x for x in offered if x.ranks < layout.ranks and not x.layers]
+
+
+def _healthy(view: LeaderView, name: str, layers: int, micro_batches: int) -> ReplicaHealth:
+    """A replica whose ranks all have the usual speed. Without known stages it counts as one stage."""
+    peer = view.peers.get(name)
+    size = 1 + len(peer.session.ranks) if peer is not None else 1
+    usual = StageLayout((tuple(range(size)),), (layers,))
+    with contextlib.suppress(ConfigError):
+        own = parse_layout(peer.session.launched.layout if peer is not None else "").over(size)
+        if sum(own.layers) == layers and own.stages > 1:
+            group = size // own.stages
+            groups = tuple(tuple(range(first, first + group)) for first in range(0, size, group))
+            usual = StageLayout(groups, own.layers)
+    return ReplicaHealth(name, 1, usual, (1.0,) * size, micro_batches)
+
+
+def _spares(view: LeaderView, record: Record) -> tuple[str, ...]:
+    return tuple(
+        sorted(
+            name
+            for name, peer in view.peers.items()
+            if peer.connected and peer.session.spare and record.member(name) is None
+        )
+    )
+
+
+def _micro_batches(view: LeaderView, record: Record) -> int:
+    sessions = [view.peers[name].session for name in record.names if name in view.peers]
+    return max((session.micro_batches for session in sessions), default=0)
+
+
+def _rounded(slow: SlowReplica) -> SlowReplica:
+    """The same replica with speeds that small changes leave alone."""
+    return replace(slow, speeds={rank: round(speed, 1) for rank, speed in slow.speeds.items()})

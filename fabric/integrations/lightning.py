@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.lightning_counters import EarlyStops, set_counters
+from fabric.integrations.lightning_manual import ManualSteps, check_closure
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.versions import check_version
 from fabric.runtime import config
@@ -49,7 +50,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
     def __init__(self, device: Any = "cpu", **arguments: Any) -> None:
         super().__init__(device)
         self._arguments = arguments
-        self._job: _LightningJob | None = None  # none with FABRIC_DISABLE=1, and before the first batch
+        self._job: LightningJob | None = None  # none with FABRIC_DISABLE=1, and before the first batch
         self._disabled = True
         self._busy = contextlib.ExitStack()
 
@@ -67,7 +68,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         super().setup(trainer)
         if not self._disabled and self.optimizers:
             check_version(ROOT.partition(".")[0], LEAST, TESTED)
-            _refuse(trainer)
+            _refuse(trainer, self._arguments)
             _ranks.rank = 1  # the first step shows which replica writes
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -80,7 +81,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
                 "the Trainer reloads its DataLoader in mid-training: leave "
                 "reload_dataloaders_every_n_epochs away"
             )
-        self._job = _LightningJob(self, trainer, dataloader, self._arguments)
+        self._job = LightningJob(self, trainer, dataloader, self._arguments)
         return self._job.batches
 
     def on_train_end(self) -> None:
@@ -95,6 +96,8 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         """Compute a micro-batch of the job; none in a step that is replayed."""
         if self._job is None:
             return super().training_step(*arguments, **named)
+        if self._job.manual is not None:
+            return self._job.manual.training_step(super().training_step, *arguments, **named)
         self._job.more = arguments[1:]
         if not self._job.has_batch:
             return torch.zeros((), device=self.root_device, requires_grad=True)
@@ -104,6 +107,11 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         """Add the micro-batch's gradient, scaled by its number of samples."""
         if self._job is None:
             return super().backward(closure_loss, optimizer, *arguments, **named)
+        if self._job.manual is not None:
+            add = super().backward
+            return self._job.manual.backward(
+                lambda factor: add(closure_loss * factor, optimizer, *arguments, **named), closure_loss
+            )
         if not self._job.has_batch:
             return closure_loss
         scaled = super().backward(closure_loss * self._job.scale(), optimizer, *arguments, **named)
@@ -115,6 +123,9 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         """Compute what is left of the job's step, exchange, and update."""
         job = self._job
         if job is None:
+            return super().optimizer_step(optimizer, closure, model, **named)
+        if job.manual is not None:
+            check_closure(closure)
             return super().optimizer_step(optimizer, closure, model, **named)
 
         def whole() -> Any:
@@ -159,7 +170,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         return busy
 
 
-class _LightningJob:
+class LightningJob:
     """The session of a FabricStrategy, and what its loop must know of the step under way."""
 
     def __init__(
@@ -170,6 +181,8 @@ class _LightningJob:
         self.accumulation = int(trainer.accumulate_grad_batches)
         self.more: tuple[Any, ...] = ()  # further arguments of training_step
         self.has_batch = False  # the loop holds a micro-batch of the job
+        is_manual = not trainer.lightning_module.automatic_optimization
+        self.manual = ManualSteps(trainer, self) if is_manual else None
         self._strategy, self._trainer = strategy, trainer
         self._gradients: list[torch.Tensor | None] | None = None  # the average, until the update
         self._steps_per_epoch = _steps_per_epoch(loader, self.accumulation, replicas)
@@ -224,10 +237,21 @@ class _LightningJob:
         self.has_batch = batch is not None
         if batch is not None:
             return batch
-        self._set_aside()
+        self.set_aside()
         assert self._feed.step is not None
         # The Trainer skips a step whose batch is None.
         return last if last is not None else self._data.fetch(self._feed.step.number, 0)
+
+    def next_micro_batch(self) -> Any:
+        """Return the step's next micro-batch; None where none is left, and ``.grad`` is the average then."""
+        return self._feed.micro_batch()
+
+    def prepared(self, batch: Any) -> Any:
+        """Return ``batch`` as the Trainer hands it to ``training_step``."""
+        trainer = self._trainer
+        moved = trainer.precision_plugin.convert_input(batch)
+        moved = trainer.lightning_module._on_before_batch_transfer(moved, dataloader_idx=0)  # noqa: SLF001
+        return _call._call_strategy_hook(trainer, "batch_to_device", moved, dataloader_idx=0)  # noqa: SLF001
 
     def scale(self) -> float:
         """Return by how much the loop's loss is multiplied: the loop has divided it by the accumulation."""
@@ -239,27 +263,26 @@ class _LightningJob:
         trainer = self._trainer
         if self.has_batch:
             for batch in self._feed.rest():
-                moved = trainer.precision_plugin.convert_input(batch)
-                moved = trainer.lightning_module._on_before_batch_transfer(moved, dataloader_idx=0)  # noqa: SLF001
-                moved = _call._call_strategy_hook(trainer, "batch_to_device", moved, dataloader_idx=0)  # noqa: SLF001
+                moved = self.prepared(batch)
                 with torch.enable_grad():
                     output = _call._call_strategy_hook(trainer, "training_step", moved, *self.more)  # noqa: SLF001
                     loss = output["loss"] if isinstance(output, dict) else output
                     _call._call_strategy_hook(trainer, "backward", loss / self.accumulation, optimizer)  # noqa: SLF001
-        self._bring_back()
+        self.bring_back()
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self._trainer.lightning_module.parameters() if p.requires_grad]
 
-    def _set_aside(self) -> None:
-        """Keep the average from the Trainer, which zeroes gradients before each backward pass."""
+    def set_aside(self) -> None:
+        """Keep the gradients from the loop, which zeroes them before each backward pass."""
         if self._gradients is None:
             self._gradients = [p.grad for p in self._parameters]
             for parameter in self._parameters:
                 parameter.grad = None
 
-    def _bring_back(self) -> None:
+    def bring_back(self) -> None:
+        """Put the gradients that ``set_aside`` has kept into ``.grad``."""
         if self._gradients is not None:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = gradient
@@ -276,7 +299,7 @@ class _LightningJob:
 class JobBatches:
     """The job's micro-batches, for the Trainer: from the job's step to the end of the epoch."""
 
-    def __init__(self, job: _LightningJob, steps: int) -> None:
+    def __init__(self, job: LightningJob, steps: int) -> None:
         self._job, self._steps = job, steps
         self._newest: Any = None
 
@@ -298,12 +321,12 @@ class JobBatches:
         """Load nothing."""
 
 
-def _refuse(trainer: Any) -> None:
+def _refuse(trainer: Any, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for a Trainer that this strategy cannot keep equal on all replicas."""
-    if not trainer.lightning_module.automatic_optimization:
+    if not trainer.lightning_module.automatic_optimization and arguments.get("buffers") == "average":
         raise ConfigError(
-            "the LightningModule has automatic_optimization = False, and FabricStrategy does not see its "
-            "updates: call fabric.client.attach and session.exchange in training_step"
+            'buffers="average" does not go with automatic_optimization = False, where a replayed step '
+            'computes a forward: choose "ignore"'
         )
     if len(trainer.strategy.optimizers) != 1:
         raise ConfigError(

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from job import Job
 from test_failures import check, finals
 
@@ -39,10 +40,12 @@ def run_all(job: Job, **more: str) -> None:
     assert set(job.codes.values()) == {0}, job.logs()
 
 
+@pytest.mark.parametrize("trainer", ["lightning_watched", "lightning_manual"])
 def test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_job(
-    lightning_zygote, tmp_path
+    lightning_zygote, tmp_path, trainer
 ):
-    with Job(lightning_zygote, tmp_path / "job", environment=environment(tmp_path)) as job:
+    given = environment(tmp_path, TEST_TRAINER=trainer)
+    with Job(lightning_zygote, tmp_path / "job", environment=given) as job:
         start(job, "r0", f"ring@{KILLED_AT}=kill")
         start(job, "r1")
         start(job, "r2")
@@ -53,7 +56,8 @@ def test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_j
         check(job, STEPS)
         assert len(set(finals(job).values())) == 1, "the replicas ended with different states"
         [joined] = job.events("r0", "joined")
-    with Job(lightning_zygote, tmp_path / "calm", environment=environment(tmp_path / "calm")) as calm:
+    given = environment(tmp_path / "calm", TEST_TRAINER=trainer)
+    with Job(lightning_zygote, tmp_path / "calm", environment=given) as calm:
         run_all(calm)
     curve, came_back, undisturbed = notes(job, "r1", 0), notes(job, "r0", 1), notes(calm, "r1", 0)
     assert list(curve) == list(range(1, STEPS + 1)) and curve == notes(job, "r2", 0)

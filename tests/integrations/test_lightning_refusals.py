@@ -53,8 +53,12 @@ def trainer(**named):
 @pytest.mark.parametrize(
     ("module", "options", "data", "error"),
     [
-        ({"manual": True}, {}, DATA, "automatic_optimization = False"),
-        ({"optimizers": 2, "manual": True}, {}, DATA, "automatic_optimization = False"),
+        (
+            {"optimizers": 2, "manual": True},
+            {},
+            DATA,
+            "takes one optimizer, and configure_optimizers gives 2",
+        ),
         ({}, {"max_epochs": -1}, DATA, "the Trainer has no end: give it max_epochs or max_steps"),
         ({}, {"max_epochs": 1}, TensorDataset(torch.ones(5, 2)), "a step of the job has 6 samples, and the"),
     ],
@@ -82,7 +86,7 @@ def test_what_only_a_device_allows_is_refused_too(optimizers, precision, error):
     strategy = SimpleNamespace(optimizers=[None] * optimizers)
     module = SimpleNamespace(automatic_optimization=True)
     with pytest.raises(ConfigError, match=error):
-        _refuse(SimpleNamespace(lightning_module=module, strategy=strategy, precision=precision))
+        _refuse(SimpleNamespace(lightning_module=module, strategy=strategy, precision=precision), {})
 
 
 @pytest.mark.parametrize(("step", "epoch", "within"), [(7, 1, 3), (8, 2, 0), (3, 0, 3)])

@@ -18,13 +18,10 @@ def set_counters(trainer: Any, step: int, steps_per_epoch: int) -> None:
     for progress, done in ((epochs.batch_progress.total, step), (epochs.batch_progress.current, within)):
         count = done * batches
         progress.ready = progress.started = progress.processed = progress.completed = count
-    if not trainer.lightning_module.automatic_optimization:
-        progress = epochs.manual_optimization.optim_step_progress
-        progress.total.ready = progress.total.completed = step
-        progress.current.ready = progress.current.completed = within
-    updates = epochs.automatic_optimization.optim_progress.optimizer.step
-    updates.total.ready = updates.total.completed = step
-    updates.current.ready = updates.current.completed = within
+    automatic = epochs.automatic_optimization.optim_progress.optimizer.step
+    for updates in (automatic, epochs.manual_optimization.optim_step_progress):
+        updates.total.ready = updates.total.completed = step
+        updates.current.ready = updates.current.completed = within
     epochs._batches_that_stepped = step  # noqa: SLF001
     if begun:
         loop.restarting = True

@@ -60,3 +60,10 @@ def test_the_layout_of_the_ddp_tutorial_survives_a_kill_and_a_join(zygote, tmp_p
 def test_the_layout_of_nanogpt_survives_a_kill_and_a_join(zygote, tmp_path):
     job = start(zygote, tmp_path, f"{HERE / 'plain_gpt.py'} {GPT_STEPS} {tmp_path / 'out.pt'}", GPT_STEPS)
     check_ends(job, GPT_STEPS)
+
+
+def test_a_loop_of_lightning_fabric_survives_a_kill_and_a_join(lightning_zygote, tmp_path):
+    job = start(lightning_zygote, tmp_path, f"{HERE / 'plain_fabric.py'} {DDP_EPOCHS}", DDP_STEPS)
+    check_ends(job, DDP_STEPS)
+    log = (job.folder / "r0.log").read_text()
+    assert log.count("adopted the model _FabricModule(Sequential) with AdamW, StepLR") == 1

@@ -17,6 +17,7 @@ from fabric.integrations.adopt import frameworks
 from fabric.integrations.adopt.adoption import run_adopted
 from fabric.integrations.lightning import FabricStrategy, _refuse
 from fabric.integrations.lightning_counters import EarlyStops, set_counters
+from fabric.integrations.lightning_manual import ManualSteps, check_closure
 
 DATA = TensorDataset(torch.ones(24, 2))
 
@@ -108,6 +109,69 @@ def test_early_stopping_is_shared_state():
     )
     assert second.wait_count == 2 and second.best_score == 0.5
     assert EarlyStops(SimpleNamespace(callbacks=[])).state_dict() == {}
+
+
+class ManualJob:
+    """A step of two micro-batches here; the average is 3."""
+
+    def __init__(self, parameter, following):
+        self.parameter, self.following, self.kept, self.has_batch = parameter, iter(following), None, True
+
+    def next_micro_batch(self):
+        following = next(self.following, None)
+        if following is None:
+            self.summed, self.parameter.grad = self.parameter.grad, torch.tensor(3.0)
+        return following
+
+    def prepared(self, batch):
+        return batch
+
+    def scale(self):
+        return 2.0
+
+    def set_aside(self):
+        self.kept, self.parameter.grad = self.parameter.grad, None
+
+    def bring_back(self):
+        if self.kept is not None:
+            self.kept, self.parameter.grad = None, self.kept
+
+
+def test_a_manual_step_computes_what_is_left_and_updates_once():
+    parameter, counts, updates = torch.nn.Parameter(torch.tensor(1.0)), SimpleNamespace(global_step=0), []
+    job = ManualJob(parameter, [5.0])
+    steps = ManualSteps(counts, job)
+
+    def script(batch):
+        parameter.grad = None  # as zero_grad does
+        loss = parameter * batch
+        steps.backward(lambda factor: (loss * factor).backward(), loss)
+        updates.append(parameter.grad.item())
+        counts.global_step += 1
+
+    steps.training_step(script, 4.0)
+    assert updates == [3.0] and job.summed == 2.0 * (4.0 + 5.0)
+
+
+@pytest.mark.parametrize(("backwards", "updates"), [(0, 0), (2, 1), (1, 0), (1, 2)])
+def test_a_manual_step_of_another_form_is_refused(backwards, updates):
+    parameter, counts = torch.nn.Parameter(torch.tensor(1.0)), SimpleNamespace(global_step=0)
+    steps = ManualSteps(counts, ManualJob(parameter, []))
+
+    def script(batch):
+        loss = parameter * batch
+        for _ in range(backwards):
+            steps.backward(lambda factor: (loss * factor).backward(), loss)
+        counts.global_step += updates
+
+    words = f"manual_backward {backwards} times and made {updates} updates, and FabricStrategy needs one"
+    with pytest.raises(ConfigError, match=words):
+        steps.training_step(script, 4.0)
+
+
+def test_a_closure_in_manual_optimization_is_refused():
+    with pytest.raises(ConfigError, match="gives its optimizer a closure"):
+        check_closure(lambda: None)
 
 
 # --- fabric run --adopt -----------------------------------------------------------------------------------

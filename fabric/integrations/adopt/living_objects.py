@@ -76,7 +76,12 @@ class SchedulePosition:
 
 
 def _only_optimizer() -> torch.optim.Optimizer:
-    optimizers = living(torch.optim.Optimizer)
+    # A framework's wrapper is an optimizer too, and holds the one that it wraps.
+    optimizers = [
+        x
+        for x in living(torch.optim.Optimizer)
+        if not any(isinstance(value, torch.optim.Optimizer) for value in vars(x).values())
+    ]
     if len(optimizers) != 1:
         names = ", ".join(sorted(map(_name, optimizers))) or "none"
         raise ConfigError(f"--adopt takes a script with one optimizer, and this one has {names}: {OWN_WAY}")
@@ -123,5 +128,5 @@ def _only_scaler() -> torch.amp.GradScaler | None:
 
 def _name(value: object) -> str:
     kind = type(value).__name__
-    inner = getattr(value, "module", None) if kind == "DistributedDataParallel" else None
+    inner = getattr(value, "module", None) if kind in ("DistributedDataParallel", "_FabricModule") else None
     return kind if inner is None else f"{kind}({type(inner).__name__})"

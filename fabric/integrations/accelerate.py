@@ -33,7 +33,7 @@ from fabric.integrations.versions import check_version
 from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas
 
-LEAST, TESTED = "1.10", "1.15.0"
+LEAST, TESTED = "1.10.0", "1.15.0"
 _ENDLESS = 1 << 40  # the step at which a loop ends that its script counts
 _STEP_FILE = "fabric.json"  # beside the files of save_state
 

@@ -28,7 +28,7 @@ from fabric.integrations.versions import check_version
 from fabric.runtime import config
 from fabric.runtime.config import parse_replicas
 
-LEAST, TESTED = "2.5", "2.6.6"
+LEAST, TESTED = "2.5.0", "2.6.6"
 _has_both_names = "pytorch_lightning" not in sys.modules and importlib.util.find_spec("lightning") is not None
 # Lightning is published under two names, whose classes differ.
 ROOT = "lightning.pytorch" if _has_both_names else "pytorch_lightning"

@@ -31,7 +31,7 @@ from fabric.integrations.versions import check_version
 from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas
 
-LEAST, TESTED = "5.10", "5.23.0"
+LEAST, TESTED = "5.10.1", "5.23.0"
 
 
 class _MovedError(Exception):

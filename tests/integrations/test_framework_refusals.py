@@ -92,7 +92,7 @@ def test_a_release_that_is_too_old_is_refused_with_the_versions(replica, monkeyp
     monkeypatch.setattr(versions.metadata, "version", lambda name: "4.57.6")
     with pytest.raises(
         ConfigError,
-        match=r"transformers 4\.57\.6 is installed, and fabric\.integrations\.transformers needs 5\.10 "
+        match=r"transformers 4\.57\.6 is installed, and fabric\.integrations\.transformers needs 5\.10\.1 "
         r"or newer \(tested with 5\.23\.0\): run pip install -U transformers",
     ):
         trainer(replica).train()

@@ -15,6 +15,7 @@ from fabric.ckpt_server.fetch.fetcher import FetchResult
 from fabric.ckpt_server.format.digest import file_digest
 from fabric.ckpt_server.reshard.rank_files import LayoutChanged, ServedRankFile
 from fabric.client.state import fetch_thread as module
+from fabric.client.state import state_loader
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.state_loader import StateLoader, fetch_failure
 from fabric.errors import Gone, IntegrityError, ServerLost, StateError
@@ -268,6 +269,46 @@ def test_a_state_that_a_replica_stores_in_its_new_layout_meanwhile_is_looked_up_
     served = {0: ("http://two0",), 1: ("http://two1",)}
     assert loader._from_served(order, served, servers) == "the state"
     assert reads == [served, {0: ("http://two0",)}]
+
+
+class Storing(Layouts):
+    """The two ranks of a lone replica, which store the state in a new layout one after the other."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__(first=[content(3), content(4)], second=[content(5), content(2)])
+        self.looks = looks  # lookups until the second rank has stored its part too
+
+    def fetch_manifest(self, url: str, step: int, generation: int) -> dict:
+        if url == "http://second":
+            self.looks -= 1
+            if self.looks < 0:
+                self.held[url] = self.held["http://first"]
+        return super().fetch_manifest(url, step, generation)
+
+
+@pytest.mark.parametrize("looks", [0, 1, state_loader._MIXED_TRIES - 1])
+def test_a_lone_replica_that_stores_a_new_layout_rank_by_rank_is_asked_again(looks, monkeypatch):
+    monkeypatch.setattr(state_loader, "_MIXED_PAUSE_S", 0.0)
+    servers = Storing(looks)
+    loader = StateLoader(None, None, None, 0, 2, lambda *_: servers, unequal=True)
+    monkeypatch.setattr(loader, "_from_others", lambda order, served, fetcher: served)
+    served = {0: ("http://first",), 1: ("http://second",)}
+    order = io.FetchState(SnapshotRef(1, 7, content(7)), ("http://first", "http://second#1"))
+    assert loader._from_served(order, served, servers) == served
+
+
+def test_a_state_whose_layouts_stay_mixed_is_given_up_in_the_end(monkeypatch):
+    monkeypatch.setattr(state_loader, "_MIXED_PAUSE_S", 0.0)
+    servers = Storing(looks=1000)
+    loader = StateLoader(None, None, None, 0, 2, lambda *_: servers, unequal=True)
+    served = {0: ("http://first",), 1: ("http://second",)}
+    order = io.FetchState(SnapshotRef(1, 7, content(7)), ("http://first", "http://second#1"))
+    with pytest.raises(StateError) as caught:
+        loader._from_served(order, served, servers)
+    failed = fetch_failure(order, caught.value)
+    assert failed.unusable and not failed.misfit, "an older state is the only way on"
+    assert failed.why.endswith("in all of its ranks: its servers hold parts of 2 layouts")
+    assert servers.looks == 1000 - state_loader._MIXED_TRIES
 
 
 class Blocks:

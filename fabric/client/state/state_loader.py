@@ -37,8 +37,17 @@ class NoSlotMemory(StateError):
 _LAYOUT_TRIES = 3  # how often one layout is chosen while other replicas store the state in new layouts
 
 
+# If ranks hold parts of several layouts, a replica may be storing the state in another layout just now. Its
+# ranks do so one after the other, so the layouts are looked up again so often, with a pause between.
+_MIXED_TRIES, _MIXED_PAUSE_S = 20, 0.5
+
+
 class NoWholeLayout(StateError):
     """Every server has answered, and no layout of ranks has all of its parts there."""
+
+    def __init__(self, message: str, is_mixed: bool) -> None:
+        super().__init__(message)
+        self.is_mixed = is_mixed  # whether there are parts of several layouts
 
 
 @dataclass(slots=True)
@@ -127,7 +136,7 @@ class StateLoader:
         self, order: io.FetchState, served: Mapping[int, Sequence[str]], fetcher: StateFetcher
     ) -> FetchedState:
         """Read one layout; begin again when a replica has stored the state in its new layout meanwhile."""
-        tries = _LAYOUT_TRIES
+        tries, mixed_tries = _LAYOUT_TRIES, _MIXED_TRIES
         while True:
             try:
                 return self._from_others(order, self._of_one_layout(served, order.state), fetcher)
@@ -135,6 +144,11 @@ class StateLoader:
                 tries -= 1
                 if not tries:
                     raise
+            except NoWholeLayout as error:
+                mixed_tries -= 1
+                if not mixed_tries or not error.is_mixed:
+                    raise
+                time.sleep(_MIXED_PAUSE_S)
 
     def _of_one_layout(
         self, served: Mapping[int, Sequence[str]], state: SnapshotRef
@@ -160,9 +174,10 @@ class StateLoader:
             fetcher.close()
         complete = [key for key, ranks in layouts.items() if len(ranks) == len(key)]
         if not complete:
-            raise (NoWholeLayout if all(has_answered) else StateError)(
-                f"no member serves step {state.step} in all of its ranks"
-            )
+            why = f"no member serves step {state.step} in all of its ranks"
+            if len(layouts) > 1:
+                why += f": its servers hold parts of {len(layouts)} layouts"
+            raise NoWholeLayout(why, len(layouts) > 1) if all(has_answered) else StateError(why)
         best = min(complete, key=lambda key: (len(key) != self._size, len(key)))
         return {rank: tuple(urls) for rank, urls in layouts[best].items()}
 

@@ -173,16 +173,21 @@ def read_run(directory: Path) -> RecordedRun:
 
     Raises ConfigError where ``directory`` holds no journals or a file is larger than its bound.
     """
-    paths = sorted((directory / "journal").glob("*.jsonl"))
-    if not paths:
+    journals = read_journals(directory / "journal")
+    if not journals:
         raise ConfigError(
             f"{directory} holds no journals; give the directory that `fabric demo --out` wrote."
         )
-    if len(paths) > MAX_REPLICAS:
-        raise ConfigError(f"{directory} holds more than {MAX_REPLICAS} journals, which is too many.")
-    journals = {path.stem: parse_journal(path.stem, _read_bounded(path)) for path in paths}
     supervisor = directory / "supervisor.jsonl"
     return RecordedRun(journals, read_supervisor(supervisor) if supervisor.exists() else ())
+
+
+def read_journals(folder: Path) -> dict[str, ReplicaJournal]:
+    """Read ``folder/*.jsonl`` by replica. Raises ConfigError for too many files, or a too large one."""
+    paths = sorted(folder.glob("*.jsonl"))
+    if len(paths) > MAX_REPLICAS:
+        raise ConfigError(f"{folder} holds more than {MAX_REPLICAS} journals, which is too many.")
+    return {path.stem: parse_journal(path.stem, _read_bounded(path)) for path in paths}
 
 
 def parse_journal(replica: str, content: bytes) -> ReplicaJournal:

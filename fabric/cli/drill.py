@@ -5,7 +5,7 @@ Exit codes: 0 the job met every expectation, 1 it did not or the drill failed, 1
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from fabric.cli.lighthouse_options import lighthouses_of, operator_name
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
 from fabric.drill.report.documents import as_json, as_junit
@@ -22,6 +23,7 @@ from fabric.drill.report.drill_page import page_of
 from fabric.drill.report.drill_tables import DrillTable, expectation_table, fault_table, kind_table
 from fabric.drill.run.drill_loop import SUPERVISOR_FILE, DrillRun
 from fabric.drill.run.plan_file import read_plan
+from fabric.drill.run.running_job import RunningDrill, RunningJob, RunningOptions
 from fabric.drill.run.started_job import JobOptions
 from fabric.drill.schedule.drill_schedule import (
     DrillSchedule,
@@ -30,8 +32,8 @@ from fabric.drill.schedule.drill_schedule import (
     parse_fault,
     random_schedule,
 )
-from fabric.drill.schedule.fault_table import FAULTS, obstacle
-from fabric.errors import ConfigError
+from fabric.drill.schedule.fault_table import FAULTS, FaultNeed, obstacle
+from fabric.errors import ConfigError, Refused
 from fabric.runtime.claimed_folder import FolderUse, claimed
 from fabric.runtime.process_environment import process_environment
 
@@ -86,14 +88,26 @@ class _Wanted:
 )
 @click.option("--out", default="drill-out", type=click.Path(path_type=Path), help="Folder of the drill.")
 @click.option("--yes-lose-it", is_flag=True, help="Drill also a job that cannot survive it.")
+@click.option("--lighthouse", default="", help="Drill a running job, by these lighthouses: URLs with commas.")
+@click.option("--job", "job_name", default="", help="With --lighthouse: the running job.")
+@click.option(
+    "--token-file", type=click.Path(path_type=Path), help="With --lighthouse: the token for drills."
+)
+@click.option(
+    "--journals", type=click.Path(path_type=Path), help="With --lighthouse: folder of the journals."
+)
+@click.option("--why", default="a drill", help="With --lighthouse: the reason, for the record.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def drill(command: tuple[str, ...], **options: Any) -> None:
     """Break a job on purpose, and judge from independent records whether the job held.
 
     COMMAND is the training command, after --: fabric drill --replicas 3 -- python train.py. The drill starts
     the job with a lighthouse of its own, plays the schedule, and writes report.html, report.json and
-    junit.xml. Exit code 1: an expectation failed.
+    junit.xml. With --lighthouse and --job the drill breaks a running job instead. Exit code 1: an expectation
+    failed.
     """
+    if options["lighthouse"]:
+        raise SystemExit(_drill_running(command, options))
     job = JobOptions(
         out=options["out"],
         command=command,
@@ -107,8 +121,7 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
         _show_list(job, console)
         return
     _check_job(job, may_lose=options["yes_lose_it"])
-    wanted = _Wanted(options["plan"], options["faults"], options["seed"], options["every"], options["length"])
-    schedule = _schedule(wanted, job)
+    schedule = _schedule(_wanted(options), job.names, job.needs_met())
     expect = options["expect"] or schedule.expect
     for text in expect:
         parse_expectation(text)
@@ -133,7 +146,54 @@ def _run(
 
     own = replace(job, out=folder, faults=frozenset(fault.fault for fault in schedule.faults))
     verdict = judge_drill(DrillRun(own, schedule, say).run(), expect)
-    line = repeat_line(job, schedule, expect)
+    _report(verdict, folder, repeat_line(job, schedule, expect), console)
+    return verdict
+
+
+def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
+    """Drill a running job; return the exit code. Raises FabricError."""
+    console = Console()
+    client = lighthouses_of(options["lighthouse"], options["job_name"], options["token_file"], needs_job=True)
+    if command:
+        raise ConfigError("--lighthouse drills a running job: leave the training command away")
+    running = RunningJob(client)
+    names, met = tuple(sorted(running.replicas())), running.needs_met()
+    if options["lists"]:
+        _show_faults(f"Faults, for the running job {client.job}", met, console)
+        return 0
+    if not names:
+        raise Refused(
+            f"no trainer of job {client.job} allows a drill: start its trainers with FABRIC_DRILL=1"
+        )
+    schedule = _schedule(_wanted(options), names, met)
+    expect = options["expect"] or schedule.expect
+    for text in expect:
+        parse_expectation(text)
+    signal.signal(signal.SIGTERM, _interrupt)
+    wanted = RunningOptions(
+        client, operator_name(), options["why"], options["yes_lose_it"], options["journals"]
+    )
+
+    def say(sentence: str) -> None:
+        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
+
+    try:
+        with claimed(options["out"], _USE) as folder:
+            verdict = judge_drill(RunningDrill(wanted, schedule, say).run(), expect)
+            words = [f"--lighthouse {options['lighthouse']} --job {client.job}", schedule.origin]
+            _report(verdict, folder, " ".join(["fabric drill", *words]), console)
+    except KeyboardInterrupt:
+        click.echo("Interrupted; the lighthouse undoes the faults within ten seconds.", err=True)
+        return 130
+    return 0 if verdict.holds else 1
+
+
+def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) -> None:
+    """Write the reports into ``folder``, and print the tables. ``line`` repeats the drill."""
+
+    def say(sentence: str) -> None:
+        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
+
     (folder / "report.html").write_text(page_of(verdict, line), encoding="utf-8")
     document = {"command": line, **as_json(verdict)}
     (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -142,10 +202,11 @@ def _run(
         _print(console, table)
     for sentence in (*verdict.mistakes, *verdict.broken, *verdict.disagreements):
         console.print(sentence, style="red", markup=False)
+    for sentence in verdict.unseen:
+        say(f"Not seen: {sentence}")
     say(f"Report: {folder / 'report.html'}")
     if not verdict.holds:
         say(f"Repeat it: {line}")
-    return verdict
 
 
 def repeat_line(job: JobOptions, schedule: DrillSchedule, expect: Sequence[str]) -> str:
@@ -157,7 +218,11 @@ def repeat_line(job: JobOptions, schedule: DrillSchedule, expect: Sequence[str])
     return " ".join([*words, "--", *job.command])
 
 
-def _schedule(wanted: _Wanted, job: JobOptions) -> DrillSchedule:
+def _wanted(options: dict[str, Any]) -> _Wanted:
+    return _Wanted(options["plan"], options["faults"], options["seed"], options["every"], options["length"])
+
+
+def _schedule(wanted: _Wanted, names: Sequence[str], met: Collection[FaultNeed]) -> DrillSchedule:
     """Return the schedule that the options ask for, checked against the job. Raises ConfigError."""
     given = [wanted.plan is not None, bool(wanted.faults), wanted.seed is not None]
     if sum(given) > 1:
@@ -166,13 +231,12 @@ def _schedule(wanted: _Wanted, job: JobOptions) -> DrillSchedule:
         schedule = read_plan(wanted.plan)
     elif wanted.faults:
         origin = " ".join(f"--fault '{text}'" for text in wanted.faults)
-        schedule = DrillSchedule(tuple(parse_fault(text, job.names) for text in wanted.faults), origin=origin)
+        schedule = DrillSchedule(tuple(parse_fault(text, names) for text in wanted.faults), origin=origin)
     else:
         every_s, length_s = parse_duration(wanted.every, "--every"), parse_duration(wanted.length, "--for")
-        schedule = random_schedule(
-            1 if wanted.seed is None else wanted.seed, every_s, length_s, job.names, job.needs_met()
-        )
-    check_schedule(schedule, job.names, job.needs_met())
+        seed = 1 if wanted.seed is None else wanted.seed
+        schedule = random_schedule(seed, every_s, length_s, names, met)
+    check_schedule(schedule, names, met)
     return schedule
 
 
@@ -193,21 +257,22 @@ def _check_job(job: JobOptions, *, may_lose: bool) -> None:
 
 
 def _show_list(job: JobOptions, console: Console) -> None:
-    met = job.needs_met()
-    rows = tuple(
-        (kind.name, kind.does, kind.seen, kind.undone, obstacle(kind, met) or "yes")
-        for kind in FAULTS.values()
-    )
-    head = ("fault", "does", "seen by", "undone by", "possible here")
-    _print(
-        console, DrillTable(f"Faults, for a job of {job.replicas} replicas that the drill starts", head, rows)
-    )
+    title = f"Faults, for a job of {job.replicas} replicas that the drill starts"
+    _show_faults(title, job.needs_met(), console)
     defaults = {parse_expectation(text).measure: text for text in DEFAULTS}
     measures = tuple(
         (name.replace("_", "-"), unit.value, meaning, defaults.get(name, "-"))
         for name, (unit, meaning) in MEASURES.items()
     )
     _print(console, DrillTable("Expectations", ("measure", "unit", "meaning", "default"), measures))
+
+
+def _show_faults(title: str, met: Collection[FaultNeed], console: Console) -> None:
+    rows = tuple(
+        (kind.name, kind.does, kind.seen, kind.undone, obstacle(kind, met) or "yes")
+        for kind in FAULTS.values()
+    )
+    _print(console, DrillTable(title, ("fault", "does", "seen by", "undone by", "possible here"), rows))
 
 
 def _print(console: Console, text: DrillTable) -> None:

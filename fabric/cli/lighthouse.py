@@ -30,6 +30,7 @@ _LIVENESS = LivenessConfig()
 @click.option("--advertise", default="", help="Base URL that others reach this one by.")
 @click.option("--token-file", type=_FILE, help="File with the token that everybody must show.")
 @click.option("--job-tokens", type=_FILE, help="Folder with a file per job: that job's own token.")
+@click.option("--drill-token-file", type=_FILE, help="File with the token that has the right to drill jobs.")
 @click.option(
     "--ckpt-networks",
     default="",

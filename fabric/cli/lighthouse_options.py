@@ -1,5 +1,8 @@
 """The options of every command that calls a lighthouse: its address, the job and the token."""
 
+import getpass
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,3 +54,12 @@ def lighthouses_of(lighthouse: str, job: str, token_file: Path | None, *, needs_
         raise ConfigError("no job is named: give --job NAME, or set FABRIC_JOB (`fabric status` lists them)")
     token = read_token(token_file) if token_file is not None else ""
     return Lighthouses(urls, job, token, current_tls())
+
+
+def operator_name() -> str:
+    """Return this user at this host, for the record."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

@@ -1,15 +1,12 @@
 """Operator commands: drain, evict, admit, pause, resume, scale, adapt, retry. Each records who orders it."""
 
-import getpass
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of, operator_name
 from fabric.cli.terminal_text import printable, understood
 from fabric.lighthouse.connections.validation import MOST_REPLICAS
 from fabric.runtime.config import ADAPT_MODES
@@ -26,7 +23,7 @@ def _command(action: str, help_text: str, done: str) -> Callable[..., None]:
     @click.option("--who", default="", help="Who decides; by default this user at this host.")
     def run(lighthouse: str, job: str, token_file: Path | None, replica: str, why: str, who: str) -> None:
         lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=True)
-        body = {"replica": replica, "who": who or _me(), "why": why}
+        body = {"replica": replica, "who": who or operator_name(), "why": why}
         lighthouses.ask(lighthouses.path(action), body)
         click.echo(f"{replica} of job {lighthouses.job} {done}")
 
@@ -43,7 +40,9 @@ def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) ->
         given = {name: value for name, value in options.items() if value is not None}
         if action == "scale" and not given:
             raise click.UsageError("give --min, --max or both; 0 is what the replicas themselves ask for")
-        answer = lighthouses.ask(lighthouses.path(action), {**given, "who": who or _me(), "why": why})
+        answer = lighthouses.ask(
+            lighthouses.path(action), {**given, "who": who or operator_name(), "why": why}
+        )
         with understood("the lighthouse"):
             words = [f"job {lighthouses.job} {done}".format(**given, **_limits(answer))]
             words += [str(answer["note"])] if "note" in answer else []
@@ -60,14 +59,6 @@ def _limits(answer: dict[str, Any]) -> dict[str, object]:
         "least": answer["min"] or "as many as its replicas ask for",
         "most": answer["max"] or "as many as its replicas ask for",
     }
-
-
-def _me() -> str:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
 
 
 drain = _command(
@@ -121,7 +112,7 @@ def adapt(
     orders = {name: value for name, value in options.items() if value is not None}
     if not orders:
         raise click.UsageError("give --mode, --veto or --allow")
-    answer = lighthouses.ask(lighthouses.path("adapt"), {**orders, "who": who or _me(), "why": why})
+    answer = lighthouses.ask(lighthouses.path("adapt"), {**orders, "who": who or operator_name(), "why": why})
     with understood("the lighthouse"):
         vetoed = ", ".join(str(name) for name in answer["vetoed"]) or "none"
         line = f"job {lighthouses.job}: mode {answer['mode']}; replicas under a veto: {vetoed}"

@@ -48,6 +48,7 @@ from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.client.state.snapshot_policy import SnapshotPolicy, policy_of
 from fabric.client.state.snapshots import Snapshots
 from fabric.client.state.state_loader import StateLoader
+from fabric.drill.injection.injector import start_injector
 from fabric.errors import ConfigError, FabricError, ServerLost
 from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.buckets import FlatGradients
@@ -199,18 +200,20 @@ def _attach(
         describer=StateDescriber(objects, averaged.standing, by_name=chosen.unequal),
         policy=choices.snapshots or policy_of(chosen),
         journal=journal,
-        failpoints=_failpoints(chosen),
+        failpoints=_failpoints(chosen, process),
     )
     model_watch = ModelWatch(model, parameters, watch)
     parts = trainer.make_parts()
     return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
 
 
-def _failpoints(settings: Settings) -> Failpoints:
+def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:
     """Return the failpoints of this process, which obey a drill if the settings allow drills."""
     points = Failpoints(settings.points)
     if settings.drill:
         points.on_hit = DrillEndpoint(settings.home).hit
+        if process.rank == 0:
+            start_injector(settings)
     return points
 
 

@@ -58,6 +58,7 @@ class LighthouseSettings:
     advertise: str = ""
     token_file: Path | None = None
     job_tokens: Path | None = None
+    drill_token_file: Path | None = None
     namespace: str = "default"
     ready_file: Path | None = None
     lease_s: float = 5.0
@@ -77,7 +78,7 @@ async def run(settings: LighthouseSettings) -> None:
     check_exposure(
         settings.bind, (own.shown() or None) if settings.job_tokens is None else "one for each job"
     )
-    tokens = Tokens(own, settings.job_tokens)
+    tokens = Tokens(own, settings.job_tokens, TokenFile(settings.drill_token_file))
     deaths: list[str] = []
     _forget_ready(settings.ready_file)
 

@@ -4,6 +4,8 @@ import os
 
 # A launcher sets this variable, with a value of its own, in every process that the launcher starts.
 LAUNCH_MARK = "FABRIC_LAUNCH_MARK"
+# A launcher with a limit of restarts sets this variable to the limit.
+LAUNCH_RESTARTS = "FABRIC_LAUNCH_RESTARTS"
 
 
 def process_environment() -> dict[str, str]:

@@ -15,12 +15,12 @@ from fabric.cli.lighthouse_options import Lighthouses
 # In a container image the user has a number, but no name in the environment or in /etc/passwd.
 _AS_A_NUMBER = """
 import os
-from fabric.cli.operate import _me
+from fabric.cli.lighthouse_options import operator_name
 os.environ.clear()
 os.setgroups([])
 os.setgid(65532)
 os.setuid(65532)
-print(_me())
+print(operator_name())
 """
 
 

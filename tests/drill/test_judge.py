@@ -224,6 +224,22 @@ def test_a_cold_start_may_lose_steps_that_the_lighthouse_had_not_heard_of():
     assert not outcome(judge_drill(record(undone), ["sources-agree"])).holds
 
 
+def test_a_process_that_dies_before_it_commits_belongs_to_the_loss_before_it():
+    def die_again(entries: Entries) -> None:
+        shift(entries, VICTIM, KILL["t"], 10.0)
+        place = next(i for i, entry in enumerate(entries[VICTIM]) if entry["t"] > KILL["t"])
+        start = dict(entries[VICTIM][place])
+        for entry in entries[VICTIM][place:]:
+            entry["incarnation"] += 1
+        entries[VICTIM].insert(place, {**start, "t": KILL["t"] + 8, "mono": start["mono"] - 2, "pid": 150})
+
+    second = replace(FAULT, began=KILL["t"] + 9, ended=KILL["t"] + 9, pids={VICTIM: 150})
+    twice = record(altered(die_again), faults=(FAULT, second), ended=END + 20)
+    assert len(judge_drill(twice).summary.failure_list) == 2
+    assert outcome(judge_drill(twice, ["sources-agree"])).holds
+    assert not outcome(judge_drill(replace(twice, recoveries=()), ["sources-agree"])).holds
+
+
 def test_a_wiped_store_may_cost_steps_that_no_record_counts():
     wiped = replace(FAULT, name="wipe-store", targets=tuple(RUN.entries), pids={}, kills=False)
     undone = record(altered(undo_steps), faults=(FAULT, wiped))

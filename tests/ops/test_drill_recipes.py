@@ -11,7 +11,8 @@ import yaml
 
 from fabric.cli.drill import drill
 from fabric.drill.judge.expectations import parse_expectation
-from fabric.drill.schedule.drill_schedule import parse_duration
+from fabric.drill.schedule.drill_schedule import DrillSchedule, check_schedule, parse_duration, parse_fault
+from fabric.drill.schedule.fault_table import FaultNeed, FaultScope
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
 FAKE = """#!/bin/sh
@@ -20,12 +21,19 @@ exit "$CODE"
 """
 
 
-def cron_job() -> dict[str, Any]:
-    return yaml.safe_load((OPS / "kubernetes" / "drill-cronjob.yaml").read_text())
+RECIPES = ("drill-cronjob.yaml", "drill-running-cronjob.yaml")
 
 
-def pod() -> dict[str, Any]:
-    return cron_job()["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+def cron_job(recipe: str = RECIPES[0]) -> dict[str, Any]:
+    return documents(recipe)["CronJob"]
+
+
+def documents(recipe: str) -> dict[str, Any]:
+    return {x["kind"]: x for x in yaml.safe_load_all((OPS / "kubernetes" / recipe).read_text())}
+
+
+def pod(recipe: str = RECIPES[0]) -> dict[str, Any]:
+    return cron_job(recipe)["spec"]["jobTemplate"]["spec"]["template"]["spec"]
 
 
 def given(words: list[str]) -> dict[str, Any]:
@@ -34,22 +42,45 @@ def given(words: list[str]) -> dict[str, Any]:
     return drill.make_context("drill", words[2:]).params
 
 
-def test_a_failed_drill_fails_its_job_and_is_not_repeated():
-    spec = cron_job()["spec"]
-    assert spec["jobTemplate"]["spec"]["backoffLimit"] == 0 and pod()["restartPolicy"] == "Never"
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_failed_drill_fails_its_job_and_is_not_repeated(recipe):
+    spec = cron_job(recipe)["spec"]
+    assert spec["jobTemplate"]["spec"]["backoffLimit"] == 0 and pod(recipe)["restartPolicy"] == "Never"
     assert spec["concurrencyPolicy"] == "Forbid"
 
 
-def test_the_pod_has_no_right_that_a_restricted_pod_lacks():
-    security = pod()["securityContext"]
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_pod_has_no_right_that_a_restricted_pod_lacks(recipe):
+    security = pod(recipe)["securityContext"]
     assert security["runAsNonRoot"] is True and security["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert pod()["automountServiceAccountToken"] is False
-    assert not {"hostPID", "hostNetwork", "hostIPC", "shareProcessNamespace"} & set(pod())
-    (container,) = pod()["containers"]
+    assert pod(recipe)["automountServiceAccountToken"] is False
+    assert not {"hostPID", "hostNetwork", "hostIPC", "shareProcessNamespace"} & set(pod(recipe))
+    (container,) = pod(recipe)["containers"]
     own = container["securityContext"]
     assert own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
     assert own["readOnlyRootFilesystem"] is True and "memory" in container["resources"]["limits"]
-    assert all("emptyDir" in volume for volume in pod()["volumes"])
+    others = [volume for volume in pod(recipe)["volumes"] if "emptyDir" not in volume]
+    assert [volume["secret"]["secretName"] for volume in others] == ["fabric-drill"] * len(others)
+    assert len(others) == (recipe == RECIPES[1])
+
+
+def test_the_lighthouse_is_open_to_the_pod_that_drills_a_running_job():
+    (rule,) = documents(RECIPES[1])["NetworkPolicy"]["spec"]["ingress"]
+    template = cron_job(RECIPES[1])["spec"]["jobTemplate"]["spec"]["template"]
+    assert rule["from"] == [{"podSelector": {"matchLabels": template["metadata"]["labels"]}}]
+    assert rule["ports"] == [{"port": 8600}]
+
+
+def test_the_drill_of_a_running_job_asks_for_faults_that_an_injector_plays():
+    (container,) = pod(RECIPES[1])["containers"]
+    options = given(container["command"])
+    assert options["command"] == () and options["job_name"] == "gpt"
+    assert str(options["token_file"]).startswith(container["volumeMounts"][-1]["mountPath"])
+    assert all(parse_expectation(text) for text in options["expect"])
+    names = ("r0", "r1", "r2")
+    faults = tuple(parse_fault(text, names) for text in options["faults"])
+    check_schedule(DrillSchedule(faults), names, {FaultNeed.TRAINERS})
+    assert not any(fault.kind.scope is FaultScope.REPLICA_HOST for fault in faults)
 
 
 def test_the_drill_of_the_cron_job_is_one_that_the_command_accepts():

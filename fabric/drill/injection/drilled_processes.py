@@ -34,6 +34,11 @@ class ProcessTarget:
             signal.pidfd_send_signal(self._pidfd, number)
 
     @property
+    def descriptor(self) -> int:
+        """The pidfd, which is readable once the process has ended."""
+        return self._pidfd
+
+    @property
     def is_gone(self) -> bool:
         """Whether the process has ended; its parent need not have read its exit code."""
         return bool(select.select([self._pidfd], [], [], 0)[0])

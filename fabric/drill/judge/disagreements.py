@@ -16,22 +16,29 @@ _CLOCK_S = 2.0
 def disagreements(record: DrillRecord, evidence: Evidence, summary: RunSummary) -> list[str]:
     """Return one sentence per fact on which two sources differ."""
     return [
-        *_deaths_without_record(record, summary),
+        *_deaths_without_record(record, evidence, summary),
         *_records_without_trace(record, evidence),
         *_steps_lost(record, summary),
         *_sightings(record, evidence),
     ]
 
 
-def _deaths_without_record(record: DrillRecord, summary: RunSummary) -> Iterator[str]:
-    """Find the deaths that the journals show and no recovery record names."""
+def _deaths_without_record(record: DrillRecord, evidence: Evidence, summary: RunSummary) -> Iterator[str]:
+    """Find the deaths that the journals show and no recovery record names.
+
+    A process that dies before it commits belongs to the loss of its predecessor: the lighthouse may never
+    have heard of that process.
+    """
     if record.recoveries is None:
         return
     for death in summary.failure_list:
         if not record.is_over and death.t > record.ended - _LATE_S:
             continue
+        lines = evidence.run.journals[death.replica].lines if death.replica in evidence.run.journals else ()
+        commits = [x.t for x in lines_of(lines, "commit") if x.t <= death.t and not x.flag("replay")]
+        earliest = min(death.t, max(commits, default=death.t)) - _CLOCK_S
         if not any(
-            death.replica in recovery.lost and -_CLOCK_S <= recovery.detected - death.t <= _LATE_S
+            death.replica in recovery.lost and earliest <= recovery.detected <= death.t + _LATE_S
             for recovery in record.recoveries
         ):
             yield (

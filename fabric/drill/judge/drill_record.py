@@ -88,6 +88,11 @@ class DrillRecord:
     recoveries: tuple[RecoveryFacts, ...] | None = None  # None: the lighthouse was not asked
     sightings: tuple[StepSighting, ...] = ()
     is_over: bool = True  # whether the job has finished
+    began: float = 0.0  # waits, ends and losses before this time are not the drill's
+
+    def targets(self) -> set[str]:
+        """Return the replicas that faults have hit."""
+        return {name for fault in self.faults for name in fault.targets}
 
     def evidence(self) -> RecordedRun:
         """Return the run up to ``ended``, with the kills of this drill as the supervisor's events."""

@@ -10,6 +10,7 @@ from fabric.audit.verify import Verdict, judge
 from fabric.drill.judge.disagreements import disagreements
 from fabric.drill.judge.drill_record import WIPED, DrillRecord, InjectedFault
 from fabric.drill.judge.expectations import DEFAULTS, MAY_LOSE, Expectation, MeasureUnit, parse_expectation
+from fabric.drill.judge.outside import OutsideTimes
 from fabric.drill.judge.timelines import DrillTimes
 
 
@@ -43,6 +44,7 @@ class DrillVerdict:
     mistakes: tuple[str, ...]
     broken: tuple[str, ...]
     disagreements: tuple[str, ...]
+    unseen: tuple[str, ...]  # what the judge could not see
     summary: RunSummary
     evidence: Evidence
     median_step_s: float
@@ -62,14 +64,18 @@ def judge_drill(record: DrillRecord, expectations: Sequence[str] = ()) -> DrillV
     wanted = [parse_expectation(text) for text in expectations or _defaults(record)]
     verdict = judge(record.evidence(), is_over=record.is_over)
     times = DrillTimes(record, verdict.evidence)
-    differing = disagreements(record, verdict.evidence, verdict.summary)
+    has_journals = bool(record.run.journals)
+    differing = disagreements(record, verdict.evidence, verdict.summary) if has_journals else []
     measures = _Measures(record, verdict, times, differing)
     return DrillVerdict(
         outcomes=tuple(measures.outcome(wish, is_asked=bool(expectations)) for wish in wanted),
-        costs=tuple(_cost(fault, times) for fault in record.faults),
+        costs=tuple(
+            _cost(fault, times) if has_journals else _outside_cost(fault, record) for fault in record.faults
+        ),
         mistakes=tuple(_mistakes(record)),
-        broken=verdict.broken,
+        broken=verdict.broken if has_journals else (),
         disagreements=tuple(differing),
+        unseen=tuple(_unseen(record)),
         summary=verdict.summary,
         evidence=verdict.evidence,
         median_step_s=times.median_step_s,
@@ -79,9 +85,10 @@ def judge_drill(record: DrillRecord, expectations: Sequence[str] = ()) -> DrillV
 def _defaults(record: DrillRecord) -> list[str]:
     """Return the defaults. A death of all trainers may cost the steps since the newest snapshot, as may a
     wiped store."""
-    names = set(record.run.journals)
+    names = set(record.run.journals) or {sighting.replica for sighting in record.sightings}
     begins_again = any(
-        fault.name == WIPED or (fault.kills and names <= set(fault.targets)) for fault in record.faults
+        fault.name == WIPED or (fault.kills and names and names <= set(fault.targets))
+        for fault in record.faults
     )
     return [text for text in DEFAULTS if not (begins_again and text == MAY_LOSE)]
 
@@ -108,6 +115,8 @@ class _Measures:
 
     def _value(self, measure: str) -> float | None:
         summary, times = self._summary, self._times
+        if not self._record.run.journals:
+            return OutsideTimes(self._record).value(measure)
         if not self._evidence.commits:
             # A run without a commit kept no sample, but it cannot show that it counts samples right.
             return 0.0 if measure == "steps" else None
@@ -146,16 +155,23 @@ class _Measures:
             return self._differing[0]
         if wish.measure == "samples_exactly_once":
             return f"{summary.samples_skipped} samples are skipped and {summary.samples_repeated} repeated"
+        if wish.measure == "restarts" and value and not self._record.run.journals:
+            return OutsideTimes(self._record).unexplained_losses()[0]
         if wish.measure == "restarts" and value:
             return self._times.unexplained_ends()[0]
         if wish.measure == "rejoined" and math.isinf(value):
             return self._missing()
         return f"{wish.measure} is {_shown(value, wish.unit)}, and {wish.text} was expected"
 
+    def _rejoined_s(self, fault: InjectedFault, name: str) -> float:
+        if not self._record.run.journals:
+            return OutsideTimes(self._record).rejoined_s(fault, name)
+        return self._times.rejoined_s(fault, name)
+
     def _missing(self) -> str:
         faults = self._record.faults
         name, fault = next(
-            (name, f) for f in faults for name in f.targets if math.isinf(self._times.rejoined_s(f, name))
+            (name, f) for f in faults for name in f.targets if math.isinf(self._rejoined_s(f, name))
         )
         return f"{name} never returned after {fault.title}"
 
@@ -186,3 +202,26 @@ def _mistakes(record: DrillRecord) -> list[str]:
 def _cost(fault: InjectedFault, times: DrillTimes) -> FaultCost:
     rejoined = {name: times.rejoined_s(fault, name) for name in fault.targets}
     return FaultCost(fault, times.stall_s(fault), rejoined, tuple(times.timeline(fault)))
+
+
+def _outside_cost(fault: InjectedFault, record: DrillRecord) -> FaultCost:
+    times = OutsideTimes(record)
+    return FaultCost(fault, None, {name: times.rejoined_s(fault, name) for name in fault.targets}, ())
+
+
+def _unseen(record: DrillRecord) -> list[str]:
+    """Return a sentence for each source that the judge had not."""
+    unseen = []
+    names = set(record.run.journals)
+    missing = sorted(({x.replica for x in record.sightings} | set(record.targets())) - names)
+    if not names:
+        unseen.append(
+            "no journal was read: promises, digests, samples and stalls are not known; give --journals"
+        )
+    elif missing:
+        unseen.append(f"no journal of {', '.join(missing)} was read: its promises and samples are not known")
+    if record.recoveries is None:
+        unseen.append("the lighthouse gave no recovery records: lost steps and losses are not compared")
+    if not record.sightings:
+        unseen.append("the lighthouse gave no status: the return of replicas is not known from it")
+    return unseen

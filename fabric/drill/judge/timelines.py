@@ -37,7 +37,8 @@ class DrillTimes:
 
     def __init__(self, record: DrillRecord, evidence: Evidence) -> None:
         self.record, self._evidence = record, evidence
-        self.gaps = sorted([*self._closed_gaps(), *self._open_gaps()], key=lambda gap: gap.start)
+        gaps = [gap for gap in (*self._closed_gaps(), *self._open_gaps()) if gap.start >= record.began]
+        self.gaps = sorted(gaps, key=lambda gap: gap.start)
         closed = [gap.seconds for gap in self.gaps if not gap.is_open]
         self.median_step_s = statistics.median(closed) if closed else 0.0
         # The gaps of processes that no fault hit meanwhile, by their starts.
@@ -62,7 +63,7 @@ class DrillTimes:
 
     def standstills(self) -> list[CommitGap]:
         """Return the times between two commits of the whole job, up to the drill's end."""
-        times = list(self._commits)
+        times = [t for t in self._commits if t >= self.record.began]
         if not times:
             return []
         if not self.record.is_over:
@@ -81,7 +82,7 @@ class DrillTimes:
         for gap in sorted(self.standstills(), key=lambda gap: gap.seconds, reverse=True):
             if longest is not None and gap.seconds <= longest:
                 break
-            longest = max(longest or 0.0, gap.seconds - _covered(gap, spans))
+            longest = max(longest or 0.0, gap.seconds - covered(gap, spans))
         return longest
 
     def rejoined_s(self, fault: InjectedFault, replica: str) -> float:
@@ -110,6 +111,8 @@ class DrillTimes:
             for number, lines in enumerate(groups):
                 is_last = number == len(groups) - 1
                 if finished(lines) or (is_last and not self.record.is_over):
+                    continue
+                if lines[-1].t < self.record.began:
                     continue
                 if not any(self._explains(fault, lines) for fault in self.record.faults):
                     pid = lines[0].fields.get("pid")
@@ -172,7 +175,7 @@ def hits(fault: InjectedFault, gap: CommitGap) -> bool:
     return gap.replica in fault.targets and gap.end >= fault.began and gap.start <= fault.ended
 
 
-def _covered(gap: CommitGap, spans: Sequence[tuple[float, float]]) -> float:
+def covered(gap: CommitGap, spans: Sequence[tuple[float, float]]) -> float:
     """Return the seconds of the gap that lie in one of the spans, which are in order of their starts."""
     covered, until = 0.0, gap.start
     for first, last in spans:

@@ -24,6 +24,7 @@ def as_json(verdict: DrillVerdict) -> dict[str, Any]:
         "mistakes": list(verdict.mistakes),
         "broken": list(verdict.broken),
         "disagreements": list(verdict.disagreements),
+        "unseen": list(verdict.unseen),
         "faults": [_fault(cost) for cost in verdict.costs],
         "median_step_s": verdict.median_step_s,
         "summary": verdict.summary.as_json(),

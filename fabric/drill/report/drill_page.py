@@ -23,7 +23,9 @@ def page_of(verdict: DrillVerdict, command: str) -> str:
         facts=_facts(verdict),
         picture=_picture(verdict),
         expectations=_table(expectation_table(verdict)),
-        sentences=_list([*verdict.mistakes, *verdict.broken[:50], *verdict.disagreements[:50]]),
+        sentences=_list(
+            [*verdict.mistakes, *verdict.broken[:50], *verdict.disagreements[:50], *verdict.unseen]
+        ),
         faults=_table(fault_table(verdict)),
         kinds=_table(kind_table(verdict)),
         timelines="".join(

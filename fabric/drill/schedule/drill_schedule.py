@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from fabric.drill.schedule.fault_table import FAULTS, FaultKind, FaultNeed, FaultScope, kind_of, obstacle
+from fabric.drill.schedule.fault_table import AIMED, FAULTS, FaultKind, FaultNeed, kind_of, obstacle
 from fabric.errors import ConfigError
 
 # The faults that can hit a point of a step, and the failpoints that every step of a trainer passes.
@@ -99,7 +99,7 @@ def parse_fault(text: str, replicas: Sequence[str]) -> ScheduledFault:
     if len(words) > 1 and _DURATION.fullmatch(words[-1]):
         lasts_s = parse_duration(words.pop(), f'the duration of "{text[:40]}"')
     target = words[1] if len(words) > 1 else ""
-    if not target and kind.scope in (FaultScope.REPLICA, FaultScope.TWO):
+    if not target and kind.scope in AIMED:
         target = replicas[1 % len(replicas)]
     return ScheduledFault(kind.name, target, 0.0, lasts_s, point=point)
 
@@ -141,7 +141,7 @@ def random_schedule(
         if not bag:
             bag = chance.sample(kinds, len(kinds))
         name, target = bag.pop(), chance.choice(list(replicas))
-        hits_one = FAULTS[name].scope in (FaultScope.REPLICA, FaultScope.TWO)
+        hits_one = FAULTS[name].scope in AIMED
         faults.append(ScheduledFault(name, target if hits_one else "", round(at, 3)))
         at += chance.expovariate(1 / every_s)
     origin = f"--random {seed} --every {every_s:g}s --for {for_s:g}s"
@@ -155,7 +155,7 @@ def check_schedule(
     for fault in schedule.faults:
         if why := obstacle(fault.kind, possible):
             raise ConfigError(f"{fault.fault} is not possible here: {why}")
-        hits_one = fault.kind.scope in (FaultScope.REPLICA, FaultScope.TWO)
+        hits_one = fault.kind.scope in AIMED
         if fault.target and not hits_one:
             raise ConfigError(f"{fault.fault} hits {fault.kind.scope}: leave {fault.target} away")
         if hits_one and fault.target not in replicas:

@@ -16,18 +16,23 @@ class FaultScope(StrEnum):
     LIGHTHOUSE = "a lighthouse"
     STORE = "a store member"
     HOST = "this host"
+    REPLICA_HOST = "the host of a replica"
 
 
 class FaultNeed(StrEnum):
     """A condition without which a fault is impossible; the text completes "it needs"."""
 
-    TRAINERS = "trainers on this host with FABRIC_DRILL=1"
+    TRAINERS = "trainers with FABRIC_DRILL=1"
     OWN_JOB = "a job that the drill starts"
     TWO_REPLICAS = "a job of three replicas or more"
     ONE_LIGHTHOUSE = "a drill with one lighthouse, because a second one is reached without the relay"
     TWO_LIGHTHOUSES = "two lighthouses that the drill starts (--lighthouses 2)"
     THREE_MEMBERS = "three etcd members that the drill starts (--store-members 3)"
     MOUNT = "the right to mount a small file system (CAP_SYS_ADMIN)"
+
+
+# The scopes that need a replica as target.
+AIMED = (FaultScope.REPLICA, FaultScope.TWO, FaultScope.REPLICA_HOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,6 @@ class FaultKind:
 
 _RELAY = (FaultNeed.TRAINERS, FaultNeed.OWN_JOB)
 _OWN = (FaultNeed.OWN_JOB,)
-_ENDPOINT = (FaultNeed.TRAINERS, FaultNeed.OWN_JOB)
 _BACK = "the launcher starts the replica again; a new process writes its start line"
 _HEALED = "the relay forwards again"
 
@@ -72,7 +76,6 @@ FAULTS: Mapping[str, FaultKind] = {
             "the trainer's exchange stands still inside the ring",
             "the trainer says at which step it stands still",
             "the trainer goes on, and says so",
-            needs=(FaultNeed.TRAINERS, FaultNeed.OWN_JOB),
             lasts_s=3.0,
         ),
         FaultKind(
@@ -205,11 +208,11 @@ FAULTS: Mapping[str, FaultKind] = {
         ),
         FaultKind(
             "memory",
-            "a process of the drill takes a quarter of this host's free memory, 1 GB at most",
+            "a process of the drill takes a quarter of the free memory of the replica's host, 1 GB at most",
             "the kernel counts the memory as that process's",
             "the process ends",
-            FaultScope.HOST,
-            _OWN,
+            FaultScope.REPLICA_HOST,
+            (FaultNeed.TRAINERS,),
             5.0,
         ),
         FaultKind(
@@ -235,28 +238,25 @@ FAULTS: Mapping[str, FaultKind] = {
             "a bit flips in a gradient of the trainer before the exchange; nothing detects that",
             "the trainer says which value it changed at which step",
             "the trainer says so; the next gradient is computed afresh",
-            needs=_ENDPOINT,
         ),
         FaultKind(
             "poison",
             "a gradient of the trainer gets a NaN before the exchange; FABRIC_ON_NAN=skip answers",
             "the trainer says which value it changed at which step",
             "the trainer says so; the next gradient is computed afresh",
-            needs=_ENDPOINT,
         ),
         FaultKind(
             "flip-snapshot",
             "a bit flips in all snapshots in memory, and a trainer dies that has to fetch one",
             "the process is gone, and its next process says why it refused the snapshot",
             "the next process starts; later snapshots have replaced the flipped ones",
-            needs=_ENDPOINT,
+            needs=(FaultNeed.TRAINERS, FaultNeed.OWN_JOB),
         ),
         FaultKind(
             "clock",
             "the trainer's clock (Python's time.time) leaps an hour ahead, and later back",
             "the trainer says so",
             "the trainer says so",
-            needs=_ENDPOINT,
             lasts_s=5.0,
         ),
     )

@@ -16,6 +16,7 @@ from fabric.health.work import WorkAmount, is_time
 from fabric.lighthouse.diagnosis.layout_advice import LASTING, LayoutAdvisor, slow_replica
 from fabric.lighthouse.diagnosis.rank_watch import RankReport, RankWatch
 from fabric.lighthouse.diagnosis.share_advice import ShareAdvisor
+from fabric.lighthouse.diagnosis.speed_checks import SpeedChecks
 from fabric.lighthouse.history.slowdowns import SlowdownState
 from fabric.model import Member, Record, StepTimes
 from fabric.protocol.leader.adaptations import OFF
@@ -78,6 +79,7 @@ class SlownessWatch:
         self._advisor = ShareAdvisor()
         self._layouts = LayoutAdvisor()
         self._notes: set[str] = set()
+        self.checks = SpeedChecks()  # the micro-benchmarks of slow replicas
 
     @property
     def slow(self) -> Mapping[str, Slowdown]:

@@ -49,9 +49,9 @@ def find_job(jobs: Jobs, request: web.Request) -> Job | web.Response:
 
 def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        body = await _body(request, '{"replica": "r1", "who": "me", "why": "its host is hot"}')
-        replica = check_name("replica", _text(body, "replica"))
-        who, why = _text(body, "who"), _text(body, "why")
+        body = await body_of(request, '{"replica": "r1", "who": "me", "why": "its host is hot"}')
+        replica = check_name("replica", text_of(body, "replica"))
+        who, why = text_of(body, "who"), text_of(body, "why")
         job = find_job(jobs(), request)
         if isinstance(job, web.Response):
             return job
@@ -78,9 +78,9 @@ def _unknown(job: Job, replica: str) -> web.Response:
 
 def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        body = await _body(request, '{"who": "me", "why": "maintenance"}')
-        about = _text(body, "about") if action == "admit" else ""
-        who, why = _text(body, "who"), _text(body, "why")
+        body = await body_of(request, '{"who": "me", "why": "maintenance"}')
+        about = text_of(body, "about") if action == "admit" else ""
+        who, why = text_of(body, "who"), text_of(body, "why")
         job = find_job(jobs(), request)
         if isinstance(job, web.Response):
             return job
@@ -105,8 +105,8 @@ def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
 
 def _adapt(jobs: Callable[[], Jobs]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        body = await _body(request, '{"mode": "act", "who": "me", "why": "r2 is throttled"}')
-        who, why = _text(body, "who"), _text(body, "why")
+        body = await body_of(request, '{"mode": "act", "who": "me", "why": "r2 is throttled"}')
+        who, why = text_of(body, "who"), text_of(body, "why")
         asked = _adapt_orders(body, who, why)
         job = find_job(jobs(), request)
         if isinstance(job, web.Response):
@@ -140,7 +140,7 @@ def _adapt_orders(body: dict[str, Any], who: str, why: str) -> list[io.Operator]
             raise ProtocolError('"mode" must be "off", "advise" or "act"')
         orders.append(io.Operator("adapt", "", who, why, mode=mode))
     orders += [
-        io.Operator(action, check_name("replica", _text(body, action)), who, why)
+        io.Operator(action, check_name("replica", text_of(body, action)), who, why)
         for action in ("veto", "allow")
         if action in body
     ]
@@ -189,7 +189,7 @@ def _check_scale(job: Job, asked: io.Operator) -> None:
         )
 
 
-async def _body(request: web.Request, example: str) -> dict[str, Any]:
+async def body_of(request: web.Request, example: str) -> dict[str, Any]:
     """Read the JSON object of a command. Raises ProtocolError."""
     try:
         body = json.loads(await read_body(request))
@@ -200,7 +200,7 @@ async def _body(request: web.Request, example: str) -> dict[str, Any]:
     return body
 
 
-def _text(body: dict[str, Any], name: str) -> str:
+def text_of(body: dict[str, Any], name: str) -> str:
     value = body.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT or not value.isprintable():
         raise ProtocolError(f'"{name}" must be a text of 1 to {_MAX_TEXT} printable characters')

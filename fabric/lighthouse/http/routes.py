@@ -19,6 +19,7 @@ from fabric.lighthouse.connections.admission_queue import AdmissionQueue
 from fabric.lighthouse.election.election import Election
 from fabric.lighthouse.election.store_probe import WriteProbe
 from fabric.lighthouse.http import dashboard, websockets
+from fabric.lighthouse.http.drill_routes import add_drills
 from fabric.lighthouse.http.job_status import job_line, job_view
 from fabric.lighthouse.http.operator_routes import add_commands, find_job
 from fabric.lighthouse.http.status_cache import StatusCache
@@ -129,6 +130,7 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     add("/v1/jobs/{job}/trainer-status", routes.trainer_status)
     dashboard.add_routes(app, tokens)
     add_commands(app, lambda: parts.jobs)
+    add_drills(app, lambda: parts.jobs, tokens)
     return app
 
 

@@ -20,11 +20,12 @@ from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
 from fabric.lighthouse.diagnosis.server_states import CheckpointServers
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
-from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks
+from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
 from fabric.lighthouse.history.ledger import GoodputLedger
 from fabric.lighthouse.history.recovery import Recoveries, recoverable
 from fabric.lighthouse.history.slowdowns import Slowdowns
+from fabric.lighthouse.jobs.drills import Drills
 from fabric.lighthouse.jobs.job_connections import JobConnections
 from fabric.lighthouse.jobs.job_events import EventLog
 from fabric.lighthouse.jobs.job_history import JobHistory
@@ -78,7 +79,7 @@ class Job:
         self._answers = WorkQueue()
         self._waits = WaitSentence()
         self.slowness = SlownessWatch()
-        self._checks = SpeedChecks()
+        self.drills = Drills(name, self.note, context.clock)
         self._diagnosis = DiagnosisTask(
             partial(context.access_to, name),
             self.peer_addresses,
@@ -236,7 +237,7 @@ class Job:
         if self.connections.is_current(connection):
             self._feed(io.FromMember(connection.replica, connection.incarnation, message))
             if isinstance(message, m.Heartbeat) and message.times is not None and self.is_running:
-                self._checks.take(connection.replica, message.times.measured)
+                self.slowness.checks.take(connection.replica, message.times.measured)
                 self.slowness.hear(self.view, connection.replica, connection.incarnation, message)
 
     def defer(self, text: str, work: Callable[[], object]) -> bool:
@@ -324,7 +325,7 @@ class Job:
         roster = [member.replica for member in self.view.record.roster] if self.view.record else []
         slow = self.slowness.slow
         ranks = {state.replica: state.ranks for state in self.slowness.states()}
-        for verdict in self._checks.look(slow, ranks, roster, time.time()):
+        for verdict in self.slowness.checks.look(slow, ranks, roster, time.time()):
             self.note(f"slowness {verdict.verdict}", verdict.replica, verdict.why)
             self.history.judge(verdict.replica, verdict.verdict)
             if verdict.verdict == CONFIRMED:
@@ -343,7 +344,7 @@ class Job:
         if isinstance(effect, io.SendMember):
             if self._context.term.holds():
                 message = self._waits.attach(effect.message, self.view, self.now)
-                message = self._checks.attach(effect.replica, message)
+                message = self.slowness.checks.attach(effect.replica, message)
                 self.connections.send(effect.replica, effect.incarnation, message)
         elif isinstance(effect, io.WriteRecord):
             self._records.write(effect.record, self._driver)

@@ -1,0 +1,235 @@
+"""The injector of one trainer: a process that plays the faults which the lighthouse orders.
+
+It exists only beside a trainer that was started with FABRIC_DRILL=1, and ends with that trainer. It asks the
+lighthouse for the faults in force. It undoes a fault that the answer no longer names, and all faults when no
+lighthouse answers for LEASE_S. If the injector dies, its guard continues the trainer, and the trainer drops
+the injector's orders.
+"""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import fabric
+from fabric.drill.injection.drilled_processes import ProcessTarget
+from fabric.drill.injection.played_faults import DrilledTrainer, OrderedFault, PlayedFault, make_played
+from fabric.drill.injection.undo_guard import UndoGuard
+from fabric.errors import FabricError
+from fabric.runtime.config import Settings, settings
+from fabric.runtime.http.http_service import read_token
+from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.process_environment import (
+    LAUNCH_MARK,
+    LAUNCH_RESTARTS,
+    outliving_environment,
+    process_environment,
+)
+
+# Without an answer of a lighthouse for so long, all faults are undone.
+LEASE_S = 10.0
+# The lighthouse keeps a request of an idle injector for so long.
+WAIT_S = 3.0
+_PAUSE_S = 0.5
+_PLAY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerAddress:
+    """The trainer of an injector, as the trainer names itself."""
+
+    pid: int
+    job: str
+    replica: str
+    run_dir: Path
+    restarts: bool  # whether a launcher starts it again
+
+    def words(self) -> dict[str, Any]:
+        return {**asdict(self), "run_dir": str(self.run_dir)}
+
+    @classmethod
+    def of_words(cls, words: Mapping[str, Any]) -> "TrainerAddress":
+        return cls(**{**words, "run_dir": Path(words["run_dir"])})
+
+
+class InjectorAnswer(msgspec.Struct, frozen=True):
+    """An answer of the lighthouse."""
+
+    drill: str
+    faults: list[OrderedFault] = []
+
+
+@dataclass
+class FaultUnderWay:
+    """A fault that this injector plays, and its reports."""
+
+    played: PlayedFault
+    until: float  # monotonic seconds
+    is_ended: bool = False
+    reports: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return "undone" in self.reports or "problem" in self.reports
+
+    def look(self) -> None:
+        """Gather evidence."""
+        try:
+            if not self.is_ended and "observed" not in self.reports and (text := self.played.seen()):
+                self.reports["observed"] = text
+            if self.is_ended and "undone" not in self.reports and (text := self.played.undone()):
+                self.reports["undone"] = text
+        except FabricError as error:
+            self.reports["problem"] = str(error)
+
+    def end(self) -> None:
+        if not self.is_ended:
+            self.is_ended = True
+            self.played.end()
+
+
+class Injector:
+    """Plays the faults of one trainer."""
+
+    def __init__(self, trainer: TrainerAddress, client: Lighthouses, guard: UndoGuard) -> None:
+        self._trainer, self._client, self._guard = trainer, client, guard
+        self._target = ProcessTarget(trainer.pid)
+        self._id = os.urandom(8).hex()
+        self._host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self._drill = ""
+        self._faults: dict[int, FaultUnderWay] = {}
+        self._answered = time.monotonic()
+
+    def run(self) -> None:
+        """Play faults until the trainer has ended."""
+        try:
+            while not self._target.is_gone:
+                self._turn()
+            self._look()
+            self._end_all()
+            self._look()
+            with contextlib.suppress(FabricError):
+                self._ask(is_gone=True)
+        finally:
+            self._end_all()
+
+    def _turn(self) -> None:
+        self._look()
+        if self._faults:
+            select.select([self._target.descriptor], [], [], _PLAY_S)
+        try:
+            answer = self._ask()
+        except FabricError:
+            if time.monotonic() - self._answered > LEASE_S:
+                self._end_all()
+            select.select([self._target.descriptor], [], [], _PAUSE_S)
+            return
+        self._answered = time.monotonic()
+        self._obey(answer)
+
+    def _obey(self, answer: InjectorAnswer) -> None:
+        if answer.drill != self._drill:
+            self._end_all()
+            self._faults, self._drill = {}, answer.drill
+        wanted = {x.number: x for x in answer.faults}
+        for number, under_way in self._faults.items():
+            if number not in wanted:
+                under_way.end()
+        for number, order in wanted.items():
+            if number not in self._faults:
+                self._faults[number] = self._begin(order)
+
+    def _begin(self, order: OrderedFault) -> FaultUnderWay:
+        until = time.monotonic() + order.seconds if order.seconds else float("inf")
+        trainer = DrilledTrainer(self._trainer.job, self._trainer.replica, self._target, self._guard)
+        played = make_played(order, self._drill, trainer)
+        under_way = FaultUnderWay(played, until)
+        try:
+            played.inject(self._trainer.run_dir)
+        except (FabricError, OSError) as error:
+            under_way.reports["problem"] = str(error)
+            under_way.end()
+        return under_way
+
+    def _look(self) -> None:
+        for under_way in self._faults.values():
+            under_way.look()
+            if time.monotonic() >= under_way.until:
+                under_way.end()
+
+    def _end_all(self) -> None:
+        for under_way in self._faults.values():
+            under_way.end()
+
+    def _ask(self, *, is_gone: bool = False) -> InjectorAnswer:
+        is_busy = is_gone or any(not x.is_over for x in self._faults.values())
+        body: dict[str, Any] = {
+            "replica": self._trainer.replica,
+            "id": self._id,
+            "pid": self._target.pid,
+            "host": self._host,
+            "restarts": self._trainer.restarts,
+            "gone": is_gone,
+            "wait_s": 0.0 if is_busy else WAIT_S,
+            "drill": self._drill,
+            "reports": {str(number): x.reports for number, x in self._faults.items() if x.reports},
+        }
+        try:
+            answer = self._client.ask(self._client.path("injector"), body)
+            return msgspec.convert(answer, InjectorAnswer)
+        except msgspec.ValidationError as error:
+            raise FabricError(f"the lighthouse's order cannot be read ({error})") from error
+
+
+def start_injector(chosen: Settings) -> None:
+    """Start the injector of this trainer; it outlives the trainer for a moment, to report its end."""
+    environment = process_environment()
+    trainer = TrainerAddress(
+        os.getpid(), chosen.job, chosen.replica, chosen.home, is_started_again(environment)
+    )
+    variables = {
+        "FABRIC_JOB": chosen.job,
+        "FABRIC_REPLICA": chosen.replica,
+        "FABRIC_LIGHTHOUSE": ",".join(chosen.lighthouse),
+        "FABRIC_TOKEN_FILE": str(chosen.token_file or ""),
+        "FABRIC_TLS_CERT": str(chosen.tls_cert or ""),
+        "FABRIC_TLS_KEY": str(chosen.tls_key or ""),
+        "FABRIC_TLS_CA": str(chosen.tls_ca or ""),
+    }
+    subprocess.Popen(
+        [sys.executable, "-m", "fabric.drill.injection.injector", json.dumps(trainer.words())],
+        stdin=subprocess.DEVNULL,
+        env=outliving_environment() | variables,
+        cwd=Path(fabric.__file__).resolve().parent.parent,
+        # A signal to the trainer's process group must not reach the injector.
+        start_new_session=True,
+    )
+
+
+def is_started_again(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher starts a process with this environment again when it dies."""
+    if LAUNCH_MARK in environment:
+        return environment.get(LAUNCH_RESTARTS) != "0"
+    return environment.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("", "0")
+
+
+def main(trainer: TrainerAddress) -> None:
+    """Run the injector of a trainer until the trainer has ended."""
+    chosen = settings()
+    token = read_token(chosen.token_file) if chosen.token_file is not None else ""
+    client = Lighthouses(tuple(chosen.lighthouse), chosen.job, token, chosen.tls)
+    with contextlib.closing(UndoGuard()) as guard, contextlib.suppress(KeyboardInterrupt):
+        Injector(trainer, client, guard).run()
+
+
+if __name__ == "__main__":
+    main(TrainerAddress.of_words(json.loads(sys.argv[1])))

@@ -161,7 +161,9 @@ def test_averaged_buffers_are_refused(replica):
 
 def test_an_accelerate_that_is_too_old_is_refused_with_the_versions(replica, monkeypatch):
     monkeypatch.setattr(versions.metadata, "version", lambda name: "0.34.2")
-    with pytest.raises(ConfigError, match=r"accelerate 0\.34\.2 is installed, and .* needs 1\.10\.0 or newer"):
+    with pytest.raises(
+        ConfigError, match=r"accelerate 0\.34\.2 is installed, and .* needs 1\.10\.0 or newer"
+    ):
         FabricAccelerator()
 
 

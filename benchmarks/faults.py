@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py
     python benchmarks/faults.py --joins 5     # kills and joins alone, phase by phase
+    python benchmarks/faults.py --unequal 3   # beside a replica of another layout of ranks
 
 Three replicas of 84 million float32 parameters with AdamW (1.0 GB of state, 336 MB of gradients), default
 settings, one lighthouse on SQLite, everything on this machine. The compute phase stands for a device: a timer
@@ -37,6 +38,7 @@ from collections.abc import Iterator
 import common
 import faults_joins
 import faults_torchft
+import faults_unequal
 from faults_fleet import REPLICAS, FaultFleet, durations
 from faults_record import InjectedFault, RunRecord
 
@@ -164,10 +166,14 @@ def busy(count: int) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="what a fault costs those that survive it")
     parser.add_argument("--joins", type=int, metavar="N", help="only so many kills and joins, by phase")
-    joins = parser.parse_args().joins
+    parser.add_argument("--unequal", type=int, metavar="N", help="only so many kills of unequal replicas")
+    asked = parser.parse_args()
     common.begin()
-    if joins:
-        joins_alone(joins)
+    if asked.unequal:
+        figures = faults_unequal.compare(asked.unequal)
+        common.finish({key: round(value, 4) for key, value in figures.items()})
+    elif asked.joins:
+        joins_alone(asked.joins)
     else:
         everything()
 

@@ -38,6 +38,7 @@ from fabric.runtime.claimed_folder import FolderUse, claimed
 from fabric.runtime.process_environment import process_environment
 
 MAX_REPLICAS = 64
+_LOG_WIDTH = 200
 _ETCD = tuple(f"etcd{number}" for number in range(9))
 _LIGHTHOUSES = tuple(f"lighthouse{number}.json" for number in range(9))
 _USE = FolderUse(
@@ -116,7 +117,7 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
         store_members=options["store_members"],
         environment=_environment(),
     )
-    console = Console()
+    console = _console()
     if options["lists"]:
         _show_list(job, console)
         return
@@ -152,7 +153,7 @@ def _run(
 
 def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
     """Drill a running job; return the exit code. Raises FabricError."""
-    console = Console()
+    console = _console()
     client = lighthouses_of(options["lighthouse"], options["job_name"], options["token_file"], needs_job=True)
     if command:
         raise ConfigError("--lighthouse drills a running job: leave the training command away")
@@ -284,6 +285,12 @@ def _print(console: Console, text: DrillTable) -> None:
     for row in text.rows:
         table.add_row(*row)
     console.print(table)
+
+
+def _console() -> Console:
+    """Return the console; a log has no width, so its tables are not broken at 80 columns."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in process_environment() else Console(width=_LOG_WIDTH)
 
 
 def _environment() -> dict[str, str]:

@@ -82,6 +82,12 @@ def test_the_list_says_what_is_possible_and_why_not(monkeypatch):
     assert "stall<=10s" in rows["stall"]
 
 
+def test_a_log_has_the_tables_in_full_width(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    shown = run("--list").output
+    assert max(map(len, shown.splitlines())) > 120
+
+
 class RecordedDrill:
     """Stands for the drill of a job: it returns records that exist already."""
 

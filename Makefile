@@ -14,8 +14,9 @@ PYTEST := $(BIN)/pytest
 PURE := tests/protocol tests/sim
 JOBS := $(wildcard tests/integration/test_*.py)
 # These whole jobs run in the lane of the parts, so that no lane ends long after the others.
-LATE_JOBS := $(patsubst %,tests/integration/test_%.py,accelerate act adopted_frameworks adopted_scripts drill \
-	drill_running layouts lightning outer_steps relayout scraped_job slow_replica torchft_scripts transformers unequal)
+LATE_JOBS := $(patsubst %,tests/integration/test_%.py,accelerate act adopted_frameworks adopted_scripts \
+	collectives drill drill_running layouts lightning outer_steps relayout scraped_job slow_replica \
+	torchft_scripts transformers unequal)
 EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
 
 .PHONY: demo soak test torchtitan lint setup etcd chromium prometheus helm clean

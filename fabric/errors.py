@@ -51,6 +51,14 @@ class RoundsFailed(FabricError):
     """As many exchanges in a row failed as FABRIC_MAX_FAILED_ROUNDS allows; this process has left the job."""
 
 
+class CollectiveFailed(FabricError, RuntimeError):
+    """A collective between replicas ended without a result; the step is not harmed, repeat the same call."""
+
+
+class NotAMember(FabricError, RuntimeError):
+    """This replica takes no part in collectives now, because it catches up or was evicted."""
+
+
 class StoreError(FabricError):
     """The control store answered with an error; the write was definitely not applied."""
 

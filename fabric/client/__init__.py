@@ -1,6 +1,7 @@
 """The trainer's API: ``session = fabric.client.attach(model, optimizer)``, then loops as in docs/api.md."""
 
 from fabric.client.attach import attach
+from fabric.client.collectives.process_group import process_group, replicate_mesh
 from fabric.client.data.sampler import StepSampler
 from fabric.client.loop.ddp import ddp
 from fabric.client.loop.session import Session
@@ -10,10 +11,13 @@ from fabric.client.outer.outer_loop import OuterLoop, diloco, local_sgd
 from fabric.client.process.asked_layout import layout, refuse_layout
 from fabric.client.state.restored_values import RestoredValues, restore_values
 from fabric.client.state.snapshot_policy import EverySteps, OverheadBudget, SnapshotPolicy
+from fabric.errors import CollectiveFailed, NotAMember
 from fabric.runtime.rank_layout import RankLayout
 
 __all__ = [
+    "CollectiveFailed",
     "EverySteps",
+    "NotAMember",
     "OuterLoop",
     "OverheadBudget",
     "RankLayout",
@@ -28,6 +32,8 @@ __all__ = [
     "diloco",
     "layout",
     "local_sgd",
+    "process_group",
     "refuse_layout",
+    "replicate_mesh",
     "restore_values",
 ]

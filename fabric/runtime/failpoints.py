@@ -36,6 +36,7 @@ NAMES = frozenset(
         "first-round",
         "abort",
         "recovery",
+        "collective",
         "durable-begin",
         "durable-data",
         "durable-shards",

@@ -282,7 +282,7 @@ def tune(sock: socket.socket, kind: str) -> None:
     is_quick = kind == "control" and _retry_s(sock) <= QUICK_RETRY_S
     for option, value in (_QUICK_KEEPALIVE if is_quick else _KEEPALIVE).items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    timeout_s = 0.0 if kind == "data" else SILENT_S if is_quick else SLOW_SILENT_S
+    timeout_s = 0.0 if kind in ("data", "collective") else SILENT_S if is_quick else SLOW_SILENT_S
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
 
 

@@ -43,7 +43,9 @@ def said(job: Job, replica: str, word: str) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize("example", ["own_loop", "ddp", "accumulation", "ema", "several_optimizers"])
+@pytest.mark.parametrize(
+    "example", ["own_loop", "ddp", "accumulation", "ema", "several_optimizers", "collectives"]
+)
 def test_an_example_survives_a_kill_and_a_join(zygote, tmp_path, example):
     job = run(zygote, tmp_path, example)
     check(job, 40)

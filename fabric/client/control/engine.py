@@ -11,9 +11,10 @@ import contextlib
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import uvloop
 
@@ -60,6 +61,7 @@ MainThreadOrder = (
 # Journal events that are also printed to standard error, and the words printed before the event's reason.
 _PRINTED = {"kept out": " waits", "loops differ": ""}
 Event = io.Event | RankEvent
+Outcome = TypeVar("Outcome")
 _ORDERS = get_args(MainThreadOrder)
 # A step without faults has only these effects: the thread with the event performs them without an event loop.
 _ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io.Apply, io.TellDigest))
@@ -244,6 +246,11 @@ class Engine:
         """Start to drive ``member``, and look for the lighthouse."""
         assert self._loop is not None
         asyncio.run_coroutine_threadsafe(self._begin(member), self._loop).result()
+
+    def run_soon(self, work: Coroutine[Any, Any, Outcome]) -> "Future[Outcome]":
+        """Run ``work`` on the control thread; for any other thread. The Future cancels it."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def post(self, event: Event, number: int = 0) -> None:
         """Hand an event to the core; for any thread, never waits. ``number``: of the order that it

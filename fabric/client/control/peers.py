@@ -108,6 +108,10 @@ class Peers:
 
     # Called with the links of this replica's other ranks. Set in a replica of several ranks.
     on_rank: Callable[[Greeting, socket.socket], None] = staticmethod(lambda _, sock: sock.close())
+    # Called with the ring links of collectives between replicas.
+    on_collective: Callable[[Greeting, socket.socket], None] = staticmethod(lambda _, sock: sock.close())
+    # Called with the record of every epoch that is announced, or in force.
+    on_record: Callable[[Record], None] = staticmethod(lambda _: None)
 
     def _accepted(self) -> Sequence[bytes]:
         return [token.encode() for token in self._token.accepted()] or [b""]
@@ -116,6 +120,16 @@ class Peers:
     def replica(self) -> str:
         """The replica that owns these links."""
         return self._me.replica
+
+    @property
+    def incarnation(self) -> int:
+        """The process that owns these links."""
+        return self._me.incarnation
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether links between members on one host come as unix sockets."""
+        return self._plane.shares_memory
 
     @property
     def linked(self) -> list[str]:
@@ -166,6 +180,7 @@ class Peers:
     def link_up(self, record: Record) -> None:
         """Make the missing links of ``record``; feeds Linked or LinkFailed."""
         self._identity.store_id = record.store_id
+        self.on_record(record)
         if self._me.replica not in record.names:
             # This member was drained, so it is not in the epoch and has no links to make.
             asyncio.get_running_loop().call_soon(self._feed, io.Linked(record.epoch))
@@ -178,6 +193,7 @@ class Peers:
 
     def switch(self, record: Record) -> None:
         """Close the ring sockets of epochs older than ``record``, which is in force now."""
+        self.on_record(record)
         for epoch in [e for e in self._epochs if e < record.epoch]:
             linking = self._epochs.pop(epoch)
             if linking.task is not None:
@@ -355,6 +371,15 @@ class Peers:
                 tries += 1
         return None
 
+    async def dial_collective(
+        self, record: Record, member: Member, number: int, attempt: int
+    ) -> socket.socket:
+        """Dial a ring link of collectives to ``member``; ``number`` names the group. Raises Unconnected."""
+        greeting = self._greeting(record.store_id, member, "collective", attempt)
+        sock = await self._dial(member.link, replace(greeting, lane=number), lambda: False)
+        assert sock is not None
+        return sock
+
     def _greeting(self, store_id: str, member: Member, kind: str, epoch: int = 0) -> Greeting:
         return Greeting(
             job=self._identity.job,
@@ -399,6 +424,9 @@ class Peers:
         key = ProcessKey(greeting.replica, greeting.incarnation)
         if greeting.kind == "rank":
             self.on_rank(greeting, sock)
+            return
+        if greeting.kind == "collective":
+            self.on_collective(greeting, sock)
             return
         if greeting.kind == "control":
             self._adopt(key, sock)

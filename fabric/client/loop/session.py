@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from fabric.ckpt_server.state.training_state import StateDescriber
+from fabric.client.collectives.collectives import Collectives, make_collectives
+from fabric.client.collectives.session_collectives import SessionCollectives
 from fabric.client.control.engine import EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.data.loader import (
@@ -60,7 +62,7 @@ from fabric.runtime.rank_layout import RankLayout, parse_layout
 EXCHANGE_TOKENS = 64
 
 
-class Session:
+class Session(SessionCollectives):
     """Made by ``fabric.client.attach``. Not thread-safe: call it from the training loop's thread."""
 
     def __init__(
@@ -100,8 +102,11 @@ class Session:
         self._clock = StepClock()
         if process.group is not None and settings.adapt != "off":
             self._clock.waits.install()
-        first_s = math.inf if process.rank else FIRST_S  # rank 0 logs for all ranks
-        waits = WaitLogger(settings.replica, self._describe_wait, first_s)
+        waits = WaitLogger(
+            settings.replica,
+            lambda: describe_wait(self._engine.describe(), parts.leader.waiting_for),
+            math.inf if process.rank else FIRST_S,  # rank 0 logs for all ranks
+        )
         self.orders = LoopOrders(
             self._engine,
             self._state,
@@ -112,6 +117,7 @@ class Session:
             waits,
             process.rank,
         )
+        self.collectives: Collectives = make_collectives(self._engine, parts, self._clock.pause)
         self._loader: Loader | None = None
         self._sampler: StepSampler | None = None
         self._presence: PresenceFactor | None = None
@@ -179,7 +185,8 @@ class Session:
         Without it all ranks get all samples. ``options``: see ``fabric.client.data.loader.LoaderOptions``.
         """
         sizes = (global_batch_size, micro_batch_size, seed)
-        reader = DataReader(self.settings.replica, self._replicas, self.settings.rack)
+        replicas = parse_replicas(self.settings.replicas)[1]  # that the job starts with
+        reader = DataReader(self.settings.replica, replicas, self.settings.rack)
         chosen = parse_options(options)
         return make_loader(dataset, sizes, collate_fn, num_workers, chosen, reader, SampleSlice.of(mesh))
 
@@ -208,7 +215,9 @@ class Session:
             self._loader = data
             plan = data.plan
             self.orders.samples = plan.samples
-            self._presence = PresenceFactor(self._optimizers()) if data.scale_lr else None
+            objects = self._state.describer.objects
+            optimizers = [x for name, x in objects.items() if name.startswith("optimizer")]
+            self._presence = PresenceFactor(optimizers) if data.scale_lr else None
             described = {**plan.describe(), **describe_sharing(data.sharing)}
             self._start(described, {"until": until}, data.sharing, data.data_slot)
         while self._progress.state_step < until and not self._progress.finished:
@@ -220,6 +229,7 @@ class Session:
                     self.orders.too_late(order)
                 return
             self._first_order = order
+            self.collectives.members.begin_step(order)
             data.sit(self._engine.current, self.settings.replica)
             step.number = self._progress.state_step
             yield step
@@ -354,19 +364,11 @@ class Session:
         if self._loader is not None:
             self._loader.close()
         self._parts.journal.write("finish", step=self.committed_step)
+        self.collectives.close()
         self._engine.close()
         self._shutdown.end(finished=True)
 
     # --- between the user's code and the engine ---------------------------------------------------------
-
-    @property
-    def _replicas(self) -> int:
-        """The number of replicas that the job starts with."""
-        return parse_replicas(self.settings.replicas)[1]
-
-    def _optimizers(self) -> list[Any]:
-        objects = self._state.describer.objects
-        return [x for name, x in objects.items() if name.startswith("optimizer")]
 
     def _start(
         self,
@@ -447,14 +449,12 @@ class Session:
         self._parts.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
 
-    def _describe_wait(self) -> str:
-        return describe_wait(self._engine.describe(), self._parts.leader.waiting_for)
-
     def _end_step(self, step: Step, order: LoopOrder | None) -> None:
         """Put the committed gradient into ``.grad`` and hand over to the user's update code."""
         if isinstance(order, io.Finish):
             self.orders.too_late(order)
         assert isinstance(order, io.Apply)
+        self.collectives.members.end_step(order)
         self._state.wait_changeable()
         transfer = self._parts.fetch_thread
         if order.prepared is not None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from fabric.ckpt_server.state.training_state import capture
+from fabric.client.collectives.session_collectives import SessionCollectives
+from fabric.client.collectives.solo_collectives import SoloCollectives
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import seed_everything
 from fabric.client.data.sampler import StepSampler
@@ -55,7 +57,7 @@ class SoloStep:
         return share
 
 
-class SoloSession:
+class SoloSession(SessionCollectives):
     """As Session, alone."""
 
     epoch = 0
@@ -81,6 +83,7 @@ class SoloSession:
         self._objects = objects
         self._parameters = parameters
         self._metrics: dict[str, float] = {}
+        self.collectives = SoloCollectives("replica0")
 
     def digest(self) -> str:
         return capture(self._objects, self.committed_step).digest()

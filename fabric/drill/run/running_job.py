@@ -96,10 +96,11 @@ class RunningJob:
         return dict(answer["faults"][number - 1])
 
     def steps(self) -> dict[str, int]:
-        """Return the steps of the connected members; empty where no lighthouse answers."""
+        """Return the steps of the connected members that run; empty where no lighthouse answers."""
         with suppress(FabricError, TypeError, LookupError, ValueError):
             members = self._client.ask(self._client.path())["members"]
-            return {str(x["replica"]): int(x["step"]) for x in members if x.get("connected")}
+            running = [x for x in members if x.get("connected") and str(x.get("phase")).startswith("run")]
+            return {str(x["replica"]): int(x["step"]) for x in running}
         return {}
 
     def recoveries(self) -> tuple[RecoveryFacts, ...] | None:
@@ -204,12 +205,14 @@ class RunningDrill:
     def _wait_back(self, job: RunningJob, fault: ScheduledFault) -> None:
         """Wait until every replica has committed two steps more; go on when that takes too long."""
         names = set(job.replicas()) | set(job.steps())
-        before = max(job.steps().values(), default=0)
+        before = -1  # the job's step when all replicas ran again; after a cold start it may be a lower one
         deadline = time.monotonic() + BACK_S
         while time.monotonic() < deadline:
             steps = job.steps()
-            if names and all(steps.get(name, -1) >= before + _BACK_STEPS for name in names):
-                return
+            if names and names <= set(steps):
+                before = max(steps.values()) if before < 0 else before
+                if min(steps.values()) >= before + _BACK_STEPS:
+                    return
             time.sleep(_POLL_S)
         self.say(f"  the replicas took over {BACK_S:g} s to be back after {fault}")
 

@@ -32,8 +32,8 @@ from fabric.runtime.config import parse_replicas
 
 LEAST, TESTED = "0.3", "0.3.0"
 
-# A micro-batch: one pair of inputs and labels, or one pair for each micro-batch of a pipeline's schedule.
-MicroBatch = list[tuple[dict[str, torch.Tensor], torch.Tensor]]
+# The inputs and the labels.
+MicroBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class TitanTrainer(Trainer):  # type: ignore[misc]
@@ -158,8 +158,7 @@ class _TitanJob:
         """Attach, and begin at the job's step. The Trainer's own checkpoint is loaded by now."""
         trainer = self._trainer
         self.tokens_seen = trainer.ntokens_seen * self._ranks
-        parts = trainer.model_parts
-        model = parts[0] if len(parts) == 1 else torch.nn.ModuleList(parts)
+        [model] = trainer.model_parts
         state = {"trainer": self, "schedulers": trainer.lr_schedulers}
         arguments = {"step": trainer.step, **trainer.attach_arguments}
         self.session = fabric.client.attach(model, list(trainer.optimizers), state=state, **arguments)
@@ -193,33 +192,27 @@ class _TitanJob:
         """Read this rank's micro-batches of a replica, from number ``begin`` on."""
         trainer, config, mesh = self._trainer, self._trainer.config, self._batch_mesh
         size, rank = (mesh.size(), mesh.get_local_rank()) if mesh is not None else (1, 0)
-        pipelined = trainer.parallel_dims.pp_enabled
         loader = config.dataloader.build(
             dp_world_size=size * self._data.lanes,
             dp_rank=lane * size + rank,
             tokenizer=trainer.tokenizer,
             seq_len=config.training.seq_len,
-            local_batch_size=(
-                config.parallelism.pipeline_parallel_microbatch_size
-                if pipelined
-                else config.training.local_batch_size
-            ),
+            local_batch_size=config.training.local_batch_size,
             snapshot_every_n_steps=None,
         )
         batches = iter(loader)
-        count = trainer.num_pipeline_parallel_microbatches
-        for _ in range(begin * count):
+        for _ in range(begin):
             next(batches, None)
         counted = Trainer.batch_generator(trainer, batches)
         while True:
             try:
-                yield [next(counted) for _ in range(count)]
+                yield next(counted)
             except DataloaderExhaustedError:
                 raise FabricError(
                     f"the data of part {lane} ended in step {trainer.step}: give a data set without end"
                 ) from None
 
-    def unread(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def unread(self) -> Iterator[MicroBatch]:
         """Yield batches in place of those of the Trainer's loader."""
         while True:
             yield {}, torch.zeros(1, dtype=torch.int64)
@@ -245,33 +238,17 @@ class _TitanJob:
     def _compute(self, forward_backward: Any, micro_batch: MicroBatch) -> float:
         """Add a micro-batch's sum over its tokens to ``.grad``; return the number of the tokens."""
         trainer = self._trainer
-        inputs = [
-            {k: v.to(trainer.device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-            for given, _ in micro_batch
-        ]
-        labels = [given.to(trainer.device) for _, given in micro_batch]
-        pipelined = trainer.parallel_dims.pp_enabled
+        given, labels = micro_batch[0], micro_batch[1].to(trainer.device)
+        inputs = {k: v.to(trainer.device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         unit = torch.ones((), dtype=torch.int64, device=trainer.device)
-        loss = forward_backward(
-            input_dict=inputs if pipelined else inputs[0],
-            labels=labels if pipelined else labels[0],
-            global_valid_tokens=unit,
-        ).detach()
-        valid = torch.stack([(x != IGNORE_INDEX).sum() for x in labels]).sum()
+        loss = forward_backward(input_dict=inputs, labels=labels, global_valid_tokens=unit).detach()
+        valid = (labels != IGNORE_INDEX).sum()
         weight = (
             dist_utils.dist_sum(valid, self._batch_mesh) if self._batch_mesh is not None else valid.item()
         )
-        total = self._sum_loss(loss.reshape(()))
-        self.session.metrics(loss=total, weight=weight, tokens=sum(x.numel() for x in labels) * self._ranks)
+        total = dist_utils.dist_sum(loss, self._loss_mesh) if self._loss_mesh is not None else loss.item()
+        self.session.metrics(loss=total, weight=weight, tokens=labels.numel() * self._ranks)
         return float(weight)
-
-    def _sum_loss(self, loss: torch.Tensor) -> float:
-        """Sum the loss over the ranks of this replica, of which the last stage of a pipeline knows it."""
-        trainer = self._trainer
-        if trainer.parallel_dims.pp_enabled:
-            in_last_stage = loss if trainer.pp_has_last_stage else torch.zeros_like(loss)
-            loss = dist_utils.dist_sum_tensor(in_last_stage, trainer.parallel_dims.get_mesh("pp"))
-        return dist_utils.dist_sum(loss, self._loss_mesh) if self._loss_mesh is not None else float(loss)
 
     # --- evaluation and files ---------------------------------------------------------------------------
 
@@ -294,6 +271,9 @@ def _refuse(config: Any) -> None:
     refusals = {
         f'comm.mode="{config.comm.mode}"': config.comm.mode != "default",
         "CUDA graphs: set training.disable_cuda_graphs": not config.training.disable_cuda_graphs,
+        "a pipeline: leave parallelism.pipeline_parallel_degree at 1": (
+            config.parallelism.pipeline_parallel_degree > 1
+        ),
         "checkpoint.create_seed_checkpoint: run it with FABRIC_DISABLE=1": (
             config.checkpoint.create_seed_checkpoint
         ),

@@ -9,6 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_s
 
 from fabric.integrations.transformers import FabricTrainer as Trainer
 
+EVERY = int(os.environ.get("EXAMPLE_EVERY", "10"))  # steps from one evaluation and checkpoint to the next
+
 
 class Sentences(torch.utils.data.Dataset):
     """Random tokens; a third of the labels, more or less, are not to be predicted."""
@@ -38,8 +40,8 @@ def main() -> None:
         learning_rate=3e-3,
         logging_steps=1,
         eval_strategy="steps",
-        eval_steps=10,
-        save_steps=10,
+        eval_steps=EVERY,
+        save_steps=EVERY,
         report_to="none",
         use_cpu=True,
     )

@@ -223,8 +223,8 @@ class _TitanJob:
         """Compute all micro-batches of the step; return this rank's part of the job's loss."""
         step = self._feed.step
         assert step is not None
-        for micro_batch in self._feed.rest():
-            step.add_weight(weight=self._compute(forward_backward, micro_batch))
+        for inputs, labels in self._feed.rest():
+            step.add_weight(weight=self._compute(forward_backward, inputs, labels))
         loading = self._trainer.metrics_processor.data_loading_times
         if not loading:
             loading.append(0.0)  # the Trainer logs their mean, also in a replayed step
@@ -235,11 +235,11 @@ class _TitanJob:
         loss = sums.get("loss", 0.0) / weight if weight else 0.0
         return torch.tensor(loss / ranks, device=self._trainer.device)
 
-    def _compute(self, forward_backward: Any, micro_batch: MicroBatch) -> float:
+    def _compute(self, forward_backward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> float:
         """Add a micro-batch's sum over its tokens to ``.grad``; return the number of the tokens."""
         trainer = self._trainer
-        given, labels = micro_batch[0], micro_batch[1].to(trainer.device)
-        inputs = {k: v.to(trainer.device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        labels = labels.to(trainer.device)
+        inputs = {k: v.to(trainer.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
         unit = torch.ones((), dtype=torch.int64, device=trainer.device)
         loss = forward_backward(input_dict=inputs, labels=labels, global_valid_tokens=unit).detach()
         valid = (labels != IGNORE_INDEX).sum()

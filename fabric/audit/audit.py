@@ -363,11 +363,13 @@ def _ends(evidence: Evidence) -> list[str]:
         if not groups or not finished(groups[-1]):
             broken.append(f"{replica} did not finish.")
             continue
-        # A process that starts after the end of the job must end without further steps.
-        ends = [i for i, group in enumerate(groups) if finished(group)]
+        # A process that starts after the end of the job must end without further steps. A drained replica may
+        # come back.
+        ends = [i for i, group in enumerate(groups) if lines_of(group, "finish")]
         broken.extend(
             f"{replica} has a second process that trained after it finished."
-            for group in groups[ends[0] + 1 :]
+            for end in ends[:1]
+            for group in groups[end + 1 :]
             if lines_of(group, "commit")
         )
         for line in lines_of(groups[-1], "finish"):

@@ -258,6 +258,22 @@ def test_a_killed_process_that_went_on_is_noticed(honest: SyntheticRun) -> None:
     assert judged(honest.entries, supervisor).broken == ("r0 was killed and its process 100 went on.",)
 
 
+@pytest.mark.parametrize(("event", "is_broken"), [("stop", False), ("finish", True)])
+def test_a_drained_process_may_have_a_successor_and_a_finished_one_may_not(
+    honest: SyntheticRun, event: str, is_broken: bool
+) -> None:
+    def change(lines: list[Entry]) -> None:
+        _, second = (i for i, line in enumerate(lines) if line["event"] == "start")
+        last = {"event": event, "code": 0, "reason": "drained", "step": KILL_STEP}
+        lines[second - 1] = {
+            key: lines[second - 1][key] for key in ("t", "mono", "replica", "incarnation")
+        } | last
+
+    broken = judged(altered(honest, VICTIM, change)).broken
+    assert any("a second process that trained" in sentence for sentence in broken) is is_broken
+    assert bool(broken) is is_broken
+
+
 def _cut_at_restart(directory: Path) -> tuple[Path, list[bytes], int]:
     path = directory / "journal" / f"{VICTIM}.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)

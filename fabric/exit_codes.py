@@ -6,3 +6,7 @@ RESTART = 75
 DEVICE_FAILED = 76  # as after RESTART; the device of this rank has failed
 LAYOUT_REFUSED = 78  # the script cannot build the layout that the launcher gave it
 END_BY_SIGNAL = 128  # an end by a signal has this code plus the signal's number
+
+# Exit codes after which no restart helps: a user's mistake, a wrong command line, a program that cannot run
+# or is missing.
+FINAL_CODES = (FAILED, 2, 126, 127)

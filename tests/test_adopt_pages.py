@@ -33,6 +33,12 @@ def test_the_diff_is_that_of_the_example(page, example, module):
     assert all(f'"{line}"' in taken_back for line in removed + added), "the test runs another diff"
 
 
+def test_the_added_lines_of_the_page_on_ray_are_in_the_example():
+    _, added = diff("ray")
+    text = (ROOT / "examples" / "ray_job.py").read_text().splitlines()
+    assert added and all(text.count(line) == 1 for line in added)
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/adopt").glob("*.md")), ids=lambda p: p.stem)
 def test_a_page_is_at_most_a_screen(page):
     lines = page.read_text().splitlines()

@@ -1,22 +1,19 @@
 """One attempt of a replica: its rank processes, from their start until all have ended."""
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from fabric.cli.launch.rank_output import RankOutput
+from fabric.runtime.parent_death import die_with
 from fabric.runtime.rank_layout import RankLayout
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +156,7 @@ class LaunchAttempt:
             # Ctrl-C in the terminal must reach only the launcher, which ends the ranks in order.
             start_new_session=True,
             pass_fds=spec.inherited,
-            preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  (this process has one thread)
+            preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509  (this process has one thread)
         )
         started = RankProcess(rank, process, os.pidfd_open(process.pid), log=log)
         self.ranks.append(started)
@@ -179,14 +176,3 @@ class LaunchAttempt:
         log = path.open("ab", buffering=0)
         log.write(f"--- attempt {self._spec.number + 1}: {self._spec.layout}\n".encode())
         return log
-
-
-def _die_with(launcher: int) -> Callable[[], None]:
-    """Return a function for a rank to run first: it asks the kernel to kill the rank if its launcher dies."""
-
-    def ask() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != launcher:
-            os._exit(1)  # the launcher died before this process asked to die with the launcher
-
-    return ask

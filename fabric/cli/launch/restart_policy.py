@@ -7,12 +7,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, LAYOUT_REFUSED, RESTART
+from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FINAL_CODES, FINISHED, LAYOUT_REFUSED, RESTART
 from fabric.runtime.rank_layout import RankLayout
 
-# Exit codes after which no restart helps: a user's mistake, a wrong command line, a program that cannot run
-# or is missing.
-FINAL_CODES = (FAILED, 2, 126, 127)
 # After an attempt of this length the next attempt begins at once, and the count of quick deaths is zero.
 HEALTHY_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0

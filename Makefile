@@ -14,12 +14,12 @@ PYTEST := $(BIN)/pytest
 PURE := tests/protocol tests/sim
 JOBS := $(wildcard tests/integration/test_*.py)
 # These whole jobs run in the lane of the parts, so that no lane ends long after the others.
-LATE_JOBS := $(patsubst %,tests/integration/test_%.py,accelerate act adopted_frameworks adopted_scripts \
-	collectives drill drill_running layouts lightning outer_steps relayout scraped_job slow_replica \
-	torchft_scripts transformers unequal)
+LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
+	accelerate act adopted_frameworks adopted_scripts collectives drill drill_running layouts lightning \
+	outer_steps ray relayout scraped_job slow_replica slurm torchft_scripts transformers unequal)
 EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
 
-.PHONY: demo soak test torchtitan lint setup etcd chromium prometheus helm clean
+.PHONY: demo soak test torchtitan lint setup etcd chromium prometheus slurm helm clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -51,7 +51,7 @@ lint: setup
 # simulator's worlds, at the lowest priority, only need a processor. Thousands of processes are started, so what is
 # compiled is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: setup etcd chromium prometheus helm lint
+test: setup etcd chromium prometheus slurm helm lint
 	@nice -n 19 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
 	$(PYTEST) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(EARLY_JOBS)) > .parts.log 2>&1 & parts=$$!; \
 	trap "kill $$worlds $$parts" INT TERM; failed=; \
@@ -74,6 +74,10 @@ etcd:
 # And a real Prometheus, which scrapes a job and tests the alert rules, likewise.
 prometheus:
 	@ops/dev/ensure-prometheus.sh
+
+# And a real Slurm, likewise.
+slurm:
+	@ops/dev/ensure-slurm.sh
 
 # And helm, which is unpacked into the virtual environment.
 helm: setup

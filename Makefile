@@ -13,7 +13,7 @@ SOAK_ARGS ?= --random 1 --every 20s --for 1h
 PYTEST := $(BIN)/pytest
 PURE := tests/protocol tests/sim
 JOBS := $(wildcard tests/integration/test_*.py)
-# These whole jobs run in the lane of the parts, so that no lane ends long after the others.
+# These whole jobs run in a lane of their own, so that no lane ends long after the others.
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 	accelerate act adopted_frameworks adopted_scripts collectives drill drill_running layouts lightning \
 	outer_steps ray relayout scraped_job slow_replica slurm torchft_scripts transformers unequal)
@@ -47,16 +47,18 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Three runs side by side: tests of whole jobs wait much of their time, those of the parts some of it, and the
-# simulator's worlds, at the lowest priority, only need a processor. Thousands of processes are started, so what is
+# Four runs side by side: tests of whole jobs (two lanes) wait much of their time, those of the parts some of it, and
+# the simulator's worlds, at the lowest priority, only need a processor. Thousands of processes are started, so what is
 # compiled is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup etcd chromium prometheus slurm helm lint
 	@nice -n 19 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
-	$(PYTEST) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(EARLY_JOBS)) > .parts.log 2>&1 & parts=$$!; \
-	trap "kill $$worlds $$parts" INT TERM; failed=; \
-	$(PYTEST) $(EARLY_JOBS) || failed=1; wait $$parts || failed=1; wait $$worlds || failed=1; \
-	for log in .parts.log .worlds.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
+	$(PYTEST) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
+	$(PYTEST) -p no:cacheprovider $(LATE_JOBS) > .late.log 2>&1 & late=$$!; \
+	trap "kill $$worlds $$parts $$late" INT TERM; failed=; \
+	$(PYTEST) $(EARLY_JOBS) || failed=1; \
+	for lane in $$late $$parts $$worlds; do wait $$lane || failed=1; done; \
+	for log in .late.log .parts.log .worlds.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"
 
 # torchtitan's packages take over a gigabyte and need older releases than other tests, so they have an environment.

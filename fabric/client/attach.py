@@ -30,6 +30,7 @@ from fabric.client.gradients.gradient_backend import (
     device_of,
 )
 from fabric.client.gradients.gradient_slots import GradientSlots
+from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.loop.model_watch import ModelWatch, refuse_optimizers
 from fabric.client.loop.session import Session
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
@@ -83,6 +84,7 @@ class Choices:
     step: int = 0
     sampler: StepSampler | None = None
     fragments: Mapping[str, int] | None = None  # the fragment of each parameter, for ``fabric.client.diloco``
+    local_state: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.buffers not in BUFFERS:
@@ -105,6 +107,7 @@ def attach(
     unshared: str = "refuse",
     step: int = 0,
     sampler: StepSampler | None = None,
+    local_state: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> "Session | SoloSession":
     """Join this process to the job that the environment (or ``arguments``) names.
@@ -119,12 +122,14 @@ def attach(
     ``step``: the step at which a new job begins, such as that of a checkpoint that you have loaded. A replica
     that joins takes the job's step instead.
     ``sampler``: the sampler of ``session.exchange``, where a DataLoader needed it before the session.
+    ``local_state``: objects whose state is each replica's own, such as torchdata's StatefulDataLoader. A step
+    commits the state of each data slot (at most 32 KiB), and a replica that takes a slot over loads it.
 
     ``arguments`` are the fields of ``fabric.runtime.config.Settings``. A mistake of the user ends the process
     with one sentence and exit code 1. With FABRIC_DISABLE=1 the session uses no service.
     """
     with ends_with_a_sentence():
-        choices = Choices(buffers, snapshots, unshared, step, sampler)
+        choices = Choices(buffers, snapshots, unshared, step, sampler, local_state=local_state)
         return make_session(model, optimizer, dict(state or {}), choices, arguments)
 
 
@@ -184,6 +189,8 @@ def _attach(
     process = claim_identity(chosen, group)
     chosen = chosen.of_rank(process.rank)
     _set_up_logs(chosen, process)
+    own_states = ReplicaStates.of(chosen, choices.local_state or {}, device_of(tuple(parameters)))
+    objects |= own_states.shared
     lanes = _lanes(chosen, process, parameters, averaged)
     entries = _ModuleEntries.gather(process, objects) if lanes is not None else None
     # Open the journal before the checkpoint server starts: a wrong path then leaves no server behind.
@@ -192,11 +199,14 @@ def _attach(
         settings=chosen,
         process=process,
         handle=_server(chosen, process),
-        gradients=_gradients([*parameters, *averaged.stand_ins], lanes, choices.fragments),
+        gradients=_gradients(
+            [*parameters, *averaged.stand_ins, *own_states.stand_ins], lanes, choices.fragments
+        ),
         lanes=lanes,
         entries=entries,
         content=_content(lanes, parameters, entries, objects),
         buffers=averaged,
+        own_states=own_states,
         describer=StateDescriber(objects, averaged.standing, by_name=chosen.unequal),
         policy=choices.snapshots or policy_of(chosen),
         journal=journal,
@@ -236,7 +246,8 @@ def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
         replica=settings.replica,
         run_dir=settings.home,
         bind=settings.bind,
-        port=_server_port(settings.ports),
+        # A single port is for the trainer's links.
+        port=settings.ports if len(parse_ports(settings.ports)) > 1 else "0",
         advertise=settings.advertise,
         token_file=settings.token_file,
         lighthouse=settings.lighthouse,
@@ -247,12 +258,6 @@ def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
         tls_ca=settings.tls_ca,
     )
     return ServerHandle(spec, process.incarnation)
-
-
-def _server_port(ports: str) -> str:
-    """Return the ports for the checkpoint server: ``ports`` if it is a range, because a single port is for
-    the trainer's links."""
-    return ports if len(parse_ports(ports)) > 1 else "0"
 
 
 def _lanes(
@@ -346,6 +351,7 @@ class _Trainer:
     handle: ServerHandle
     gradients: FlatGradients
     buffers: AveragedBuffers
+    own_states: ReplicaStates
     describer: StateDescriber
     policy: SnapshotPolicy
     journal: Journal
@@ -392,6 +398,7 @@ class _Trainer:
             snapshots=snapshots,
             crash_marker=crash_marker,
             buffers=self.buffers,
+            own_states=self.own_states,
             durable=durable,
             failed_rounds=FailedRounds(settings.max_failed_rounds),
             lanes=self.lanes,

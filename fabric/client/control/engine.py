@@ -29,6 +29,7 @@ from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import GradientBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
+from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.journal import Journal
 from fabric.client.process.worker import Worker
@@ -86,6 +87,7 @@ class EngineParts:
     snapshots: Snapshots
     crash_marker: CrashMarker
     buffers: AveragedBuffers
+    own_states: ReplicaStates
     durable: DurableCheckpoints
     failed_rounds: FailedRounds
     lanes: LaneDirectory | None = None  # where replicas may have unequal layouts of ranks

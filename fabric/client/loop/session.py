@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,8 @@ class Session(SessionCollectives):
             wanted=settings.retain_gradients
             and process.group is None
             and len(gradients.buckets) > 1
-            and (isinstance(parts.backend, HostBackend) and not parts.buffers.stand_ins),
+            and isinstance(parts.backend, HostBackend)
+            and not (parts.buffers.stand_ins or parts.own_states.stand_ins),
         )
         self._process = process
         self._empty = EmptySteps(settings.replica, describer.objects.values())
@@ -283,17 +284,23 @@ class Session(SessionCollectives):
         """
         if not self._engine.is_running:
             self.start_exchanges({"loop": "exchange"})
-        has_data = self.take_drawn()
+        has_data, handed_over = self.take_drawn(), self._parts.own_states.handed_over
         for _, parameter in self._state.gradients.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(weight)
         order = self.reach_boundary()
+        # A batch that was drawn before the job's state came is drawn again.
+        has_data = has_data and self._parts.own_states.handed_over == handed_over
         while isinstance(order, io.Compute):
             # A gradient of data drawn for another step is not contributed.
             self.contribute(order, weight if has_data else 0.0)
             has_data = False
             order = self.orders.next()
         return self.end_step(order)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of ``loader``, of ``local_state``, pass after pass; for ``exchange``."""
+        return self._parts.own_states.batches(loader)
 
     def start_exchanges(self, more: Mapping[str, Any], until: int = sys.maxsize) -> None:
         """Join the job with a loop of your own. ``more``: settings that must be equal on all members.
@@ -383,15 +390,9 @@ class Session(SessionCollectives):
         self._micro_batches = int(data["micro_batches"])
         parts.buffers.begin()
         self._shutdown.watch_uncaught()
-        parts.journal.write(
-            "start",
-            pid=os.getpid(),
-            job=settings.job,
-            layout=self._state.gradients.layout,
-            torch=torch.__version__,
-            data=dict(data),
-            data_slot=data_slot,
-        )
+        where = {"pid": os.getpid(), "job": settings.job, "layout": self._state.gradients.layout}
+        what = {"torch": torch.__version__, "data": dict(data), "data_slot": data_slot}
+        parts.journal.write("start", **where, **what)
         self._engine.connect_loop(
             readiness=lambda: self.overlap.stream,
             samples=lambda _step, ids: {str(i): self._progress.samples.get(i, []) for i in ids},
@@ -443,6 +444,7 @@ class Session(SessionCollectives):
         self._clock.end_compute()
         if weight > 0:
             self._parts.buffers.contribute(weight)
+            self._parts.own_states.contribute()
         metrics = finite(self._progress.metrics)
         self._progress.metrics.clear()
         redo = self.overlap.end_order()
@@ -477,6 +479,9 @@ class Session(SessionCollectives):
             self._state.run(scatter)
             if held.weight:
                 self._parts.buffers.commit(held.weight)
+                self._parts.own_states.commit(held.weight)
+        if not order.contributed:
+            self._parts.own_states.hand_over()
         if self._presence is not None:
             self._presence.present(counted, self._micro_batches)
         self._progress.state_step = order.step + 1
@@ -490,11 +495,6 @@ class Session(SessionCollectives):
         times = self._clock.by_phase(self._parts.exchange.seconds)
         source = self._parts.fetch_thread if replay else self._engine
         has_plan = self._loader is not None or self._sampler is not None  # else samples are unknown
-        self._parts.journal.commit(
-            held,
-            self._micro_batches if has_plan else 0,
-            times,
-            generation=source.generation,
-            contributed=order.contributed,
-            replay=replay,
-        )
+        planned = self._micro_batches if has_plan else 0
+        commit, own = self._parts.journal.commit, order.contributed
+        commit(held, planned, times, generation=source.generation, contributed=own, replay=replay)

@@ -1,7 +1,7 @@
 """FABRIC_DISABLE=1: the same loop and the same arithmetic, with one member and without any service."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,11 @@ class SoloSession(SessionCollectives):
 
     def digest(self) -> str:
         return capture(self._objects, self.committed_step).digest()
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """As Session.batches."""
+        while True:
+            yield from loader
 
     def loader(
         self,

@@ -1,0 +1,62 @@
+"""States of each replica's own, without services: rows, hand-over and refusals."""
+
+import pytest
+import torch
+
+from fabric.client.gradients.replica_states import ROW_BYTES, ReplicaStates
+from fabric.errors import ConfigError
+
+
+class Counter:
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value, "generator": torch.ones(3)}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def states(slot, counter):
+    return ReplicaStates({"data": counter}, slot, 3, torch.device("cpu"))
+
+
+def test_a_commit_has_the_states_of_all_that_contributed_and_a_newcomer_takes_its_slots():
+    members = [states(slot, Counter(10 + slot)) for slot in (0, 1)]
+    for member in members:
+        member.contribute()
+    total = sum(member.stand_ins[0][1].grad for member in members)
+    for member in members:
+        member.stand_ins[0][1].grad = total / 7.0  # the exchange divides by the weight
+        member.commit(7.0)
+    assert torch.equal(members[0].state_dict()["rows"], members[1].state_dict()["rows"])
+    for slot, value in ((1, 11), (2, 0)):  # no replica had slot 2
+        counter = Counter()
+        newcomer = states(slot, counter)
+        newcomer.load_state_dict(members[0].state_dict())
+        assert counter.value == value and newcomer.handed_over == 1
+
+
+def test_a_loader_goes_on_where_the_hand_over_has_put_it():
+    class Numbers(Counter):
+        def __iter__(self):
+            while self.value < 9:
+                self.value += 1
+                yield self.value
+
+    numbers = Numbers()
+    own = states(0, numbers)
+    batches = own.batches(numbers)
+    assert [next(batches), next(batches)] == [1, 2]
+    numbers.value = 6
+    own.hand_over()
+    assert next(batches) == 7
+
+
+def test_a_state_that_is_too_large_or_no_state_is_refused():
+    large = Counter("x" * ROW_BYTES)
+    with pytest.raises(ConfigError, match=r"local_state has \d+ bytes, and 32764 fit"):
+        states(0, large).contribute()
+    with pytest.raises(ConfigError, match=r"local_state\['data'\] is a object without state_dict"):
+        states(0, object())

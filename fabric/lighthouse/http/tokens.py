@@ -216,12 +216,12 @@ def token_required(
         await tokens.refresh()
         if tokens.is_open or request.path in open_paths:
             return await handler(request)
-        given = bearer_of(request.headers.get("Authorization", ""))
-        if is_of_drills(request) and tokens.may_drill(given):
-            request["scope"], request["may_reach_servers"] = None, False
-            return await handler(request)
         scope = cookie(request, tokens)
         if isinstance(scope, bool):
+            given = bearer_of(request.headers.get("Authorization", ""))
+            if is_of_drills(request) and tokens.may_drill(given):
+                request["scope"], request["may_reach_servers"] = None, False
+                return await handler(request)
             scope = tokens.scope(given)
         job = request.match_info.get("job")
         if scope is not None and job is not None and job not in scope:

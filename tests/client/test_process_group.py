@@ -1,5 +1,7 @@
 """The process group of replicas: torch's own collectives over real links between threads."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,3 +121,66 @@ def test_alone_every_collective_returns_at_once():
     gathered = [torch.empty(3)]
     group.allgather([gathered], [tensor]).wait()
     assert tensor.tolist() == gathered[0].tolist() == [0.0, 1.0, 2.0] and group.size() == 1
+
+
+def options(uuid, handles):
+    """As torch.distributed._reconfigure of torch 2.14 and later makes them."""
+    return SimpleNamespace(uuid=uuid, handles=handles, timeout=None, hints={})
+
+
+def test_a_reconfiguration_gives_the_members_other_ranks(two):
+    def turn(group, number):
+        assert group.supports_reconfigure
+        handles = ["b", "a"]
+        group.reconfigure(options(7, handles)).wait()
+        sent = torch.tensor([float(number)])
+        group.broadcast([sent], root_options(0)).wait()
+        parts = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
+        group.allgather([parts], [torch.tensor([number])]).wait()
+        flat = torch.empty(2, dtype=torch.int64)
+        group._allgather_base(flat, torch.tensor([number])).wait()
+        return group.rank(), sent.tolist(), [x.item() for x in parts], flat.tolist()
+
+    assert both(two, turn) == [(1, [1.0], [1, 0], [1, 0]), (0, [1.0], [1, 0], [1, 0])]
+
+
+def test_a_set_of_handles_gives_the_order_of_the_ring(two):
+    def turn(group, number):
+        group.reconfigure(options(7, ["b", "a"])).wait()
+        group.reconfigure(options(8, {"b", "a"})).wait()
+        return group.rank()
+
+    assert both(two, turn) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("handles", "sentence"),
+    [
+        (lambda _: ["a", "b", "c"], "the members are a, b, and the handles are those of a, b, c"),
+        (lambda number: ["a", "b"] if number else ["b", "a"], "unequal uuids or orders"),
+    ],
+)
+def test_a_reconfiguration_that_does_not_fit_can_be_repeated(two, handles, sentence):
+    def turn(group, number):
+        with pytest.raises(CollectiveFailed, match=sentence):
+            group.reconfigure(options(7, handles(number))).wait()
+        group.reconfigure(options(8, ["b", "a"])).wait()
+        return group.rank()
+
+    assert both(two, turn) == [1, 0]
+
+
+def test_handles_name_this_replica_once(two):
+    for handles in (["b"], ["a", "a"]):
+        with pytest.raises(ConfigError, match="name a replica twice, or lack this one"):
+            two[0].group.reconfigure(options(7, handles))
+
+
+@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch.distributed has no _reconfigure")
+def test_torch_reconfigures_the_group(two):
+    def turn(group, number):
+        assert dist._supports_reconfigure(group) and dist._get_reconfigure_handle(group) == "ab"[number]
+        dist._reconfigure(uuid=3, handles=["b", "a"], group=group).wait()
+        return group.rank()
+
+    assert both(two, turn) == [1, 0]

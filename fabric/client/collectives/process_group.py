@@ -12,14 +12,16 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
 from fabric.client.collectives.collectives import TIMEOUT_S, Collectives
 from fabric.client.collectives.payload import Payload
 from fabric.client.collectives.solo_collectives import SoloCollectives
-from fabric.errors import ConfigError
+from fabric.errors import CollectiveFailed, ConfigError
 
 BACKEND = "fabric"
+_MOST = 2**63 - 1
 _OPERATIONS = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "mean",
@@ -86,6 +88,7 @@ class ReplicaGroup(dist.ProcessGroup):
         self._collectives = collectives
         self._timeout_s = timeout_s
         self._name = self._description = BACKEND
+        self._order: tuple[str, ...] = ()  # the members by rank, as a reconfiguration gave them
 
     # --- what torch asks --------------------------------------------------------------------------------
 
@@ -129,7 +132,48 @@ class ReplicaGroup(dist.ProcessGroup):
         self._description = description
 
     def _names(self) -> tuple[str, ...]:
-        return self._collectives.names_or_own()
+        names = self._collectives.names_or_own()
+        return self._order if set(self._order) == set(names) else names
+
+    # --- reconfiguration: torch 2.14 and later ask for these names --------------------------------------
+
+    @property
+    def supports_reconfigure(self) -> bool:  # type: ignore[override, unused-ignore]
+        """True: ``torch.distributed._reconfigure`` works."""
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        """The name of this replica, by which ``reconfigure`` of every member knows it."""
+        return self._collectives.replica
+
+    def reconfigure(self, opts: Any) -> CollectiveWork:
+        """Go on with the replicas of ``opts.handles``. A list gives their ranks; a set means ring order.
+
+        The lighthouse decides which replicas are members. Where these are others, or where two members give
+        unequal handles or uuids, the Work raises CollectiveFailed: reconfigure with the members' handles.
+        """
+        handles = tuple(opts.handles)
+        if len(set(handles)) != len(handles) or self.get_reconfigure_handle() not in handles:
+            raise ConfigError(
+                f"the handles {', '.join(handles)} name a replica twice, or lack this one: give the handle "
+                "of each member once"
+            )
+        order = handles if isinstance(opts.handles, list) else ()
+        timeout = getattr(opts, "timeout", None)
+        asked = torch.tensor([opts.uuid & _MOST, xxhash.xxh3_64_intdigest(repr(order).encode()) & _MOST])
+
+        def take(payload: Payload) -> None:
+            if set(payload.names or handles) != set(handles):
+                raise CollectiveFailed(
+                    f"the members are {', '.join(payload.names)}, and the handles are those of "
+                    f"{', '.join(sorted(handles))}: reconfigure with the handles of the members"
+                )
+            if any(not torch.equal(x, asked) for x in payload.tensors):
+                raise CollectiveFailed("members reconfigure with unequal uuids or orders: give equal ones")
+            self._order = order
+
+        limit_s = timeout.total_seconds() if timeout is not None else self._timeout_s
+        return CollectiveWork(self._collectives.start("all_gather", asked, "", limit_s), take, [])
 
     # --- collectives ------------------------------------------------------------------------------------
 
@@ -170,7 +214,7 @@ class ReplicaGroup(dist.ProcessGroup):
 
         def store(payload: Payload) -> None:
             _check_count(len(payload.tensors), len(output[0]))
-            for target, tensor in zip(output[0], payload.tensors, strict=True):
+            for target, tensor in zip(output[0], self._by_rank(payload), strict=True):
                 _put(target, tensor)
 
         return self._start("all_gather", _one(tensors), "", opts, store, output[0])
@@ -180,9 +224,14 @@ class ReplicaGroup(dist.ProcessGroup):
 
         def store(payload: Payload) -> None:
             _check_count(len(payload.tensors) * tensor.numel(), output.numel())
-            _put(output, torch.stack(payload.tensors).view(output.shape))
+            _put(output, torch.stack(self._by_rank(payload)).view(output.shape))
 
         return self._start("all_gather", tensor, "", opts, store, [output])
+
+    def _by_rank(self, payload: Payload) -> list[torch.Tensor]:
+        tensors = dict(zip(payload.names, payload.tensors, strict=True))
+        order = self._order if set(self._order) == set(tensors) else payload.names
+        return [tensors[name] for name in order]
 
     def _reduce_scatter_base(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None

@@ -192,10 +192,11 @@ def test_a_server_sends_a_slots_descriptor_only_after_allocating_its_memory(atta
         return int(found[1]) * 1024
 
     before = resident_shared()
+    lag = 1_000_000  # Linux counts pages for each processor and sums them up late
     handle.allocate("snapshot", 0, NBYTES)
-    assert resident_shared() - before >= NBYTES
+    assert resident_shared() - before >= NBYTES - lag
     handle.allocate("snapshot", 0, 2 * NBYTES)
-    assert resident_shared() - before >= 2 * NBYTES
+    assert resident_shared() - before >= 2 * NBYTES - lag
 
 
 def test_slow_readers_cost_the_server_no_memory(attach):

@@ -54,13 +54,18 @@ def test_the_same_exception_twice_outside_a_micro_batch_fails_the_job(zygote, tm
 
 
 def test_exchanges_that_fail_in_a_row_raise_in_the_loop(zygote, tmp_path):
-    """Two replicas are needed, and r1 dies in the same step again and again."""
+    """Two replicas are needed, and r1 dies in the same step again and again, once r0 has contributed."""
     given = {"TEST_TRAINER": "raising_trainer", "TINY_STEPS": "100", "FABRIC_REPLICAS": "2:2"}
     with Job(zygote, tmp_path, replicas=2, environment=given) as job:
         job.start("r0", FABRIC_MAX_FAILED_ROUNDS="2")
-        for start in range(2):
-            job.start("r1", "before-ring=kill")
-            job.wait_for(lambda: job.ended("r1") is not None, f"death {start} of r1")
+        for count in (1, 2):
+            job.start("r1", f"before-ring=wait:{tmp_path / 'never'}")
+            job.wait_for(
+                lambda count=count: len(job.events("r0", "contribute")) == count,
+                f"contribution {count} of r0",
+            )
+            job.kill("r1")
+            job.wait_for(lambda: job.ended("r1") is not None, f"death {count} of r1")
         job.wait_for(lambda: job.ended("r0") is not None, "the end of r0")
         assert job.ended("r0") == 3, job.logs()
         assert "caught: 2 exchanges of step 0 failed in a row, the last because " in job.said("r0")

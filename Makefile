@@ -16,10 +16,12 @@ JOBS := $(wildcard tests/integration/test_*.py)
 # These whole jobs run in a lane of their own, so that no lane ends long after the others.
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 	accelerate act adopted_frameworks adopted_scripts collectives drill drill_running layouts lightning \
-	outer_steps ray relayout scraped_job slow_replica slurm torchft_scripts transformers unequal)
-EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
+	outer_steps relayout scraped_job slow_replica torchft_scripts transformers unequal)
+# Jobs on clusters of others, which `make clusters` runs: they would make `make test` too long.
+CLUSTER_JOBS := $(patsubst %,tests/integration/test_%.py,ray slurm)
+EARLY_JOBS := $(filter-out $(LATE_JOBS) $(CLUSTER_JOBS),$(JOBS))
 
-.PHONY: demo soak test torchtitan lint setup etcd chromium prometheus slurm helm clean
+.PHONY: demo soak test clusters torchtitan lint setup etcd chromium prometheus slurm helm clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -51,7 +53,7 @@ lint: setup
 # the simulator's worlds, at the lowest priority, only need a processor. Thousands of processes are started, so what is
 # compiled is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: setup etcd chromium prometheus slurm helm lint
+test: setup etcd chromium prometheus helm lint
 	@nice -n 19 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
 	$(PYTEST) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
 	$(PYTEST) -p no:cacheprovider $(LATE_JOBS) > .late.log 2>&1 & late=$$!; \
@@ -60,6 +62,10 @@ test: setup etcd chromium prometheus slurm helm lint
 	for lane in $$late $$parts $$worlds; do wait $$lane || failed=1; done; \
 	for log in .late.log .parts.log .worlds.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"
+
+# A real Ray cluster and a real Slurm, on this machine.
+clusters: setup slurm
+	$(PYTEST) $(CLUSTER_JOBS)
 
 # torchtitan's packages take over a gigabyte and need older releases than other tests, so they have an environment.
 torchtitan: PYTHONDONTWRITEBYTECODE :=

@@ -1,8 +1,4 @@
-"""A config registry of torchtitan, without a line of fabric: a small Llama on drawn tokens.
-
-Start each replica with ``-m fabric.integrations.torchtitan --module titan_llama --config tiny`` in place of
-``-m torchtitan.train``.
-"""
+"""A config registry of torchtitan without a line of fabric: docs/adopt/torchtitan.md says how to start it."""
 
 import os
 from collections.abc import Iterator
@@ -25,26 +21,21 @@ class NoTokenizer(BaseTokenizer):
     def __init__(self, config: Config, **_: object) -> None:
         pass
 
-    def encode(self, *_: object, **__: object) -> list[int]:
-        return []
-
-    def decode(self, *_: object, **__: object) -> str:
-        return ""
-
     def get_vocab_size(self) -> int:
         return 2048
 
+    def encode(self, *_: object, **__: object) -> list[int]:
+        return []
+
+    decode = encode
+
 
 class DrawnTokens(BaseDataLoader):
-    """Batch number n of data-parallel rank r is drawn from a seed of its own."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         pass
 
-    def __init__(
-        self, config: Config, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: int
-    ) -> None:
+    def __init__(self, config, dp_world_size, dp_rank, seq_len, local_batch_size, **_) -> None:
         self._ranks, self._rank, self._number = dp_world_size, dp_rank, 0
         self._shape = (local_batch_size, seq_len + 1)
 

@@ -6,7 +6,9 @@ import sys
 import torch
 
 import fabric.client
-from fabric.errors import RoundsFailed
+from fabric.errors import CollectiveFailed, ConfigError, RoundsFailed
+
+ERRORS = {"value": ValueError, "collective": CollectiveFailed, "config": ConfigError}
 
 
 def main() -> None:
@@ -20,7 +22,7 @@ def main() -> None:
             model(torch.ones(2, 16)).sum().backward()
             session.exchange()
             if str(session.committed_step) == os.environ.get("RAISE_AT"):
-                raise ValueError("the user's own mistake")
+                raise ERRORS[os.environ.get("RAISE_KIND", "value")]("the user's own mistake")
             optimizer.step()
             optimizer.zero_grad()
     except RoundsFailed as error:

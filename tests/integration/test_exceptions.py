@@ -1,5 +1,6 @@
 """The choices for an exception of the user's loop and for exchanges that fail in a row."""
 
+import pytest
 from job import Job
 from test_data_policies import SHORT, environment, finish, poison_of
 
@@ -51,6 +52,15 @@ def test_the_same_exception_twice_outside_a_micro_batch_fails_the_job(zygote, tm
         job.finish()
         assert job.codes == {"r0": 1}, job.logs()
         assert "the user's own mistake (twice at step " in job.status()["failed"]
+
+
+@pytest.mark.parametrize(("kind", "code"), [("collective", 75), ("config", 1)])
+def test_a_failed_collective_is_no_mistake_but_a_wrong_setting_is(zygote, tmp_path, kind, code):
+    given = {"TEST_TRAINER": "raising_trainer", "TINY_STEPS": "1000000", **RESTART}
+    with Job(zygote, tmp_path, replicas=1, environment=given) as job:
+        job.start("r0", RAISE_AT="5", RAISE_KIND=kind)
+        job.wait_for(lambda: job.ended("r0") is not None, "the end of r0")
+        assert job.ended("r0") == code, job.logs()
 
 
 def test_exchanges_that_fail_in_a_row_raise_in_the_loop(zygote, tmp_path):

@@ -339,8 +339,8 @@ class Engine:
         if isinstance(effect, _ORDERS):
             if isinstance(effect, io.Apply):
                 self._parts.failed_rounds.committed()
-            if isinstance(effect, io.Apply) and effect.prepared is not None:
-                self._parts.points.hit("after-barrier", effect.step)
+                if effect.prepared is not None:
+                    self._parts.points.hit("after-barrier", effect.step)
             self.orders.put(effect)
         else:
             self._performers[type(effect)](effect)

@@ -8,13 +8,10 @@ first step and after an eviction, a step has no micro-batches and its averaged g
 
 import contextlib
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-import torch
 
 from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.collectives.collectives import Collectives, make_collectives
@@ -390,9 +387,7 @@ class Session(SessionCollectives):
         self._micro_batches = int(data["micro_batches"])
         parts.buffers.begin()
         self._shutdown.watch_uncaught()
-        where = {"pid": os.getpid(), "job": settings.job, "layout": self._state.gradients.layout}
-        what = {"torch": torch.__version__, "data": dict(data), "data_slot": data_slot}
-        parts.journal.write("start", **where, **what)
+        parts.journal.start(settings.job, self._state.gradients.layout, data, data_slot)
         self._engine.connect_loop(
             readiness=lambda: self.overlap.stream,
             samples=lambda _step, ids: {str(i): self._progress.samples.get(i, []) for i in ids},
@@ -495,6 +490,11 @@ class Session(SessionCollectives):
         times = self._clock.by_phase(self._parts.exchange.seconds)
         source = self._parts.fetch_thread if replay else self._engine
         has_plan = self._loader is not None or self._sampler is not None  # else samples are unknown
-        planned = self._micro_batches if has_plan else 0
-        commit, own = self._parts.journal.commit, order.contributed
-        commit(held, planned, times, generation=source.generation, contributed=own, replay=replay)
+        self._parts.journal.commit(
+            held,
+            self._micro_batches if has_plan else 0,
+            times,
+            generation=source.generation,
+            contributed=order.contributed,
+            replay=replay,
+        )

@@ -15,7 +15,7 @@ from fabric.client.process import excepthook, raised_note
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
 from fabric.client.process.incarnation_lock import ProcessIdentity
-from fabric.errors import FabricError
+from fabric.errors import CollectiveFailed, FabricError, NotAMember
 from fabric.exit_codes import DEVICE_FAILED, FINISHED, RESTART
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
@@ -94,14 +94,16 @@ class Shutdown:
         self._parts.journal.close()
 
     def depart(self, reason: str) -> None:
-        """Leave the job as a death does, while other members go on: the lighthouse learns of it at once.
+        """Leave the job as a death does, while other members go on.
 
+        The lighthouse learns of it at once; of a replica of several ranks, when their processes have ended.
         The note of the micro-batch at hand stays, so that a second death at the micro-batch proves poison.
         """
         self._parts.journal.write("stop", code=RESTART, reason=reason)
         self._engine.close()
-        with contextlib.suppress(FabricError):
-            self._parts.handle.gone()
+        if not isinstance(self._engine, RankEngine):
+            with contextlib.suppress(FabricError):
+                self._parts.handle.gone()
         self._debug_endpoint.close()
         atexit.unregister(self._on_exit)
         if self._on_uncaught in excepthook.on_uncaught:
@@ -112,7 +114,7 @@ class Shutdown:
 
         The process waits until the lighthouse has acknowledged the error, which rank 0 reports for all ranks.
         A device fault does not fail the job: only this replica dies. The same holds for any error with
-        FABRIC_ON_EXCEPTION=restart, except a FabricError, which shows a mistake.
+        FABRIC_ON_EXCEPTION=restart, except a FabricError that shows a mistake.
         """
         if not isinstance(error, Exception):
             return
@@ -121,8 +123,9 @@ class Shutdown:
         at = self._progress.at
         samples = self._progress.samples.get(at[1], []) if at is not None else []
         reason = describe(error, at, samples)
-        if self._settings.on_exception == "restart" and not isinstance(error, FabricError):
-            if at is not None or not raised_note.is_repeated(
+        is_mistake = isinstance(error, FabricError) and not isinstance(error, CollectiveFailed | NotAMember)
+        if self._settings.on_exception == "restart" and not is_mistake:
+            if at is not None or not raised_note.repeats(
                 self._settings.home, self._progress.state_step, reason
             ):
                 self._say(f"this replica alone starts again after {reason}")

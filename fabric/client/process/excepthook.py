@@ -28,7 +28,8 @@ def before_report(wait: Callable[[], None]) -> None:
 def install_excepthook() -> None:
     """Install the hook that shows an uncaught FabricError as one sentence.
 
-    Another library may have put a hook around this one since the last call: that hook is called first then.
+    Another library may have put a hook around this one since the last call. This one is the outer hook again
+    then, and calls that hook for every other error.
     """
     global _shown_before
     if sys.excepthook is not _show:

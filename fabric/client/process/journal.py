@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fabric.errors import ConfigError
 from fabric.protocol.messages.member_events import PreparedRound
 from fabric.runtime.logs import fields
@@ -100,6 +102,18 @@ class Journal:
             written = os.write(self._descriptor, line)
             line = line[written:]
             self._torn = bool(line)
+
+    def start(self, job: str, layout: str, data: Mapping[str, Any], data_slot: int) -> None:
+        """Write the ``start`` line of this process. ``layout``: of the gradients; ``data``: their plan."""
+        self.write(
+            "start",
+            pid=os.getpid(),
+            job=job,
+            layout=layout,
+            torch=torch.__version__,
+            data=dict(data),
+            data_slot=data_slot,
+        )
 
     def commit(
         self,

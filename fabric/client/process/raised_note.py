@@ -11,8 +11,8 @@ from pathlib import Path
 _NAME = "raised.json"
 
 
-def is_repeated(home: Path, step: int, reason: str) -> bool:
-    """Whether this replica's last process left for ``reason`` at ``step`` too. Notes this exception."""
+def repeats(home: Path, step: int, reason: str) -> bool:
+    """Note the exception; return whether this replica's last process left for ``reason`` at ``step`` too."""
     noted: object = None
     with contextlib.suppress(OSError, ValueError):
         noted = json.loads((home / _NAME).read_text())

@@ -15,8 +15,8 @@ PURE := tests/protocol tests/sim
 JOBS := $(wildcard tests/integration/test_*.py)
 # These whole jobs run in a lane of their own, so that no lane ends long after the others.
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
-	accelerate act adopted_frameworks adopted_scripts collectives drill layouts lightning \
-	outer_steps scraped_job slow_replica torchft_scripts transformers unequal)
+	accelerate act adopted_frameworks adopted_scripts collectives demo drill launched_jobs layouts \
+	lightning outer_steps scraped_job slow_replica torchft_scripts transformers unequal)
 # `make long` runs these: `make test` has to stay within 25 minutes on two cores. Beside other load the detector takes
 # other steps for slow, so relayout needs a machine that does nothing else.
 LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drill_running ray relayout slurm)

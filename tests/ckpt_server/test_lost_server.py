@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ckpt_server.test_durable_format import objects, write_one
-from server_support import alive, fetch, publish, snapshot_file, wait_for
+from server_support import alive, fetch, manifest_of, publish, snapshot_file, wait_for
 
 import fabric.client
 from fabric.ckpt_server.attach.request_channel import RequestChannel
@@ -94,6 +94,27 @@ def fetching(attach):
         yield start
 
 
+def test_failed_and_unused_fetches_leave_the_newest_snapshot(fetching, served):
+    mine, slots = fetching(), []
+    for step in (4, 5):
+        file = snapshot_file(1000, seed=step)
+        slots.append(mine.snapshots.slots.take())
+        mine.snapshots.slots.memory(slots[-1], len(file))[: len(file)] = file
+        mine.snapshots.serve(slots[-1], manifest_of(file, step))
+    file = snapshot_file(3 << 20)
+    publish(served, 0, file, 7)
+    state, memory = served_state(served, 7), served.allocate("snapshot", 0, len(file))
+    for _ in range(3):
+        assert mine.fetch(state, (served.url,)) == io.StateFetched(7, state.digest), "and nobody loads it"
+    memory[len(file) // 2] ^= 1
+    for _ in range(3):
+        assert isinstance(mine.fetch(state, (served.url,)), io.FetchFailed)
+    assert [s["step"] for s in fetch(mine.handle.url, "/v1/snapshots").json] == [5]
+    own = served_state(mine.handle, 5)
+    assert mine.fetch(own, (mine.handle.url,)) == io.StateFetched(5, own.digest)
+    assert mine.transfer.take_state().slot == slots[1], "its own memory has this state, which needs no slot"
+
+
 class TestAServerThatDied:
     def test_a_replica_that_waits_for_a_state_restarts_its_server_and_serves_the_state(
         self, fetching, served
@@ -105,7 +126,7 @@ class TestAServerThatDied:
         before = mine.handle.pid
         kill_server(mine.handle)
         assert mine.fetch(state, (served.url,)) == io.StateFetched(7, state.digest)
-        arrived = mine.transfer.state
+        arrived = mine.transfer.take_state()
         assert bytes(arrived.file) == file and mine.handle.pid != before
         mine.snapshots.serve(arrived.slot, arrived.fetched.manifest)
         assert [s["step"] for s in fetch(mine.handle.url, "/v1/snapshots").json] == [7]
@@ -115,7 +136,7 @@ class TestAServerThatDied:
         mine = fetching(storage=str(tmp_path))
         kill_server(mine.handle)
         assert mine.fetch(state, (NOBODY, DURABLE)) == io.StateFetched(3, state.digest)
-        assert bytes(mine.transfer.state.file) == file
+        assert bytes(mine.transfer.take_state().file) == file
 
     def test_a_server_that_cannot_be_started_does_not_condemn_the_checkpoint(self, fetching, tmp_path):
         _, state = write_one(str(tmp_path), objects(1), 3)

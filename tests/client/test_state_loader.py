@@ -42,6 +42,7 @@ class Host:
     sources: dict[str, str]
     has_place: bool
     writes: list[str] = field(default_factory=list)
+    given_back: list[int] = field(default_factory=list)
     memory: bytearray = field(default_factory=lambda: bytearray(len(STATE)))
     url = "http://own"
     job, replica = "job", "r0"
@@ -55,6 +56,9 @@ class Host:
 
     def held(self, state: SnapshotRef) -> int:
         return -1 if self.own == "none" else 1
+
+    def give_back(self, slot: int) -> None:
+        self.given_back.append(slot)
 
     def look(self, slot: int, nbytes: int) -> memoryview:
         if self.own == "server lost":
@@ -133,14 +137,16 @@ def test_the_loaded_and_the_unusable_states_whatever_the_sources_do(monkeypatch)
         if own == "good":
             assert told == io.StateFetched(7, DIGEST), what
             assert host.writes == [] and storage.asked == 0, f"{what}: what is here is not fetched"
-            assert transfer.state.slot == 1 and bytes(transfer.state.file) == STATE, what
+            state = transfer.take_state()
+            assert state.slot == 1 and bytes(state.file) == STATE, what
         elif "good" in kinds and has_place:
             assert told == io.StateFetched(7, DIGEST), what
             assert len(host.writes) == 1 and storage.asked == 0, f"{what}: loaded twice"
-            assert transfer.state.slot == 0 and bytes(transfer.state.file) == STATE, what
+            state = transfer.take_state()
+            assert state.slot == 0 and bytes(state.file) == STATE, what
         else:
             assert isinstance(told, io.FetchFailed) and not told.misfit, what
-            assert transfer.state is None and host.writes == [], what
+            assert transfer.take_state() is None and host.writes == [], what
             if "good" in kinds:  # an error on this host proves nothing about the state
                 assert not told.unusable and "own server" in told.why and storage.asked == 0, what
             else:
@@ -156,11 +162,12 @@ def test_the_loaded_and_the_unusable_states_whatever_the_sources_do(monkeypatch)
 def test_a_second_fetch_uses_no_result_of_the_first(monkeypatch):
     host = Host("none", {"http://a": "good"}, True)
     told, transfer = fetch(host, Storage(), monkeypatch, durable=False)
-    assert told == io.StateFetched(7, DIGEST) and transfer.state is not None
+    assert told == io.StateFetched(7, DIGEST) and host.given_back == []
     host.sources["http://a"] = "silent"
     again: list[object] = []
     transfer.fetch_state(io.FetchState(SnapshotRef(1, 7, DIGEST), ("http://a",)), again.append)
-    assert isinstance(again[0], io.FetchFailed) and transfer.state is None
+    assert isinstance(again[0], io.FetchFailed) and transfer.take_state() is None
+    assert host.given_back == [0]
 
 
 @pytest.mark.parametrize("ends", ["fetched", "gone", "failed"])

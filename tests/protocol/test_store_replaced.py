@@ -169,3 +169,13 @@ def test_new_processes_begin_at_the_first_epoch():
     lighthouse.do(lio.SessionOpened(session_of("a")))
     assert (lighthouse.record.epoch, lighthouse.record.generation) == (1, 1)
     assert lighthouse.record.reason == "first start"
+
+
+def test_without_snapshots_the_job_begins_from_the_newest_state_that_a_trainer_has():
+    lighthouse = Lighthouse(None, start_replicas=2)
+    lighthouse.open("a", generation=3, step=60, digest="s60", epoch=57)
+    # It commits three more steps with its last roster, and then it is outside every generation.
+    lighthouse.say("a", m.Heartbeat(1, 57, 0, 63, "s63"))
+    lighthouse.open("b", generation=3, step=60, digest="s60", epoch=57)
+    lighthouse.wait(1.0)
+    assert lighthouse.record.base == Base(3, 63, "s63", (session_of("a").ckpt,))

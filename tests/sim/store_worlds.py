@@ -15,6 +15,7 @@ from fabric.protocol.member.membership import Membership
 # The rare events that must occur in a run over many of these worlds.
 REQUIRED = (
     "store: wiped",
+    "store: wiped while no server held a state",
     "path: a job goes on in another store",
     "store: a lighthouse was stuck",
     "path: sockets before timers",
@@ -23,7 +24,7 @@ REQUIRED = (
 
 class WipedWorld(World):
     """An empty store takes the place of the job's, once or twice. The new store's id sorts before or after
-    the old store's id. At about that time a trainer, a checkpoint server or the leader may die.
+    the old store's id. At about that time a trainer, one or all checkpoint servers, or the leader may die.
 
     No process is cut off or stopped, because an empty store names no members to wait for."""
 
@@ -39,6 +40,14 @@ class WipedWorld(World):
             if clockwork.chance(0.4):
                 when = self.wiped_at + clockwork.between(-0.5, 1.5)
                 clockwork.at(when, lambda kind=kind: self.faults.strike(kind))
+        if clockwork.chance(0.2):
+            clockwork.at(self.wiped_at, self.lose_memory)
+
+    def lose_memory(self) -> None:
+        """Kill every checkpoint server, so that only the trainers hold the job's state."""
+        for name in self.hosts:
+            self.kill_server(name)
+        self.clockwork.counts["store: wiped while no server held a state"] += 1
 
     def wipe(self) -> None:
         """Wipe the store while a lighthouse leads."""

@@ -44,7 +44,7 @@ class Replay:
 
     def install(self, order: io.Install) -> None:
         """Load the fetched state, and verify it once loaded. The fetch has verified it as a whole."""
-        fetched_state = self._parts.fetch_thread.state
+        fetched_state = self._parts.fetch_thread.take_state()
         assert fetched_state is not None
         # The manifest has the digest of this rank's part; the order has the digest of the replica's state.
         digest = fetched_state.fetched.manifest["digest"]

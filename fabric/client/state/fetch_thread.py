@@ -21,7 +21,7 @@ _PAUSE_S = 1.0
 
 
 class FetchThread:
-    """Performs FetchState and FetchGradient; the results are in ``state`` and ``gradient``."""
+    """Performs FetchState and FetchGradient; the results are in ``take_state`` and ``gradient``."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class FetchThread:
         self._wanted = 0
         self._closing = threading.Event()
         self.buffer: torch.Tensor | None = None
-        self.state: FetchedState | None = None
+        self._state: FetchedState | None = None
         self.gradient: GradientMeta | None = None
         self.generation = 0  # the generation of ``gradient``; the job itself may be in a newer generation
 
@@ -54,15 +54,22 @@ class FetchThread:
 
     def _fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
         self._points.hit("fetch", order.state.step)
-        self.state = None
+        unused = self.take_state()
+        if unused is not None:
+            self._state_loader.drop(unused)
         try:
-            self.state = self._state_loader.load(order, self._fetcher)
+            self._state = self._state_loader.load(order, self._fetcher)
         except FabricError as error:
             if isinstance(error, NoSlotMemory):
                 self._closing.wait(_PAUSE_S)
             post(fetch_failure(order, error))
             return
         post(io.StateFetched(order.state.step, order.state.digest))
+
+    def take_state(self) -> FetchedState | None:
+        """Return the fetched state, which the caller loads or drops; the next call returns None."""
+        state, self._state = self._state, None
+        return state
 
     def fetch_gradient(self, order: io.FetchGradient, post: Callable[[io.Event], None]) -> None:
         """Queue the fetch of one gradient. ``cancel`` voids all fetches queued before it."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.format.manifest import of_rank
+from fabric.ckpt_server.format.manifest import of_rank, state_digest
 from fabric.ckpt_server.state.snapshot import Copier
 from fabric.errors import FabricError
 from fabric.model import SnapshotRef
@@ -24,6 +24,8 @@ class SnapshotSlots:
         self._copier = copier
         # Keep the server's snapshots as long as possible: overwrite the newest one last.
         self._next = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
+        # slot -> the state that the server serves from it
+        self._held = dict(zip(handle.slots, handle.snapshots, strict=True))
         self._preparing = self._lacks = False  # memory is being allocated; the allocation failed
         # (generation, step) -> slot and manifest of this rank's part, kept until all ranks have their parts.
         self._unnamed: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
@@ -69,6 +71,7 @@ class SnapshotSlots:
             else:
                 slot = self._next
                 self.handle.begin("snapshot", slot)
+            self._held.pop(slot, None)
             self._next = (slot + 1) % _SLOTS
             self._unnamed = {key: part for key, part in self._unnamed.items() if part[0] != slot}
             return slot
@@ -78,16 +81,19 @@ class SnapshotSlots:
         with self._lock:
             self._next = 1 - kept
             self.handle.begin("snapshot", self._next)
+            self._held.pop(self._next, None)
             return self._next
 
     def give_back(self, slot: int) -> None:
-        """Use ``slot``, which is empty now, for the next snapshot, and keep the other slot."""
-        self._next = slot
+        """Use ``slot`` for the next snapshot, unless it is served, and keep the other slot."""
+        with self._lock:
+            if slot not in self._held:
+                self._next = slot
 
     def held(self, state: SnapshotRef) -> int:
-        """Return the slot in which the server held this state when this trainer attached, or -1."""
-        slots = zip(self.handle.snapshots, self.handle.slots, strict=True)
-        return next((slot for ref, slot in slots if ref == state), -1)
+        """Return the slot from which the server serves this state, or -1; the server may have ended since."""
+        with self._lock:
+            return next((slot for slot, ref in self._held.items() if ref == state), -1)
 
     def look(self, slot: int, nbytes: int) -> memoryview:
         """Return the bytes of a slot, and use the other slot for the next snapshot. Raises FabricError."""
@@ -98,6 +104,7 @@ class SnapshotSlots:
     def publish(self, slot: int, manifest: Mapping[str, Any]) -> None:
         """Make the server serve the snapshot in ``slot``. Raises FabricError."""
         self.handle.publish_snapshot(slot, manifest)
+        self._held[slot] = SnapshotRef(manifest["generation"], manifest["step"], state_digest(manifest))
 
     def keep_unnamed(self, generation: int, step: int, slot: int, manifest: dict[str, Any]) -> None:
         """Keep this rank's part until ``publish_part``, or until its slot is overwritten."""
@@ -113,5 +120,5 @@ class SnapshotSlots:
             slot, manifest = self._unnamed.pop((generation, step), (-1, {}))
             if slot < 0 or not digests:
                 return False
-            self.handle.publish_snapshot(slot, of_rank(manifest, rank, digests))
+            self.publish(slot, of_rank(manifest, rank, digests))
             return True

@@ -170,12 +170,13 @@ class Snapshots:
     ) -> None:
         """On the snapshot worker: start the copy unless ``begun``, wait for it, make the server serve it."""
         generation, step = taking.state.generation, taking.state.step
-        digest = ""
+        digest, slot = "", -1
         try:
             try:
-                slot = self._begin(view, taking) if begun is None else begun
-                if isinstance(slot, FabricError):
-                    raise slot
+                begun = self._begin(view, taking) if begun is None else begun
+                if isinstance(begun, FabricError):
+                    raise begun
+                slot = begun
                 digests = self._copier.join()
                 if self.content is None and taking.state.digest not in ("", digests.digest):
                     taking.refused = UNNAMED
@@ -206,6 +207,8 @@ class Snapshots:
             self._again_at, self._last_failure = None, ""
         except FabricError as error:
             # The event Snapshotted without a digest tells the core that this step has no snapshot.
+            if slot >= 0:
+                self.slots.give_back(slot)
             self._failed(step, error)
             self._recover()
         finally:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from fabric.ckpt_server.fetch.fetcher import FetchResult, StateFetcher
 from fabric.ckpt_server.format.digest import file_digest
@@ -110,6 +110,10 @@ class StateLoader:
         except StateError as error:
             raise StateError("; ".join([*reasons, str(error)])) from error
 
+    def drop(self, state: FetchedState) -> None:
+        """Give back the slot of a state that nobody will load."""
+        self._snapshots.slots.give_back(state.slot)
+
     # --- sources -----------------------------------------------------------------------------------
 
     def _from_own_memory(self, order: io.FetchState, fetcher: StateFetcher) -> FetchedState | None:
@@ -186,9 +190,9 @@ class StateLoader:
     ) -> FetchedState:
         ranks = 1 + max(served)
         if ranks == self._size == 1 and not self._unequal:  # the ordinary case: no layouts to compare
-            target = _Target(self._snapshots)
-            fetched = fetcher.fetch_state(served[0], order.state, target.allocate)
-            return FetchedState(target.slot, target.file, fetched)
+            with _Target(self._snapshots) as target:
+                fetched = fetcher.fetch_state(served[0], order.state, target.allocate)
+                return FetchedState(target.slot, target.file, fetched)
         parts: list[RankFile] = [
             ServedRankFile(
                 rank,
@@ -214,20 +218,21 @@ class StateLoader:
             own_part = parts[self._rank]
             header = own_part.header()
             if own_part.ranks == self._size and self._layout.fits(header):
-                target = _Target(self._snapshots)
-                own_part.complete(target.allocate)
-                return _fetched_state(target, own_part.manifest, parts, began)
-        target = _Target(self._snapshots, beside=order.state)
+                with _Target(self._snapshots) as target:
+                    own_part.complete(target.allocate)
+                    return _fetched_state(target, own_part.manifest, parts, began)
         job, replica = self._snapshots.job, self._snapshots.replica
-        manifest = reshard(
-            parts, order.state, self._layout, target.allocate, rank=self._rank, job=job, replica=replica
-        )
-        return _fetched_state(target, manifest, parts, began, resharded=True)
+        with _Target(self._snapshots, beside=order.state) as target:
+            manifest = reshard(
+                parts, order.state, self._layout, target.allocate, rank=self._rank, job=job, replica=replica
+            )
+            return _fetched_state(target, manifest, parts, began, resharded=True)
 
 
 class _Target:
-    """A slot of this replica's memory.
+    """A slot of this replica's memory, which is given back where the fetch fails.
 
+    Otherwise the next fetch would overwrite the other slot, and the replica would hold no state.
     ``beside``: the same state in another layout, which other members read.
     """
 
@@ -245,6 +250,13 @@ class _Target:
             raise NoSlotMemory(str(error)) from error
         self.file = memory[:nbytes]
         return self.file
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self.slot >= 0:
+            self._snapshots.slots.give_back(self.slot)
 
 
 def _fetched_state(

@@ -38,10 +38,10 @@ class BaseChoice:
             usable = {ref: urls for ref, urls in usable.items() if ref.generation}
         if states and not usable:
             return None, skipped
-        if not usable:
-            first = peers[0].session
-            urls = tuple(a.ckpt for a in as_member(first).addresses)
-            return Base(first.generation, first.step, first.digest, urls), skipped
+        if not usable:  # no server holds a state: begin from the newest state that a trainer has said it has
+            newest = max(peers, key=lambda p: (_own_state(p).generation, _own_state(p).step))
+            own, urls = _own_state(newest), tuple(a.ckpt for a in as_member(newest.session).addresses)
+            return Base(own.generation, own.step, own.digest, urls), skipped
         best = max(usable, key=lambda ref: (ref.generation, ref.step, len(usable[ref]), ref.digest))
         return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), skipped
 
@@ -89,6 +89,18 @@ class BaseChoice:
         ):
             self.base_loaded_generation = generation
             self.unusable.pop(base_ref(record), None)
+
+
+def _own_state(peer: Peer) -> SnapshotRef:
+    """The state that this trainer last said it has.
+
+    A trainer goes on with its last roster after it has opened its session, until it gets a record. Then its
+    heartbeats name no generation.
+    """
+    session, beat = peer.session, peer.beat
+    if beat is None or not beat.digest:
+        return SnapshotRef(session.generation, session.step, session.digest)
+    return SnapshotRef(max(session.generation, beat.generation), beat.step, beat.digest)
 
 
 def base_ref(record: Record) -> SnapshotRef:

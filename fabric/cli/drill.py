@@ -115,6 +115,7 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
         replicas=options["replicas"],
         lighthouses=options["lighthouses"],
         store_members=options["store_members"],
+        may_lose=options["yes_lose_it"],
         environment=_environment(),
     )
     console = _console()

@@ -37,6 +37,7 @@ class PointOrder:
     action: str
     seconds: float = 0.0  # how long to hold, or to be ahead
     step: int = 0
+    micro_batch: int = -1  # act at this micro-batch of exactly ``step``; -1: at any
 
     def line(self) -> bytes:
         """Return the order's line."""
@@ -56,6 +57,7 @@ def read_order(line: bytes) -> PointOrder:
             and 0 <= order.seconds <= MOST_SECONDS
             and type(order.step) is int
             and order.step >= 0
+            and type(order.micro_batch) is int
             and isinstance(order.point, str)
             and isinstance(order.action, str)
         )

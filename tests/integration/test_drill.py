@@ -122,6 +122,25 @@ def test_a_job_begins_again_in_a_wiped_store_without_a_new_process(tmp_path):
     assert {line["generation"] for line in lines if line["event"] == "commit"} == {1, 2}
 
 
+def test_a_micro_batch_that_kills_two_trainers_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINY_ON_POISON", "skip")
+    # Each micro-batch of the tiny trainer has two samples.
+    expect = [x for x in EXPECT if x != "samples-exactly-once"]
+    expect += ["samples_repeated==0", "samples_skipped==2", "steps_lost==0"]
+    report = drill(tmp_path / "out", {"kill-micro-batch": ""}, "--yes-lose-it", expect=expect)
+    (entry,) = report["faults"]
+    assert "both at micro-batch 0 of step" in entry["observed"] and len(entry["targets"]) == 2
+    assert entry["undone"].count("started") == 2
+
+
+def test_a_micro_batch_kills_nobody_where_the_job_may_not_be_lost(tmp_path):
+    command = [sys.executable, "-m", "fabric.cli.main", "drill", "--out", str(tmp_path / "out")]
+    command += ["--fault", "kill-micro-batch", "--", sys.executable, str(TRAINER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1
+    assert 'on_poison="skip", or else the job ends: give --yes-lose-it' in done.stderr
+
+
 def test_a_command_that_ends_at_once_is_named_with_its_own_last_line(tmp_path):
     command = [sys.executable, "-m", "fabric.cli.main", "drill", "--out", str(tmp_path / "out")]
     command += ["--replicas", "2", "--fault", "kill r1", "--", sys.executable, "-c", "import no_such_module"]

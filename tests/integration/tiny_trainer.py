@@ -8,6 +8,8 @@ from pace import leave_time
 
 import fabric.client
 
+ON_POISON = os.environ.get("TINY_ON_POISON", "stop")
+
 
 class Samples(torch.utils.data.Dataset):
     """Deterministic regression samples."""
@@ -38,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, optimizer, scheduler = build(int(os.environ.get("TINY_WIDTH", "64")))
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
-    data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
+    data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3, on_poison=ON_POISON)
     step_s = float(os.environ.get("TINY_STEP_S", "0.02"))
     until = int(os.environ.get("TINY_STEPS", "60"))
     for step in session.steps(data, until):

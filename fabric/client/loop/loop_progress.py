@@ -19,3 +19,7 @@ class LoopProgress:
     metrics: dict[str, float] = field(default_factory=dict)  # the user's sums of this step
     samples: dict[int, list[int]] = field(default_factory=dict)  # this step's samples by micro-batch
     loads: int = 0  # how often this process has loaded a fetched state
+
+    def micro_batch(self) -> int:
+        """Return the micro-batch that user code computes, or -1."""
+        return self.at[1] if self.at is not None else -1

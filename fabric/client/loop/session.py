@@ -250,7 +250,7 @@ class Session(SessionCollectives):
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
                 self._progress.at = (order.step, micro_batch)
                 crash_marker.at(order.step, micro_batch)
-                self._parts.points.hit("forward", order.step)
+                self._parts.points.hit("forward", order.step, self._progress.micro_batch)
                 samples = self._loader.plan.samples(order.step, micro_batch)
                 self._progress.samples[micro_batch] = samples
                 batch = self._loader.fetch(order.step, micro_batch)

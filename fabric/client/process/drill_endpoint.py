@@ -68,6 +68,10 @@ class DrillEndpoint:
         held = self._held
         if held is None or held.order.point != name or step < held.order.step:
             return
+        if held.order.micro_batch >= 0 and (
+            step != held.order.step or data is None or data() != held.order.micro_batch
+        ):
+            return
         if name in DATA_POINTS and data is not None:
             self._damage(held, step, data())
             return

@@ -16,7 +16,7 @@ from fabric.drill.run.process_faults import (
 )
 from fabric.drill.run.service_faults import KillService, MemoryBallast, leading_lighthouse
 from fabric.drill.run.storage_faults import FullDisk, WipeStore
-from fabric.drill.run.trainer_faults import FlipSnapshots, TrainerFault
+from fabric.drill.run.trainer_faults import FlipSnapshots, KillMicroBatch, TrainerFault
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 
 _LINKS = ("cut-peers", "cut-in", "cut-lighthouse", "slow-link", "lossy-link", "flip-payload")
@@ -53,6 +53,7 @@ def make_fault(scene: DrillScene, fault: ScheduledFault) -> ActiveFault:
         "flip-gradient": lambda: TrainerFault(scene, fault, "flip", "gather"),
         "poison": lambda: TrainerFault(scene, fault, "nan", "gather"),
         "clock": lambda: TrainerFault(scene, fault, "leap", "clock"),
+        "kill-micro-batch": lambda: KillMicroBatch(scene, fault),
         "flip-snapshot": lambda: FlipSnapshots(scene, fault),
         "memory": lambda: MemoryBallast(scene, fault),
     }

@@ -41,6 +41,7 @@ class JobOptions:
     lighthouses: int = 1
     store_members: int = 0  # etcd members; 0: the store is SQLite
     environment: Mapping[str, str] = field(default_factory=dict)
+    may_lose: bool = False  # the drill may end the job
     faults: frozenset[str] = frozenset()  # the faults of the schedule, for which the job may need settings
 
     @property
@@ -53,6 +54,7 @@ class JobOptions:
         met.add(FaultNeed.ONE_LIGHTHOUSE if self.lighthouses == 1 else FaultNeed.TWO_LIGHTHOUSES)
         met |= {FaultNeed.TWO_REPLICAS} if self.replicas > 2 else set()
         met |= {FaultNeed.THREE_MEMBERS} if self.store_members > 2 else set()
+        met |= {FaultNeed.MAY_LOSE} if self.may_lose else set()
         met |= {FaultNeed.MOUNT} if may_mount() else set()
         return frozenset(met)
 

@@ -1,4 +1,4 @@
-"""Faults of data in a trainer, which the trainer itself plays: a gradient, the snapshots, the clock."""
+"""Faults that a trainer itself plays: in a gradient, at a micro-batch, in the snapshots, of the clock."""
 
 import contextlib
 import time
@@ -10,6 +10,10 @@ from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import FabricError, Refused
 from fabric.runtime.drill_orders import MOST_SECONDS, PointOrder
 
+# Two deaths at one micro-batch are poison.
+_DEATHS = 2
+# The deadly micro-batch is of a step so far ahead; the number doubles while the job is faster than the drill.
+_STEPS_AHEAD = 5
 # A trainer has two slots for its snapshots. With so many flipped ones, it serves no other.
 _FLIPPED = 2
 
@@ -86,6 +90,48 @@ class FlipSnapshots(KillTrainers):
         others = [sent for name, sent in self._sent.items() if name != self.fault.target]
         back = super().undone()
         return f"{back}; later snapshots are whole" if back and all(s.is_over for s in others) else ""
+
+
+class KillMicroBatch(KillTrainers):
+    """Micro-batch 0 of one step kills each trainer that computes it, until the lighthouse calls it poison."""
+
+    def __init__(self, scene: DrillScene, fault: ScheduledFault) -> None:
+        super().__init__(scene, fault, scene.replicas)
+        self._sent: list[SentOrder] = []
+        self._ahead, self._step = _STEPS_AHEAD, 0
+
+    def inject(self) -> None:
+        names = self.scene.replicas
+        self._processes = {name: self.scene.processes.trainer(name) for name in names}
+        self._starts = {name: self.scene.watch.replicas[name].starts for name in names}
+        self._send()
+
+    def _send(self) -> None:
+        for sent in self._sent:
+            sent.close()
+        self._step = self._newest_step() + self._ahead
+        order = PointOrder(self.scene.job.name, "forward", "kill", step=self._step, micro_batch=0)
+        self._sent = [SentOrder(self.scene.job.run_dir(name), order) for name in self.scene.replicas]
+
+    def _newest_step(self) -> int:
+        return max(view.step for view in self.scene.watch.replicas.values())
+
+    def seen(self) -> str:
+        gone = [name for name, process in self._processes.items() if process.is_gone]
+        if not gone and self._newest_step() > self._step:
+            self._ahead *= 2
+            self._send()
+        if len(gone) < _DEATHS:
+            return ""
+        self.began = self.began or time.time()
+        self.targets, self.pids = tuple(gone), {name: self._processes[name].pid for name in gone}
+        dead = "; ".join(f"process {pid} of {name} is gone" for name, pid in self.pids.items())
+        return f"{dead}, both at micro-batch 0 of step {self._step}"
+
+    def end(self) -> None:
+        for sent in self._sent:
+            sent.close()
+        super().end()
 
 
 def send_order(scene: DrillScene, fault: ScheduledFault, replica: str, action: str, point: str) -> SentOrder:

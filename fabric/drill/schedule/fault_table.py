@@ -28,6 +28,7 @@ class FaultNeed(StrEnum):
     ONE_LIGHTHOUSE = "a drill with one lighthouse, because a second one is reached without the relay"
     TWO_LIGHTHOUSES = "two lighthouses that the drill starts (--lighthouses 2)"
     THREE_MEMBERS = "three etcd members that the drill starts (--store-members 3)"
+    MAY_LOSE = 'a loader with on_poison="skip", or else the job ends: give --yes-lose-it'
     MOUNT = "the right to mount a small file system (CAP_SYS_ADMIN)"
 
 
@@ -244,6 +245,14 @@ FAULTS: Mapping[str, FaultKind] = {
             "a gradient of the trainer gets a NaN before the exchange; FABRIC_ON_NAN=skip answers",
             "the trainer says which value it changed at which step",
             "the trainer says so; the next gradient is computed afresh",
+        ),
+        FaultKind(
+            "kill-micro-batch",
+            'a micro-batch kills each trainer that computes it, until on_poison="skip" leaves it out',
+            "the kernel says that two processes are gone",
+            _BACK,
+            FaultScope.ALL,
+            (FaultNeed.TRAINERS, FaultNeed.OWN_JOB, FaultNeed.TWO_REPLICAS, FaultNeed.MAY_LOSE),
         ),
         FaultKind(
             "flip-snapshot",

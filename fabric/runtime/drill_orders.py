@@ -18,6 +18,7 @@ MOST_SECONDS = 3600.0
 # A drill changes data at these points, or the clock at no point of a step.
 DATA_POINTS = frozenset({"gather", "publish"})
 CLOCK = "clock"
+LINKS = "links"
 _STEP_POINTS = NAMES - DATA_POINTS
 ACTIONS: Mapping[str, frozenset[str]] = {
     "hold": _STEP_POINTS,
@@ -25,6 +26,8 @@ ACTIONS: Mapping[str, frozenset[str]] = {
     "flip": DATA_POINTS,  # a bit of a gradient, once; a bit of each snapshot until the order ends
     "nan": frozenset({"gather"}),
     "leap": frozenset({CLOCK}),  # ``time.time`` is an hour ahead until the order ends
+    "cut": frozenset({LINKS}),  # all packets to the links are lost until the order ends
+    "lose": frozenset({LINKS}),  # a fifth of the packets to the links is lost until the order ends
 }
 
 
@@ -35,7 +38,7 @@ class PointOrder:
     drill: str  # name of the drill, for sentences and logs
     point: str
     action: str
-    seconds: float = 0.0  # how long to hold, or to be ahead
+    seconds: float = 0.0  # how long the action lasts
     step: int = 0
     micro_batch: int = -1  # act at this micro-batch of exactly ``step``; -1: at any
 

@@ -15,6 +15,8 @@ import logging
 import os
 import socket
 import struct
+import threading
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -51,6 +53,10 @@ _TCP_INFO = struct.Struct("8xI")
 
 # The tokens that the process accepts now: two tokens while a new token replaces the old token.
 Tokens = Callable[[], Sequence[bytes]]
+# The TCP sockets of links as long as they live, for a drill that damages them.
+_links: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_guard = threading.Lock()
+
 OnConnection = Callable[[Greeting, socket.socket], None]
 
 
@@ -273,10 +279,18 @@ async def _dial_locally(
         return sock
 
 
+def open_links() -> list[socket.socket]:
+    """Return the TCP sockets of all links of this process. Any thread may call it."""
+    with _guard:
+        return list(_links)
+
+
 def tune(sock: socket.socket, kind: str) -> None:
     """Set TCP_NODELAY for small messages, keepalive for idle links, a timeout for unacknowledged bytes."""
     if sock.family not in _INTERNET:
         return
+    with _guard:
+        _links.add(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     is_quick = kind == "control" and _retry_s(sock) <= QUICK_RETRY_S

@@ -64,7 +64,7 @@ def test_a_fault_without_its_needs_is_not_drawn_and_says_why():
     few = frozenset((FaultNeed.TRAINERS,))
     names = {f.fault for f in random_schedule(1, 1.0, 1000.0, NAMES, few).faults}
     inside = {"hang", "flip-gradient", "poison", "clock", "memory"}
-    assert names == inside | {"kill", "stop", "slow", "kill-all", "kill-server"}
+    assert names == inside | {"kill", "stop", "slow", "kill-all", "kill-server", "cut-in", "lossy-link"}
     with pytest.raises(ConfigError, match="kill-two is not possible here: it needs a job of three replicas"):
         check_schedule(DrillSchedule((ScheduledFault("kill-two", "r1"),)), NAMES, few)
     with pytest.raises(ConfigError, match="no fault is possible here"):

@@ -27,6 +27,8 @@ FAULTS = {
     "flip-gradient r0": "of the gradient of",
     "poison r1": "is nan instead of",
     "clock r0 1s": "its clock is 3600 s ahead",
+    "cut-in r1 2s": "the kernel has dropped packets",
+    "lossy-link r2 2s": "the kernel has dropped packets",
     "kill-server r1": "is gone",
     "kill-two r1": "is gone",
     "kill-all": "is gone",
@@ -64,6 +66,7 @@ class Job:
                 "FABRIC_RUN_DIR": str(self.folder / "run" / replica),
                 "FABRIC_DIGEST_EVERY": "1",
                 "FABRIC_ON_NAN": "skip",
+                "FABRIC_DATA_PLANE": "tcp",  # links inside a host are unix sockets otherwise
                 **more,
             }
             if launched:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from fabric.ftar.buckets import Bucket
+from fabric.runtime.drill_orders import CLOCK
 
 LEAP_S = 3600.0
 _HOST_CLOCKS = (time.time, time.time_ns)
@@ -39,6 +40,10 @@ class ClockLeap:
     def __init__(self) -> None:
         seconds, nanoseconds = _HOST_CLOCKS
         self._set(lambda: seconds() + LEAP_S, lambda: nanoseconds() + int(LEAP_S * 1e9))
+
+    def tell(self, report: Callable[..., None]) -> None:
+        """Report the evidence."""
+        report(hit=CLOCK, step=0, about=f"its clock is {LEAP_S:g} s ahead")
 
     def end(self) -> None:
         self._set(*_HOST_CLOCKS)

@@ -11,13 +11,14 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fabric.client.process.drill_damage import LEAP_S, ClockLeap, damage
+from fabric.client.process.drill_damage import ClockLeap, damage
+from fabric.client.process.link_damage import LinkDamage
 from fabric.client.process.local_socket import is_own_user, listen, receive_line
 from fabric.errors import FabricError, Refused
 from fabric.runtime.drill_orders import (
-    CLOCK,
     DATA_POINTS,
     DRILL_SOCKET_NAME,
     MAX_ORDER_BYTES,
@@ -34,6 +35,14 @@ _SLOTS = 2
 _REPLACED_S = 600.0
 
 
+# The actions that begin at once and last until the end of their order.
+_LASTING: Mapping[str, Callable[[], ClockLeap | LinkDamage]] = {
+    "leap": ClockLeap,
+    "cut": lambda: LinkDamage(lost=1.0),
+    "lose": lambda: LinkDamage(lost=0.2),
+}
+
+
 class _HeldOrder:
     """An order under way, and the connection that it came by."""
 
@@ -42,7 +51,7 @@ class _HeldOrder:
         self.over = threading.Event()  # the thread at the point may go on
         self.obeyed = threading.Event()  # that thread has gone on, or will never stop there
         self.flipped_slots = 0  # slots that may hold a flipped snapshot
-        self.leap: ClockLeap | None = None
+        self.lasting: ClockLeap | LinkDamage | None = None
         self._asking = asking
 
     def report(self, **body: object) -> None:
@@ -131,12 +140,12 @@ class DrillEndpoint:
             try:
                 asking.settimeout(_PEER_S)
                 held = self._take(asking)
+                begin = _LASTING.get(held.order.action)
+                asking.settimeout(held.order.seconds if begin is not None else None)
+                held.lasting = begin() if begin is not None else None
                 held.report(ok=True)
-                is_ahead = held.order.action == "leap"
-                asking.settimeout(held.order.seconds if is_ahead else None)
-                if is_ahead:
-                    held.leap = ClockLeap()
-                    held.report(hit=CLOCK, step=0, about=f"its clock is {LEAP_S:g} s ahead")
+                if held.lasting is not None:
+                    held.lasting.tell(held.report)
                 while asking.recv(MAX_ORDER_BYTES):
                     pass
             except FabricError as error:
@@ -162,9 +171,9 @@ class DrillEndpoint:
 
     def _drop(self, held: _HeldOrder) -> None:
         held.over.set()
-        if held.leap is not None:
-            held.leap.end()
-            held.report(over=CLOCK)
+        if held.lasting is not None:
+            held.lasting.end()
+            held.report(over=held.order.point)
         with self._guard:
             if self._held is held:
                 self._held = None

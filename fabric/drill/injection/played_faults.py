@@ -14,7 +14,7 @@ from fabric.drill.injection.memory_ballast import Ballast
 from fabric.drill.injection.point_order import SentOrder
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.errors import Refused
-from fabric.runtime.drill_orders import MOST_SECONDS, PointOrder
+from fabric.runtime.drill_orders import CLOCK, LINKS, MOST_SECONDS, PointOrder
 
 
 class OrderedFault(msgspec.Struct, frozen=True):
@@ -163,6 +163,8 @@ class _Order(PlayedFault):
         if self._sent.hit_step < 0 or (is_kill and not self._target.is_gone):
             return ""
         what = self._sent.about or ("is gone" if is_kill else "stands still")
+        if self._order.point in (CLOCK, LINKS):
+            return f"process {self._target.pid}: {what}"
         return f"process {self._target.pid} {what} at {self._order.point} of step {self._sent.hit_step}"
 
     def end(self) -> None:
@@ -203,7 +205,9 @@ _ORDERS: Mapping[str, tuple[str, str]] = {
     "hang": ("hold", "ring"),
     "flip-gradient": ("flip", "gather"),
     "poison": ("nan", "gather"),
-    "clock": ("leap", "clock"),
+    "clock": ("leap", CLOCK),
+    "cut-in": ("cut", LINKS),
+    "lossy-link": ("lose", LINKS),
 }
 
 

@@ -53,6 +53,9 @@ _RELAY = (FaultNeed.TRAINERS, FaultNeed.OWN_JOB)
 _OWN = (FaultNeed.OWN_JOB,)
 _BACK = "the launcher starts the replica again; a new process writes its start line"
 _HEALED = "the relay forwards again"
+# A running job has no relay: the trainer makes its kernel drop packets.
+_DROPPED = "in a running job, the kernel dropped packets"
+_DETACHED = "in a running job, the trainer has removed its filter"
 
 FAULTS: Mapping[str, FaultKind] = {
     kind.name: kind
@@ -171,9 +174,8 @@ FAULTS: Mapping[str, FaultKind] = {
         FaultKind(
             "cut-in",
             "no byte reaches the replica from its peers' connections; its answers pass",
-            "the relay held bytes back",
-            _HEALED,
-            needs=_RELAY,
+            f"the relay held bytes back; {_DROPPED}",
+            f"{_HEALED}; {_DETACHED}",
             lasts_s=5.0,
         ),
         FaultKind(
@@ -194,10 +196,9 @@ FAULTS: Mapping[str, FaultKind] = {
         ),
         FaultKind(
             "lossy-link",
-            "the relay resets connections to the replica, one after the other",
-            "the relay reset a connection",
-            _HEALED,
-            needs=_RELAY,
+            "the relay resets connections to the replica; in a running job it loses a fifth of its packets",
+            f"the relay reset a connection; {_DROPPED}",
+            f"{_HEALED}; {_DETACHED}",
             lasts_s=5.0,
         ),
         FaultKind(

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from fabric.drill.judge.drill_record import StepSighting
@@ -33,10 +34,12 @@ class StatusPoller:
 
     def _run(self) -> None:
         while not self._over.wait(_EVERY_S):
-            try:
-                status = self._client.ask(self._client.path())
-            except FabricError:
-                continue
+            self._look()
+        self._look()  # the last fault's replica may be back since the look before
+
+    def _look(self) -> None:
+        with suppress(FabricError):
+            status = self._client.ask(self._client.path())
             self._seen += _steps(status, time.time())
 
 

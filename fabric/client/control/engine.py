@@ -117,7 +117,7 @@ class Engine:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.orders: queue.SimpleQueue[MainThreadOrder | RoundsFailed] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[MainThreadOrder | io.StartExchange | RoundsFailed] = queue.SimpleQueue()
         self.member: MemberCore | None = None
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -259,6 +259,10 @@ class Engine:
         answers."""
         self._feed(event, number)
 
+    def exchange_alone(self, order: io.StartExchange) -> None:
+        """Do the round of the only member on the main thread, which the round keeps waiting anyway."""
+        self._parts.exchange.run_alone(order, self.post)
+
     def close(self) -> None:
         """Say goodbye to the peers and end the thread."""
         if self._loop is not None and self._stopping is not None and self._thread is not None:
@@ -372,6 +376,9 @@ class Engine:
         own = self.member.view.own_contribution if self.member is not None else None
         if own is not None:  # None while backward still computes: the session passes the contribution later
             self._round_journal.note_contribution(own)
+        if self.current is not None and len(self.current.roster) == 1 and not effect.streaming:
+            self.orders.put(effect)
+            return
         self._parts.exchange.start(effect, self._readiness() if effect.streaming else None, self.post)
 
     def _abort_exchange(self, effect: io.AbortExchange) -> None:

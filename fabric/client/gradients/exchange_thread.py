@@ -1,9 +1,11 @@
 """The exchange thread: gathers the kept gradient into a slot, reduces it over the ring and digests it.
 
 It does one round at a time, bucket by bucket. While it reduces the first buckets, backward may still compute
-the gradients of later ones.
+the gradients of later ones. A replica that is the only member waits for no peer, so its main thread does the
+round, and no thread wakes another.
 """
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -51,6 +53,8 @@ class ExchangeThread:
         self._slots = slots
         self._points = points
         self._worker = Worker("fabric-exchange", on_crash)
+        self._on_crash = on_crash
+        self._round = threading.Lock()  # held during a round: an aborted round may end late
         self._newest: tuple[int, BucketReadiness | None] = (0, None)
         self._dtypes = tuple(sorted({str(b.dtype).removeprefix("torch.") for b in gradients.buckets}))
         self.recorder = ExchangeRecorder()
@@ -63,6 +67,13 @@ class ExchangeThread:
         """Queue one round. With a ``stream``, wait for each bucket until it is final."""
         self._newest = (order.fence.epoch, stream)
         self._worker.submit(lambda: self._run(order, stream, post))
+
+    def run_alone(self, order: io.StartExchange, post: Callable[[io.Event], None]) -> None:
+        """Do one round in this thread: for the main thread of the only member."""
+        try:
+            self._run(order, None, post)
+        except Exception as error:  # noqa: BLE001  (ends the process as an error of the exchange thread does)
+            self._on_crash(error)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply this rank's gradients by ``factor`` in every exchange."""
@@ -77,6 +88,11 @@ class ExchangeThread:
     def _run(
         self, order: io.StartExchange, stream: BucketReadiness | None, post: Callable[[io.Event], None]
     ) -> None:
+        with self._round:
+            outcome = self._outcome(order, stream)
+        post(outcome)
+
+    def _outcome(self, order: io.StartExchange, stream: BucketReadiness | None) -> io.Event:
         epoch, step = order.fence.epoch, order.step
         self._points.hit("before-ring", step)
         lanes = self.lanes
@@ -98,15 +114,13 @@ class ExchangeThread:
         except RoundAborted as error:
             self.recorder.end(entry, str(error))
             lost = (error.about, str(error), error.waited_for, error.mismatch)
-            post(io.ExchangeFailed(epoch, step, *lost))
-            return
+            return io.ExchangeFailed(epoch, step, *lost)
         except ConfigError as error:
             self.recorder.end(entry, str(error))
             # The user's gradient has a form that no data plane can sum.
-            post(io.LoopRaised(str(error)))
-            return
+            return io.LoopRaised(str(error))
         own_nonfinite = self._gradients.first_nonfinite_own() if nonfinite and order.weight > 0 else ""
-        post(io.Exchanged(epoch, step, digest, nonfinite, own_nonfinite))
+        return io.Exchanged(epoch, step, digest, nonfinite, own_nonfinite)
 
     def _exchange(
         self,

@@ -99,6 +99,8 @@ class LoopOrders:
         if isinstance(order, io.Stop):
             poisoned = name_samples(order.poison, self.samples) if self.samples is not None else ""
             self._shutdown.leave(order.reason + poisoned, order.code, order.layout)
+        elif isinstance(order, io.StartExchange):
+            self._engine.exchange_alone(order)
         elif isinstance(order, io.DropGradient):
             self._state.drop_gradient()
         elif isinstance(order, io.TellDigest):

@@ -1,0 +1,93 @@
+"""The round of the only member, in the thread that asks for it."""
+
+import queue
+import threading
+
+import torch
+
+from fabric.client.gradients.exchange_thread import ExchangeThread
+from fabric.client.gradients.gradient_backend import HostBackend
+from fabric.client.gradients.gradient_slots import GradientSlot, GradientSlots
+from fabric.errors import RoundAborted
+from fabric.ftar.buckets import FlatGradients
+from fabric.model import Fence
+from fabric.protocol.messages import member_events as io
+from fabric.runtime.failpoints import Failpoints
+
+
+class Plane:
+    """A data plane that notes the thread of each all-reduce, and first calls ``before``."""
+
+    waiting_s: dict[str, float] = {}  # noqa: RUF012
+
+    def __init__(self, before=lambda step: None):
+        self.before = before
+        self.rounds: list[tuple[int, str]] = []
+
+    def all_reduce(self, epoch, step, source, **_):
+        self.rounds.append((step, threading.current_thread().name))
+        self.before(step)
+
+
+def make_exchange(plane, on_crash=print):
+    model = torch.nn.Linear(3, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    gradients = FlatGradients(model.named_parameters())
+    slots = GradientSlots(None, gradients.nbytes, gradients.layout, plane)
+    slots._slots = [GradientSlot(i, torch.zeros(gradients.nbytes, dtype=torch.uint8)) for i in range(3)]
+    return ExchangeThread(plane, gradients, slots, Failpoints(""), on_crash, HostBackend()), gradients, slots
+
+
+def order(step: int) -> io.StartExchange:
+    return io.StartExchange(Fence("", 1, 1), step, 1.0)
+
+
+def test_the_asking_thread_does_the_round():
+    plane = Plane()
+    exchange, gradients, slots = make_exchange(plane)
+    posted: list[io.Event] = []
+    exchange.run_alone(order(4), posted.append)
+    exchange.close()
+    assert plane.rounds == [(4, threading.current_thread().name)]
+    (outcome,) = posted
+    assert isinstance(outcome, io.Exchanged) and outcome.step == 4
+    assert slots.find(4).view(torch.float32)[: gradients.nbytes // 4].tolist() == [2.0] * 8
+
+
+def test_it_begins_after_the_end_of_an_aborted_round():
+    """The other members are gone, and the exchange thread has not yet left the round with them."""
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def lose_the_peer(step: int) -> None:
+        if step == 1:
+            is_inside.set()
+            assert may_leave.wait(60)
+            raise RoundAborted("r1 is gone", "r1")
+
+    plane = Plane(lose_the_peer)
+    exchange, _, _ = make_exchange(plane)
+    posted: queue.SimpleQueue = queue.SimpleQueue()
+    exchange.start(order(1), None, posted.put)
+    assert is_inside.wait(60)
+    alone = threading.Thread(target=exchange.run_alone, args=(order(2), posted.put), name="alone")
+    alone.start()
+    alone.join(0.2)  # without the lock it has ended by now
+    assert alone.is_alive() and plane.rounds == [(1, "fabric-exchange")]
+    may_leave.set()
+    alone.join(60)
+    exchange.close()
+    assert plane.rounds == [(1, "fabric-exchange"), (2, "alone")]
+    outcomes = {type(event): event for event in (posted.get(timeout=60), posted.get(timeout=60))}
+    assert outcomes[io.ExchangeFailed].about == "r1" and outcomes[io.Exchanged].step == 2
+
+
+def test_a_defect_ends_the_process_and_not_the_users_loop():
+    def fail(_: int) -> None:
+        raise RuntimeError("the device is lost")
+
+    crashes: list[BaseException] = []
+    exchange, _, _ = make_exchange(Plane(fail), crashes.append)
+    exchange.run_alone(order(1), lambda event: crashes.append(AssertionError(event)))
+    exchange.close()
+    assert [str(error) for error in crashes] == ["the device is lost"]

@@ -102,6 +102,22 @@ def test_a_member_still_in_user_code_is_not_readmitted(lighthouse, step, phase, 
     assert ("c" in lighthouse.record.names) is is_back
 
 
+def test_a_member_that_came_early_is_not_evicted_when_its_vote_is_late(lighthouse):
+    """Once, b was named before its contribution arrived; then a and b waited for c, and last a for b's vote."""
+    epoch = lighthouse.record.epoch
+    lighthouse.say("c", m.Heartbeat(1, epoch, 1, 6, busy="evaluation", busy_s=4000.0))
+    lighthouse.say("a", m.Heartbeat(1, epoch, 1, 6, waiting_for=("b", "c")))
+    for _ in range(1900):
+        lighthouse.say("c", m.Heartbeat(1, epoch, 1, 6, busy="evaluation", busy_s=4000.0))
+        for name in "ab":
+            lighthouse.say(name, m.Heartbeat(1, epoch, 1, 6, waiting_for=("c",)))
+        lighthouse.wait(1.0)
+    assert tuple(lighthouse.core.view.awaited_in_step) == ("c",)
+    lighthouse.say("a", m.Heartbeat(1, epoch, 1, 6, waiting_for=("b",)))
+    lighthouse.wait(1.0)
+    assert lighthouse.record.names == ("a", "b", "c")
+
+
 def test_announced_user_code_gets_the_announced_time(lighthouse):
     wait_for(lighthouse, 250, busy="evaluation", busy_s=300.0)
     assert "c" in lighthouse.record.names

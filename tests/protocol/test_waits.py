@@ -76,3 +76,24 @@ def test_lateness_begins_again_with_every_step():
     assert late.waited_s("a", 8, 104.0) == 0
     late.came("a")
     assert late.waited_s("a", 8, 110.0) == 0
+
+
+def test_a_member_that_no_report_names_any_more_has_come():
+    late = StragglerTracker()
+    late.report("c", ["a", "b"])
+    late.report("b", ["a"])
+    for name in ("a", "b"):
+        assert late.waited_s(name, 7, 100.0) == 0
+    late.report("c", [])
+    late.report("c", ["a"])
+    assert late.waited_s("a", 7, 130.0) == 30.0
+    assert late.waited_s("b", 7, 130.0) == 0, "b came at once; now the others wait for its vote"
+
+
+def test_a_member_that_another_report_still_names_has_not_come():
+    late = StragglerTracker()
+    late.report("c", ["a", "b"])
+    late.report("d", ["a", "b"])
+    assert late.waited_s("b", 7, 100.0) == 0
+    late.report("c", ["a"])
+    assert late.waited_s("b", 7, 130.0) == 30.0

@@ -281,10 +281,6 @@ def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
             continue
         if peer.step <= step and now - since >= _WORTH_S:
             awaited.append((since, name, step))
-    # The newest heartbeats no longer name a member that has entered the exchange meanwhile.
-    beats = [peer.beat for peer in view.peers.values() if awaited and peer.connected and peer.beat]
-    named = {(name, beat.step) for beat in beats for name in beat.waiting_for}
-    awaited = [(since, name, step) for since, name, step in awaited if (name, step) in named]
     if not awaited:
         return ""
     # A member that is still in user code explains the wait better than a slow link.

@@ -97,12 +97,11 @@ class Evictions:
         name = peer.session.replica
         if beat.step > self.stragglers.since.get(name, (beat.step, 0.0))[0]:
             self.stragglers.came(name)
-        if (
-            not beat.waiting_for
-            or not self.state.in_force(peer)
-            or beat.epoch != (self.state.record.epoch if self.state.record else 0)
+        if not self.state.in_force(peer) or beat.epoch != (
+            self.state.record.epoch if self.state.record else 0
         ):
             return
+        self.stragglers.report(name, beat.waiting_for)
         for other in beat.waiting_for:
             late = self.state.liveness.peers.get(other)
             if (

@@ -69,6 +69,24 @@ class StragglerTracker:
     """How long the others have waited for members that have not come to the exchange."""
 
     since: dict[str, tuple[int, float]] = field(default_factory=dict)  # member -> its step, and since when
+    _reports: dict[str, tuple[str, ...]] = field(default_factory=dict)  # member -> those that it waits for
+    _named: Counter[str] = field(default_factory=Counter)  # member -> how many reports name it
+
+    def report(self, by: str, waiting_for: Sequence[str]) -> None:
+        """Note for which members ``by`` waits now. A member that no report names any more has come.
+
+        An empty report proves nothing: after a re-forming ``by`` waits for no member until it contributes.
+        """
+        before, now = self._reports.get(by, ()), tuple(waiting_for)
+        if not now or before == now:
+            return
+        self._reports[by] = now
+        self._named.update(now)
+        for name in before:
+            self._named[name] -= 1
+            if not self._named[name]:
+                del self._named[name]
+                self.came(name)
 
     def waited_s(self, name: str, step: int, now: float) -> float:
         """Note that a member waits for ``name`` in ``step``; return for how many seconds others have."""

@@ -21,7 +21,7 @@ from fabric.client.control.failed_rounds import FailedRounds
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
+from fabric.client.gradients.averaged_buffers import AveragedBuffers, RankMeans, changing_buffers
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import (
     GradientBackend,
@@ -272,18 +272,15 @@ def _lanes(
     """
     if not settings.unequal:
         return None
-    if averaged.stand_ins:
-        raise ConfigError(
-            'buffers="average" does not go with FABRIC_UNEQUAL, because a replica with fewer ranks has fewer '
-            'running statistics to average: choose "ignore"'
-        )
     if device_of(tuple(parameters)).type != "cpu" or settings.data_plane == "nccl":
         raise ConfigError("FABRIC_UNEQUAL is for parameters on the CPU so far: turn it off, or use the CPU")
-    row = held_parameters(parameters)
+    row = held_parameters([*parameters, *averaged.stand_ins])
     text = layout_text(ReplicaLayout((row,)))
     rows = [x["row"] for x in process.group.gather({"row": text})] if process.group is not None else [text]
     layout = ReplicaLayout(tuple(read_layout(x).ranks[0] for x in rows))
     lanes_of({settings.replica: layout})  # raises one error for a layout that lacks parts of the model
+    if process.group is not None:
+        averaged.rank_means = RankMeans.of(process.group, layout)
     return LaneDirectory(settings.replica, process.rank, layout, layout_text(layout))
 
 

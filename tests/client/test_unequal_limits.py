@@ -6,24 +6,36 @@ import pytest
 import torch
 
 from fabric.client.attach import _lanes, _ModuleEntries
+from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import ConfigError
+from fabric.protocol.rules.layout_text import read_layout
 
 ALONE = ProcessIdentity(1, ())
 
 
-@pytest.mark.parametrize(
-    ("plane", "stand_ins", "sentence"),
-    [
-        ("auto", ["a buffer"], "a replica with fewer ranks has fewer running statistics to average"),
-        ("nccl", [], "FABRIC_UNEQUAL is for parameters on the CPU so far"),
-    ],
-)
-def test_what_unequal_replicas_cannot_do_is_refused(plane, stand_ins, sentence):
+def test_a_communicator_of_nccl_is_refused():
     parameters = [("w", torch.nn.Parameter(torch.empty(2)))]
-    settings, averaged = SimpleNamespace(unequal=True, data_plane=plane), SimpleNamespace(stand_ins=stand_ins)
-    with pytest.raises(ConfigError, match=sentence):
-        _lanes(settings, ALONE, parameters, averaged)
+    settings = SimpleNamespace(unequal=True, data_plane="nccl")
+    with pytest.raises(ConfigError, match="FABRIC_UNEQUAL is for parameters on the CPU so far"):
+        _lanes(settings, ALONE, parameters, AveragedBuffers(torch.nn.Linear(1, 1), []))
+
+
+def test_averaged_buffers_are_part_of_the_announced_layout():
+    model = torch.nn.BatchNorm1d(3)
+    averaged = AveragedBuffers(model, changing_buffers(model))
+    settings = SimpleNamespace(unequal=True, data_plane="auto", replica="r0")
+    lanes = _lanes(settings, ALONE, list(model.named_parameters()), averaged)
+    assert lanes is not None
+    (row,) = read_layout(lanes.text).ranks
+    assert [(x.name, x.dtype, x.shape) for x in row] == [
+        ("weight", "float32", (3,)),
+        ("bias", "float32", (3,)),
+        ("buffer:running_mean", "float32", (3,)),
+        ("buffer:running_var", "float32", (3,)),
+        ("buffer:num_batches_tracked", "float64", ()),
+    ]
+    assert averaged.rank_means is None
 
 
 def test_the_lowest_rank_with_an_entry_counts_it():

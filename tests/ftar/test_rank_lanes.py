@@ -1,10 +1,10 @@
 """Ranks of unequal layouts sum their gradients in lanes, each in its own flat buffer."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import pytest
 import torch
+from ftar.lane_harness import start
 from ftar.lane_layouts import COLUMNS, MODEL, ROWS, SINGLE, gradient_of, member
 from ring_harness import WAIT_S, socket_ring, wait_until
 
@@ -14,10 +14,9 @@ from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.host.lane_plane import LanePlane
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.lanes.held_parameters import FlatPlaces, flat_places, held_parameters
-from fabric.ftar.lanes.rank_lanes import RankLanes
 from fabric.ftar.plane import Ring
 from fabric.model import Base, Record
-from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, lanes_of
+from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout
 from fabric.protocol.rules.layout_text import layout_text
 from fabric.protocol.rules.tensor_region import TensorRegion
 
@@ -40,57 +39,6 @@ def wide(*columns: tuple[int, int]) -> ReplicaLayout:
 
 
 WIDE_SINGLE, WIDE_COLUMNS = wide((0, 90)), wide((0, 10), (10, 80))
-
-
-@dataclass
-class Process:
-    """One rank: its lanes, its plane, and its part of its replica's gradient."""
-
-    replica: str
-    rank: int
-    layout: ReplicaLayout
-    lanes: RankLanes
-    plane: LanePlane
-    flat: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-
-    def fill(self, gradient: dict[str, torch.Tensor]) -> None:
-        places = FlatPlaces(self.layout.ranks[self.rank])
-        self.flat = torch.zeros(places.nbytes, dtype=torch.uint8)
-        for held in places.regions():
-            whole = TensorRegion.whole(held.shape)
-            part = gradient[held.name][held.region.within(whole)]
-            places.view(self.flat, held.name, held.region).copy_(part)
-
-    def reduce(self, epoch: int = 1, step: int = 0) -> None:
-        sections = self.lanes.sections
-        parts = [self.plane.memory(x) for x in sections]
-        for section, part in zip(sections, parts, strict=True):
-            self.lanes.gather(section, self.flat, part)
-        for section, part in zip(sections, parts, strict=True):
-            self.plane.reduce_lane(section.lane, epoch, step, part)
-            self.lanes.scatter(section, part, self.flat)
-
-    def check(self, expected: dict[str, torch.Tensor]) -> None:
-        places = FlatPlaces(self.layout.ranks[self.rank])
-        for held in places.regions():
-            part = expected[held.name][held.region.within(TensorRegion.whole(held.shape))]
-            assert torch.equal(places.view(self.flat, held.name, held.region), part), (self, held.name)
-
-
-def start(layouts: dict[str, ReplicaLayout], links: str = "shm", epoch: int = 1) -> list[Process]:
-    """Every rank of these replicas, linked lane by lane."""
-    lanes, names = lanes_of(layouts), tuple(layouts)
-    processes = [
-        Process(replica, rank, layout, RankLanes(lanes, place, rank, layout.ranks[rank]), LanePlane(CpuRing))
-        for place, (replica, layout) in enumerate(layouts.items())
-        for rank in range(len(layout.ranks))
-    ]
-    for number, lane in enumerate(lanes):
-        pairs = socket_ring(len(names), links)
-        for place, replica in enumerate(names):
-            holder = next(p for p in processes if (p.replica, p.rank) == (replica, lane.holders[place]))
-            holder.plane.install_lane(number, Ring(epoch, place, names), *pairs[place])
-    return processes
 
 
 @pytest.mark.parametrize("links", ["shm", "tcp"])

@@ -1,10 +1,12 @@
 """One model in any layout: ``SHARDED`` is ``plain`` (one process), ``fsdp`` or ``tp`` (over all ranks), or
 ``2+2``, the number of layers in each pipeline stage.
 
-``LAYOUT_WIDTH`` changes the model's width. The pace is the sharded trainer's.
+``LAYOUT_WIDTH`` changes the model's width. With ``LAYOUT_BUFFERS`` the model also has running statistics of
+its input, which are averaged and printed at the end. The pace is the sharded trainer's.
 """
 
 import faulthandler
+import json
 import os
 import signal
 from collections import OrderedDict
@@ -20,6 +22,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fabric.client
 
 GLOBAL_BATCH = 16
+MOMENTUM = 0.1
+
+
+class Statistics(torch.nn.Module):
+    """Passes its input on, and keeps running statistics of it, as BatchNorm does."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(features))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.running_mean.lerp_(x.mean(0), MOMENTUM)
+            self.num_batches_tracked.add_(1)
+        return x
 
 
 def build(width: int = 30) -> torch.nn.Module:
@@ -36,6 +54,9 @@ def build(width: int = 30) -> torch.nn.Module:
 def make(layout: str, ranks: int, width: int) -> tuple[torch.nn.Module, object]:
     """The model in this layout, and the mesh over which samples are cut (None: all ranks see all)."""
     model, mesh = build(width), None
+    if os.environ.get("LAYOUT_BUFFERS"):
+        statistics = OrderedDict(statistics=Statistics(16))
+        model = torch.nn.Sequential(statistics | OrderedDict(model.named_children()))
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
         fully_shard(model, mesh=mesh)
@@ -82,7 +103,8 @@ def main() -> None:
     model, mesh = make(layout, ranks, int(os.environ.get("LAYOUT_WIDTH", "30")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data_set = Paced(example("fsdp2").samples(64))
-    session = fabric.client.attach(model, optimizer)
+    buffers = "average" if os.environ.get("LAYOUT_BUFFERS") else "refuse"
+    session = fabric.client.attach(model, optimizer, buffers=buffers)
     data = session.loader(
         data_set, global_batch_size=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH, seed=3, mesh=mesh
     )
@@ -102,6 +124,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
     session.close()
+    for name, buffer in model.named_buffers():
+        print(f"buffer {name} {json.dumps(buffer.tolist())}", flush=True)
     if layout != "plain":
         dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """Replicas of unequal layouts train together: FSDP2 or tensor parallel over two ranks, beside one process.
 
-The losses equal those of one process that trains alone, and all layouts end in one state.
+The losses equal those of one process that trains alone, and all layouts end in one state. Averaged buffers
+are part of this state.
 """
 
 import json
@@ -8,15 +9,18 @@ import os
 import signal
 
 import pytest
+import torch
 from alone import losses_alone
-from layout_trainer import GLOBAL_BATCH, build
+from layout_trainer import GLOBAL_BATCH, MOMENTUM, build
 from rank_job import RankJob
+from sharded_trainer import MICRO_BATCH, example
 from test_layouts import recoverable
 
 from fabric.audit.journal import read_run
 from fabric.audit.verify import judge
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
+from fabric.client.data.loader import SamplePlan
 
 STEPS = 36
 
@@ -89,6 +93,58 @@ def test_a_killed_replica_catches_up_from_another_layout(zygote, tmp_path, layou
         assert events(job, victim, 0, "join")[-1]["resharded"], job.logs()
         assert all(contributed(job, replica, 8) for replica in layouts), job.logs()
         check(job)
+
+
+def averaged(job: RankJob, replica: str) -> torch.Tensor:
+    """The running mean of the input after the last step, from the journal's contributions alone.
+
+    Each replica runs through its micro-batches from the mean before the step. The mean after the step is the
+    average over the replicas, by their samples. It does not depend on the replicas' layouts.
+    """
+    data, plan = example("fsdp2").samples(64), SamplePlan(64, GLOBAL_BATCH, MICRO_BATCH, 3)
+    mean = torch.zeros(16)
+    for commit in sorted(events(job, replica, 0, "commit"), key=lambda e: e["step"]):
+        total = torch.zeros(16)
+        for micro_batches in commit["contributions"].values():
+            own = mean.clone()
+            for micro_batch in micro_batches:
+                rows = torch.stack([data[i][0] for i in plan.samples(commit["step"], micro_batch)])
+                own.lerp_(rows.mean(0), MOMENTUM)
+            total += own * len(micro_batches)
+        mean = total / plan.micro_batches
+    return mean
+
+
+def buffers(job: RankJob, replica: str, rank: int) -> dict[str, list[float]]:
+    lines = [x.split(" ", 2) for x in (job.folder / f"{replica}.{rank}.log").read_text().splitlines()]
+    return {x[1]: json.loads(x[2]) for x in lines if x[0] == "buffer"}
+
+
+@pytest.mark.parametrize(
+    ("layouts", "victim", "point", "rank"),
+    [
+        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
+        ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r1", "before-barrier@6=kill", 0),
+        ({"r0": ("plain", 1), "r1": ("plain", 1)}, "r1", "forward@6=kill", 0),
+    ],
+)
+def test_averaged_buffers_are_equal_at_every_rank_of_every_layout(
+    zygote, tmp_path, layouts, victim, point, rank
+):
+    with unequal(zygote, tmp_path, layouts, LAYOUT_BUFFERS="1") as job:
+        for replica in layouts:
+            job.start(replica, point if replica == victim else "", rank=rank if replica == victim else 0)
+        job.finish(deadline_s=150)
+        assert job.starts == {replica: 1 + (replica == victim) for replica in layouts}, job.logs()
+        assert all(contributed(job, replica, 8) for replica in layouts), job.logs()
+        check(job)
+        first, *others = [buffers(job, r, k) for r, (_, ranks) in layouts.items() for k in range(ranks)]
+        assert all(other == first for other in others), job.logs()
+        assert first["statistics.num_batches_tracked"] == STEPS * GLOBAL_BATCH // MICRO_BATCH
+        survivor = next(replica for replica in layouts if replica != victim)
+        expected = averaged(job, survivor)
+        assert expected.abs().max() > 0.01
+        assert first["statistics.running_mean"] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_a_replica_that_lost_a_rank_comes_back_as_one_process(zygote, tmp_path):

@@ -437,8 +437,8 @@ class Session(SessionCollectives):
         self._watch.check(order.step)
         self._state.gradients.settle()
         self._clock.end_compute()
+        self._parts.buffers.contribute(weight, self._state.gradients.scale)
         if weight > 0:
-            self._parts.buffers.contribute(weight)
             self._parts.own_states.contribute()
         metrics = finite(self._progress.metrics)
         self._progress.metrics.clear()

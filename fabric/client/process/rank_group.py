@@ -1,7 +1,8 @@
 """The ranks of this replica, from its own torch.distributed world.
 
-Only the start uses this world, before fabric's links exist: every rank sends all others a few values, as JSON
-in byte tensors. Each replica has its own world, so this module reaches no other replica.
+The start uses this world, before fabric's links exist: every rank sends all others a few values, as JSON in
+byte tensors. Later only averaged buffers use it. Each replica has its own world, so this module reaches no
+other replica.
 """
 
 import json
@@ -50,8 +51,7 @@ class RankGroup:
         if len(data) > _MAX_BYTES:
             raise ProtocolError(f"{len(data)} bytes are more than ranks tell each other at the start")
         try:
-            # NCCL moves only device memory.
-            device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+            device = _device()
             length = torch.tensor([len(data)], dtype=torch.int64, device=device)
             lengths = [torch.zeros_like(length) for _ in range(self.size)]
             dist.all_gather(lengths, length)
@@ -65,3 +65,17 @@ class RankGroup:
             sys.stderr.write(f"fabric: a rank of this replica was lost at the start ({reason})\n")
             raise SystemExit(RESTART) from None
         return [json.loads(bytes(row[: int(n)].cpu().numpy())) for row, n in zip(rows, lengths, strict=True)]
+
+    def add(self, values: torch.Tensor) -> None:
+        """Replace ``values``, of one shape at all ranks, by the sum over the ranks; all ranks must call it.
+
+        Raises RuntimeError, as any collective of the loop, where a rank is lost.
+        """
+        moved = values.to(_device())
+        dist.all_reduce(moved)
+        values.copy_(moved)
+
+
+def _device() -> torch.device:
+    """Return where the world's tensors lie: NCCL moves only device memory."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -143,6 +143,39 @@ def snapshots() -> dict[str, float]:
     }
 
 
+def lanes(device: str = "cuda", matrices: int = 16, size: int = 2048) -> dict[str, float]:
+    """GB/s of the copies between a flat gradient and its lanes, beside a replica that cuts each matrix in two
+    by rows (long pieces) or by columns (short ones)."""
+    from fabric.ftar.lanes.rank_lanes import RankLanes
+    from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, lanes_of
+    from fabric.protocol.rules.tensor_region import TensorRegion
+
+    shape = (size, size)
+    halves = {
+        "rows": [((0, 0), (size // 2, size)), ((size // 2, 0), (size // 2, size))],
+        "columns": [((0, 0), (size, size // 2)), ((0, size // 2), (size, size // 2))],
+    }
+
+    def row(region: TensorRegion) -> tuple[HeldParameter, ...]:
+        return tuple(HeldParameter(f"m{n}", "float32", shape, region) for n in range(matrices))
+
+    whole = row(TensorRegion.whole(shape))
+    flat = torch.zeros(matrices * size * size * 4, dtype=torch.uint8, device=device)
+    found: dict[str, float] = {}
+    for name, regions in halves.items():
+        cut = ReplicaLayout(tuple(row(TensorRegion(*region)) for region in regions))
+        own = RankLanes(lanes_of({"r0": ReplicaLayout((whole,)), "r1": cut}), 0, 0, whole)
+        parts = [(x, torch.zeros(x.elements, dtype=x.dtype, device=device)) for x in own.sections]
+        copies = {
+            "gather": lambda own=own, parts=parts: [own.gather(x, flat, part) for x, part in parts],
+            "scatter": lambda own=own, parts=parts: [own.scatter(x, part, flat) for x, part in parts],
+        }
+        for copy, work in copies.items():
+            times = [timed(work) for _ in range(ROUNDS + 1)][1:]
+            found[f"lanes_{copy}_{name}_gb_s"] = flat.numel() / statistics.median(times) / 1e6
+    return found
+
+
 def transfers() -> dict[str, float]:
     """A state of 1 GiB from a checkpoint server into tensors on the GPU."""
     from state import state_transfer
@@ -169,6 +202,7 @@ def main() -> int:
     found: dict[str, float] = {
         "gpu_tests_passed": float(passed),
         **copy_limits(),
+        **lanes(),
         **snapshots(),
         **transfers(),
     }

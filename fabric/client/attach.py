@@ -25,7 +25,6 @@ from fabric.client.gradients.averaged_buffers import AveragedBuffers, RankMeans,
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import (
     GradientBackend,
-    HostBackend,
     choose_backend,
     device_of,
 )
@@ -53,8 +52,6 @@ from fabric.drill.injection.injector import start_injector
 from fabric.errors import ConfigError, FabricError, ServerLost
 from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.buckets import FlatGradients
-from fabric.ftar.host.cpu_ring import CpuRing
-from fabric.ftar.host.lane_plane import LanePlane
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.lanes.held_parameters import held_parameters
 from fabric.ftar.plane import DataPlane
@@ -272,8 +269,8 @@ def _lanes(
     """
     if not settings.unequal:
         return None
-    if device_of(tuple(parameters)).type != "cpu" or settings.data_plane == "nccl":
-        raise ConfigError("FABRIC_UNEQUAL is for parameters on the CPU so far: turn it off, or use the CPU")
+    if settings.data_plane == "nccl":
+        raise ConfigError("FABRIC_DATA_PLANE is nccl, which does not go with FABRIC_UNEQUAL: use auto or tcp")
     row = held_parameters([*parameters, *averaged.stand_ins])
     text = layout_text(ReplicaLayout((row,)))
     rows = [x["row"] for x in process.group.gather({"row": text})] if process.group is not None else [text]
@@ -406,20 +403,10 @@ class _Trainer:
         return PieceFetcher(self.lanes) if self.lanes is not None else None
 
     def _plane(self) -> tuple[DataPlane, GradientBackend]:
-        settings = self.settings
-
         def on_piece(step: int) -> None:
             self.failpoints.hit("ring", step)
 
-        if self.lanes is None:
-            return choose_backend(settings, self.gradients, on_piece)
-        shares = settings.data_plane != "tcp"
-        return (
-            LanePlane(
-                lambda: CpuRing(exchange_s=settings.exchange_s, shared_memory=shares, on_piece=on_piece)
-            ),
-            HostBackend(),
-        )
+        return choose_backend(self.settings, self.gradients, on_piece, self.lanes)
 
     def _peers(self, plane: DataPlane, link_s: float) -> Peers:
         settings, process = self.settings, self.process

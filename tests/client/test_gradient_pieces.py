@@ -35,13 +35,15 @@ class Servers:
     def __init__(self, **layouts: ReplicaLayout) -> None:
         self.members = tuple(member(name, layout) for name, layout in layouts.items())
         self.published = {}
+        self.digests = []
         self.asked = []
         for x, layout in zip(self.members, layouts.values(), strict=True):
             for rank, address in enumerate(x.addresses):
                 flat = flat_of(layout, rank, gradient_of(5))
                 self.published[address.ckpt.partition("#")[0]] = [flat, "round", None]
 
-    def fetch_gradient(self, urls, *, generation, step, into, wait_s):
+    def fetch_gradient(self, urls, *, generation, step, into, wait_s, digest):
+        self.digests.append(digest)
         (url,) = urls
         self.asked.append(url)
         flat, digest, error = self.published[url]
@@ -99,6 +101,18 @@ def test_a_gradient_is_gone_only_when_all_members_say_so():
     servers.published["http://r1:0"][2] = Gone("overwritten too")
     with pytest.raises(Gone, match="overwritten too"):
         fetch(servers, SINGLE, 0)
+
+
+def test_pieces_are_verified_by_the_digest_of_the_job():
+    servers = Servers(r0=ROWS)
+    pieces = PieceFetcher(LaneDirectory("me", 0, SINGLE, layout_text(SINGLE)))
+    flat = flat_of(SINGLE, 0, gradient_of(1))
+
+    def job_digest(data: memoryview) -> str:
+        return "the digest of a device"
+
+    pieces.fetch(servers, servers.order(), flat, 0.0, job_digest)
+    assert servers.digests == [job_digest] * 2
 
 
 def test_a_cancelled_fetch_ends_at_once():

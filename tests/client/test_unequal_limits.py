@@ -17,7 +17,7 @@ ALONE = ProcessIdentity(1, ())
 def test_a_communicator_of_nccl_is_refused():
     parameters = [("w", torch.nn.Parameter(torch.empty(2)))]
     settings = SimpleNamespace(unequal=True, data_plane="nccl")
-    with pytest.raises(ConfigError, match="FABRIC_UNEQUAL is for parameters on the CPU so far"):
+    with pytest.raises(ConfigError, match="nccl, which does not go with FABRIC_UNEQUAL: use auto or tcp"):
         _lanes(settings, ALONE, parameters, AveragedBuffers(torch.nn.Linear(1, 1), []))
 
 

@@ -11,9 +11,9 @@ from ring_harness import WAIT_S, socket_ring, wait_until
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.host.cpu_ring import CpuRing
-from fabric.ftar.host.lane_plane import LanePlane
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.lanes.held_parameters import FlatPlaces, flat_places, held_parameters
+from fabric.ftar.lanes.lane_plane import LanePlane
 from fabric.ftar.plane import Ring
 from fabric.model import Base, Record
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout

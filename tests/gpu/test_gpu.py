@@ -107,6 +107,20 @@ def test_a_member_is_killed_in_the_midst_of_an_exchange(plane):
     check_kill("cuda", plane)
 
 
+@pytest.mark.parametrize("layouts", ["two", "three"])
+def test_lanes_of_unequal_layouts_on_one_gpu(layouts):
+    from ftar.lane_exchange import LaneJob
+    from ftar.lane_layouts import COLUMNS, ROWS, SINGLE, gradient_of
+
+    members = {"two": {"r0": SINGLE, "r1": ROWS}, "three": {"r0": COLUMNS, "r1": SINGLE, "r2": ROWS}}
+    with LaneJob(members[layouts], "tcp", CudaDevice, "cuda") as job:
+        job.install(1)
+        for step in range(3):
+            gradients = {name: gradient_of(10 * step + n) for n, name in enumerate(job.layouts)}
+            assert len(job.reduce(1, step, gradients)) == 1
+            job.check(gradients)
+
+
 def test_nccl_refuses_two_members_on_one_gpu_and_the_round_is_aborted():
     answers = run_members(2, ["nccl"], [{"plane": "nccl", "numel": 1000}])
     assert all("aborted" in a[0] for a in answers), answers

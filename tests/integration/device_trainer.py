@@ -5,6 +5,7 @@ operations are immediate, as they are on any CPU.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import tiny_trainer
@@ -15,11 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ftar.simulated_device import SimulatedDevice
 
 
-def main() -> None:
+def simulate() -> None:
+    """Let the client use a simulated device, where for parameters on a CUDA device it uses CudaDevice."""
     device = SimulatedDevice(immediate=True)
-    # The client chooses its backend here; for parameters on a CUDA device it chooses CudaDevice.
-    sys.modules["fabric.client.attach"].choose_backend = lambda found, gradients, on_piece: device_backend(
-        device, found, gradients, on_piece
-    )
+    choose = partial(device_backend, device)
+    sys.modules["fabric.client.attach"].choose_backend = choose
     print("gradients on SimulatedDevice", flush=True)
+
+
+def main() -> None:
+    simulate()
     tiny_trainer.main()

@@ -131,7 +131,27 @@ def buffers(job: RankJob, replica: str, rank: int) -> dict[str, list[float]]:
 def test_averaged_buffers_are_equal_at_every_rank_of_every_layout(
     zygote, tmp_path, layouts, victim, point, rank
 ):
-    with unequal(zygote, tmp_path, layouts, LAYOUT_BUFFERS="1") as job:
+    survives_a_kill_with_averaged_buffers(zygote, tmp_path, layouts, victim, point, rank)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "victim", "point", "rank"),
+    [
+        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
+        ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r1", "optimizer@6=kill", 0),
+    ],
+)
+def test_lanes_of_gradients_on_a_device(zygote, tmp_path, layouts, victim, point, rank):
+    trainer = {"TEST_TRAINER": "device_layout_trainer"}
+    job = survives_a_kill_with_averaged_buffers(zygote, tmp_path, layouts, victim, point, rank, **trainer)
+    processes = sum(job.starts[replica] * ranks for replica, (_, ranks) in layouts.items())
+    assert job.logs().count("gradients on SimulatedDevice") == processes, job.logs()
+
+
+def survives_a_kill_with_averaged_buffers(
+    zygote, tmp_path, layouts, victim, point, rank, **environment
+) -> RankJob:
+    with unequal(zygote, tmp_path, layouts, LAYOUT_BUFFERS="1", **environment) as job:
         for replica in layouts:
             job.start(replica, point if replica == victim else "", rank=rank if replica == victim else 0)
         job.finish(deadline_s=150)
@@ -145,6 +165,7 @@ def test_averaged_buffers_are_equal_at_every_rank_of_every_layout(
         expected = averaged(job, survivor)
         assert expected.abs().max() > 0.01
         assert first["statistics.running_mean"] == pytest.approx(expected.tolist(), abs=1e-6)
+        return job
 
 
 def test_a_replica_that_lost_a_rank_comes_back_as_one_process(zygote, tmp_path):

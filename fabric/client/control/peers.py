@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fabric.errors import FabricError, ProtocolError, Unconnected
-from fabric.ftar.host.lane_plane import LanePlane
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
+from fabric.ftar.lanes.lane_plane import LanePlane
 from fabric.ftar.plane import DataPlane, Ring
 from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io

@@ -47,9 +47,10 @@ class RankMeans:
 
     def take(self, stand_ins: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Replace each ``.grad`` by its mean. All ranks of the replica must call it."""
-        flat = torch.zeros(sum(self.sizes.values()), dtype=torch.float64)
-        parts = dict(zip(self.sizes, torch.split(flat, list(self.sizes.values())), strict=True))
         gradients = {name: stand_in.grad for name, stand_in in stand_ins if stand_in.grad is not None}
+        where = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
+        flat = torch.zeros(sum(self.sizes.values()), dtype=torch.float64, device=where)
+        parts = dict(zip(self.sizes, torch.split(flat, list(self.sizes.values())), strict=True))
         for name, gradient in gradients.items():
             parts[name].copy_(gradient.view(-1))
         self.group.add(flat)

@@ -8,9 +8,9 @@ round, and no thread wakes another.
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
-import xxhash
 
 from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_recorder import ExchangeEntry, ExchangeRecorder
@@ -19,8 +19,8 @@ from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.process.worker import Worker
 from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
-from fabric.ftar.host.lane_plane import LanePlane
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
+from fabric.ftar.lanes.lane_plane import LanePlane
 from fabric.ftar.plane import DataPlane
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
@@ -105,10 +105,10 @@ class ExchangeThread:
             with self._backend.round(buffer) as flat:
                 if lanes is None:
                     digest = self._exchange(order, stream, flat, entry)
-                    slot.copied = self._backend.copy_out(buffer)
                 else:
-                    digest = self._exchange_lanes(order, stream, buffer, entry)
-                    slot.bytes_digest = xxhash.xxh3_128_hexdigest(buffer.numpy().data)
+                    digest = self._exchange_lanes(order, stream, flat, entry)
+                    slot.bytes_digest = self._backend.digest()
+                slot.copied = self._backend.copy_out(buffer)
                 nonfinite = self._gradients.first_nonfinite(flat) if self._check_finite else ""
             self.recorder.end(entry)
         except RoundAborted as error:
@@ -151,21 +151,21 @@ class ExchangeThread:
     ) -> str:
         """Reduce this rank's lanes; return the digest: the name of the layouts, then the sum of the lanes'
         digests. The sum over all ranks of a replica has each lane once."""
-        plane, epoch = self._plane, order.fence.epoch
+        plane, epoch, run = self._plane, order.fence.epoch, self._backend.run
         assert self.lanes is not None and isinstance(plane, LanePlane)
         if order.weight == 0:
-            flat.zero_()
+            run(flat.zero_)
         for bucket in self._gradients.buckets if order.weight > 0 else ():
             if stream is not None:
                 stream.wait(bucket)
-            self._gather(order, bucket, flat)
+            run(partial(self._gather, order, bucket, flat))
             self._free(bucket)
-        lanes, total = self.lanes.get(epoch), 0
+        lanes = self.lanes.get(epoch)
         sections = lanes.rank_lanes.sections
         parts = [plane.memory(x) for x in sections]
         for section, part in zip(sections, parts, strict=True):
             # Gather all lanes before the first result is written: a piece with copies lies in several lanes.
-            lanes.rank_lanes.gather(section, flat, part)
+            run(partial(lanes.rank_lanes.gather, section, flat, part))
         for section, part in zip(sections, parts, strict=True):
             started = time.monotonic()
             try:
@@ -177,9 +177,9 @@ class ExchangeThread:
             entry.buckets += 1
             for peer, seconds in plane.waiting_s.items():
                 self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
-            total += xxhash.xxh3_64_intdigest(part.view(torch.uint8).numpy().data, section.lane)
-            lanes.rank_lanes.scatter(section, part, flat)
-        return f"{lanes.name}{total % 2**64:016x}"
+            self._backend.digest_part(part, section.lane)
+            run(partial(lanes.rank_lanes.scatter, section, part, flat))
+        return f"{lanes.name}{self._backend.parts_digest():016x}"
 
     def _reduce(
         self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor, entry: ExchangeEntry

@@ -6,6 +6,9 @@ On a device the gradient is gathered into one flat buffer, reduced and digested 
 code gets this buffer. A side stream copies it once into the result slot, which is published; the step does
 not wait for that copy. Events order the streams. The main thread never waits for the device here, and the
 compute stream waits only for the reduced gradient that it uses next.
+
+Where replicas may have unequal layouts, lanes are gathered from the flat buffer, reduced and digested in
+memory of their own, and scattered back.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,6 +28,8 @@ from fabric.ftar.device.cuda import CudaDevice
 from fabric.ftar.device.device_api import Device, DeviceEvent
 from fabric.ftar.device.device_ring import CHUNK_BYTES, DeviceRing
 from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.lanes.epoch_lanes import LaneDirectory
+from fabric.ftar.lanes.lane_plane import LanePlane
 from fabric.ftar.plane import DataPlane
 from fabric.runtime.config import Settings
 
@@ -54,6 +59,12 @@ class GradientBackend(Protocol):
     def digest(self) -> str:
         """Exchange thread, at the end of a round: return the digest of the result, 32 hex digits."""
 
+    def digest_part(self, part: torch.Tensor, seed: int) -> None:
+        """Exchange thread, within a round: digest the result of a lane; ``seed`` tells lanes apart."""
+
+    def parts_digest(self) -> int:
+        """Exchange thread, at the end of a round: return the sum of the parts' digests, modulo 2**64."""
+
     def copy_out(self, slot: torch.Tensor) -> DeviceEvent | None:
         """Exchange thread, after ``digest``: begin to copy the result to ``slot``.
 
@@ -73,6 +84,7 @@ class HostBackend:
     def __init__(self) -> None:
         self._slot = torch.empty(0, dtype=torch.uint8)
         self._hash, self._digested = xxhash.xxh3_128(), 0  # of the slot's first ``_digested`` bytes
+        self._parts = 0  # sum of the digests of lanes
 
     def mark_ready(self) -> None:
         """See ``GradientBackend``."""
@@ -80,6 +92,7 @@ class HostBackend:
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
         self._slot, self._hash, self._digested = slot, xxhash.xxh3_128(), 0
+        self._parts = 0
         yield slot
 
     def run(self, work: Callable[[], object]) -> None:
@@ -97,6 +110,12 @@ class HostBackend:
     def _update(self, end: int) -> None:
         self._hash.update(self._slot[self._digested : end].numpy().data)
         self._digested = end
+
+    def digest_part(self, part: torch.Tensor, seed: int) -> None:
+        self._parts += xxhash.xxh3_64_intdigest(part.view(torch.uint8).numpy().data, seed)
+
+    def parts_digest(self) -> int:
+        return self._parts % 2**64
 
     def copy_out(self, slot: torch.Tensor) -> DeviceEvent | None:
         """Nothing to copy."""
@@ -117,6 +136,8 @@ class DeviceBackend:
         self._flat = device.memory(nbytes)
         self._stream, self._copies, self._checks = device.stream(), device.stream(), device.stream()
         self._digests = DeviceDigest(self._flat.device)
+        self._parts: list[tuple[int, int]] = []  # bytes and seed of each digested lane
+        self._part_sums: list[torch.Tensor] = []
         self._ready: DeviceEvent | None = None
         self._left: DeviceEvent | None = None
         # The event at which the newest copy of the flat buffer is in its slot.
@@ -130,6 +151,7 @@ class DeviceBackend:
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
         self._copied_to = 0
+        self._parts, self._part_sums = [], []
         if self._copied is not None:
             self._stream.wait(self._copied)
         try:
@@ -155,6 +177,19 @@ class DeviceBackend:
         self._stream.run(lambda: sums.append(self._digests.sums(self._flat)))
         self._stream.record().wait()
         return self._digests.name(sums[0], self._flat.numel())
+
+    def digest_part(self, part: torch.Tensor, seed: int) -> None:
+        data, sums = part.view(torch.uint8), self._part_sums
+        self._parts.append((data.numel(), seed))
+        self._stream.run(lambda: sums.append(self._digests.sums(data)))
+
+    def parts_digest(self) -> int:
+        self._stream.record().wait()
+        names = [
+            (self._digests.name(sums, nbytes), seed)
+            for (nbytes, seed), sums in zip(self._parts, self._part_sums, strict=True)
+        ]
+        return sum(xxhash.xxh3_64_intdigest(name.encode(), seed) for name, seed in names) % 2**64
 
     def copy_out(self, slot: torch.Tensor) -> DeviceEvent | None:
         self._copies.wait(self._stream.record())
@@ -196,9 +231,15 @@ def device_of(parameters: tuple[NamedParameter, ...]) -> torch.device:
 
 
 def choose_backend(
-    settings: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
+    settings: Settings,
+    gradients: FlatGradients,
+    on_piece: Callable[[int], None],
+    lanes: LaneDirectory | None = None,
 ) -> tuple[DataPlane, GradientBackend]:
-    """Choose the data plane and the backend for these gradients. Raises ConfigError."""
+    """Choose the data plane and the backend for these gradients. Raises ConfigError.
+
+    ``lanes``: the directory of lanes where replicas may have unequal layouts.
+    """
     where = device_of(gradients.parameters)
     if where.type == "cpu":
         if settings.data_plane == "nccl":
@@ -206,21 +247,32 @@ def choose_backend(
                 "FABRIC_DATA_PLANE is nccl and the parameters are on the CPU: use a GPU, or auto"
             )
         shares = settings.data_plane != "tcp"
-        return CpuRing(exchange_s=settings.exchange_s, shared_memory=shares, on_piece=on_piece), HostBackend()
+
+        def make_ring() -> CpuRing:
+            return CpuRing(exchange_s=settings.exchange_s, shared_memory=shares, on_piece=on_piece)
+
+        return make_ring() if lanes is None else LanePlane(make_ring), HostBackend()
     device = CudaDevice(where)
     if settings.data_plane == "nccl":
         return GroupPlane(NcclFactory(device.device), device.owns, settings.exchange_s), DeviceBackend(
             device, gradients.nbytes
         )
-    return device_backend(device, settings, gradients, on_piece)
+    return device_backend(device, settings, gradients, on_piece, lanes)
 
 
 def device_backend(
-    device: Device, settings: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
+    device: Device,
+    settings: Settings,
+    gradients: FlatGradients,
+    on_piece: Callable[[int], None],
+    lanes: LaneDirectory | None = None,
 ) -> tuple[DataPlane, GradientBackend]:
-    """Return the device ring on ``device``, and the backend for gradients there."""
-    chunk = min(CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, gradients.nbytes))  # a small model needs little memory
-    plane = DeviceRing(
+    """Return the device ring on ``device``, or one ring per lane, and the backend for gradients there."""
+    # Chunks are equal on all members, and a small model needs little memory.
+    nbytes = gradients.nbytes if lanes is None else lanes.model_bytes
+    chunk = min(CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, nbytes))
+    ring = DeviceRing(
         device, chunk, exchange_s=settings.exchange_s, shares=settings.data_plane != "tcp", on_piece=on_piece
     )
+    plane = ring if lanes is None else LanePlane(ring.sibling, registers=True)
     return plane, DeviceBackend(device, gradients.nbytes)

@@ -97,7 +97,7 @@ class FetchThread:
 
     def _read_gradient(self, order: io.FetchGradient, into: torch.Tensor) -> GradientMeta:
         if self.pieces is not None:
-            return self.pieces.fetch(self._fetcher, order, into, _WAIT_S)
+            return self.pieces.fetch(self._fetcher, order, into, _WAIT_S, self._digest)
         return self._fetcher.fetch_gradient(
             order.urls,
             generation=order.generation,

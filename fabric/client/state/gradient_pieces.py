@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from fabric.ckpt_server.fetch.fetcher import GradientMeta, StateFetcher
+from fabric.ckpt_server.format.digest import bytes_digest
 from fabric.errors import FabricError, Gone, StateError
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.lanes.held_parameters import FlatPlaces
@@ -39,10 +40,16 @@ class PieceFetcher:
         self._memory = torch.zeros(0, dtype=torch.uint8)
 
     def fetch(
-        self, fetcher: StateFetcher, order: io.FetchGradient, flat: torch.Tensor, wait_s: float
+        self,
+        fetcher: StateFetcher,
+        order: io.FetchGradient,
+        flat: torch.Tensor,
+        wait_s: float,
+        digest: Callable[[memoryview], str] = bytes_digest,
     ) -> GradientMeta:
         """Fill ``flat`` from the first member that has the gradient. Raises Gone where all members have
-        dropped it, else StateError."""
+        dropped it, else StateError. ``digest``: the digest by which the members of this job name gradients.
+        """
         record, deadline = self.newest(), time.monotonic() + wait_s
         roster = order.members or (record.roster if record is not None else ())
         members = [x for x in roster if x.ckpt in order.urls and x.replica != self._lanes.replica and x.cuts]
@@ -50,7 +57,7 @@ class PieceFetcher:
         while members:
             for member in members:
                 try:
-                    return self._from(member, fetcher, order, flat)
+                    return self._from(member, fetcher, order, flat, digest)
                 except FabricError as error:
                     reasons[member.replica] = error
                 if fetcher.is_cancelled:
@@ -64,7 +71,12 @@ class PieceFetcher:
         raise StateError(text)
 
     def _from(
-        self, member: Member, fetcher: StateFetcher, order: io.FetchGradient, flat: torch.Tensor
+        self,
+        member: Member,
+        fetcher: StateFetcher,
+        order: io.FetchGradient,
+        flat: torch.Tensor,
+        digest: Callable[[memoryview], str],
     ) -> GradientMeta:
         first: GradientMeta | None = None
         for rank, parts in self._parts(member).items():
@@ -79,6 +91,7 @@ class PieceFetcher:
                 step=order.step,
                 into=source.numpy().data,
                 wait_s=_TURN_S,
+                digest=digest,
             )
             if meta.nbytes != theirs.nbytes or "round_digest" not in meta.meta:
                 raise StateError(f"rank {rank} of {member.replica} publishes another gradient than announced")

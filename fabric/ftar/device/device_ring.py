@@ -5,8 +5,8 @@ on one host the next member reads it out of device memory that this one shares. 
 in the order and the arithmetic of every other plane.
 """
 
+import copy
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -67,8 +67,15 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         self._space = DeviceWorkspace(
             device, chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES, slots, group
         )
-        self._register_lock = threading.Lock()
-        self._registered: list[torch.Tensor] = []
+
+    def sibling(self) -> "DeviceRing":
+        """Return a ring with epochs of its own that uses this ring's memory.
+
+        Only one of them may reduce at a time, and the close of one closes the memory of both.
+        """
+        ring = copy.copy(self)
+        EpochPlane.__init__(ring, self._bounds)
+        return ring
 
     kind = "device"
 
@@ -83,15 +90,11 @@ class DeviceRing(EpochPlane[DeviceLinks]):
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:
         """Register host ``memory`` as a target of copies of results; neighbours do not see it."""
-        with self._register_lock:
-            self._registered.append(memory)
-            self._device.keep_registered(self._registered)
+        self._space.register(memory)
 
     def unregister(self, memory: torch.Tensor) -> None:
         """Unregister ``memory``; no copy into it may be under way."""
-        with self._register_lock:
-            self._registered = [t for t in self._registered if t.data_ptr() != memory.data_ptr()]
-            self._device.keep_registered(self._registered)
+        self._space.unregister(memory)
 
     def install(
         self,

@@ -37,7 +37,21 @@ class DeviceWorkspace:
         self.free: deque[tuple[int, DeviceEvent | None]] = deque()
         self.unfinished: list[DeviceEvent] = []
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._registered: list[torch.Tensor] = []
         self._lock = threading.Lock()
+        self._register_lock = threading.Lock()
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Register host ``memory`` for copies that do not block."""
+        with self._register_lock:
+            self._registered.append(memory)
+            self.device.keep_registered(self._registered)
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Unregister ``memory``; no copy into it may be under way."""
+        with self._register_lock:
+            self._registered = [t for t in self._registered if t.data_ptr() != memory.data_ptr()]
+            self.device.keep_registered(self._registered)
 
     def begin(self, behind: DeviceEvent) -> None:
         """Begin an exchange: both streams wait for ``behind``, and every slot is free."""

@@ -1,7 +1,8 @@
 """One ring per lane: the data plane of a rank in a job whose replicas have unequal layouts.
 
 A rank is in several rings at once, but reduces one lane after the other, in the order of their numbers. All
-ranks keep this order, so no two ranks wait for each other.
+ranks keep this order, so no two ranks wait for each other. The rings are of one kind, on the host or on a
+device.
 """
 
 import socket
@@ -11,29 +12,31 @@ from collections.abc import Callable
 import torch
 
 from fabric.errors import IllegalTransition
-from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.lanes.rank_lanes import LaneSection
-from fabric.ftar.plane import Ring
+from fabric.ftar.plane import DataPlane, Ring
 from fabric.ftar.reduce_ops import SUM, Reduction
 
 
 class LanePlane:
-    """DataPlane whose exchanges name their lane: ``install_lane`` and ``reduce_lane``."""
+    """DataPlane whose exchanges name their lane: ``install_lane`` and ``reduce_lane``.
 
-    kind = "host"
+    ``registers``: the rings need to know the memory to which results are copied, as on a device.
+    """
 
-    def __init__(self, make_ring: Callable[[], CpuRing]) -> None:
+    def __init__(self, make_ring: Callable[[], DataPlane], registers: bool = False) -> None:
         self._make_ring = make_ring
         self._lock = threading.Lock()
-        self._rings: dict[int, CpuRing] = {}
+        self._rings: dict[int, DataPlane] = {}
         self._bounds: dict[str, float] = {}
         self._aborted: dict[int, tuple[str, str]] = {}  # epoch -> reason, for lanes linked later
         self._retired_before = 0
         self._waiting_s: dict[str, float] = {}
         self._memory: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}  # (lane, type, group) -> memory
+        self._registers = registers
         self.shares_memory = self._ring(0).shares_memory
+        self.kind = self._ring(0).kind
 
-    def _ring(self, lane: int) -> CpuRing:
+    def _ring(self, lane: int) -> DataPlane:
         with self._lock:
             ring = self._rings.get(lane)
             if ring is None:
@@ -44,7 +47,7 @@ class LanePlane:
                     ring.abort(epoch, *cause)
             return ring
 
-    def _all(self) -> list[CpuRing]:
+    def _all(self) -> list[DataPlane]:
         with self._lock:
             return list(self._rings.values())
 
@@ -70,10 +73,14 @@ class LanePlane:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:
-        """Do nothing: neighbours read the memory of lanes, not flat gradients."""
+        """Register ``memory`` where results are copied to it. Neighbours read lanes, not flat gradients."""
+        if self._registers:
+            self._ring(0).register(descriptor, memory)
 
     def unregister(self, memory: torch.Tensor) -> None:
         """See ``register``."""
+        if self._registers:
+            self._ring(0).unregister(memory)
 
     def install(
         self, ring: Ring, next_socket: socket.socket | None, previous_socket: socket.socket | None

@@ -1,0 +1,158 @@
+"""The exchange threads of replicas of unequal layouts, in one process: on the host, or each on a device."""
+
+import queue
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from ftar.lane_layouts import MODEL, member
+from ftar.ring_harness import WAIT_S, socket_ring
+
+from fabric.client.gradients.exchange_thread import ExchangeThread
+from fabric.client.gradients.gradient_backend import choose_backend, device_backend
+from fabric.client.gradients.gradient_slots import GradientSlot
+from fabric.ftar.buckets import FlatGradients
+from fabric.ftar.device.device_api import Device
+from fabric.ftar.lanes.epoch_lanes import LaneDirectory
+from fabric.ftar.lanes.held_parameters import dtype_of
+from fabric.ftar.plane import Ring
+from fabric.model import Base, Fence, Record
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.rank_messages import summed_digest
+from fabric.protocol.rules.lanes import ReplicaLayout
+from fabric.protocol.rules.layout_text import layout_text
+from fabric.protocol.rules.tensor_region import TensorRegion
+from fabric.runtime.config import settings
+from fabric.runtime.failpoints import Failpoints
+
+Gradient = Mapping[str, torch.Tensor]
+
+
+def crash(error: BaseException) -> None:
+    raise error
+
+
+class LaneRank:
+    """One rank: its parts of the model's parameters in ``memory``, and its exchange thread.
+
+    ``device``: the device whose ring it uses, None for the host's ring.
+    """
+
+    def __init__(
+        self, replica: str, rank: int, layout: ReplicaLayout, links: str, device: Device | None, memory: str
+    ) -> None:
+        self.replica, self.rank, self.layout, self.device = replica, rank, layout, device
+        self.lanes = LaneDirectory(replica, rank, layout, layout_text(layout))
+        self.parameters = {
+            held.name: torch.nn.Parameter(torch.zeros(held.region.sizes, dtype=dtype_of(held), device=memory))
+            for held in layout.ranks[rank]
+        }
+        self.gradients = FlatGradients(self.parameters.items(), any_layout=True)
+        chosen = settings(
+            {},
+            job="j",
+            replica=replica,
+            lighthouse=("http://127.0.0.1:1",),
+            data_plane="tcp" if links == "tcp" else "auto",
+        )
+        more = self.gradients, lambda step: None, self.lanes
+        if device is None:
+            self.plane, self.backend = choose_backend(chosen, *more)
+        else:
+            self.plane, self.backend = device_backend(device, chosen, *more)
+        self.slot = GradientSlot(0, torch.zeros(self.gradients.nbytes, dtype=torch.uint8))
+        self.plane.register(-1, self.slot.buffer)
+        slots = SimpleNamespace(for_round=lambda epoch, step: self.slot)
+        self.exchange = ExchangeThread(
+            self.plane, self.gradients, slots, Failpoints(""), crash, self.backend, check_finite=True
+        )
+        self.exchange.lanes = self.lanes
+        self.events: queue.SimpleQueue[io.Event] = queue.SimpleQueue()
+
+    def fill(self, gradient: Gradient) -> None:
+        for held in self.layout.ranks[self.rank]:
+            part = gradient[held.name][held.region.within(TensorRegion.whole(held.shape))]
+            parameter = self.parameters[held.name]
+            parameter.grad = part.to(parameter.device).clone()
+        self.backend.mark_ready()
+
+    def start(self, epoch: int, step: int, weight: float = 1.0) -> None:
+        self.exchange.start(io.StartExchange(Fence("s", 1, epoch), step, weight), None, self.events.put)
+
+    def scattered(self, weight: float) -> dict[str, torch.Tensor]:
+        """The averaged gradient at this rank, in host memory."""
+        self.backend.scatter(self.gradients, self.slot.buffer, weight)
+        if self.device is not None:
+            self.device.compute().record().wait()
+        return {name: parameter.grad.cpu() for name, parameter in self.parameters.items()}
+
+    def close(self) -> None:
+        self.exchange.close()
+        self.slot.settle()
+        self.plane.unregister(self.slot.buffer)
+        self.plane.close()
+
+
+@dataclass
+class LaneJob:
+    """All ranks of replicas with these layouts. ``make_device`` makes the device of one rank."""
+
+    layouts: Mapping[str, ReplicaLayout]
+    links: str = "tcp"
+    make_device: Callable[[], Device] | None = None
+    memory: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.ranks = [
+            LaneRank(name, k, layout, self.links, self.make_device and self.make_device(), self.memory)
+            for name, layout in self.layouts.items()
+            for k in range(len(layout.ranks))
+        ]
+
+    def __enter__(self) -> "LaneJob":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for rank in self.ranks:
+            rank.close()
+        for rank in self.ranks:
+            if rank.device is not None:
+                rank.device.close()
+
+    def install(self, epoch: int) -> None:
+        roster = tuple(member(name, layout) for name, layout in self.layouts.items())
+        record = Record("s", 1, 1, epoch, epoch, "", roster, Base(1, 0))
+        for rank in self.ranks:
+            rank.lanes.enter(record)
+        lanes = self.ranks[0].lanes.get(epoch).rank_lanes.lanes
+        names = tuple(self.layouts)
+        for number, lane in enumerate(lanes):
+            pairs = socket_ring(len(names), self.links)
+            for place, name in enumerate(names):
+                (holder,) = (r for r in self.ranks if (r.replica, r.rank) == (name, lane.holders[place]))
+                holder.plane.install_lane(number, Ring(epoch, place, names), *pairs[place])
+
+    def reduce(self, epoch: int, step: int, gradients: Mapping[str, Gradient]) -> set[str]:
+        """Exchange one gradient per replica; return the digests of the round."""
+        for rank in self.ranks:
+            rank.fill(gradients[rank.replica])
+        for rank in self.ranks:
+            rank.start(epoch, step)
+        by_replica: dict[str, list[str]] = {}
+        for rank in self.ranks:
+            event = rank.events.get(timeout=WAIT_S)
+            assert isinstance(event, io.Exchanged), event
+            by_replica.setdefault(rank.replica, []).append(event.gradient_digest)
+        return {summed_digest(digests) for digests in by_replica.values()}
+
+    def check(self, gradients: Mapping[str, Gradient]) -> None:
+        """Check each rank's slot, the slot's digest, and the average in each ``.grad``."""
+        expected = {name: sum(gradient[name] for gradient in gradients.values()) for name in MODEL}
+        for rank in self.ranks:
+            rank.slot.settle()
+            assert rank.slot.bytes_digest == rank.backend.digest_of(rank.slot.buffer.numpy().data)
+            averages = rank.scattered(2.0)
+            for held in rank.layout.ranks[rank.rank]:
+                part = expected[held.name][held.region.within(TensorRegion.whole(held.shape))]
+                assert torch.equal(averages[held.name], part / 2), (rank.replica, rank.rank, held.name)

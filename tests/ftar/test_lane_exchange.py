@@ -1,0 +1,127 @@
+"""The exchange thread reduces lanes of unequal layouts, on the host and on a device."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ftar.lane_exchange import LaneJob
+from ftar.lane_layouts import COLUMNS, ROWS, SINGLE, gradient_of
+from ftar.simulated_device import SimulatedDevice
+from ring_harness import WAIT_S, wait_until
+
+from fabric.ftar.device.device_ring import DeviceRing
+from fabric.protocol.messages import member_events as io
+
+MEMORY: dict[str, Callable[[], SimulatedDevice] | None] = {"host": None, "device": SimulatedDevice}
+TWO = {"r0": SINGLE, "r1": ROWS}
+
+
+def gradients_of(job: LaneJob, seed: int):
+    return {name: gradient_of(seed + number) for number, name in enumerate(job.layouts)}
+
+
+@pytest.mark.parametrize("links", ["shm", "tcp"])
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(
+    "layouts",
+    [TWO, {"r0": COLUMNS, "r1": SINGLE, "r2": ROWS}, {"r0": ROWS, "r1": ROWS}, {"r0": ROWS}],
+    ids=["two", "three", "equal", "alone"],
+)
+def test_every_replica_has_the_sum_and_votes_for_one_digest(layouts, memory, links):
+    with LaneJob(layouts, links, MEMORY[memory]) as job:
+        job.install(1)
+        seen = set()
+        for step in range(3):
+            gradients = gradients_of(job, 10 * step)
+            digests = job.reduce(1, step, gradients)
+            assert len(digests) == 1 and not digests & seen
+            seen |= digests
+            job.check(gradients)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_the_digest_of_a_round_shows_one_changed_element(memory):
+    with LaneJob(TWO, "shm", MEMORY[memory]) as job:
+        job.install(1)
+        gradients = gradients_of(job, 0)
+        first = job.reduce(1, 0, gradients)
+        assert job.reduce(1, 1, gradients) == first
+        gradients["r1"]["in.weight"][5, 3] += 1
+        assert job.reduce(1, 2, gradients) != first
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_a_replica_without_weight_adds_nothing(memory):
+    with LaneJob(TWO, "tcp", MEMORY[memory]) as job:
+        job.install(1)
+        gradients = gradients_of(job, 0)
+        for rank in job.ranks:
+            rank.fill(gradients[rank.replica])
+            rank.start(1, 0, weight=float(rank.replica == "r1"))
+        for rank in job.ranks:
+            assert isinstance(rank.events.get(timeout=WAIT_S), io.Exchanged)
+        job.check({"r1": gradients["r1"]})
+
+
+@pytest.mark.parametrize("links", ["shm", "tcp"])
+@pytest.mark.parametrize("memory", MEMORY)
+def test_after_an_abort_the_kept_gradient_goes_into_the_next_epoch(memory, links):
+    with LaneJob(TWO, links, MEMORY[memory]) as job:
+        job.install(1)
+        gradients = gradients_of(job, 0)
+        single = job.ranks[0]
+        single.fill(gradients["r0"])
+        single.start(1, 0)
+        wait_until(lambda: single.plane.waiting_for == "r1")
+        single.plane.abort(1, "r1 was evicted", "r1")
+        failed = single.events.get(timeout=WAIT_S)
+        assert isinstance(failed, io.ExchangeFailed) and failed.about == "r1"
+        for rank in job.ranks:
+            rank.plane.retire(2)
+        job.install(2)
+        for rank in job.ranks[1:]:
+            rank.fill(gradients["r1"])
+        for rank in job.ranks:
+            rank.start(2, 0)
+        for rank in job.ranks:
+            assert isinstance(rank.events.get(timeout=WAIT_S), io.Exchanged)
+        job.check(gradients)
+
+
+def test_a_value_that_is_not_finite_is_named_on_a_device_too():
+    with LaneJob(TWO, "tcp", SimulatedDevice) as job:
+        job.install(1)
+        gradients = gradients_of(job, 0)
+        gradients["r1"]["norm"][2] = float("inf")
+        for rank in job.ranks:
+            rank.fill(gradients[rank.replica])
+            rank.start(1, 0)
+        named = {(r.replica, r.rank): r.events.get(timeout=WAIT_S).nonfinite for r in job.ranks}
+        # Rank 1 of the cut replica holds this element.
+        assert named == {("r0", 0): "norm", ("r1", 0): "", ("r1", 1): "norm"}
+
+
+def test_the_rings_of_a_device_share_their_memory():
+    """The slots of a ring may take a third of a gigabyte, and a rank may have many lanes."""
+    with LaneJob({"r0": SINGLE, "r1": COLUMNS, "r2": ROWS}, "tcp", SimulatedDevice) as job:
+        single = job.ranks[0]
+        before = single.device.allocated
+        job.install(1)
+        lanes = len(single.lanes.get(1).rank_lanes.numbers)
+        assert lanes >= 4
+        job.reduce(1, 0, gradients_of(job, 0))
+        # The lanes' own memory holds copies of the gradient, which is small.
+        assert single.device.allocated - before <= lanes * single.gradients.nbytes
+
+
+def test_a_slot_stays_registered_while_any_ring_uses_the_device():
+    device, memory, other = SimulatedDevice(), torch.zeros(64), torch.zeros(64)
+    first = DeviceRing(device, 4096)
+    second = first.sibling()
+    first.register(-1, memory)
+    second.register(-1, other)
+    second.unregister(other)
+    assert [x.data_ptr() for x in device.registered] == [memory.data_ptr()]
+    second.close()
+    first.close()
+    device.close()

@@ -388,6 +388,8 @@ class SpeedMeasurement:
     rank: Int64 = 0
     product_s: float = 0.0  # mean seconds of one matrix product on the device; 0: it failed
     copy_s: float = 0.0  # mean seconds of one copy of memory; 0: it failed
+    round_trip_s: float = 0.0  # least seconds of a round trip to the echoed peer; 0: it failed, or no echo
+    bytes_per_s: float = 0.0  # of a transfer to the echoed peer; 0: no byte was acknowledged in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,3 +407,4 @@ class StepTimes:
     waited_s: float = 0.0  # part of ``compute_s`` for which this rank waited for other ranks of its replica
     ranks: tuple[RankTimes, ...] = ()  # by rank, in a replica of several ranks
     measured: tuple[SpeedMeasurement, ...] = ()  # micro-benchmarks that ran before this step
+    sending_s: dict[str, float] = field(default_factory=dict)  # peer -> time for which bytes were under way

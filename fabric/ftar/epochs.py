@@ -11,13 +11,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from fabric.errors import ConfigError, IllegalTransition, ProtocolError, RoundAborted
 from fabric.ftar import chunk_headers
 from fabric.ftar.chunk_headers import ChunkHeader
 from fabric.ftar.plane import Ring
+from fabric.transport.tcp import sending_s
 
 # The number of aborts kept for epochs whose links have not come yet.
 _MAX_EARLY_ABORTS = 64
@@ -31,6 +32,9 @@ class Waiting:
     peer: str  # the peer that this member waits for now, or empty
     seconds: dict[str, float]  # time that this member has waited so far, by peer
     last: str = ""  # the peer that this member waited for last
+    sending: dict[str, float] = field(default_factory=dict)  # time for which bytes to a peer were under way
+    epoch: int = 0
+    sent_s: float = 0.0  # such a time on the link to the next member, since the epoch's links began
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +297,11 @@ class EpochPlane(Generic[Links]):
         """Seconds waited for each peer in the newest exchange."""
         return dict(self._waiting.seconds)
 
+    @property
+    def sending_s(self) -> dict[str, float]:
+        """Seconds for which bytes to a peer were under way: see DataPlane."""
+        return dict(self._waiting.sending)
+
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
         """Change the bounds of later exchanges, from any thread: see DataPlane."""
         self._bounds = self._bounds.changed(exchange_s, entry_s)
@@ -314,7 +323,8 @@ class EpochPlane(Generic[Links]):
         """Yield the links of ``epoch`` for one exchange; any failure of it aborts the epoch."""
         with self._exchanges:
             links = self._epochs.get(epoch)
-            self._waiting = waiting = Waiting("", {})
+            before, self._waiting = self._waiting, Waiting("", {}, epoch=epoch)
+            waiting = self._waiting
             links.enter()
             try:
                 yield links
@@ -330,4 +340,8 @@ class EpochPlane(Generic[Links]):
                 links.abort(f"an error here ended the exchange: {error!r}")
                 raise
             finally:
+                if links.next is not None:
+                    waiting.sent_s = sending_s(links.next)
+                if new_s := waiting.sent_s - (before.sent_s if before.epoch == epoch else 0.0):
+                    waiting.sending[links.ring.next] = new_s
                 links.leave()

@@ -64,6 +64,13 @@ class DataPlane(Protocol):
     def waiting_s(self) -> dict[str, float]:
         """Seconds waited for each peer in the newest exchange."""
 
+    @property
+    def sending_s(self) -> dict[str, float]:
+        """Seconds for which bytes to each peer were under way, from the exchange before to the newest.
+
+        Only links over TCP have such a time.
+        """
+
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
         """Change the bounds of later exchanges, from any thread. Raises ConfigError.
 

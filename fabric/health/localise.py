@@ -14,8 +14,7 @@ from fabric.health.statistics import median
 SLOW = 1.10  # a unit is slow above this factor over the equal units of other replicas
 SLOW_LINK = 1.5  # the factor for a link is larger, because transfers vary more than computation
 MANY = 64  # a unit is compared with about this many equal units
-MAX_SUSPECTS = 4
-CONFIRM_S = 2.0  # the longest time for the micro-benchmarks of one confirmation
+MAX_SUSPECTS = 4  # the most links that are called slow at a time
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,14 +49,10 @@ class Slowdown:
     def replica(self) -> str:
         return self.units[0].replica if self.units else ""
 
-
-@dataclass(frozen=True, slots=True)
-class ConfirmationRequest:
-    """Micro-benchmarks to run at the next step boundary, by these units and over these links alone."""
-
-    matrix_products: tuple[Unit, ...]
-    transfers: tuple[tuple[Unit, Unit], ...]
-    at_most_s: float = CONFIRM_S
+    @property
+    def is_between_replicas(self) -> bool:
+        """Whether it is the link from one replica to another."""
+        return self.scope is Scope.LINK and len({unit.replica for unit in self.units}) == 2
 
 
 Ratios = Mapping[Unit, float]
@@ -162,23 +157,11 @@ def _slow_links(links: LinkRatios, failed: Collection[str]) -> list[Slowdown]:
         if factor > SLOW_LINK and ratio > SLOW_LINK:
             a, b = ends
             place = f"the link from stage {a.stage} of {a.replica} to stage {b.stage} of {b.replica}"
+            if a.replica != b.replica:
+                place = f"the link from {a.replica} to {b.replica}"
             evidence = f"{place} takes {factor:.2f} times as long as the others, and no unit computes slowly"
             slowdowns.append(Slowdown(Scope.LINK, ends, factor, evidence))
     return sorted(slowdowns, key=lambda slowdown: -slowdown.factor)
-
-
-def confirmation(slowdowns: Iterable[Slowdown], units: int) -> ConfirmationRequest | None:
-    """Ask the slow units for a micro-benchmark; None if none, or at least half of all ``units``, are slow."""
-    computing: list[Unit] = []
-    transfers: list[tuple[Unit, Unit]] = []
-    for slowdown in slowdowns:
-        if slowdown.scope is Scope.LINK:
-            transfers.append((slowdown.units[0], slowdown.units[1]))
-        else:
-            computing.extend(slowdown.units)
-    if not (computing or transfers) or 2 * len(computing) > units:
-        return None
-    return ConfirmationRequest(tuple(computing[:MAX_SUSPECTS]), tuple(transfers[:MAX_SUSPECTS]))
 
 
 def is_confirmed(seconds: float, reference_s: float) -> bool:

@@ -37,6 +37,7 @@ NAMES = frozenset(
         "abort",
         "recovery",
         "collective",
+        "echo",
         "durable-begin",
         "durable-data",
         "durable-shards",

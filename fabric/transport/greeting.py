@@ -38,7 +38,7 @@ class Greeting:
     the link of rank ``rank`` to rank 0 of its own replica, ``probe`` for a connection that ends after the
     greeting. Data links join equal ranks of two replicas, or two ranks of ``lane``, where ``to_rank`` is the
     dialled rank. ``collective`` is a ring link of collectives between replicas: ``lane`` has the number of
-    their group, ``epoch`` the attempt.
+    their group, ``epoch`` the attempt. ``echo`` is a connection that is measured and then ends.
     """
 
     job: str
@@ -102,9 +102,9 @@ def read_hello(hello: bytes, challenge: bytes, token: bytes) -> Greeting:
     if isinstance(value, dict):
         check_version(value.get("protocol"))
     greeting = decode_as(Greeting, value, "greeting")
-    if greeting.kind not in ("control", "data", "rank", "probe", "collective"):
+    if greeting.kind not in ("control", "data", "rank", "probe", "collective", "echo"):
         raise ProtocolError(
-            f"a link is of kind control, data, rank, probe or collective, not {greeting.kind[:20]!r}"
+            f"a link is of kind control, data, rank, probe, collective or echo, not {greeting.kind[:20]!r}"
         )
     if max(len(greeting.replica), len(greeting.job), len(greeting.store_id)) > MAX_NAME_CHARACTERS:
         raise ProtocolError(f"a name in the greeting is over {MAX_NAME_CHARACTERS} characters")

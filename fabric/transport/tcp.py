@@ -50,6 +50,8 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCN
 
 # The head of the kernel's struct tcp_info: eight bytes, then the time to the next try, in microseconds.
 _TCP_INFO = struct.Struct("8xI")
+# A later field of it: the time for which sent bytes were not acknowledged yet, in microseconds.
+_SENDING = struct.Struct("168xQ")
 
 # The tokens that the process accepts now: two tokens while a new token replaces the old token.
 Tokens = Callable[[], Sequence[bytes]]
@@ -304,6 +306,17 @@ def _retry_s(sock: socket.socket) -> float:
     """Return the seconds after which the kernel resends unacknowledged bytes, by the round trips so far."""
     state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     return float(_TCP_INFO.unpack(state)[0]) / 1e6
+
+
+def sending_s(sock: socket.socket) -> float:
+    """Return the seconds, since the connection began, for which bytes to the peer were under way.
+
+    It is 0 on a unix socket, and where the kernel does not count this time.
+    """
+    if sock.family not in _INTERNET:
+        return 0.0
+    state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENDING.size)
+    return float(_SENDING.unpack(state)[0]) / 1e6 if len(state) == _SENDING.size else 0.0
 
 
 def parse_address(address: str) -> tuple[str, int]:

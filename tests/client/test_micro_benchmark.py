@@ -81,6 +81,33 @@ def test_an_operation_that_fails_has_no_time(monkeypatch):
     assert result.product_s == 0.0 and result.copy_s > 0
 
 
+def no_echo(_number: int, _peer: str):
+    raise AssertionError("this order asks for no echo")
+
+
+def test_rank_0_alone_echoes_and_no_device_is_measured(monkeypatch):
+    at = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: at[0])
+
+    def measure_device(*_):
+        raise AssertionError("this order asks for an echo")
+
+    def echo(number: int, peer: str):
+        at[0] += 9.0
+        assert peer == "r1"
+        return micro_benchmark.SpeedMeasurement(number, round_trip_s=0.5)
+
+    monkeypatch.setattr("fabric.client.process.step_clock.measure", measure_device)
+    for rank, answers in ((0, [(4, 0.5)]), (1, [])):
+        clock = StepClock(mark=at[0])
+        clock.run_benchmark(io.Compute(0, (1,), 4, "r1"), rank, [("weight", torch.ones(1))], echo)
+        at[0] += 1.0
+        clock.end_compute()
+        times = clock.times(0.0, {}, {"r1": 0.25})
+        assert times.compute_s == 1.0 and times.sending_s == {"r1": 0.25}
+        assert [(x.number, x.round_trip_s) for x in times.measured] == answers
+
+
 def test_its_time_counts_for_no_phase_and_it_is_reported_once(monkeypatch):
     at = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: at[0])
@@ -92,9 +119,9 @@ def test_its_time_counts_for_no_phase_and_it_is_reported_once(monkeypatch):
 
     monkeypatch.setattr("fabric.client.process.step_clock.measure", run)
     parameters = [("weight", torch.ones(1))]
-    clock.run_benchmark(io.Compute(0, (1,)), 2, parameters)
+    clock.run_benchmark(io.Compute(0, (1,)), 2, parameters, no_echo)
     assert clock.measured == ()
-    clock.run_benchmark(io.Compute(0, (1,), 4), 2, parameters)
+    clock.run_benchmark(io.Compute(0, (1,), 4), 2, parameters, no_echo)
     at[0] += 1.0
     clock.end_compute()
     times = clock.times(0.0, {})

@@ -100,6 +100,7 @@ class CountingPlane:
     """A data plane of one member that notes the bytes of each all-reduce."""
 
     waiting_s: dict[str, float] = {}  # noqa: RUF012
+    sending_s: dict[str, float] = {}  # noqa: RUF012
 
     def __init__(self):
         self.sent: list[int] = []

@@ -12,6 +12,7 @@ from ring_harness import (
     documented,
     random_tensor,
     same_bits,
+    socket_ring,
     wait_until,
 )
 
@@ -21,6 +22,7 @@ from fabric.ftar.host.shm_transport import MAX_REFERENCES
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import MAX, MIN, SUM, Reduction, mean
 from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, segment_bounds
+from fabric.transport.tcp import sending_s
 
 CHUNK_BYTES = 512
 PLANES = ["tcp", "shm", "mixed"]
@@ -139,6 +141,30 @@ def test_an_awaited_member_is_named_during_the_wait_and_counted_after_it():
         assert torch.equal(buffers[0], torch.full((40,), 3.0))
         members.reduce(1, 2, [torch.zeros(0)] * 3)
         assert members.planes[0].waiting_s == {}
+
+
+def test_the_bytes_for_a_member_that_does_not_read_are_under_way():
+    with RingMembers(2) as members:
+        pairs = socket_ring(2)
+        members.install(1, pairs)
+        buffers = {i: torch.full((4_000_000,), float(i)) for i in range(2)}
+        first = members.start(1, 1, {0: buffers[0]})
+        wait_until(lambda: members.planes[0].waiting_for == "m1")
+        wait_until(lambda: sending_s(pairs[0][0]) > 0.1)
+        for future in (first | members.start(1, 1, {1: buffers[1]})).values():
+            future.result(WAIT_S)
+        total_s = members.planes[0].sending_s["m1"]
+        assert total_s > 0.1
+        members.reduce(1, 2, [torch.zeros(40)] * 2)
+        later_s = members.planes[0].sending_s.get("m1", 0.0)
+        assert later_s <= sending_s(pairs[0][0]) - total_s + 1e-6, "each exchange reports its own time"
+
+
+def test_links_of_shared_memory_have_no_bytes_under_way():
+    with RingMembers(2, plane="shm") as members:
+        members.install(1)
+        members.reduce(1, 1, [torch.zeros(40)] * 2)
+        assert members.planes[0].sending_s == members.planes[1].sending_s == {}
 
 
 def test_a_ring_of_one_needs_no_links_and_changes_nothing():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fabric.health.localise import MAX_SUSPECTS, Scope, Unit, confirmation, is_confirmed, localise
+from fabric.health.localise import Scope, Unit, is_confirmed, localise
 
 
 def job(replicas=2, stages=2, ranks=2, **slow: float) -> dict[Unit, float]:
@@ -53,7 +53,6 @@ def test_a_slowdown_of_all_replicas_accuses_none(shape):
     ratios = dict.fromkeys(job(*shape), 1.5)
     (slowdown,) = localise(ratios)
     assert (slowdown.scope, slowdown.units) == (Scope.JOB, ())
-    assert confirmation([slowdown], len(ratios)) is None
 
 
 def test_the_slowest_of_a_slow_fleet_is_accused():
@@ -96,27 +95,6 @@ def test_a_replica_of_thousands_is_compared_with_a_few_equal_replicas():
 
 
 # --- confirmation -----------------------------------------------------------------------------------------
-
-
-def test_only_suspects_are_asked_and_only_for_a_bounded_time():
-    ratios = job(8, 1, 1, r0=1.5)
-    request = confirmation(localise(ratios), len(ratios))
-    assert request.matrix_products == (Unit("r0"),) and request.transfers == ()
-    assert 0 < request.at_most_s <= 2
-
-
-def test_a_confirmation_measures_few_suspects_and_never_all_replicas():
-    ratios = dict.fromkeys(job(20, 1, 1), 1.0) | {Unit(f"r{n}"): 2.0 for n in range(7)}
-    assert len(confirmation(localise(ratios), 20).matrix_products) == MAX_SUSPECTS
-    assert confirmation(localise(ratios), 12) is None
-    assert confirmation([], 8) is None
-
-
-def test_a_slow_link_is_confirmed_by_its_two_ends():
-    ends = (Unit("r0", 0), Unit("r0", 1))
-    others = {(Unit("r1", 0), Unit("r1", 1)): 1.0, (Unit("r2", 0), Unit("r2", 1)): 1.0}
-    request = confirmation(localise({}, {ends: 4.0, **others}), 6)
-    assert request.transfers == (ends,) and request.matrix_products == ()
 
 
 def test_a_measured_time_confirms_only_where_it_is_slow_and_possible():

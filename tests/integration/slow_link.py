@@ -8,6 +8,8 @@ import time
 
 SLOW_BYTES_PER_S = 20_000
 _TURN_S = 0.05
+# A small buffer, so that bytes that the proxy holds back stay under way at their sender.
+_BUFFER_BYTES = 64 * 1024
 
 
 class SlowLink:
@@ -16,10 +18,14 @@ class SlowLink:
 
     host = "127.0.0.2"
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_s: int = SLOW_BYTES_PER_S) -> None:
         self.is_slow = threading.Event()
+        self._slow_bytes = int(bytes_per_s * _TURN_S)
         self._over = threading.Event()
-        self._listener = socket.create_server((self.host, 0))
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        self._listener.bind((self.host, 0))
+        self._listener.listen()
         self.port = self._listener.getsockname()[1]
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = [self._listener]
@@ -58,7 +64,7 @@ class SlowLink:
                 if not ready.select(0.2):
                     continue
                 slow = slowed and self.is_slow.is_set()
-                data = source.recv(int(SLOW_BYTES_PER_S * _TURN_S) if slow else 1 << 16)
+                data = source.recv(self._slow_bytes if slow else 1 << 16)
                 if not data:
                     target.shutdown(socket.SHUT_WR)
                     return

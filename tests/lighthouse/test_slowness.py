@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fabric.cli.status import _slow
 from fabric.lighthouse.diagnosis.slowness import FLOOR_S, SlownessWatch
+from fabric.lighthouse.diagnosis.speed_checks import SpeedVerdict
 from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
 from fabric.model import NOT_LAUNCHED, Base, EarlierStep, Member, OperatorOverrides, Record, StepTimes
 from fabric.protocol.messages.network import Heartbeat
@@ -210,6 +211,61 @@ def test_an_alarm_is_looked_at_without_waiting_for_a_quarter_of_a_second():
     assert not fleet.watch.is_due(100.04) and fleet.watch.is_due(100.06)
     assert [x.kind for x in fleet.watch.look(fleet.view, 100.06)] == ["slow"]
     assert not fleet.watch.is_due(100.2)
+
+
+# --- slow links between replicas --------------------------------------------------------------------------
+
+
+@dataclass
+class LinkedFleet(Fleet):
+    """A fleet over TCP: ``late_s`` seconds for which bytes from r1 to r2 are under way in each step."""
+
+    late_s: float = 0.0
+
+    def times(self, name: str, factors: dict[str, float]) -> StepTimes:
+        at = self.names.index(name)
+        following, previous = self.names[(at + 1) % len(self.names)], self.names[at - 1]
+        late_s = self.late_s if name == "r1" else 0.0
+        own = replace(super().times(name, factors), waiting_s={previous: 0.01 + self.late_s})
+        return replace(own, sending_s={following: 0.01 + late_s})
+
+
+def test_a_slow_link_between_replicas_is_named_and_gets_no_advice():
+    fleet = LinkedFleet(adapt="act")
+    assert fleet.run(BEFORE) == []
+    fleet.late_s = 0.5
+    assert fleet.run(60) == [("slow", "r1")]
+    (slow,) = fleet.watch.to_json(fleet.view)["slow"]
+    assert (slow["scope"], slow["replica"]) == ("link", "r1") and "the link from r1 to r2" in slow["evidence"]
+    rows = {(x["from"], x["to"]): x for x in fleet.watch.to_json(fleet.view)["links"]}
+    assert rows.keys() == {("r0", "r1"), ("r1", "r2"), ("r2", "r0")}
+    row = rows["r1", "r2"]
+    assert (
+        row["late_s"] == 0.51 and row["usual_s"] == pytest.approx(0.01, abs=0.001) and row["steps"] > BEFORE
+    )
+    assert fleet.watch.take_order() is None and fleet.watch.slowest_speed == 1.0
+    (state,) = fleet.watch.states()
+    assert state.scope == "link" and 20 < state.cost_s < 60 * 0.5, "the time of its bytes counts"
+    assert not fleet.watch.is_due(0.1), "an alarm of no replica has changed"
+    fleet.late_s = 0.0
+    assert fleet.run(30) == [("no longer slow", "r1")]
+
+
+def test_a_confirmed_link_does_not_confirm_that_the_device_of_its_sender_is_slow():
+    watch = SlownessWatch()
+    watch.take_verdict(SpeedVerdict("r1", "confirmed", "the link from r1 to r2", is_about_link=True))
+    watch.take_verdict(SpeedVerdict("r2", "refuted", "its device is not slow"))
+    assert watch.confirmed == set()
+    watch.take_verdict(SpeedVerdict("r3", "confirmed", "its device is slow"))
+    assert watch.confirmed == {"r3"}
+
+
+def test_a_replica_that_computes_slowly_is_accused_before_a_link():
+    fleet = LinkedFleet()
+    fleet.run(BEFORE)
+    fleet.late_s = 0.5
+    assert fleet.run(5, r0=3.0) == [("slow", "r0")]
+    assert {x.scope for x in fleet.watch.slow.values()} == {"replica"}
 
 
 # --- times that do not count ------------------------------------------------------------------------------

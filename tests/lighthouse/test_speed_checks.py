@@ -97,6 +97,21 @@ def test_a_replica_that_does_not_answer_ends_the_check():
     assert verdict.verdict == "no answer" and "r1 has not answered" in verdict.why
 
 
+def test_a_check_of_a_replica_that_has_left_ends_at_once():
+    checks, number = begun()
+    checks.take("r0", [answer(number, 0.010)])
+    (verdict,) = checks.look({}, {}, ("r0", "r2", "r3"), NOW + 1)
+    assert (verdict.replica, verdict.verdict) == ("r1", "no answer") and "r1 has left the job" in verdict.why
+
+
+def test_a_replica_that_has_answered_and_left_is_judged():
+    checks, number = begun()
+    for name in ("r0", "r1"):
+        checks.take(name, [answer(number, 0.010)])
+    (verdict,) = checks.look({}, {}, ("r2", "r3"), NOW + 1)
+    assert verdict.verdict == "refuted"
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0])
 def test_failed_measurements_are_no_answer(bad):
     checks, number = begun()
@@ -164,3 +179,81 @@ def test_the_work_of_a_look_does_not_grow_with_the_members_that_are_well():
     checks.look({}, {}, members, NOW)
     checks.look(slow("m1"), {}, members, NOW)
     assert Counted.seen <= 4
+
+
+# --- links between replicas -------------------------------------------------------------------------------
+
+
+def slow_link(a: str = "r1", b: str = "r2") -> dict[str, Slowdown]:
+    return {a: Slowdown(Scope.LINK, (Unit(a), Unit(b)), 9.0, "evidence")}
+
+
+def echoes(checks: SpeedChecks) -> dict[str, str]:
+    """The member that each asked member echoes."""
+    answers = {name: checks.attach(name, HeartbeatAck(5)) for name in MEMBERS}
+    return {name: message.echo for name, message in answers.items() if message.measure}
+
+
+def echo(number: int, round_trip_s: float, bytes_per_s: float) -> SpeedMeasurement:
+    return SpeedMeasurement(number, round_trip_s=round_trip_s, bytes_per_s=bytes_per_s)
+
+
+def checked_link(own: SpeedMeasurement, reference: SpeedMeasurement, checks: SpeedChecks):
+    checks.take("r1", [own])
+    checks.take("r3", [reference])
+    (verdict,) = checks.look(slow_link(), {}, MEMBERS, NOW + 1)
+    assert verdict.replica == "r1" and verdict.is_about_link and asked(checks) == {}
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "verdict"), [(2e6, "confirmed"), (700e6, "refuted"), (-1.0, "no answer")]
+)
+def test_the_sender_of_a_slow_link_and_one_witness_echo_the_next_members(bytes_per_s, verdict):
+    checks = SpeedChecks()
+    checks.look(slow_link(), {}, MEMBERS, NOW)
+    assert echoes(checks) == {"r1": "r2", "r3": "r0"}
+    number = asked(checks)["r1"]
+    found = checked_link(echo(number, 0.001, bytes_per_s), echo(number, 0.001, 900e6), checks)
+    assert found.verdict == verdict
+
+
+def test_an_older_version_that_measures_its_device_instead_gives_no_answer():
+    checks = SpeedChecks()
+    checks.look(slow_link(), {}, MEMBERS, NOW)
+    number = asked(checks)["r1"]
+    assert checked_link(answer(number, 0.01), echo(number, 0.001, 900e6), checks).verdict == "no answer"
+
+
+def test_a_replica_that_dies_in_its_echo_ends_the_check():
+    checks = SpeedChecks()
+    checks.look(slow_link(), {}, MEMBERS, NOW)
+    checks.take("r3", [echo(asked(checks)["r3"], 0.001, 900e6)])
+    (verdict,) = checks.look(slow_link(), {}, MEMBERS, NOW + ANSWER_S)
+    assert verdict.verdict == "no answer" and verdict.is_about_link and "r1 has not answered" in verdict.why
+
+
+def test_a_slow_device_is_checked_without_an_echo():
+    checks, _ = begun()
+    assert echoes(checks) == {"r0": "", "r1": ""}
+
+
+def test_a_link_inside_a_replica_is_checked_as_its_devices_are():
+    checks = SpeedChecks()
+    inside = Slowdown(Scope.LINK, (Unit("r1", 0, 0), Unit("r1", 0, 1)), 2.0, "evidence")
+    checks.look({"r1": inside}, {}, MEMBERS, NOW)
+    assert echoes(checks) == {"r0": "", "r1": ""}
+
+
+def test_a_link_is_checked_although_its_sender_was_checked_for_its_device():
+    checks, number = begun()
+    for name in ("r0", "r1"):
+        checks.take(name, [answer(number, 0.010)])
+    checks.look(slow_link(), {}, MEMBERS, NOW + 1)
+    assert echoes(checks) == {"r1": "r2", "r3": "r0"}
+    number = asked(checks)["r1"]
+    for name in ("r1", "r3"):
+        checks.take(name, [echo(number, 0.001, 900e6)])
+    checks.look(slow_link(), {}, MEMBERS, NOW + 2)
+    checks.look(slow_link(), {}, MEMBERS, NOW + 3)
+    assert asked(checks) == {}, "each is checked once"

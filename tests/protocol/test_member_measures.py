@@ -18,8 +18,8 @@ def computing(replica: Replica) -> list[io.Compute]:
     return replica.orders(io.Compute)
 
 
-def ask(replica: Replica, number: int) -> None:
-    replica.do(io.FromLeader(m.HeartbeatAck(1, measure=number)))
+def ask(replica: Replica, number: int, echo: str = "") -> None:
+    replica.do(io.FromLeader(m.HeartbeatAck(1, measure=number, echo=echo)))
 
 
 def test_a_request_is_taken_once_however_often_it_is_repeated():
@@ -37,8 +37,23 @@ def test_a_request_is_taken_once_however_often_it_is_repeated():
 def test_both_ranks_run_it_before_their_share_and_no_other_step_repeats_it():
     replica = Replica()
     ask(replica, 7)
-    assert [x.measure for x in computing(replica)] == [7, 7]
+    assert [(x.measure, x.echo) for x in computing(replica)] == [(7, ""), (7, "")]
     assert replica.core.member.session.take_measure() == 0
+
+
+def test_an_echo_goes_to_the_member_that_its_own_request_names():
+    replica = Replica()
+    ask(replica, 7, "r5")
+    ask(replica, 9, "r2")
+    ask(replica, 7, "r5")
+    assert [(x.measure, x.echo) for x in computing(replica)] == [(9, "r2"), (9, "r2")]
+
+
+def test_a_step_without_a_request_echoes_nobody_although_an_earlier_step_did():
+    replica = Replica()
+    ask(replica, 7, "r2")
+    assert replica.core.member.session.take_measure() == 7
+    assert [(x.measure, x.echo) for x in computing(replica)] == [(0, ""), (0, "")]
 
 
 def test_a_member_that_was_not_asked_measures_nothing():

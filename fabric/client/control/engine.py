@@ -22,6 +22,7 @@ from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.state.content_digest import ContentDigests
 from fabric.client.control.failed_rounds import FailedRounds
 from fabric.client.control.lighthouse_link import LighthouseLink
+from fabric.client.control.link_echo import run_echo
 from fabric.client.control.peers import Peers
 from fabric.client.control.round_journal import RoundJournal
 from fabric.client.gradients.averaged_buffers import AveragedBuffers
@@ -40,7 +41,7 @@ from fabric.errors import FabricError, RoundsFailed
 from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.plane import DataPlane
-from fabric.model import Record, incident_id_of
+from fabric.model import Record, SpeedMeasurement, incident_id_of
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.network import CommitVote, Contribution
@@ -253,6 +254,12 @@ class Engine:
         """Run ``work`` on the control thread; for any other thread. The Future cancels it."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def echo(self, number: int, replica: str) -> SpeedMeasurement:
+        """Measure the link to ``replica`` for the main thread, as micro-benchmark ``number``: see
+        ``run_echo``."""
+        dialled = self.run_soon(self._parts.peers.dial_echo(replica))
+        return run_echo(number, dialled, lambda: self._parts.points.hit("echo", self.step))
 
     def post(self, event: Event, number: int = 0) -> None:
         """Hand an event to the core; for any thread, never waits. ``number``: of the order that it

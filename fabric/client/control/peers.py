@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from fabric.client.control import link_echo
 from fabric.errors import FabricError, ProtocolError, Unconnected
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.lanes.lane_plane import LanePlane
@@ -380,6 +381,19 @@ class Peers:
         assert sock is not None
         return sock
 
+    async def dial_echo(self, replica: str) -> socket.socket:
+        """Return a connection to a member of the newest epoch that the other end echoes.
+
+        It takes the way of the ring's links. Raises FabricError after CONNECT_S, or where no such member is.
+        """
+        records = [self._epochs[epoch].record for epoch in sorted(self._epochs, reverse=True)]
+        member = next((x for record in records if (x := record.member(replica)) is not None), None)
+        if member is None:
+            raise Unconnected(f"{replica} has left the job: nothing can be sent to it")
+        greeting = self._greeting(self._identity.store_id, member, "echo")
+        token = self._token.shown().encode()
+        return await dial(member.link, greeting, token, link_echo.CONNECT_S, self._plane.shares_memory)
+
     def _greeting(self, store_id: str, member: Member, kind: str, epoch: int = 0) -> Greeting:
         return Greeting(
             job=self._identity.job,
@@ -433,6 +447,11 @@ class Peers:
             return
         if greeting.kind == "probe":
             sock.close()  # a probe only asks whether this process accepts connections
+            return
+        if greeting.kind == "echo":
+            task = asyncio.get_running_loop().create_task(link_echo.answer_echo(sock))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
             return
         arrival = _RingArrival(greeting.epoch, key, greeting.lane)
         stale = self._ring_arrivals.pop(arrival, None)

@@ -60,6 +60,7 @@ class ExchangeThread:
         self.recorder = ExchangeRecorder()
         self.seconds = 0.0
         self.waiting_s: dict[str, float] = {}
+        self.sending_s: dict[str, float] = {}
 
     def start(
         self, order: io.StartExchange, stream: BucketReadiness | None, post: Callable[[io.Event], None]
@@ -175,8 +176,7 @@ class ExchangeThread:
                 self.seconds += seconds
                 entry.reduce_s += seconds
             entry.buckets += 1
-            for peer, seconds in plane.waiting_s.items():
-                self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
+            self._note_peers()
             self._backend.digest_part(part, section.lane)
             run(partial(lanes.rank_lanes.scatter, section, part, flat))
         return f"{lanes.name}{self._backend.parts_digest():016x}"
@@ -203,8 +203,16 @@ class ExchangeThread:
             self.seconds += seconds
             entry.reduce_s += seconds
         entry.buckets += 1
-        for peer, seconds in self._plane.waiting_s.items():
-            self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
+        self._note_peers()
+
+    def _note_peers(self) -> None:
+        """Add the newest exchange's times by peer to the step's."""
+        for total, newest in (
+            (self.waiting_s, self._plane.waiting_s),
+            (self.sending_s, self._plane.sending_s),
+        ):
+            for peer, seconds in newest.items():
+                total[peer] = total.get(peer, 0.0) + seconds
 
     def _gather(self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor) -> None:
         self._points.hit("gather", order.step, lambda: bucket)

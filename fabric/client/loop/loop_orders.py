@@ -85,7 +85,8 @@ class LoopOrders:
             self._progress.finished = True
             self._shutdown.note_end(order)
         elif isinstance(order, io.Compute | io.Apply):
-            self._clock.run_benchmark(order, self._rank, self._state.gradients.parameters)
+            parameters = self._state.gradients.parameters
+            self._clock.run_benchmark(order, self._rank, parameters, self._engine.echo)
         else:
             self._obey(order)
             return None

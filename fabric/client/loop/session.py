@@ -429,8 +429,8 @@ class Session(SessionCollectives):
 
     def _times(self) -> StepTimes:
         exchange = self._parts.exchange
-        times = self._clock.times(exchange.seconds, exchange.waiting_s)
-        exchange.seconds, exchange.waiting_s = 0.0, {}
+        times = self._clock.times(exchange.seconds, exchange.waiting_s, exchange.sending_s)
+        exchange.seconds, exchange.waiting_s, exchange.sending_s = 0.0, {}, {}
         return times
 
     def _post_computed(self, order: io.Compute, weight: float) -> None:

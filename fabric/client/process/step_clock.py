@@ -1,7 +1,7 @@
 """How the main thread spends a step's time: compute, the user's update, waiting."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -80,14 +80,27 @@ class StepClock:
         }
 
     def run_benchmark(
-        self, order: io.Compute | io.Apply, rank: int, parameters: Sequence[tuple[str, torch.Tensor]]
+        self,
+        order: io.Compute | io.Apply,
+        rank: int,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        echo: Callable[[int, str], SpeedMeasurement],
     ) -> None:
-        """Run the micro-benchmark that ``order`` asks for, if any; its time is in no phase of the step."""
-        if isinstance(order, io.Compute) and order.measure:
-            self.measured = (measure(order.measure, rank, parameters[0][1].device),)
-            self.lap()
+        """Run the micro-benchmark that ``order`` asks for, if any; its time is in no phase of the step.
 
-    def times(self, exchange_s: float, waiting_s: dict[str, float]) -> StepTimes:
+        ``echo``: measures the link to a member, for rank 0.
+        """
+        if not isinstance(order, io.Compute) or not order.measure:
+            return
+        if not order.echo:
+            self.measured = (measure(order.measure, rank, parameters[0][1].device),)
+        elif rank == 0:
+            self.measured = (echo(order.measure, order.echo),)
+        self.lap()
+
+    def times(
+        self, exchange_s: float, waiting_s: dict[str, float], sending_s: dict[str, float] | None = None
+    ) -> StepTimes:
         """Return the step's times for the lighthouse, and start the next count."""
         times = StepTimes(
             compute_s=self.compute_s,
@@ -100,6 +113,7 @@ class StepClock:
             micro_batches=self.micro_batches,
             waited_s=self.waited_s,
             measured=self.measured,
+            sending_s=dict(sending_s or {}),
         )
         self.measured = ()
         self.compute_s = self.optimizer_s = self.wait_s = self.samples = self.squares = self.waited_s = 0.0

@@ -31,6 +31,7 @@ class LanePlane:
         self._aborted: dict[int, tuple[str, str]] = {}  # epoch -> reason, for lanes linked later
         self._retired_before = 0
         self._waiting_s: dict[str, float] = {}
+        self._sending_s: dict[str, float] = {}
         self._memory: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}  # (lane, type, group) -> memory
         self._registers = registers
         self.shares_memory = self._ring(0).shares_memory
@@ -60,6 +61,11 @@ class LanePlane:
     def waiting_s(self) -> dict[str, float]:
         """Seconds waited for each peer in the newest exchange."""
         return dict(self._waiting_s)
+
+    @property
+    def sending_s(self) -> dict[str, float]:
+        """Seconds for which bytes to each peer were under way: see DataPlane."""
+        return dict(self._sending_s)
 
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
         """Change the bounds of all lanes: see DataPlane."""
@@ -117,7 +123,7 @@ class LanePlane:
         """Sum ``part`` over the lane's ranks, in place: see ``DataPlane.all_reduce``."""
         ring = self._ring(lane)
         ring.all_reduce(epoch, step, part, retain_gradients=False)
-        self._waiting_s = ring.waiting_s
+        self._waiting_s, self._sending_s = ring.waiting_s, ring.sending_s
 
     def all_reduce(
         self,

@@ -1,4 +1,4 @@
-"""Finds slow replicas of a job from the times in their heartbeats, and the shares of work that would help.
+"""Finds slow replicas of a job, and slow links between them, from the times in the members' heartbeats.
 
 Times count only while the job runs undisturbed: not from a joining member or a spare, not while another
 member joins, and not from the first step of an epoch. A member that may have failed is not compared.
@@ -11,12 +11,13 @@ from typing import Any
 
 from fabric.health.damping import Damping
 from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
+from fabric.health.link_detector import LinkDetector, PeerTimes
 from fabric.health.localise import Scope, Slowdown
 from fabric.health.work import WorkAmount, is_time
 from fabric.lighthouse.diagnosis.layout_advice import LASTING, LayoutAdvisor, slow_replica
-from fabric.lighthouse.diagnosis.rank_watch import RankReport, RankWatch
+from fabric.lighthouse.diagnosis.rank_watch import MOST_ROWS, RankReport, RankWatch
 from fabric.lighthouse.diagnosis.share_advice import ShareAdvisor
-from fabric.lighthouse.diagnosis.speed_checks import SpeedChecks
+from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks, SpeedVerdict
 from fabric.lighthouse.history.slowdowns import SlowdownState
 from fabric.model import Member, Record, StepTimes
 from fabric.protocol.leader.adaptations import OFF
@@ -64,6 +65,7 @@ class SlownessWatch:
     def __init__(self) -> None:
         self._detector = JobDetector(floor_s=FLOOR_S)
         self._ranks = RankWatch(MOST_MEMBERS)
+        self._links = LinkDetector()
         self._damping, self._job_damping = Damping(), Damping()
         self._looked_at = -math.inf
         self._has_news = False  # whether an alarm has changed since the last look
@@ -95,6 +97,11 @@ class SlownessWatch:
         """Return the shares that the leader shall write, or the layout that it shall order, once."""
         return self._advisor.take_order() or self._layouts.take_order()
 
+    def take_verdict(self, verdict: SpeedVerdict) -> None:
+        """Note a replica whose device is slow; a slow link says nothing about the device of its sender."""
+        if verdict.verdict == CONFIRMED and not verdict.is_about_link:
+            self.confirmed.add(verdict.replica)
+
     def hear(self, view: LeaderView, replica: str, incarnation: int, beat: Heartbeat) -> None:
         """Take the times of this beat, if they count."""
         record, times = view.record, beat.times
@@ -106,15 +113,16 @@ class SlownessWatch:
             return
         if not self._newest_step - MOST_BEHIND < beat.step <= self._newest_step:
             self._newest_step = beat.step  # a much lower step shows that the job has begun again
-        self._count_cost(record, replica, beat.step, times.compute_s)
+        self._count_cost(record, replica, beat.step, times)
         for past in beat.earlier[-(MOST_EARLIER // len(record.roster)) or len(beat.earlier) :]:
             amount = WorkAmount(past.tokens, past.squares, past.samples, past.micro_batches)
             self._detector.observe(replica, incarnation, past.step, amount, past.compute_s)
         work = _work(times)
         self._detector.observe(replica, incarnation, beat.step, work, times.compute_s)
-        self._has_news |= self._detector.is_alarmed(replica) != (replica in self._slow)
+        self._links.observe(replica, PeerTimes(times.sending_s, times.waiting_s))
+        self._has_news |= self._detector.is_alarmed(replica) != (replica in self._computing_slowly())
         if times.ranks:
-            is_well = not self._slow.keys() & {replica, WHOLE_JOB}
+            is_well = not self._computing_slowly().keys() & {replica, WHOLE_JOB}
             self._ranks.observe(RankReport(replica, incarnation, beat.step, work, times.ranks), is_well)
 
     def _counts(self, view: LeaderView, record: Record, replica: str, incarnation: int) -> bool:
@@ -125,16 +133,27 @@ class SlownessWatch:
                 member.leaving for member in record.roster
             )
             self._detector.keep({member.replica: member.incarnation for member in record.roster})
+            self._links.keep([member.process for member in record.roster])
             self._ranks.keep(record.roster)
         if self._joining and self._is_settled:
             # The record lists a newcomer as joining until the next epoch, long after the join has ended.
             self._joining = [member for member in self._joining if not view.knows_every_step(member)]
         return self._is_settled and not self._joining and record.lists(replica, incarnation)
 
-    def _count_cost(self, record: Record, replica: str, step: int, seconds: float) -> None:
+    def _count_cost(self, record: Record, replica: str, step: int, times: StepTimes) -> None:
         name = replica if replica in self._slow else WHOLE_JOB
-        if name in self._slow and (name or replica == record.roster[0].replica) and is_time(seconds):
-            self._costs.setdefault(name, SlowdownCost()).count(step, seconds, self._slow[name].factor)
+        slowdown = self._slow.get(name)
+        if slowdown is None or not (name or replica == record.roster[0].replica):
+            return
+        seconds = times.compute_s
+        if slowdown.is_between_replicas:
+            seconds = times.sending_s.get(slowdown.units[1].replica, 0.0)
+        if is_time(seconds):
+            self._costs.setdefault(name, SlowdownCost()).count(step, seconds, slowdown.factor)
+
+    def _computing_slowly(self) -> dict[str, Slowdown]:
+        """The present slowdowns without slow links between replicas, against which no remedy helps."""
+        return {name: x for name, x in self._slow.items() if not x.is_between_replicas}
 
     def states(self) -> list[SlowdownState]:
         """The present slowdowns, for their records."""
@@ -155,7 +174,7 @@ class SlownessWatch:
     @property
     def slowest_speed(self) -> float:
         """The speed of the slowest of the slow replicas relative to its equals; 1 where none is slow."""
-        return min((1.0 / x.factor for x in self._slow.values()), default=1.0)
+        return min((1.0 / x.factor for x in self._computing_slowly().values()), default=1.0)
 
     def is_due(self, now: float) -> bool:
         """Whether to ``look`` again: after news 20 times a second, else four, with 1,000 replicas once."""
@@ -172,6 +191,8 @@ class SlownessWatch:
             return []
         failed = {m.replica for m in record.roster if view.liveness.failure_reason(m, now)}
         accused = self._ranks.locate(self._detector.slowdowns(failed), self._detector.speeds())
+        # A replica that computes slowly also makes others wait, so it comes first.
+        accused = accused or self._links.slowdowns(failed)
         before, slowdowns = self._slow, {x.replica: x for x in accused}
         # A short slowdown of the whole job must not delay the report of a slow replica.
         lasting = self._damping.admit(slowdowns.keys() - {WHOLE_JOB}, self._newest_step)
@@ -193,19 +214,20 @@ class SlownessWatch:
             for name, slowdown in self._slow.items()
             if name in before and _is_new_part(slowdown, before[name])
         ]
-        advice = self._advisor.advise(view, self._slow, self._detector.speeds(), failed)
+        slow = self._computing_slowly()
+        advice = self._advisor.advise(view, slow, self._detector.speeds(), failed)
         if advice is not None:
-            slowest = max(self._slow.values(), key=lambda slowdown: slowdown.factor, default=None)
+            slowest = max(slow.values(), key=lambda slowdown: slowdown.factor, default=None)
             about = slowest.replica if slowest is not None else WHOLE_JOB
             events.append(SlownessEvent("advice", about, advice.reason))
         return events + self._advise_layout(view, failed) + self._new_notes()
 
     def _advise_layout(self, view: LeaderView, failed: set[str]) -> list[SlownessEvent]:
         """Plan another layout for the slowest replica that has been slow for a while."""
-        step, since = self._newest_step, self._slow_since
-        self._slow_since = {name: min(since.get(name, step), step) for name in self._slow}
-        self.confirmed &= self._slow.keys()
-        lasting = [x for name, x in self._slow.items() if name and step - self._slow_since[name] >= LASTING]
+        step, since, computing = self._newest_step, self._slow_since, self._computing_slowly()
+        self._slow_since = {name: min(since.get(name, step), step) for name in computing}
+        self.confirmed &= computing.keys()
+        lasting = [x for name, x in computing.items() if name and step - self._slow_since[name] >= LASTING]
         slowest = max(lasting, key=lambda x: x.factor, default=None)
         if failed:
             return []
@@ -238,6 +260,16 @@ class SlownessWatch:
                 for x in self._slow.values()
             ],
             "replicas": replicas,
+            "links": [
+                {
+                    "from": x.sender,
+                    "to": x.receiver,
+                    "late_s": round(x.late_s, 6),
+                    "usual_s": round(x.usual_s, 6),
+                    "steps": x.steps,
+                }
+                for x in self._links.states(MOST_ROWS)
+            ],
             "by_step": self._ranks.by_step(self._detector.relative_times(), speeds),
             **self._advisor.to_json(view),
             **self._layouts.to_json(view),

@@ -1,6 +1,8 @@
 """Asks slow replicas, and one healthy witness, for a micro-benchmark, and says what it has shown.
 
 A refuted slowdown is real too, but its cause is not the device: the data, the host's other work or a link.
+Where a link between replicas is slow, its sender echoes its receiver, and a witness the next member of the
+ring (`link_check`).
 """
 
 import math
@@ -9,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from fabric.health.localise import SLOW, Scope, Slowdown, is_confirmed
 from fabric.health.statistics import median
+from fabric.lighthouse.diagnosis.link_check import LinkEcho, judge_link, witness_link
 from fabric.model import SpeedMeasurement
 from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage
 
@@ -26,6 +29,7 @@ class SpeedVerdict:
     replica: str
     verdict: str
     why: str
+    is_about_link: bool = False  # whether a link between replicas was measured, and no device
 
 
 @dataclass(slots=True)
@@ -37,6 +41,7 @@ class SpeedCheck:
     ranks: Sequence[int]  # the suspected ranks; empty: all of the replica
     witness: str
     until: float
+    echoes: Mapping[str, str]  # asked replica -> the member that it echoes; empty: a check of devices
     answers: dict[str, Sequence[SpeedMeasurement]] = field(default_factory=dict)  # by replica
 
     @property
@@ -50,7 +55,8 @@ class SpeedChecks:
     def __init__(self) -> None:
         self._check: SpeedCheck | None = None
         self._begun: list[float] = []  # when the checks of the last hour began
-        self._done: set[str] = set()  # slow replicas that were checked since they became slow
+        # Slow replicas that were checked since they became slow, and whether their link was checked.
+        self._done: dict[str, bool] = {}
         self._number = 0
 
     def look(
@@ -61,21 +67,40 @@ class SpeedChecks:
         now: float,
     ) -> list[SpeedVerdict]:
         """Begin or end a check; return the verdict if one has come. ``ranks``: the slow ranks by replica."""
-        verdicts = self._end(now)
-        self._done &= slow.keys()
+        verdicts = self._end(members, now)
+        self._done = {name: of_link for name, of_link in self._done.items() if name in slow}
         self._begun = [at for at in self._begun if 0 <= now - at < _HOUR_S]
-        waiting = [name for name, x in slow.items() if x.scope is not Scope.JOB and name not in self._done]
-        witness = next((name for name in members if name not in slow), "")
+        waiting = [
+            name
+            for name, x in slow.items()
+            if x.scope is not Scope.JOB and self._done.get(name) != x.is_between_replicas
+        ]
         is_few = 2 * len(slow) <= len(members)
-        if self._check is None and waiting and witness and is_few and len(self._begun) < MOST_PER_HOUR:
-            name = waiting[0]
-            self._number = max(self._number + 1, math.ceil(now))  # grows from one leader to the next
-            self._check = SpeedCheck(
-                self._number, slow[name], tuple(ranks.get(name, ())), witness, now + ANSWER_S
-            )
-            self._begun.append(now)
-            self._done.add(name)
+        if self._check is None and waiting and is_few and len(self._begun) < MOST_PER_HOUR:
+            self._begin(slow, waiting[0], ranks.get(waiting[0], ()), members, now)
         return verdicts
+
+    def _begin(
+        self,
+        slow: Mapping[str, Slowdown],
+        name: str,
+        ranks: Sequence[int],
+        members: Sequence[str],
+        now: float,
+    ) -> None:
+        slowdown, echoes = slow[name], dict[str, str]()
+        witness = next((name for name in members if name not in slow), "")
+        if slowdown.is_between_replicas:
+            suspect = name, slowdown.units[1].replica
+            other = witness_link(suspect, members, slow)
+            witness = other[0] if other is not None else ""
+            echoes = dict([suspect, other]) if other is not None else {}
+        if not witness:
+            return
+        self._number = max(self._number + 1, math.ceil(now))  # grows from one leader to the next
+        self._check = SpeedCheck(self._number, slowdown, tuple(ranks), witness, now + ANSWER_S, echoes)
+        self._begun.append(now)
+        self._done[name] = slowdown.is_between_replicas
 
     def attach(self, replica: str, message: LeaderMessage) -> LeaderMessage:
         """Put the request into the answer to a heartbeat of a replica that is asked."""
@@ -84,7 +109,7 @@ class SpeedChecks:
             return message
         if replica not in check.asked or replica in check.answers:
             return message
-        return replace(message, measure=check.number)
+        return replace(message, measure=check.number, echo=check.echoes.get(replica, ""))
 
     def take(self, replica: str, measured: Sequence[SpeedMeasurement]) -> None:
         """Take a replica's answer; answers to no request do not count."""
@@ -95,20 +120,27 @@ class SpeedChecks:
         if answers:
             check.answers[replica] = answers
 
-    def _end(self, now: float) -> list[SpeedVerdict]:
+    def _end(self, members: Sequence[str], now: float) -> list[SpeedVerdict]:
         check = self._check
-        if check is None or (len(check.answers) < 2 and now < check.until):
+        if check is None:
+            return []
+        missing = [x for x in check.asked if x not in check.answers]
+        gone = [x for x in missing if x not in members]
+        if missing and not gone and now < check.until:
             return []
         self._check = None
-        return [_judge(check)]
+        if not missing:
+            return [_judge(check)]
+        why = f"{', '.join(missing)} has not answered the micro-benchmark within {ANSWER_S:g} s"
+        if gone:
+            why = f"{', '.join(gone)} has left the job without an answer to the micro-benchmark"
+        return [SpeedVerdict(check.slowdown.replica, NO_ANSWER, why, bool(check.echoes))]
 
 
 def _judge(check: SpeedCheck) -> SpeedVerdict:
     name = check.slowdown.replica
-    if len(check.answers) < 2:
-        missing = ", ".join(x for x in check.asked if x not in check.answers)
-        why = f"{missing} has not answered the micro-benchmark within {ANSWER_S:g} s"
-        return SpeedVerdict(name, NO_ANSWER, why)
+    if check.echoes:
+        return _judge_link(check)
     suspects = [x for x in check.answers[name] if not check.ranks or x.rank in check.ranks]
     sentences, is_slow = [], False
     # At least half of the slowdown must show, because short measurements vary.
@@ -130,3 +162,13 @@ def _judge(check: SpeedCheck) -> SpeedVerdict:
     return SpeedVerdict(
         name, REFUTED, f"{measured}: its device is not slow, look at its data and at its host"
     )
+
+
+def _judge_link(check: SpeedCheck) -> SpeedVerdict:
+    name, witness = check.asked
+    is_slow, why = judge_link(
+        LinkEcho(name, check.echoes[name], check.answers[name][0]),
+        LinkEcho(witness, check.echoes[witness], check.answers[witness][0]),
+    )
+    verdict = NO_ANSWER if is_slow is None else CONFIRMED if is_slow else REFUTED
+    return SpeedVerdict(name, verdict, why, is_about_link=True)

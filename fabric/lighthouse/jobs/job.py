@@ -20,7 +20,6 @@ from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
 from fabric.lighthouse.diagnosis.server_states import CheckpointServers
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
-from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
 from fabric.lighthouse.history.ledger import GoodputLedger
 from fabric.lighthouse.history.recovery import Recoveries, recoverable
@@ -328,8 +327,7 @@ class Job:
         for verdict in self.slowness.checks.look(slow, ranks, roster, time.time()):
             self.note(f"slowness {verdict.verdict}", verdict.replica, verdict.why)
             self.history.judge(verdict.replica, verdict.verdict)
-            if verdict.verdict == CONFIRMED:
-                self.slowness.confirmed.add(verdict.replica)
+            self.slowness.take_verdict(verdict)
 
     def answer(self, asker: object, event: io.Event) -> None:
         """Give an outcome to the core that ordered the write or read, but not to a later core."""

@@ -162,7 +162,7 @@ _OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
     ),
     (
         "slow_replicas",
-        "Replicas that take longer than predicted for their work; 1 where the whole job does.",
+        "Replicas that are slow, or whose link to the next replica is; 1 where the whole job is slow.",
         lambda job: job.slow_replicas,
     ),
     (

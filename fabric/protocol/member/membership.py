@@ -84,7 +84,7 @@ class Membership:
         self._rounds.open_round(step, ())
 
     def on_beat_reply(self, message: m.HeartbeatAck) -> None:
-        self._session.ask_measure(message.measure)
+        self._session.ask_measure(message.measure, message.echo)
         sent = self._session.contact.sent.pop(message.number, None)
         if sent is not None:
             self._session.contact.last = max(self._session.contact.last, sent)

@@ -282,7 +282,8 @@ class Rounds:
             self._memory.kept_gradient.have |= set(share)
             self._memory.kept_gradient.computing = share
             self._memory.waiting = False
-            self._context.emit(io.Compute(step, share, self._session.take_measure()))
+            number = self._session.take_measure()
+            self._context.emit(io.Compute(step, share, number, self._session.echo if number else ""))
 
     def _note_poison(self, record: Record, step: int) -> None:
         """Write the poison that this round leaves out into the journal."""

@@ -33,11 +33,16 @@ class LighthouseSession:
             maxlen=MOST_EARLIER
         )  # steps before, since the last heartbeat
         self._measure = 0  # number of the newest micro-benchmark that the leader asked for
+        self.echo = ""  # the member that the newest micro-benchmark echoes; empty: it measures the device
         self._measured = 0  # number of the newest micro-benchmark that the main thread got
 
-    def ask_measure(self, number: int) -> None:
-        """Let the main thread run a micro-benchmark before the next step, once for each number."""
-        self._measure = max(self._measure, number)
+    def ask_measure(self, number: int, echo: str = "") -> None:
+        """Let the main thread run a micro-benchmark before the next step, once for each number.
+
+        ``echo``: the member that it echoes; empty: it measures the device.
+        """
+        if number > self._measure:
+            self._measure, self.echo = number, echo
 
     def take_measure(self) -> int:
         """Return the number of the micro-benchmark to run now; 0: none."""

@@ -330,6 +330,7 @@ class Compute:
     step: Int64
     micro_batches: tuple[Int64, ...]
     measure: Int64 = 0  # first run the micro-benchmark with this number; 0: run none
+    echo: str = ""  # the member that the micro-benchmark echoes; empty: it measures the device
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,7 @@ class HeartbeatAck:
     number: Int64
     waiting_for: str = ""  # what the job waits for, in a sentence for people; empty while it steps
     measure: Int64 = 0  # run micro-benchmark number ``measure`` before the next step; 0: run none
+    echo: str = ""  # the member that the micro-benchmark echoes; empty: it measures the device
 
 
 LeaderMessage = (

@@ -1,0 +1,115 @@
+"""Say which link between replicas got slow, from the times that the two ends of each ring link report.
+
+Where a link is slow, its sender has bytes under way for long, and its receiver waits for them. Only both
+together accuse the link: the bytes also stay under way while the receiver is late, and the receiver also
+waits while the sender is late. A link that was slow in the warm-up is not seen.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import nlargest
+from itertools import islice
+
+from fabric.health.alarm import CusumAlarm
+from fabric.health.detector import MakeAlarm, UnitDetector
+from fabric.health.localise import MANY, MAX_SUSPECTS, Slowdown, Unit, localise
+from fabric.health.predictor import WARM_UP
+from fabric.health.work import WorkAmount
+from fabric.model import ReplicaProcess
+
+FLOOR_S = 0.02  # added to every time, so that differences well below it do not count
+_ONE = WorkAmount(1.0)  # each step brings the same bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTimes:
+    """One member's waits in one step, by peer, in seconds."""
+
+    sending_s: Mapping[str, float]  # time for which bytes to the peer were under way
+    waiting_s: Mapping[str, float]  # time for which the member waited for the peer
+
+
+@dataclass(slots=True)
+class _Link:
+    """A link of the ring."""
+
+    detector: UnitDetector
+    usual_s: float = 0.0  # predicted for the newest step; 0 in the warm-up
+    newest_s: float = 0.0
+    steps: int = 0  # steps that were observed
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedLink:
+    """One watched link, for people."""
+
+    sender: str
+    receiver: str
+    late_s: float  # seconds for which bytes were late on it in the newest step
+    usual_s: float
+    steps: int  # steps that were observed
+
+
+@dataclass(slots=True)
+class LinkDetector:
+    """Watches the link from each member of a ring to the next member."""
+
+    alarm: MakeAlarm = CusumAlarm
+    warm_up: int = WARM_UP
+    _next: dict[str, tuple[ReplicaProcess, ReplicaProcess]] = field(default_factory=dict)  # by sender
+    _links: dict[tuple[ReplicaProcess, ReplicaProcess], _Link] = field(default_factory=dict)
+    _newest: dict[str, PeerTimes] = field(default_factory=dict)
+
+    def keep(self, ring: Sequence[ReplicaProcess]) -> None:
+        """Watch the links of this ring; forget those of other processes."""
+        ends = zip(ring, [*ring[1:], *ring[:1]], strict=True)
+        self._next = {a.replica: (a, b) for a, b in ends if a != b}
+        self._links = {
+            ends: link for ends, link in self._links.items() if self._next.get(ends[0].replica) == ends
+        }
+        self._newest = {name: times for name, times in self._newest.items() if name in self._next}
+
+    def observe(self, replica: str, times: PeerTimes) -> None:
+        """Take one member's report of a step; the other end of its link reports about the same step."""
+        self._newest[replica] = times
+        ends = self._next.get(replica)
+        if ends is None or (received := self._newest.get(ends[1].replica)) is None:
+            return
+        peer = ends[1].replica
+        if peer not in times.sending_s and ends not in self._links:
+            return  # the link shares memory, or the replica runs an older version
+        link = self._links.setdefault(ends, _Link(UnitDetector(self.alarm, self.warm_up)))
+        sending_s, waiting_s = times.sending_s.get(peer, 0.0), received.waiting_s.get(replica, 0.0)
+        link.steps += 1
+        link.newest_s = max(0.0, min(sending_s, waiting_s))
+        predicted_s = link.detector.predictor.predict(_ONE)
+        link.usual_s = max(0.0, predicted_s - FLOOR_S) if predicted_s is not None else 0.0
+        link.detector.observe([(_ONE, FLOOR_S + link.newest_s)])
+
+    def states(self, most: int) -> list[WatchedLink]:
+        """The first ``most`` of the watched links."""
+        return [
+            WatchedLink(a.replica, b.replica, link.newest_s, link.usual_s, link.steps)
+            for (a, b), link in islice(self._links.items(), most)
+        ]
+
+    def slowdowns(self, failed: Collection[str] = ()) -> list[Slowdown]:
+        """The slow links, the slowest first. Links of ``failed`` replicas are left out."""
+        slow = {
+            ends: link.detector.ratio or 1.0 for ends, link in self._links.items() if link.detector.is_slow
+        }
+        suspects = nlargest(MAX_SUSPECTS, slow, key=lambda ends: slow[ends])
+        if not suspects:
+            return []
+        others = [ends for ends in islice(self._links, MANY) if ends not in slow]
+        compared = {ends: slow.get(ends, 1.0) for ends in [*suspects, *others]}
+        units = {ends: (Unit(ends[0].replica), Unit(ends[1].replica)) for ends in compared}
+        slowest = localise({}, {units[ends]: ratio for ends, ratio in compared.items()}, failed)
+        links = {units[ends]: self._links[ends] for ends in compared}
+        return [
+            replace(x, evidence=f"{x.evidence}; {_figures(links[x.units[0], x.units[1]])}") for x in slowest
+        ]
+
+
+def _figures(link: _Link) -> str:
+    return f"bytes are late on it for {link.newest_s:.3f} s in a step, usually {link.usual_s:.3f} s"

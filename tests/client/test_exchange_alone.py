@@ -19,6 +19,7 @@ class Plane:
     """A data plane that notes the thread of each all-reduce, and first calls ``before``."""
 
     waiting_s: dict[str, float] = {}  # noqa: RUF012
+    sending_s: dict[str, float] = {}  # noqa: RUF012
 
     def __init__(self, before=lambda step: None):
         self.before = before

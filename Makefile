@@ -17,9 +17,8 @@ JOBS := $(wildcard tests/integration/test_*.py)
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 	accelerate act adopted_frameworks adopted_scripts collectives demo drill launched_jobs layouts \
 	lightning outer_steps scraped_job slow_replica torchft_scripts transformers unequal)
-# `make long` runs these: `make test` has to stay within 25 minutes on two cores. Beside other load the detector takes
-# other steps for slow, so relayout needs a machine that does nothing else.
-LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drill_running ray relayout slurm)
+# `make long` runs these: `make test` has to stay within 25 minutes on two cores.
+LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drill_running ray slurm)
 EARLY_JOBS := $(filter-out $(LATE_JOBS) $(LONG_JOBS),$(JOBS))
 
 .PHONY: demo soak test long torchtitan lint setup etcd chromium prometheus slurm helm clean
@@ -64,7 +63,7 @@ test: setup etcd chromium prometheus helm
 	for log in .late.log .parts.log .worlds.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"
 
-# Jobs under a real Ray and a real Slurm, drills of running jobs, and a rank that is left out.
+# Jobs under a real Ray and a real Slurm, and drills of running jobs.
 long: setup etcd slurm
 	$(PYTEST) $(LONG_JOBS)
 

@@ -1,5 +1,5 @@
 """One rank that `fabric launch` has started, in the layout that it is asked for: FSDP over two ranks, or one
-process. A timed wait stands for the device.
+process. ``Device`` stands for the device.
 
 While the file RELAYOUT_SLOW exists, rank 1 takes RELAYOUT_FACTOR times as long.
 """
@@ -16,9 +16,32 @@ from layout_trainer import make
 from sharded_trainer import example
 
 import fabric.client
+from fabric.client.process import collective_waits, step_clock
 
-# Long beside the overhead of a step on a crowded host, which hides a slow rank that computes one micro-batch.
-SAMPLE_S = 0.05
+SAMPLE_S = 0.05  # seconds of the device
+PAUSE_S = 0.005  # seconds of the host for each sample, in which a replica that returns can catch up
+
+
+class Device:
+    """A device with a time of its own: the only time that this process reports as computing.
+
+    On a crowded host, autograd and collectives take many times as long as on an idle one, and no wait is long
+    beside them. So the reported times are the device's, and the host's load is in none of them.
+    """
+
+    def __init__(self, session) -> None:
+        self.seconds = 0.0
+        self._clock = session._clock
+        step_clock.time = collective_waits.time = self
+        self._clock.lap()  # from here on the clock shows the device's time
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def compute(self, own_s: float, slowest_s: float) -> None:
+        """Compute for ``own_s``, then wait for the slowest rank of the replica."""
+        self.seconds += slowest_s
+        self._clock.waits.seconds += slowest_s - own_s
 
 
 def main() -> None:
@@ -29,16 +52,20 @@ def main() -> None:
     model, mesh = make("fsdp" if layout.ranks > 1 else "plain", layout.ranks, 30)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = fabric.client.attach(model, optimizer)
+    device = Device(session)
     with Path(os.environ["LAUNCHED_NOTES"]).open("a") as notes:
         notes.write(f"{rank} {os.getpid()} {os.environ['MASTER_PORT']} {layout}\n")
     data = session.loader(
         example("fsdp2").samples(64), global_batch_size=16, micro_batch_size=2, seed=3, mesh=mesh
     )
     slow = Path(os.environ.get("RELAYOUT_SLOW", "no-such-file"))
-    factor = float(os.environ.get("RELAYOUT_FACTOR", "8")) if rank == 1 else 1.0
+    factor = float(os.environ.get("RELAYOUT_FACTOR", "8"))
     for step in session.steps(data, until=1_000_000):
         for x, y in step:
-            time.sleep(SAMPLE_S * len(x) * (factor if slow.exists() else 1.0))
+            slowest = factor if layout.ranks > 1 and slow.exists() else 1.0
+            seconds = SAMPLE_S * len(x)
+            device.compute(seconds * (slowest if rank == 1 else 1.0), seconds * slowest)
+            time.sleep(PAUSE_S * len(x))
             step.backward(torch.nn.functional.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()

@@ -66,7 +66,7 @@ def test_a_slow_rank_is_left_out_by_its_launcher_and_taken_back(zygote, tmp_path
         wait_for_part(job, "r1")
         assert layouts(job, "r0") == ["ranks=2"], "the other replica's ranks were started once"
         assert layouts(job, "r1") == ["ranks=2", "ranks=1", "ranks=2"], job.logs()
-        assert health(job)["layouts"] == []
+        job.wait_for(lambda: health(job)["layouts"] == [], "the end of the order")
         both = [gradients(job, replica) for replica in ("r0", "r1")]
         common = set(both[0]) & set(both[1])
         assert step in common and all(both[0][x] == both[1][x] for x in common)

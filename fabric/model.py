@@ -212,10 +212,19 @@ class LayoutChange:
 
     replica: str
     incarnation: Int64  # the process that got the order
-    layout: str
+    layout: str  # the ordered layout; the usual one where the order is to come back in it
     usual: str  # the layout before, which the replica gets back
     at: float  # Unix seconds
     reason: str = ""
+
+    @property
+    def process(self) -> ReplicaProcess:
+        return ReplicaProcess(self.replica, self.incarnation)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the order was to come back in the usual layout."""
+        return self.layout == self.usual
 
 
 @dataclass(frozen=True, slots=True)

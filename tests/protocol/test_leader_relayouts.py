@@ -6,11 +6,12 @@ import pytest
 from protocol.makers import record_of, session_of
 from protocol.test_leader import Lighthouse, runs
 
-from fabric.model import Adaptation, LaunchedLayouts, LayoutChange, ReplicaProcess
-from fabric.protocol.leader.adaptations import TRIAL_S
+from fabric.model import EVERYTHING, Adaptation, LaunchedLayouts, LayoutChange, ReplicaProcess, Sharing
+from fabric.protocol.leader.state import LeaderConfig
 from fabric.protocol.messages import leader_events as io
 
 UNIX_S = 1_800_000_000.0
+TRIAL_S = LeaderConfig().trial_s
 USUAL = LaunchedLayouts("ranks=2", ("ranks=2", "ranks=1"))
 ORDER = "ranks=1 without 1"
 
@@ -20,20 +21,21 @@ def session(name, record, incarnation=1, launched=USUAL, **more):
     return io.SessionOpened(session_of(name, incarnation, launched=launched, **fields))
 
 
-def acting(names="a b c", adapt="act", cuts="x", changes=(), now_s=UNIX_S, **launched):
+def acting(names="a b c", adapt="act", cuts="x", changes=(), sharing=EVERYTHING, **launched):
     """Return a leader of these members, all at step 5."""
     words = names.split()
     seats = {name: {"data_slot": number, "cuts": cuts} for number, name in enumerate(words)}
-    record = replace(record_of(names, epoch=1, **seats), adaptation=Adaptation(layouts=changes))
+    record = record_of(names, epoch=1, **seats)
+    record = replace(record, adaptation=Adaptation(layouts=changes), sharing=sharing)
     record = replace(
         record, roster=tuple(replace(x, incarnation=7 if x.replica in launched else 1) for x in record.roster)
     )
     lighthouse = Lighthouse()
-    lighthouse.do(io.Elected("s", record, now_s))
+    lighthouse.do(io.Elected("s", record, UNIX_S))
     for name in words:
         incarnation = lighthouse.incarnations[name] = 7 if name in launched else 1
         own = launched.get(name, USUAL)
-        lighthouse.do(session(name, record, incarnation, own, adapt=adapt, cuts=cuts))
+        lighthouse.do(session(name, record, incarnation, own, adapt=adapt, cuts=cuts, sharing=sharing))
         lighthouse.status(name, incarnation=incarnation)
         lighthouse.beat(name, 5)
     lighthouse.spend_credit()
@@ -142,7 +144,8 @@ def test_an_operator_gets_the_usual_layout_back(action, about, mode, why):
     assert not leaving(lighthouse)
     order(lighthouse, action, about, mode=mode)
     assert leaving(lighthouse) == {"b": "ranks=2"} and why in lighthouse.record.reason
-    assert lighthouse.record.adaptation.layouts == ()
+    (change,) = lighthouse.record.adaptation.layouts
+    assert (change.process, change.layout, change.ends) == (ReplicaProcess("b", 7), "ranks=2", True)
 
 
 @pytest.mark.parametrize(("ago_s", "again"), [(TRIAL_S - 60, {}), (TRIAL_S, {"b": "ranks=2"})])
@@ -159,6 +162,94 @@ def test_a_refused_layout_is_reported_and_forgotten():
     assert lighthouse.record.reason == "the script of b cannot build the layout ranks=1 without 1"
 
 
-def test_the_replica_that_still_has_to_leave_keeps_its_order():
-    lighthouse = acting(changes=(replace(changed(), incarnation=1),))
-    assert lighthouse.record.adaptation.layouts, "its present process is the one that got the order"
+def going_back(incarnation, at=UNIX_S):
+    """The change of b whose process ``incarnation`` was ordered to come back in its usual layout."""
+    return replace(changed(at=at), incarnation=incarnation, layout="ranks=2")
+
+
+def test_a_member_that_was_left_out_before_it_heard_its_order_keeps_its_layout():
+    """The process that got the order is a member and does not leave: no order comes a second time."""
+    lighthouse = acting(changes=(changed(),))
+    assert lighthouse.record.adaptation.layouts == () and not leaving(lighthouse)
+    assert lighthouse.record.reason == "b was left out before it heard the order"
+
+
+def test_a_member_that_did_not_hear_that_its_layout_ends_gets_the_order_again():
+    lighthouse = acting(changes=(going_back(7),), b=ONE_RANK)
+    assert leaving(lighthouse) == {"b": "ranks=2"}
+    assert lighthouse.record.reason == "b comes back in the layout ranks=2: rank 1 of b is slow"
+
+
+def test_an_order_to_come_back_ends_when_the_replica_is_a_member_in_its_usual_layout():
+    lighthouse = acting(changes=(going_back(1),), b=USUAL)
+    assert lighthouse.record.adaptation.layouts == () and not leaving(lighthouse)
+    assert lighthouse.record.reason == "b is back in its usual layout ranks=2"
+
+
+@pytest.mark.parametrize(("ago_s", "again"), [(TRIAL_S - 60, {}), (TRIAL_S, {"b": "ranks=2"})])
+def test_a_replica_that_could_not_come_back_in_its_usual_layout_tries_again_after_a_while(ago_s, again):
+    """Its launcher lacks a device, or it died before it left: the operator's veto does not hurry it."""
+    lighthouse = acting(changes=(going_back(1, UNIX_S - ago_s),), b=ONE_RANK)
+    order(lighthouse, "veto", "b")
+    lighthouse.wait(1.0)
+    assert leaving(lighthouse) == again
+    assert [x.ends for x in lighthouse.record.adaptation.layouts] == [True]
+
+
+def test_a_process_that_has_left_is_not_admitted_however_long_it_takes_to_end():
+    lighthouse = acting()
+    advise(lighthouse)
+    runs(lighthouse, "a b c", 6)
+    runs(lighthouse, "a c", 7)
+    lighthouse.beat("b", 7)
+    assert lighthouse.record.names == ("a", "c")
+    lighthouse.core.admission.ending.clear()
+    lighthouse.beat("b", 7)
+    assert lighthouse.record.names == ("a", "c", "b"), "nothing else keeps it out"
+
+
+def test_a_change_stays_while_its_replica_is_away():
+    lighthouse = acting("a c", changes=(changed(),))
+    order(lighthouse, "veto", "b")
+    assert lighthouse.record.adaptation.layouts == (changed(),)
+
+
+def test_an_operators_drain_takes_the_order_to_come_back_away():
+    lighthouse = acting()
+    advise(lighthouse)
+    order(lighthouse, "drain", "b")
+    runs(lighthouse, "a b c", 6)
+    assert leaving(lighthouse) == {"b": ""} and not lighthouse.record.adaptation.layouts
+    assert "b is being drained: drained by ann" in lighthouse.record.reason
+    runs(lighthouse, "a b c", 7)
+    assert lighthouse.record.names == ("a", "c")
+
+
+def test_the_last_reader_of_a_part_does_not_leave():
+    lighthouse = acting(sharing=Sharing(readers=1, data_slots=3, on_loss="stop"))
+    advise(lighthouse)
+    assert not leaving(lighthouse) and kept(lighthouse) == ["no other member can read shard 1"]
+
+
+@pytest.mark.parametrize("layout", [ORDER, ""])
+def test_an_order_that_the_store_lost_is_written_again_and_counts_once(layout):
+    lighthouse = acting()
+    lighthouse.open("s", generation=1, step=1, epoch=1, adapt="act", micro_batches=12, spare=True, cuts="x")
+    lighthouse.commits = False
+    advise(lighthouse, layout=layout)
+    lost = lighthouse.records[-1]
+    lighthouse.do(io.WriteFailed(lost.nonce, definite=False))
+    assert not leaving(lighthouse)
+    lighthouse.commits = True
+    lighthouse.do(io.RecordRead(lighthouse.record))
+    assert leaving(lighthouse) == {"b": layout} and lighthouse.record.nonce != lost.nonce
+    assert len(lighthouse.record.adaptation.acted) == 1
+
+
+def test_a_spare_that_a_missing_member_needs_replaces_no_slow_one():
+    lighthouse = acting()
+    policy = replace(lighthouse.core.state.config.policy, start_replicas=4)
+    lighthouse.core.state.config = replace(lighthouse.core.state.config, policy=policy)
+    lighthouse.open("s", generation=1, step=1, epoch=1, adapt="act", micro_batches=12, spare=True, cuts="x")
+    advise(lighthouse, layout="")
+    assert kept(lighthouse) == ["no spare stands by for b"] and not leaving(lighthouse)

@@ -46,17 +46,22 @@ class AdaptWorld(World):
     late.
     """
 
-    def __init__(self, seed: int, aims: Aims = ()) -> None:
+    strikes = STRIKES
+    most_strikes = 9
+    lasts_s = 4.5  # the faults end not before this time
+
+    def __init__(self, seed: int, aims: Aims = (), faultless: bool = False) -> None:
         self.slow: dict[tuple[str, int], int] = {}  # process -> its speed in thousandths
         self._heard = 0  # the newest election that knew of slow members
         self._wish: str | None = None  # the mode that the operator wants in the end
-        super().__init__(seed, aims=aims or (AIMS[seed // 2 % len(AIMS)] if seed % 2 else ()))
+        aims = aims or (AIMS[seed // 2 % len(AIMS)] if seed % 2 and not faultless else ())
+        super().__init__(seed, faultless=faultless, aims=aims)
         random, leader = self.clockwork.random, self.settings.leader
         self.checks.shares = ShareChecks(self.shares_of, self.settings.micro_batches, leader.actions_per_hour)
-        self.faults.not_before = 4.5
-        for _ in range(random.choice((4, 6, 9))):
-            kind = random.choice(STRIKES)
-            self.clockwork.at(self.clockwork.between(0.5, 4.5), lambda kind=kind: self.faults.strike(kind))
+        self.faults.not_before = self.lasts_s
+        for _ in range(random.choice((self.most_strikes - 5, self.most_strikes - 3, self.most_strikes))):
+            kind, time = random.choice(self.strikes), self.clockwork.between(0.5, self.lasts_s)
+            self.clockwork.at(time, lambda kind=kind: self.faults.strike(kind))
         self.clockwork.at(0.5, self._detect)
 
     def choose(self) -> Settings:
@@ -85,8 +90,11 @@ class AdaptWorld(World):
     def _detect(self) -> None:
         self.clockwork.at(self.clockwork.between(0.05, 0.3), self._detect)
         record = self.store.record
-        if record is None or record.complete:
-            return
+        if record is not None and not record.complete:
+            self._plan(record)
+
+    def _plan(self, record: Record) -> None:
+        """Advise the shares that follow the speeds of the members."""
         speeds = tuple(
             MemberSpeed(x.replica, x.incarnation, self.slow[x.process])
             for x in record.roster

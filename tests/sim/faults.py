@@ -190,11 +190,14 @@ class Faults:
         self._heal_later()
 
     def _isolate(self, name: str, _: str) -> None:
+        self._block_all(name)
+        self._heal_later()
+
+    def _block_all(self, name: str) -> None:
         for other in [*self.world.hosts, *self.world.lighthouses]:
             if other != name:
                 self.world.network.block(name, other)
                 self.world.network.block(other, name)
-        self._heal_later()
 
     def _cut_control(self, name: str, _: str) -> None:
         """Cut all replicas but one, which starts again, from the lighthouse; the others go on."""
@@ -364,6 +367,23 @@ class Faults:
 
     def _adapt_mode(self, _: str, __: str) -> None:
         self.world.say_mode(self.world.clockwork.random.choice(("off", "advise", "act", "act")))
+
+    # --- what only worlds with ordered layouts have: see ``relayout_worlds`` ------------------------
+
+    def _lose_launcher(self, name: str, _: str) -> None:
+        """The launcher dies with its ranks; the next launcher knows no order."""
+        self.world.lose_launcher(name)
+
+    def _cut_off(self, name: str, _: str) -> None:
+        """Isolate the host for so long that the job goes on without it; its process lives."""
+        seconds = self.world.clockwork.between(2.5, 3.5)
+        self._block_all(name)
+        self.not_before = max(self.not_before, self.world.clockwork.now + seconds)
+        self.world.clockwork.at(seconds, self.world.network.heal)
+
+    def _lose_device(self, name: str, _: str) -> None:
+        """The replica can no longer be started in its usual layout, until the device is mended."""
+        self.world.launchers[name].lacks_a_device = True
 
     # --- what only mixed worlds have: see ``mixed_worlds`` -------------------------------------------
 

@@ -71,6 +71,8 @@ class Lighthouse(Process):
                 self.clockwork.counts["orders: known to the next leader"] += 1
             if record is not None and record.adaptation.speeds:
                 self.clockwork.counts["shares: known to the next leader"] += 1
+            if record is not None and record.adaptation.layouts:
+                self.clockwork.counts["layouts: known to the next leader"] += 1
             self.feed(io.Elected(self.store.name, record, 1e9 + self.clockwork.now + self.world.time_error()))
             chance = random.Random(f"crowd {self.clockwork.seed}/{revision}")
             if chance.random() < 0.25:

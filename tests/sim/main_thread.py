@@ -63,7 +63,7 @@ class MainThread:
             if isinstance(order, io.Finish):
                 self.trainer.finish(order)
             elif isinstance(order, io.Stop):
-                self.trainer.exit(order.code, order.reason)
+                self.trainer.stop(order)
             elif isinstance(order, io.DropGradient):
                 self.gradient = ()
             elif isinstance(order, io.TellDigest):

@@ -24,6 +24,7 @@ from sim.mixed_worlds import MixedWorld
 from sim.order_worlds import OrderWorld
 from sim.parted_worlds import PartedWorld
 from sim.ranks import RankWorld
+from sim.relayout_worlds import RelayoutWorld
 from sim.stall_worlds import StallWorld
 from sim.store_worlds import store_world
 from sim.unequal_worlds import UnequalWorld
@@ -47,6 +48,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "links": LinkWorld,
     "calm": CalmWorld,
     "adapt": AdaptWorld,
+    "relayout": RelayoutWorld,
 }
 
 

@@ -22,6 +22,15 @@ REQUIRED = (
 )
 
 
+def wipe_store(world: World) -> None:
+    """Put an empty store in the place of the present one."""
+    clockwork, store = world.clockwork, world.store
+    clockwork.counts["store: wiped"] += 1
+    clockwork.counts["path: a job goes on in another store"] += store.record is not None
+    store.wipe(clockwork.random.choice(("aaa", "zzz")) + str(store.revision))
+    clockwork.trace("FAULT", f"store wiped: now {store.name}")
+
+
 class WipedWorld(World):
     """An empty store takes the place of the job's, once or twice. The new store's id sorts before or after
     the old store's id. At about that time a trainer, one or all checkpoint servers, or the leader may die.
@@ -51,12 +60,7 @@ class WipedWorld(World):
 
     def wipe(self) -> None:
         """Wipe the store while a lighthouse leads."""
-        before = self.store.record
-        self.clockwork.counts["store: wiped"] += 1
-        self.store.wipe(self.clockwork.random.choice(("aaa", "zzz")) + str(self.store.revision))
-        self.clockwork.trace("FAULT", f"store wiped: now {self.store.name}")
-        if before is not None:
-            self.clockwork.counts["path: a job goes on in another store"] += 1
+        wipe_store(self)
 
 
 class DeposedWorld(World):

@@ -286,6 +286,10 @@ class Trainer(Process):
         if self._session is not None:
             self._session.reset("timed out")
 
+    def stop(self, order: io.Stop) -> None:
+        """End the process as its core says."""
+        self.exit(order.code, order.reason)
+
     def exit(self, code: int, reason: str) -> None:
         """End the process with an exit code of its own."""
         if self.alive:

@@ -22,7 +22,7 @@ from fabric.ckpt_server.fetch.gradient_fetch import GradientMeta
 from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.client.state.state_loader import StateLoader, fetch_failure
 from fabric.errors import Gone, StateError, Unreachable
-from fabric.model import RankAddress, SnapshotRef
+from fabric.model import NOT_LAUNCHED, LaunchedLayouts, RankAddress, SnapshotRef
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberState
 from fabric.protocol.messages import member_events as io
@@ -333,8 +333,9 @@ class UnequalHead(_Piecewise, Heading):
         snapshots = tuple(s for s in held[0] if all(s in other for other in held))
         self.holds_snapshots = any(x.server.memory.snapshots for x in ranks)
         identity = replace(member.view.identity, ranks=addresses, cuts=self.cuts)
+        config = replace(member.view.config, launched=self.world.launched(self.host))
         state = MemberState(0, 0, ro.summed_digest([x.main.digest for x in ranks]))
-        core = MemberCore(identity, member.view.config, self.clock(), state, snapshots)
+        core = MemberCore(identity, config, self.clock(), state, snapshots)
         self.core = core if self.is_alone else _Core(core, (0,) * len(ranks), unequal=True)
         for x in followers:
             self._link(x)
@@ -383,6 +384,10 @@ class UnequalWorld(RankWorld):
         changed = before is not None and before != self.layouts[host]
         self.clockwork.counts["path: a layout changed"] += changed
         return self.layouts[host]
+
+    def launched(self, host: str) -> LaunchedLayouts:
+        """The layouts that the present process of this host announces."""
+        return NOT_LAUNCHED
 
     def lanes_of(self, head: Heading) -> list[Lane]:
         return self.lanes[: len(head.layout.ranks) - 1]

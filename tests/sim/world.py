@@ -360,7 +360,7 @@ class World:
 
         def done() -> bool:
             record = self.store.record
-            expected = [h for h in self.hosts.values() if not h.drained]
+            expected = self.awaited()
             if record is None or len(record.roster) < len(expected):
                 return False
             for host in expected:
@@ -372,6 +372,10 @@ class World:
             return min(steps) >= first + FURTHER_STEPS
 
         return done
+
+    def awaited(self) -> list[Host]:
+        """The replicas that the job must have in the end."""
+        return [h for h in self.hosts.values() if not h.drained]
 
     def _is_finished(self) -> bool:
         return all(h.finished or h.drained for h in self.hosts.values())

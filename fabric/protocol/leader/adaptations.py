@@ -2,19 +2,16 @@
 
 from dataclasses import dataclass, field, replace
 
-from fabric.model import Adaptation, LayoutChange, Member, MemberSpeed, Record
-from fabric.protocol.leader.orders import OperatorOrders
+from fabric.model import Adaptation, LaunchedLayouts, LayoutChange, Member, MemberSpeed, Record
 from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.messages import leader_events as io
+from fabric.protocol.rules.assignment import lost_parts
 from fabric.protocol.rules.shares import objection_to_shares
 
 OFF, ACT = "off", "act"
 HOUR_S = 3600.0
-# An ordered layout is taken back after this time. Only a try shows whether its cause is gone, because the
-# times of another layout, or of a rank that does not run, say nothing about the usual layout.
-TRIAL_S = 3600.0
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +22,6 @@ class Adaptations:
     outbox: LeaderOutbox
     limits: RosterLimits
     writer: RecordWriter
-    orders: OperatorOrders
     layouts: "Relayouts" = field(init=False)
     advice: io.SharesAdvised | None = None
     held: str = ""  # why the advice is not followed now, as last reported
@@ -149,52 +145,73 @@ class Relayouts:
         self.advice = event
 
     def change(self, record: Record) -> bool:
-        """Forget layouts that no longer hold, take a layout back, or follow the advice."""
+        """End the orders whose replicas are back, take a layout back, or follow the advice."""
         if self.job.state.is_parked(record) or any(
             x.leaving or not self.job.state.knows(x) for x in record.roster
         ):
             return False
-        return self._forget(record) or self._take_back(record) or self._follow(record)
+        return self._end(record) or self._take_back(record) or self._follow(record)
 
-    def _forget(self, record: Record) -> bool:
-        """Drop the changes whose replicas have come back in a layout that was not ordered."""
-        adaptation = record.adaptation
-        for change in adaptation.layouts:
-            peer = self.job.state.liveness.peers.get(change.replica)
-            if peer is None or peer.incarnation <= change.incarnation:
-                continue
-            launched = peer.session.launched
-            if launched.layout == _layout_of(change.layout):
-                continue
-            why = f"{change.replica} came back in the layout {launched.layout or 'that it builds alone'}"
-            if _layout_of(change.layout) in launched.refused:
-                why = f"the script of {change.replica} cannot build the layout {change.layout}"
-            self.job.outbox.record_event("layout refused", change.replica, why)
-            self._write(record, record.roster, _without(adaptation, change.replica), why)
-            return True
-        return False
-
-    def _take_back(self, record: Record) -> bool:
-        """Order the usual layout where the mode or a veto forbids the other one, or to try it again."""
+    def _end(self, record: Record) -> bool:
+        """Drop the changes that no longer hold: their replicas are back in a layout other than ordered."""
         for change in record.adaptation.layouts:
-            member, why = record.member(change.replica), self._end_of(change)
-            peer = self.job.state.liveness.peers.get(change.replica)
-            if member is None or peer is None or peer.incarnation <= change.incarnation or not why:
+            launched = self._launched(record, change)
+            if launched is None:
                 continue
-            if not self._may_leave(record, member):
-                self._leave(record, member, change.usual, _without(record.adaptation, member.replica), why)
+            replica, is_as_ordered = change.replica, launched.layout == _layout_of(change.layout)
+            kind, why = "layout refused", ""
+            if record.lists(*change.process):
+                kind, why = "layout kept", f"{replica} was left out before it heard the order"
+                why = "" if change.ends else why  # it gets the order to come back again
+            elif change.ends and is_as_ordered:
+                kind, why = "layout", f"{replica} is back in its usual layout {change.usual}"
+            elif _layout_of(change.layout) in launched.refused:
+                why = f"the script of {replica} cannot build the layout {change.layout}"
+            elif not change.ends and not is_as_ordered:
+                why = f"{replica} came back in the layout {launched.layout or 'that it builds alone'}"
+            if why:
+                self.job.outbox.record_event(kind, replica, why)
+                self._write(record, record.roster, _with(record.adaptation, replica), why)
                 return True
         return False
 
-    def _end_of(self, change: LayoutChange) -> str:
+    def _launched(self, record: Record, change: LayoutChange) -> LaunchedLayouts | None:
+        """The launcher's layouts, as the present member names them; None while the replica is away."""
+        member, peer = record.member(change.replica), self.job.state.liveness.peers.get(change.replica)
+        if member is None or peer is None or peer.incarnation != member.incarnation:
+            return None
+        return peer.session.launched
+
+    def _take_back(self, record: Record) -> bool:
+        """Order the usual layout where the mode or a veto forbids the other one, or to try it again.
+
+        The record keeps the change until the replica is back, because it may die before it leaves.
+        """
+        for change in record.adaptation.layouts:
+            member, why = record.member(change.replica), self._end_of(record, change)
+            if member is None or not why or self._launched(record, change) is None:
+                continue
+            if not self._may_leave(record, member):
+                now = round(self.job.state.unix_now, 1)
+                back = LayoutChange(*member.process, change.usual, change.usual, now, why)
+                adaptation = _with(record.adaptation, member.replica, back)
+                self._leave(record, member, change.usual, adaptation, why)
+                return True
+        return False
+
+    def _end_of(self, record: Record, change: LayoutChange) -> str:
         """Why this change ends now, or empty."""
-        mode = self.job.mode
-        if mode and mode != ACT:
+        if change.ends and record.lists(*change.process):
+            return change.reason
+        mode, trial_s = self.job.mode, self.job.state.config.trial_s
+        if not change.ends and mode and mode != ACT:
             return f"the mode is {mode}"
-        if change.replica in self.job.limits.overrides.vetoed:
+        if not change.ends and change.replica in self.job.limits.overrides.vetoed:
             return "an operator's veto forbids another layout"
-        is_over = self.job.state.unix_now - change.at >= TRIAL_S
-        return f"its usual layout is tried again after {TRIAL_S / 60:g} minutes" if is_over else ""
+        # A launcher that lacks a device cannot obey, so an order that came to nothing is not repeated
+        # at once.
+        is_over = self.job.state.unix_now - change.at >= trial_s
+        return f"its usual layout is tried again after {trial_s / 60:g} minutes" if is_over else ""
 
     def _follow(self, record: Record) -> bool:
         advice = self.advice
@@ -219,7 +236,7 @@ class Relayouts:
         adaptation = replace(record.adaptation, acted=(*recent, now), layouts=layouts)
         effect = f"predicted: throughput {advice.gain:+.0%}, cost {advice.cost_s:.1f} s"
         self._leave(record, member, advice.layout, adaptation, f"{advice.reason}; {effect}")
-        self.advice, self.held = None, ""
+        self.held = ""  # the advice stays until the next epoch, because the store may lose this write
         return True
 
     def _objection(self, record: Record, member: Member, advice: io.LayoutAdvised, recent: int) -> str:
@@ -233,22 +250,23 @@ class Relayouts:
         return self.job.spent_budget(recent) or self._may_leave(record, member)
 
     def _spare_waits(self, record: Record) -> bool:
-        peers = self.job.state.liveness.peers.values()
-        return any(
-            x.connected and x.session.spare and not self.job.state.lists(x.session.replica) for x in peers
-        )
+        """Whether a spare is left over when spares have taken the places of the missing members."""
+        state = self.job.state
+        peers = [x for x in state.liveness.peers.values() if x.connected and x.session.spare]
+        spares = [x for x in peers if not state.lists(x.session.replica)]
+        return len(spares) > max(0, self.job.limits.full - len(record.roster))
 
     def _may_leave(self, record: Record, member: Member) -> str:
         """Why this member may not leave now, or empty."""
-        others, least = len(record.roster) - 1, max(1, self.job.limits.least)
-        if others < least:
-            return f"without {member.replica} the job has {others} of the {least} members that it needs"
-        return ""
+        name, others = member.replica, [x for x in record.roster if x is not member]
+        least = max(1, self.job.limits.least)
+        if len(others) < least:
+            return f"without {name} the job has {len(others)} of the {least} members that it needs"
+        lost = set(lost_parts(record.sharing, others)) - set(lost_parts(record.sharing, record.roster))
+        return f"no other member can read shard {min(lost)}" if lost else ""
 
     def _leave(self, record: Record, member: Member, layout: str, adaptation: Adaptation, why: str) -> None:
         """Write the epoch in which the member leaves; an empty ``layout`` drains it for good."""
-        if not layout:
-            self.job.orders.draining[member.replica] = f"drained because it is slow ({why})"
         what = f"comes back in the layout {layout}" if layout else "is drained"
         why = f"{member.replica} {what}: {why}"
         self.job.outbox.record_event("layout" if layout else "drained", member.replica, why)
@@ -265,5 +283,7 @@ def _layout_of(order: str) -> str:
     return order.partition(" ")[0]
 
 
-def _without(adaptation: Adaptation, replica: str) -> Adaptation:
-    return replace(adaptation, layouts=tuple(x for x in adaptation.layouts if x.replica != replica))
+def _with(adaptation: Adaptation, replica: str, change: LayoutChange | None = None) -> Adaptation:
+    """The adaptation with this change of the replica's layout, and no other one."""
+    others = tuple(x for x in adaptation.layouts if x.replica != replica)
+    return replace(adaptation, layouts=(*others, change) if change is not None else others)

@@ -43,6 +43,8 @@ class Admission:
     readmission_backoff: dict[ReplicaProcess, Backoff] = field(default_factory=dict)
     healing: Healing = field(default_factory=Healing)
     evicted_in_user_code: dict[ReplicaProcess, int] = field(default_factory=dict)  # process -> its step then
+    # Replica -> its process that a planned epoch has left out. It ends, however long its session stays open.
+    ending: dict[str, ReplicaProcess] = field(default_factory=dict)
     waiting_outside: dict[str, str] = field(default_factory=dict)  # newcomer -> the reason last sent to it
 
     def kept_out(self, peer: Peer) -> str:
@@ -142,7 +144,11 @@ class Admission:
     def back_off(self, record: Record) -> None:
         """Let evicted processes wait, longer every time, because each eviction stops the other members."""
         for member in self.state.record.roster if self.state.record is not None else ():
-            if record.lists(member.replica, member.incarnation) or member.leaving:
+            if record.lists(member.replica, member.incarnation):
+                continue
+            if member.leaving:
+                if not record.is_forced:
+                    self.ending[member.replica] = member.process
                 continue
             self.outbox.loss_incidents[member.replica] = record.incident_id
             process = member.process
@@ -167,7 +173,7 @@ class Admission:
             return False
         if record.member(peer.session.replica) is not None or peer.session.replica in self.endings.finished:
             return False
-        if self._is_backing_off(peer):
+        if self._is_backing_off(peer) or self.ending.get(peer.session.replica) == peer.process:
             return False
         # The newcomer must know that it is outside the roster, and must not be evicted again at once.
         return peer.beat.epoch == record.epoch and not self.state.suspicion(peer)

@@ -78,7 +78,7 @@ class LeaderCore:
         self.joins: Joins = Joins(state, outbox, limits, writer, self.admission, evidence)
         self.rebuilds: RingRebuilder = RingRebuilder(state, outbox, writer, self.evictions)
         self.decisions: Decisions = Decisions(state, outbox, self.bases, self.evictions)
-        self.adaptations: Adaptations = Adaptations(state, outbox, limits, writer, self.orders)
+        self.adaptations: Adaptations = Adaptations(state, outbox, limits, writer)
         self.timer: plan.PlanTimer = plan.PlanTimer()
 
     @property

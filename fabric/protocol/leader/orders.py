@@ -55,14 +55,19 @@ class OperatorOrders:
         leaving = [x for x in record.roster if x.leaving]
         self._dismiss(record)
         left = tuple(x for x in record.roster if not x.leaving)
-        if leaving and any(self.state.knows(x) for x in left):
+        returning = {x.process for x in names if x.returns}
+        if leaving and not returning and any(self.state.knows(x) for x in left):
             self.writer.write_epoch(record, left, False, f"{_names(leaving)} leaves")
             return True
         if not names or all(x.replica in self.draining for x in record.roster):
             return False
-        roster = tuple(replace(x, leaving=x.leaving or x in names) for x in record.roster)
+        roster = tuple(replace(x, leaving=True, returns="") if x in names else x for x in record.roster)
         whys = "; ".join(sorted({self.draining[x.replica] for x in names}))
-        self.writer.write_epoch(record, roster, False, f"{_names(names)} is being drained: {whys}")
+        # A drain takes away the order to come back in another layout.
+        layouts = tuple(x for x in record.adaptation.layouts if x.process not in returning)
+        adaptation = replace(record.adaptation, layouts=layouts)
+        why = f"{_names(names)} is being drained: {whys}"
+        self.writer.write_epoch(record, roster, False, why, adaptation=adaptation)
         return True
 
     def _dismiss(self, record: Record) -> None:

@@ -36,7 +36,10 @@ class LeaderConfig:
     failures: int = 3  # this many failures within ``failures_s`` keep a replica or a host out; 0: never
     failures_s: float = 1800.0
     half_life_s: float = 86400.0  # after this time the weight of a host's failure is halved
-    actions_per_hour: int = 6  # how often leaders may lower shares within an hour
+    actions_per_hour: int = 6  # how often leaders may lower shares or order layouts within an hour
+    # An ordered layout is taken back after this time. Only a try shows whether its cause is gone, because the
+    # times of another layout, or of a rank that does not run, say nothing about the usual layout.
+    trial_s: float = 3600.0
 
 
 @dataclass(slots=True)

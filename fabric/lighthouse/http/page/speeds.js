@@ -34,7 +34,7 @@ function planText(health) {
   if (health.shares) parts.push(`In force: ${health.shares.reason} (micro-batches: ${list(health.shares.micro_batches)}).`);
   else parts.push("In force: each member has the share that it asked for.");
   if (health.advice && health.advice.held) parts.push(`The advice is not followed: ${health.advice.held}.`);
-  for (const x of health.layouts || []) parts.push(`${x.replica} is in the layout ${x.layout} and not ${x.usual}: ${x.reason}.`);
+  for (const x of health.layouts || []) parts.push(`${x.replica} has the order to run in the layout ${x.layout}, usually ${x.usual}: ${x.reason}.`);
   if (health.vetoed && health.vetoed.length) parts.push(`An operator's veto keeps the shares of ${health.vetoed.join(", ")}.`);
   return parts.filter(Boolean).join(" ");
 }

@@ -1,0 +1,24 @@
+"""Worlds in which the leader orders layouts: each order ends, and each replica runs what the record says."""
+
+import pytest
+from sim import noticing, relayout_worlds
+from sim.relayout_mutations import RELAYOUTS
+from sim.run import hunt
+
+SEEDS = 60
+MUTATION_SEEDS = 60
+
+
+def test_every_order_of_a_layout_ends_under_faults():
+    counts, failures = hunt(0, SEEDS, "relayout")
+    for name, number in sorted(counts.items()):
+        print(f"{number:9} {name}")
+    assert not failures, "\n".join(failures)
+    missing = [name for name in relayout_worlds.REQUIRED if not counts[name]]
+    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+
+
+@pytest.mark.parametrize("name", sorted(RELAYOUTS))
+def test_the_simulator_notices_layouts_that_are_wrong_or_stay(name):
+    mutate, aims = RELAYOUTS[name]
+    noticing.find(mutate, lambda seed: relayout_worlds.play(seed, aims), MUTATION_SEEDS)

@@ -18,7 +18,7 @@ LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 	accelerate act adopted_frameworks adopted_scripts collectives demo drill launched_jobs layouts \
 	lightning outer_steps scraped_job slow_replica torchft_scripts transformers unequal)
 # `make long` runs these: `make test` has to stay within 25 minutes on two cores.
-LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drill_running ray slurm)
+LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drain_to_spare drill_running ray repartition slurm)
 EARLY_JOBS := $(filter-out $(LATE_JOBS) $(LONG_JOBS),$(JOBS))
 
 .PHONY: demo soak test long torchtitan lint setup etcd chromium prometheus slurm helm clean
@@ -63,7 +63,7 @@ test: setup etcd chromium prometheus helm
 	for log in .late.log .parts.log .worlds.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"
 
-# Jobs under a real Ray and a real Slurm, and drills of running jobs.
+# Jobs under a real Ray and a real Slurm, drills of running jobs, and jobs whose slow replicas change or leave.
 long: setup etcd slurm
 	$(PYTEST) $(LONG_JOBS)
 

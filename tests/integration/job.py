@@ -152,18 +152,7 @@ class Job:
         return self.folder / "journal" / f"{replica}.jsonl"
 
     def events(self, replica: str, event: str = "") -> list[dict]:
-        path = self.journal(replica)
-        if not path.exists():
-            return []
-        found = []
-        for line in path.read_text().splitlines():
-            try:
-                body = json.loads(line)
-            except ValueError:
-                continue
-            if not event or body["event"] == event:
-                found.append(body)
-        return found
+        return read_events(self.journal(replica), event)
 
     def ask(self, url: str) -> bytes:
         """Return the answer at ``url``, a path of the lighthouse or of any of the job's servers."""
@@ -281,6 +270,21 @@ class Job:
         for pid in self.server_pids():
             _signal(pid, signal.SIGTERM)
         self.wait_for(lambda: not self.server_pids(), "the checkpoint servers' end", 20)
+
+
+def read_events(journal: Path, event: str = "") -> list[dict]:
+    """The events of this kind, or all, in a journal to which a process may still write."""
+    if not journal.exists():
+        return []
+    found = []
+    for line in journal.read_text().splitlines():
+        try:
+            body = json.loads(line)
+        except ValueError:
+            continue
+        if not event or body["event"] == event:
+            found.append(body)
+    return found
 
 
 def _signal(pid: int, number: int) -> None:

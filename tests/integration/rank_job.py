@@ -5,10 +5,11 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from job import DEADLINE_S, Job
+from job import DEADLINE_S, Job, read_events
 
 from fabric.audit.journal import read_run
 from fabric.audit.verify import judge
+from fabric.protocol.messages.rank_messages import summed_digest
 
 
 @dataclass
@@ -46,6 +47,30 @@ class RankJob(Job):
     def journal(self, replica: str, rank: int = 0) -> Path:
         folder = self.folder / "journal"
         return (folder / f"rank{rank}" if rank else folder) / f"{replica}.jsonl"
+
+    def rank_events(self, replica: str, rank: int, kind: str) -> list[dict]:
+        """The events of this kind in the journal of one rank."""
+        return read_events(self.journal(replica, rank), kind)
+
+    def states(self, replica: str) -> dict[int, str]:
+        """Step -> digest of the replica's whole state, for the steps at which all of its ranks took one."""
+        by_rank = [
+            {event["step"]: event["digest"] for event in self.rank_events(replica, rank, "state")}
+            for rank in range(self.sizes.get(replica, self.ranks))
+        ]
+        common = set.intersection(*(set(digests) for digests in by_rank))
+        return {step: summed_digest([digests[step] for digests in by_rank]) for step in sorted(common)}
+
+    def check_promises(self) -> None:
+        """Check that a job has kept every promise, and has counted each sample once.
+
+        All its processes must have ended: the journals of a running job disagree on the step under way.
+        """
+        verdict = judge(read_run(self.folder), is_over=False)
+        assert not verdict.broken, "\n".join(verdict.broken[:10])
+        summary = verdict.summary
+        assert summary.digests_equal
+        assert (summary.steps_lost, summary.samples_skipped, summary.samples_repeated) == (0, 0, 0)
 
     def kill_rank(self, replica: str, rank: int) -> None:
         os.kill(self.pids[f"{replica}.{rank}"], signal.SIGKILL)

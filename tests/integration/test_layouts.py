@@ -3,7 +3,6 @@ checkpoint servers' memory where they live, else from durable storage. The job's
 process that trains alone.
 """
 
-import json
 import os
 import signal
 import urllib.error
@@ -19,12 +18,6 @@ from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
 
 STEPS, STOP = 14, 8
-
-
-def events(job: RankJob, replica: str, rank: int, kind: str) -> list[dict]:
-    path = job.journal(replica, rank)
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [event for event in lines if event["event"] == kind]
 
 
 def recoverable(job: RankJob) -> int:
@@ -84,7 +77,7 @@ def check(job: RankJob, scheme: str) -> None:
     expected = losses_alone(build(), STEPS, GLOBAL_BATCH)
     for i in range(job.replicas):
         for rank in range(job.ranks):
-            joined = events(job, f"r{i}", rank, "join")
+            joined = job.rank_events(f"r{i}", rank, "join")
             assert [(e["step"], e["resharded"]) for e in joined] == [(6, True)], job.logs()
             assert all(url.startswith(scheme) for url in joined[0]["sources"]), joined
         said = (job.folder / f"r{i}.0.log").read_text().splitlines()
@@ -93,7 +86,7 @@ def check(job: RankJob, scheme: str) -> None:
         for number, value in losses:
             assert value == pytest.approx(expected[number], rel=1e-4), number
     ends = [
-        [events(job, f"r{i}", rank, "state")[-1]["digest"] for rank in range(job.ranks)]
+        [job.rank_events(f"r{i}", rank, "state")[-1]["digest"] for rank in range(job.ranks)]
         for i in range(job.replicas)
     ]
     assert all(end == ends[0] for end in ends)

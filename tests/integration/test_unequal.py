@@ -4,7 +4,6 @@ The losses equal those of one process that trains alone, and all layouts end in 
 are part of this state.
 """
 
-import json
 import os
 import signal
 
@@ -25,23 +24,9 @@ from fabric.client.data.loader import SamplePlan
 STEPS = 36
 
 
-def events(job: RankJob, replica: str, rank: int, kind: str) -> list[dict]:
-    path = job.journal(replica, rank)
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [event for event in lines if event["event"] == kind]
-
-
 def losses(job: RankJob, replica: str) -> list[float]:
     lines = (job.folder / f"{replica}.0.log").read_text().splitlines()
     return [float(line.split()[2]) for line in lines if line.startswith("loss ")]
-
-
-def content(job: RankJob, replica: str) -> str:
-    """The digest of the replica's last state: its ranks' digests, summed."""
-    states = [events(job, replica, k, "state")[-1] for k in range(job.sizes[replica])]
-    assert {state["step"] for state in states} == {STEPS}
-    total = sum(int(state["digest"][16:], 16) for state in states) % 2**64
-    return states[0]["digest"][:16] + f"{total:016x}"
 
 
 def unequal(zygote, folder, layouts: dict[str, tuple[str, int]], **environment: str) -> RankJob:
@@ -61,7 +46,7 @@ def unequal(zygote, folder, layouts: dict[str, tuple[str, int]], **environment: 
 def check(job: RankJob) -> None:
     """All have ended in one state, with the losses of one process alone, and kept every promise."""
     assert set(job.codes.values()) == {0}, job.logs()
-    assert len({content(job, replica) for replica in job.sizes}) == 1, job.logs()
+    assert len({job.states(replica)[STEPS] for replica in job.sizes}) == 1, job.logs()
     survivor = next(replica for replica, starts in job.starts.items() if starts == 1)
     assert losses(job, survivor) == pytest.approx(losses_alone(build(), STEPS, GLOBAL_BATCH), rel=1e-4)
     verdict = judge(read_run(job.folder))
@@ -70,7 +55,7 @@ def check(job: RankJob) -> None:
 
 
 def contributed(job: RankJob, replica: str, after: int) -> bool:
-    return any(e["contributed"] and e["step"] > after for e in events(job, replica, 0, "commit"))
+    return any(e["contributed"] and e["step"] > after for e in job.rank_events(replica, 0, "commit"))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +75,7 @@ def test_a_killed_replica_catches_up_from_another_layout(zygote, tmp_path, layou
             job.start(replica, point if replica == victim else "", rank=rank if replica == victim else 0)
         job.finish(deadline_s=150)
         assert job.starts == {replica: 1 + (replica == victim) for replica in layouts}, job.logs()
-        assert events(job, victim, 0, "join")[-1]["resharded"], job.logs()
+        assert job.rank_events(victim, 0, "join")[-1]["resharded"], job.logs()
         assert all(contributed(job, replica, 8) for replica in layouts), job.logs()
         check(job)
 
@@ -212,8 +197,8 @@ def test_a_whole_job_goes_on_in_other_layouts(zygote, tmp_path, source, old, new
         job.finish(deadline_s=120)
         assert set(job.codes.values()) == {0}, job.logs()
         # On a crowded host a replica may be left out for a moment, and joins once more.
-        assert events(job, "r0", 0, "join")[0]["step"] == 6, job.logs()
-        assert content(job, "r0") == content(job, "r1"), job.logs()
+        assert job.rank_events("r0", 0, "join")[0]["step"] == 6, job.logs()
+        assert job.states("r0")[STEPS] == job.states("r1")[STEPS], job.logs()
         alone = losses_alone(build(), STEPS, GLOBAL_BATCH)
         lines = [line.split() for line in (job.folder / "r1.0.log").read_text().splitlines()]
         by_step = {int(words[1]): float(words[2]) for words in lines if words[:1] == ["loss"]}

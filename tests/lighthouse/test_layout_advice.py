@@ -100,6 +100,14 @@ def test_a_vetoed_replica_and_one_with_a_changed_layout_keep_their_layouts():
         assert not fleet.orders, held
 
 
+def test_a_slower_replica_under_a_veto_does_not_hide_the_one_that_may_change():
+    fleet = LaunchedFleet(FSDP)
+    fleet.view.overrides = OperatorOverrides(vetoed=("r0",))
+    fleet.run(BEFORE)
+    fleet.slow(LASTING + 15, r0_1=12.0, r1_2=8.0)
+    assert [x.process.replica for x in fleet.orders] == ["r1"]
+
+
 def test_in_the_mode_advise_the_layout_is_shown_and_not_ordered():
     fleet = LaunchedFleet(FSDP, adapt="advise")
     fleet.run(BEFORE)

@@ -69,7 +69,7 @@ class LayoutAdvisor:
     def advise(self, view: LeaderView, slow: SlowReplica | None) -> LayoutAdvice | None:
         """Plan again where the slow replica or its speeds have changed; return advice that is new."""
         record = view.record
-        if record is None or slow is None or self._keeps_its_layout(view, record, slow.member.replica):
+        if record is None or slow is None:
             self.forget()
             return None
         spares = _spares(view, record)
@@ -87,11 +87,6 @@ class LayoutAdvisor:
             return x
         self._order = LayoutAdvised(epoch, x.process, x.order, x.gain, x.cost_s, x.reason)
         return None
-
-    @staticmethod
-    def _keeps_its_layout(view: LeaderView, record: Record, replica: str) -> bool:
-        changed = {x.replica for x in record.adaptation.layouts}
-        return replica in view.overrides.vetoed or replica in changed
 
     def to_json(self, view: LeaderView) -> dict[str, Any]:
         """The advice, and the changed layouts, for people."""
@@ -113,6 +108,12 @@ class LayoutAdvisor:
                 for x in (record.adaptation.layouts if record is not None else ())
             ],
         }
+
+
+def keep_their_layouts(view: LeaderView) -> set[str]:
+    """The replicas that get no advice: those under a veto, and those in a changed layout."""
+    changed = view.record.adaptation.layouts if view.record is not None else ()
+    return {*view.overrides.vetoed, *(x.replica for x in changed)}
 
 
 def slow_replica(

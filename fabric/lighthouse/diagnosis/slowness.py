@@ -14,7 +14,7 @@ from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
 from fabric.health.link_detector import LinkDetector, PeerTimes
 from fabric.health.localise import Scope, Slowdown
 from fabric.health.work import WorkAmount, is_time
-from fabric.lighthouse.diagnosis.layout_advice import LASTING, LayoutAdvisor, slow_replica
+from fabric.lighthouse.diagnosis.layout_advice import LASTING, LayoutAdvisor, keep_their_layouts, slow_replica
 from fabric.lighthouse.diagnosis.rank_watch import MOST_ROWS, RankReport, RankWatch
 from fabric.lighthouse.diagnosis.share_advice import ShareAdvisor
 from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks, SpeedVerdict
@@ -223,11 +223,14 @@ class SlownessWatch:
         return events + self._advise_layout(view, failed) + self._new_notes()
 
     def _advise_layout(self, view: LeaderView, failed: set[str]) -> list[SlownessEvent]:
-        """Plan another layout for the slowest replica that has been slow for a while."""
+        """Plan another layout for the slowest replica that has been slow for a while, and may change its."""
         step, since, computing = self._newest_step, self._slow_since, self._computing_slowly()
         self._slow_since = {name: min(since.get(name, step), step) for name in computing}
         self.confirmed &= computing.keys()
-        lasting = [x for name, x in computing.items() if name and step - self._slow_since[name] >= LASTING]
+        kept = {WHOLE_JOB, *keep_their_layouts(view)}
+        lasting = [
+            x for name, x in computing.items() if name not in kept and step - self._slow_since[name] >= LASTING
+        ]
         slowest = max(lasting, key=lambda x: x.factor, default=None)
         if failed:
             return []

@@ -17,6 +17,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples"
+# With this checkout, so that its code runs, and not that of another checkout which is installed.
+SEARCH_PATH = os.pathsep.join(map(str, (HERE, EXAMPLES, HERE.parent.parent)))
 DEADLINE_S = 180.0  # such a wait usually takes a second or two, but the machine may be loaded
 
 
@@ -30,7 +32,7 @@ class Zygote:
     """Forks trainers; the tests of a session share one zygote, and one that has imported the frameworks."""
 
     def __init__(self, imports: Sequence[str] = ()) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{EXAMPLES}"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
         environment["ZYGOTE_IMPORTS"] = " ".join(imports)
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "zygote.py")],

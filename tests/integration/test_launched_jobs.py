@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from alone import losses_alone
-from job import EXAMPLES, HERE
+from job import HERE, SEARCH_PATH
 from layout_trainer import GLOBAL_BATCH, build
 from rank_job import RankJob
 
@@ -43,7 +43,7 @@ class LaunchedJob(RankJob):
         environment = self.trainer_environment(
             replica,
             LAUNCHED_NOTES=str(self.folder / f"{replica}.notes"),
-            PYTHONPATH=f"{HERE}{os.pathsep}{EXAMPLES}",
+            PYTHONPATH=SEARCH_PATH,
             OMP_NUM_THREADS="1",
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             **more,

@@ -21,7 +21,7 @@ LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drain_to_spare drill_running ray repartition slurm)
 EARLY_JOBS := $(filter-out $(LATE_JOBS) $(LONG_JOBS),$(JOBS))
 
-.PHONY: demo soak test long torchtitan lint setup etcd chromium prometheus slurm helm clean
+.PHONY: demo soak test long torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -74,6 +74,28 @@ torchtitan:
 	$(VENV)-torchtitan/bin/python -m pip install -q "$$(grep -i '^torch==' constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(VENV)-torchtitan/bin/python -m pip install -q pytest pytest-asyncio triton -e '.[torchtitan]'
 	$(VENV)-torchtitan/bin/python -m pytest tests/integration/test_torchtitan.py
+
+# The parts and whole jobs that depend on torch, with another release of torch in an environment of its own:
+#   make torch-releases TORCH=2.15.0 PYTHON=python3.12
+# Without TORCH_INDEX we take the release's wheel from PyPI, without its packages of CUDA (ops/dev/torch_without_cuda.py).
+# torch 2.11 needs an older setuptools than constraints.txt has.
+TORCH ?= 2.11.0
+RELEASE_VENV ?= $(VENV)-torch-$(TORCH)
+RELEASE_PYTHON = $(RELEASE_VENV)/bin/python
+RELEASE_PARTS := $(patsubst %,tests/%,runtime transport collectives health ckpt_server ftar client integrations)
+RELEASE_JOBS := $(patsubst %,tests/integration/test_%.py,\
+	accelerate adopted_frameworks adopted_scripts collectives data_policies device_jobs diagnose durable failures \
+	layouts lightning local_state mistakes nan outer_steps planes ranks torchft_scripts transformers unequal)
+
+torch-releases: PYTHONDONTWRITEBYTECODE :=
+torch-releases: etcd
+	test -x $(RELEASE_PYTHON) || $(PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE_PYTHON) $(if $(TORCH_INDEX),-m pip install -q --index-url $(TORCH_INDEX) torch==,ops/dev/torch_without_cuda.py )$(TORCH)
+	grep -v -i -E '^(torch|setuptools)==' constraints.txt > $(RELEASE_VENV)/constraints.txt
+	$(RELEASE_PYTHON) -m pip install -q -c $(RELEASE_VENV)/constraints.txt -e '.[test]'
+	$(RELEASE_PYTHON) -m pytest -p no:cacheprovider tests/protocol
+	$(RELEASE_PYTHON) -m pytest -p no:cacheprovider $(RELEASE_PARTS)
+	$(RELEASE_PYTHON) -m pytest -p no:cacheprovider $(RELEASE_JOBS)
 
 # The tests want a real etcd. On Debian as root we install it; elsewhere the etcd tests skip and say how.
 etcd:

@@ -178,9 +178,9 @@ def test_commands_exist_with_their_options(page, line):
 
 
 def test_make_targets_exist():
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for page in PAGES:
-        for target in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), flags=re.MULTILINE):
+        for target in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE):
             assert target in targets, f"{name(page)} shows make {target}"
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -28,6 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+
+try:
+    from torch.distributed.checkpoint import FsspecWriter  # type: ignore[attr-defined, unused-ignore]
+except ImportError:  # before torch 2.15 the class has a private home only
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from fabric.ckpt_server.durable.manifest import METADATA
 from fabric.ckpt_server.durable.storage import Storage, storage_errors

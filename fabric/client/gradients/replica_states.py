@@ -80,7 +80,7 @@ class ReplicaStates:
             # The gradient is the sum over the replicas, divided by the weight.
             rows = torch.round(stand_in.grad * total_weight).to("cpu", torch.uint8)
             stand_in.grad = None
-            filled = rows[:, :_LENGTH_BYTES].any(dim=1)
+            filled = (rows[:, :_LENGTH_BYTES] != 0).any(dim=1)
             self._rows[filled] = rows[filled]
 
     def hand_over(self) -> None:

@@ -4,6 +4,7 @@ The losses equal those of one process that trains alone, and all layouts end in 
 are part of this state.
 """
 
+import json
 import os
 import signal
 
@@ -88,7 +89,7 @@ def averaged(job: RankJob, replica: str) -> torch.Tensor:
     """
     data, plan = example("fsdp2").samples(64), SamplePlan(64, GLOBAL_BATCH, MICRO_BATCH, 3)
     mean = torch.zeros(16)
-    for commit in sorted(events(job, replica, 0, "commit"), key=lambda e: e["step"]):
+    for commit in sorted(job.rank_events(replica, 0, "commit"), key=lambda e: e["step"]):
         total = torch.zeros(16)
         for micro_batches in commit["contributions"].values():
             own = mean.clone()

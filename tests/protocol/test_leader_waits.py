@@ -103,7 +103,7 @@ def test_a_member_still_in_user_code_is_not_readmitted(lighthouse, step, phase, 
 
 
 def test_a_member_that_came_early_is_not_evicted_when_its_vote_is_late(lighthouse):
-    """Once, b was named before its contribution arrived; then a and b waited for c, and last a for b's vote."""
+    """First a waits for b and c; then a and b wait for c for half an hour; last a waits for b's vote."""
     epoch = lighthouse.record.epoch
     lighthouse.say("c", m.Heartbeat(1, epoch, 1, 6, busy="evaluation", busy_s=4000.0))
     lighthouse.say("a", m.Heartbeat(1, epoch, 1, 6, waiting_for=("b", "c")))

@@ -118,7 +118,9 @@ class Engine:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.orders: queue.SimpleQueue[MainThreadOrder | io.StartExchange | RoundsFailed] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[MainThreadOrder | io.StartExchange | RoundsFailed] = (
+            queue.SimpleQueue()
+        )
         self.member: MemberCore | None = None
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None

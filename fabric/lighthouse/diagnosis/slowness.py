@@ -229,7 +229,9 @@ class SlownessWatch:
         self.confirmed &= computing.keys()
         kept = {WHOLE_JOB, *keep_their_layouts(view)}
         lasting = [
-            x for name, x in computing.items() if name not in kept and step - self._slow_since[name] >= LASTING
+            x
+            for name, x in computing.items()
+            if name not in kept and step - self._slow_since[name] >= LASTING
         ]
         slowest = max(lasting, key=lambda x: x.factor, default=None)
         if failed:

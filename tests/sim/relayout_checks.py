@@ -28,7 +28,8 @@ class LayoutChecks:
         self._actions = 0  # ordered layouts and drains; shares have a checker of their own
         self._ordered: set[tuple[ReplicaProcess, str]] = set()  # the orders of all records
         self._taken_back: set[tuple[ReplicaProcess, str]] = set()  # the orders of usual layouts
-        self._left: set[ReplicaProcess] = set()  # the processes that planned epochs have left out
+        # The processes that planned epochs have left out, and the election of the leader that did so.
+        self._left: dict[ReplicaProcess, int] = {}
         self._forgotten: set[tuple[ReplicaProcess, str]] = set()  # the orders of a store that was wiped
         self._elsewhere: set[str] = set()  # the replicas whose newest order was another layout
 
@@ -47,6 +48,7 @@ class LayoutChecks:
         if before is None:
             return
         if after.generation != before.generation:
+            self._left.clear()  # it begins with each process that still has a session
             kept = after.adaptation.layouts == before.adaptation.layouts
             demand(kept, f"the cold start in epoch {after.epoch} forgets the ordered layouts")
             self.met["layouts: kept over a cold start"] += bool(changed)
@@ -59,10 +61,7 @@ class LayoutChecks:
                 self._is_kept(after, old, member)
             elif member.leaving:
                 self._leaves(before, after, member)
-        if not after.is_forced:
-            self._left.update(x.process for x in before.roster if x.leaving and not after.lists(*x.process))
-        again = [x.process for x in after.roster if x.process in self._left]
-        demand(not again, f"epoch {after.epoch} admits {again}, which a planned epoch has left out")
+        self._admits_no_ending_process(before, after)
         for change in before.adaptation.layouts:
             self._ends(after, change)
         for change in after.adaptation.layouts:
@@ -104,6 +103,15 @@ class LayoutChecks:
         is_drained = not new.returns and "drained by" in after.reason
         if not new.leaving or (new.returns != old.returns and not is_drained):
             raise Violation(f"epoch {after.epoch} forgets that {new.replica} leaves for {old.returns!r}")
+
+    def _admits_no_ending_process(self, before: Record, after: Record) -> None:
+        """A process that has left ends. The next leader does not know that, and may admit it until then."""
+        leader = self._world.checks.leader
+        again = [x.process for x in after.roster if self._left.get(x.process) == leader]
+        demand(not again, f"epoch {after.epoch} admits {again}, which a planned epoch has left out")
+        if not after.is_forced:
+            gone = [x.process for x in before.roster if x.leaving and not after.lists(*x.process)]
+            self._left.update(dict.fromkeys(gone, leader))
 
     # --- orders --------------------------------------------------------------------------------------
 

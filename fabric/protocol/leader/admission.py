@@ -143,6 +143,8 @@ class Admission:
 
     def back_off(self, record: Record) -> None:
         """Let evicted processes wait, longer every time, because each eviction stops the other members."""
+        # A cold start lists each process that has a session, so such a process does not end after all.
+        self.ending = {name: x for name, x in self.ending.items() if not record.lists(*x)}
         for member in self.state.record.roster if self.state.record is not None else ():
             if record.lists(member.replica, member.incarnation):
                 continue

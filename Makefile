@@ -16,9 +16,9 @@ JOBS := $(wildcard tests/integration/test_*.py)
 # These whole jobs run in a lane of their own, so that no lane ends long after the others.
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 	accelerate act adopted_frameworks adopted_scripts collectives demo drill launched_jobs layouts \
-	lightning outer_steps scraped_job slow_replica torchft_scripts transformers unequal)
+	lightning outer_steps scraped_job slow_links slow_replica torchft_scripts transformers unequal)
 # `make long` runs these: `make test` has to stay within 25 minutes on two cores.
-LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drain_to_spare drill_running ray repartition slurm)
+LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drain_to_spare drill_running ray relayout repartition slurm)
 EARLY_JOBS := $(filter-out $(LATE_JOBS) $(LONG_JOBS),$(JOBS))
 
 .PHONY: demo soak test long torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean

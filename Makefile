@@ -49,11 +49,11 @@ lint: setup
 	$(LINT)
 
 # Four runs side by side: tests of whole jobs (two lanes) wait much of their time, those of the parts some of it, and
-# the simulator's worlds, at the lowest priority, only need a processor. Thousands of processes are started, so what is
+# the simulator's worlds, at a low priority, only need a processor. Thousands of processes are started, so what is
 # compiled is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup etcd chromium prometheus helm
-	@nice -n 19 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
+	@nice -n 10 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
 	$(PYTEST) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
 	$(PYTEST) -p no:cacheprovider $(LATE_JOBS) > .late.log 2>&1 & late=$$!; \
 	($(LINT)) > .lint.log 2>&1 & lint=$$!; \

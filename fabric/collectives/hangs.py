@@ -187,7 +187,8 @@ def _deadlock(
 
 def _absence(everything: AllCalls, pending: Sequence[Wait], process: Process, now_ns: int) -> Conclusion:
     waiting = [w for w in pending if process in w.absent]
-    first = min(waiting, key=lambda w: (w.call.created_ns, w.call.number))
+    # A rank comes to its replica's collective before it can go on to the exchange between replicas.
+    first = min(waiting, key=lambda w: (w.call.backend == "fabric", w.call.created_ns, w.call.number))
     same = {w.process for w in waiting if w.group_id == first.group_id and w.call.number == first.call.number}
     waits_words = "waits" if len(same) == 1 else "wait"
     name, others = everything.name(process), everything.listed(same)

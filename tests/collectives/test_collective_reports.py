@@ -226,7 +226,7 @@ def test_in_a_living_job_only_lasting_waits_are_reported():
     assert conclusion.about == ("rank 1",) and conclusion.why.endswith("wait for 30.0 s")
 
 
-def own(process: str, calls: list[dict], roster: list[str]) -> Recording:
+def own(process: str, calls: list[dict], roster: list[str], rank: int = 0) -> Recording:
     body = {
         "recorder": "fabric",
         "pg_config": {"epoch 3": {"desc": "exchange", "ranks": roster}},
@@ -235,7 +235,7 @@ def own(process: str, calls: list[dict], roster: list[str]) -> Recording:
             for call in calls
         ],
     }
-    return parse_recording(body, Process(process, 0), process)
+    return parse_recording(body, Process(process, rank), process)
 
 
 def test_our_own_exchange_and_torch_are_one_graph():
@@ -252,6 +252,22 @@ def test_our_own_exchange_and_torch_are_one_graph():
     [conclusion] = explain(read).conclusions
     assert (conclusion.verdict, conclusion.about) == ("absent rank", ("r1 rank 1",))
     assert "r0: held up by the ranks that wait for r1 rank 1" in " ".join(conclusion.evidence)
+
+
+def test_the_collective_of_a_replica_is_named_before_the_exchange_that_waits_for_it():
+    """Rank 1 of r0 came to the exchange before rank 0 of r1 came to the collective; clocks may differ, too."""
+    roster = ["r0", "r1"]
+    read = [
+        own("r0", [entry(1, state="started")], roster, rank=1),
+        parse_recording(
+            dump([entry(5, state="started")], {"0": ("default_pg", [0, 1])}), Process("r1", 0), "x"
+        ),
+        parse_recording(dump([entry(4)], {"0": ("default_pg", [0, 1])}), Process("r1", 1), "x"),
+        own("r1", [], roster, rank=1),
+    ]
+    [conclusion] = explain(read).conclusions
+    assert conclusion.about == ("r1 rank 1",)
+    assert conclusion.why.startswith("r1 rank 1 has not come to all_reduce (number 5 "), conclusion.why
 
 
 def test_an_aborted_round_is_history_once_the_process_goes_on():

@@ -28,7 +28,10 @@ def diagnosed(job: Job, sentence: str, *more: str) -> dict:
         reports.append(asked(job, *more))
         return any(sentence in conclusion["why"] for conclusion in reports[-1]["conclusions"][:1])
 
-    job.wait_for(has_come, f"the sentence {sentence!r}")
+    try:
+        job.wait_for(has_come, f"the sentence {sentence!r}")
+    except AssertionError as error:
+        raise AssertionError(f"{error}\nthe last report: {json.dumps(reports[-1:], indent=1)}") from error
     return reports[-1]
 
 

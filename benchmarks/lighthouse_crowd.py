@@ -234,7 +234,7 @@ class MemberConnection(asyncio.Protocol):
         place = f"10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}"
         digest = "0123456789abcdef" * 2
         self.say(
-            m.Session(
+            m.OpenSession(
                 replica=self.name,
                 incarnation=self.incarnation,
                 generation=self.record.generation if self.record is not None else 0,

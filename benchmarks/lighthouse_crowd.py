@@ -31,6 +31,7 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta, wire
 
 SLICES = 100  # the heartbeats of a second are spread over this many instants
+OPEN_S = 120.0  # all sessions must be open within this time
 DIALS = 512  # number of sessions opened at a time at the start; after a fail-over all open at once
 CONNECT_S = 2.7  # this time and the pauses equal those of fabric/client/control/lighthouse_link.py
 PAUSE_S = (0.05, 0.5)
@@ -72,7 +73,14 @@ class SessionCrowd:
         loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(DIALS)
         for session in self.sessions.values():
             self.kept.append(loop.create_task(self.keep(session, gate)))
-        await asyncio.gather(*(s.was_open for s in self.sessions.values()))
+        try:
+            async with asyncio.timeout(OPEN_S):
+                await asyncio.gather(*(s.was_open for s in self.sessions.values()))
+        except TimeoutError:
+            count = sum(s.open for s in self.sessions.values())
+            raise SystemExit(
+                f"lighthouse_crowd.py: {count} of {len(self.sessions)} sessions opened within {OPEN_S:g} s"
+            ) from None
 
     async def keep(self, session: "MemberConnection", gate: asyncio.Semaphore) -> None:
         """Keep a session open as the client does: try one address after the other without end."""
@@ -165,7 +173,9 @@ class MemberConnection(asyncio.Protocol):
         self.upgraded, self.ended = loop.create_future(), loop.create_future()
         self.buffer = b""
         host, port = url.removeprefix("http://").split(":")
-        await loop.create_connection(lambda: self, host, int(port))
+        # As real replicas do, each has an address of its own: a lighthouse limits the connections of one address.
+        own = f"127.1.{self.number >> 8 & 255}.{self.number & 255}"
+        await loop.create_connection(lambda: self, host, int(port), local_addr=(own, 0))
         await self.upgraded
 
     def cut(self) -> None:

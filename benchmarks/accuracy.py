@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # imported early: otherwise this import costs every trainer's first optimizer a second
-from common import begin, die_with_parent, finish, say, table, verdict
+from common import begin, die_with_parent, finish, no_options, say, table, verdict
 from fleet import Fleet
 
 import fabric.client
@@ -138,7 +138,9 @@ class Child:
 class ForkedFleet(Fleet):
     """Trainers forked from this process."""
 
-    def start(self, replica: str, **more: str) -> Child:
+    trainers: dict[str, Child]  # type: ignore[assignment]  # forked here, so no Popen
+
+    def start(self, replica: str, **more: str) -> Child:  # type: ignore[override]
         """Start (or restart) one trainer."""
         environment = {
             "FABRIC_REPLICA": replica,
@@ -206,6 +208,7 @@ def run(seed: int, mode: str) -> tuple[float, int, int]:
 
 
 def main() -> None:
+    no_options(__doc__)
     begin()
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {mode: [] for mode in POLICIES}

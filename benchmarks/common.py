@@ -7,6 +7,7 @@ both; a figure is the median over rounds of the ratio within a round. A benchmar
 also those that miss their aims.
 """
 
+import argparse
 import ctypes
 import importlib
 import json
@@ -110,6 +111,12 @@ def verdict(
 
 
 _guard: "subprocess.Popen[bytes] | None" = None
+
+
+def no_options(description: str | None) -> None:
+    """Answer ``--help``, and refuse every other argument: without this, a typing error starts a long run."""
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=description, formatter_class=raw).parse_args()
 
 
 def begin() -> None:

@@ -11,7 +11,7 @@ import statistics
 import time
 
 import torch
-from common import begin, describe, finish, interleave, paired, say, table
+from common import begin, describe, finish, interleave, no_options, paired, say, table
 
 from fabric.ckpt_server.state.snapshot import CpuCopier
 from fabric.ckpt_server.state.training_state import StateDescriber
@@ -40,6 +40,7 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def main() -> None:
+    no_options(__doc__)
     torch.set_num_threads(1)
     begin()
     model, optimizer = build()

@@ -92,7 +92,8 @@ def tell_phases(record: RunRecord, joins: list[InjectedFault], used: ProcessorTi
     """One row per phase of a join: the others' steps that ended in it, and what everybody computed."""
     rows = []
     for number, phase in enumerate(PHASES):
-        seconds, ratios, spent = [], [], {group: [] for group in _GROUPS}
+        seconds, ratios = [], []
+        spent: dict[str, list[float]] = {group: [] for group in _GROUPS}
         for fault in joins:
             times = boundaries(record, fault)
             begun, end = times[number], times[number + 1]

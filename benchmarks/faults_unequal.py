@@ -82,7 +82,8 @@ def measure(zygote: Zygote, ranks: int, kills: int) -> list[tuple[float, float]]
 
 def compare(kills: int) -> dict[str, float]:
     """Print and return the figures of equal and of unequal layouts."""
-    zygote, figures = Zygote(), {}
+    zygote = Zygote()
+    figures: dict[str, float] = {}
     try:
         for name, ranks in (("equal", 2), ("unequal", 1)):
             costs = measure(zygote, ranks, kills)

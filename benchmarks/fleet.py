@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Self
 
 from common import absent
 
@@ -44,7 +45,7 @@ class Fleet:
         self._lighthouse: subprocess.Popen[bytes] | None = None
         self._url = ""
 
-    def __enter__(self) -> "Fleet":
+    def __enter__(self) -> Self:
         try:
             self._start_lighthouse()
         except BaseException:
@@ -95,7 +96,7 @@ class Fleet:
             self.trainers[replica] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return self.trainers[replica]
 
-    def wait(self, deadline_s: float) -> dict[str, object]:
+    def results(self, deadline_s: float) -> dict[str, Any]:
         """Wait until every trainer has ended well; return each replica's output in BENCHMARK_OUT."""
         deadline = time.monotonic() + deadline_s
         while any(process.poll() is None for process in self.trainers.values()):

@@ -15,7 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import begin, finish, quantile, say, table, verdict
+from benchmarks.common import begin, finish, no_options, quantile, say, table, verdict
 from benchmarks.health_streams import STAGES, Fault, StreamResult, play
 from fabric.health.detector import JobDetector
 from fabric.health.work import WorkAmount
@@ -64,6 +64,7 @@ def of_length(length: int, quiet: list[StreamResult], slow: list[StreamResult]) 
 
 
 def main() -> int:
+    no_options(__doc__)
     begin()
     cases = [(seed, length) for length in LENGTHS for seed in range(SEEDS)]
     with ProcessPoolExecutor(2) as pool:

@@ -169,7 +169,7 @@ def train_plain(model: Net, steps: int) -> None:
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = sgd(ddp)
     dataset = Rows(steps)
-    sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0)
+    sampler: Any = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0)
     for batch in torch.utils.data.DataLoader(dataset, batch_size=BATCH, sampler=sampler):
         optimizer.zero_grad()
         ddp(**batch)["loss"].backward()
@@ -267,7 +267,7 @@ def compare(framework: str, rounds: int) -> dict[str, list[float]]:
                 link.send("end")
         except (EOFError, OSError):
             fleet.fail(f"{framework}: a side ended before its last turn")
-        written: dict[str, Any] = fleet.wait(LIMIT_S)
+        written: dict[str, Any] = fleet.results(LIMIT_S)
         if written["r0"]["committed"] != [steps] or written["alone"]["committed"]:
             fleet.fail(f"{framework}: not the job that was meant: {written}")
     return measured

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import begin, finish, quantile, say, table, verdict
+from common import begin, finish, no_options, quantile, say, table, verdict
 from lighthouse_fleet import BenchmarkLighthouse, BenchmarkProcess, Etcd, Trainers, wait_for
 
 HERE = Path(__file__).resolve().parent
@@ -393,6 +393,7 @@ def hand_over(
 
 
 def main() -> None:
+    no_options(__doc__)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < SESSIONS + 200:

@@ -173,7 +173,7 @@ class MemberConnection(asyncio.Protocol):
         self.upgraded, self.ended = loop.create_future(), loop.create_future()
         self.buffer = b""
         host, port = url.removeprefix("http://").split(":")
-        # As real replicas do, each has an address of its own: a lighthouse limits the connections of one address.
+        # Each has its own address, as real replicas do: a lighthouse limits the connections of one address.
         own = f"127.1.{self.number >> 8 & 255}.{self.number & 255}"
         await loop.create_connection(lambda: self, host, int(port), local_addr=(own, 0))
         await self.upgraded

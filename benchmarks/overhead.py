@@ -75,7 +75,7 @@ class Ours:
         data = self._session.loader(
             Rows(width), global_batch_size=samples * world, micro_batch_size=samples, seed=5
         )
-        self._steps: Iterator[fabric.client.Step] = iter(self._session.steps(data, until=until))
+        self._steps: Iterator[Any] = self._session.steps(data, until=until)
 
     def __call__(self) -> None:
         step = next(self._steps)
@@ -157,7 +157,8 @@ def member() -> None:
     )
     theirs = DdpOnGloo(layers, width, samples)
     flat = torch.zeros(layers * width * width)
-    sides = {"ours": ours, "ddp": theirs, "compute": theirs.compute, "gloo": lambda: _all_reduce(flat)}
+    sides: dict[str, Callable[[], None]] = {"ours": ours, "ddp": theirs, "compute": theirs.compute}
+    sides["gloo"] = lambda: _all_reduce(flat)
     processor: dict[str, list[float]] = {side: [] for side in sides}
     turns = {side: turn_of(step, steps, processor[side]) for side, step in sides.items()}
     measured = interleave(turns, rounds)
@@ -183,7 +184,7 @@ def compare(name: str, world: int, plane: str, rounds: int) -> tuple[dict[str, l
     with Fleet(__file__, world, environment) as fleet:
         for rank in range(world):
             fleet.start(f"r{rank}")
-        written: dict[str, Any] = fleet.wait(LIMIT_S)
+        written: dict[str, Any] = fleet.results(LIMIT_S)
         if written["r0"]["members"] != world:
             fleet.fail(f"the job ran with {written['r0']['members']} of {world} replicas")
     ours, theirs = (

@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 
-from common import begin, finish, interleave, table, verdict
+from common import begin, finish, interleave, no_options, table, verdict
 
 from fabric.plan.engine import simulate
 from fabric.plan.policies import SPARePolicy
@@ -39,6 +39,7 @@ def slowest_reordering(groups: int = 1000, redundancy: int = 9, seed: int = 0) -
 
 
 def main() -> None:
+    no_options(__doc__)
     begin()
     measured = interleave(
         {"200": lambda: simulated(0), "1000": lambda: simulated(2), "reorder": slowest_reordering},

@@ -174,7 +174,7 @@ def job(gb: float, rounds: int) -> dict[str, Any]:
     environment = {"FABRIC_JOB": "snapshot", "SNAPSHOT_GB": str(gb), "SNAPSHOT_ROUNDS": str(rounds)}
     with Fleet(str(HERE / "snapshot_trainer.py"), 1, environment) as fleet:
         fleet.start("r0")
-        found = fleet.wait(LIMIT_S)["r0"]
+        found = fleet.results(LIMIT_S)["r0"]
     assert isinstance(found, dict)
     return found
 
@@ -196,7 +196,7 @@ def tell_job(found: dict[str, Any]) -> None:
         + ("" if copy_s < compute_s else " (THE COPY TAKES LONGER: not what was meant)")
     )
     say(f"the peer got {rate / 1e9:.2f} GB/s" + ("" if rate > RATE else " (NOT what was meant)"))
-    rows = []
+    rows: list[list[object]] = []
     for name, sides in (("device (a timer)", found["measured"]), ("all cores compute", found["cpu"])):
         ratios = [
             f"{paired(sides[side], sides['plain']):.3f}" for side in ("snapshot", "serving") if side in sides

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -97,10 +97,13 @@ class SnapshotTrainer:
         self.compute = compute
         model, self._optimizer = make(GB)
         self._model = model
-        self.session = fabric.client.attach(model, self._optimizer, snapshots=self.switch)
+        session = fabric.client.attach(model, self._optimizer, snapshots=self.switch)
+        if not isinstance(session, fabric.client.Session):
+            raise SystemExit("snapshot_trainer.py: there are no snapshots with FABRIC_DISABLE: unset it")
+        self.session = session
         samples = torch.arange(1, 1001, dtype=torch.float32)
         data = self.session.loader(samples, global_batch_size=1, micro_batch_size=1, seed=1)
-        self._steps: Iterator[fabric.client.Step] = iter(self.session.steps(data, until=1_000_000))
+        self._steps = self.session.steps(data, until=1_000_000)
         self.gaps: list[float] = []
         self.digested: list[bool] = []
         self._ended = 0.0

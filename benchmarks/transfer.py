@@ -48,6 +48,7 @@ from fabric.ckpt_server.format.digest import block_digest, file_digest
 from fabric.ckpt_server.format.manifest import make_manifest
 from fabric.ckpt_server.format.safetensors_file import (
     ELEMENT_BYTES,
+    TensorEntry,
     build_preamble,
     canonical_json,
     file_order,
@@ -77,11 +78,10 @@ SMALL_S, EXTRA_MB = 0.030, 64.0
 SPARE_BYTES = 2 << 30
 
 Spent = tuple[float, float]  # seconds of the clock, and processor seconds of the receiver
-Entry = tuple[str, str, tuple[int, ...], int]
 
 
-def mixed(nbytes: int) -> list[Entry]:
-    """(name, dtype, shape, bytes) of a model with optimizer state, ``nbytes`` in all."""
+def mixed(nbytes: int) -> list[TensorEntry]:
+    """The tensors of a model with optimizer state, ``nbytes`` in all."""
     layer = [
         ("F32", (2048, 2048)),
         ("F32", (2048, 1024)),
@@ -91,30 +91,31 @@ def mixed(nbytes: int) -> list[Entry]:
         ("BF16", (2048,)),
         ("I64", (1,)),
     ]
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     left = nbytes
     while left:
         for dtype, shape in layer:
             size = ELEMENT_BYTES[dtype] * int(np.prod(shape))
             name = f"layer{len(entries):05d}.weight"
-            entries.append((name, dtype, shape, size) if size <= left else (name, "U8", (left,), left))
-            left -= entries[-1][3]
+            whole = TensorEntry(name, dtype, shape, size)
+            entries.append(whole if size <= left else TensorEntry(name, "U8", (left,), left))
+            left -= entries[-1].nbytes
             if not left:
                 break
     return sorted(entries, key=lambda entry: file_order(entry[0], entry[1]))
 
 
-def small(count: int) -> list[Entry]:
+def small(count: int) -> list[TensorEntry]:
     """``count`` tensors of 4 KB."""
-    return [(f"layer{i:05d}.weight", "F32", (1024,), 4096) for i in range(count)]
+    return [TensorEntry(f"layer{i:05d}.weight", "F32", (1024,), 4096) for i in range(count)]
 
 
 class StateFile:
     """A snapshot file in a memfd, and its manifest in a file."""
 
-    def __init__(self, entries: list[Entry], folder: str) -> None:
+    def __init__(self, entries: list[TensorEntry], folder: str) -> None:
         preamble = build_preamble(entries, canonical_json({"format": 1, "step": STEP, "state": {}}))
-        self.tensors, self.data_bytes = len(entries), sum(entry[3] for entry in entries)
+        self.tensors, self.data_bytes = len(entries), sum(entry.nbytes for entry in entries)
         self.nbytes = len(preamble) + self.data_bytes
         self.fd = os.memfd_create("transfer-state")
         os.posix_fallocate(self.fd, 0, self.nbytes)

@@ -131,7 +131,7 @@ def source(fd: int, run_dir: str) -> None:
             super().__init__(name)
             os.dup2(fd, self.fd)
 
-    slots.Memfd = SharedMemfd
+    slots.Memfd = SharedMemfd  # type: ignore[misc]
     settings = ServerSettings(job="job", replica="r0", run_dir=Path(run_dir), orphan_s=3600.0)
     uvloop.run(run(settings, ready_fd=os.dup(sys.stdout.fileno())))
 
@@ -245,7 +245,7 @@ def torchft_sender(fd: int, nbytes: int, settings: list[int]) -> None:
 
     torch.set_num_threads(1)
     # the default writes a line per request to standard error
-    BaseHTTPRequestHandler.log_message = lambda *_: None
+    BaseHTTPRequestHandler.log_message = lambda *_: None  # type: ignore[method-assign]
     state = tensors_of(mapped(fd, nbytes))
     addresses = {}
     for num_chunks in settings:

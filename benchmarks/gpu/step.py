@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -63,7 +64,7 @@ class Ours:
         self._rows, self.model_and_optimizer = rows, build()
         self._session = fabric.client.attach(*self.model_and_optimizer)
         data = self._session.loader(Numbers(), global_batch_size=micro_batches, micro_batch_size=1, seed=5)
-        self._steps: Iterator[fabric.client.Step] = iter(self._session.steps(data, until=until))
+        self._steps: Iterator[Any] = self._session.steps(data, until=until)
 
     def _run(self, step: fabric.client.Step) -> None:
         model, optimizer = self.model_and_optimizer
@@ -90,7 +91,8 @@ class Theirs:
 
     def __init__(self, rows: torch.Tensor, micro_batches: int, world: int) -> None:
         self._rows, self._micro_batches, (model, self._optimizer) = rows, micro_batches, build()
-        self._model, self._no_sync = model, contextlib.nullcontext
+        self._model = model
+        self._no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if world > 1:
             ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
             self._model, self._no_sync = ddp, ddp.no_sync
@@ -151,7 +153,7 @@ def compare(world: int, micro_batches: int) -> dict[str, float]:
     with Fleet(__file__, world, environment) as fleet:
         for rank in range(world):
             fleet.start(f"r{rank}")
-        found = fleet.wait(LIMIT_S)["r0"]
+        found = fleet.results(LIMIT_S)["r0"]
         if found["members"] != world:
             fleet.fail(f"the job ran with {found['members']} of {world} replicas")
     measured = found["measured"]

@@ -255,7 +255,7 @@ def test_our_own_exchange_and_torch_are_one_graph():
 
 
 def test_the_collective_of_a_replica_is_named_before_the_exchange_that_waits_for_it():
-    """Rank 1 of r0 came to the exchange before rank 0 of r1 came to the collective; clocks may differ, too."""
+    """Rank 1 of r0 came to the exchange before rank 0 of r1 came to the collective."""
     roster = ["r0", "r1"]
     read = [
         own("r0", [entry(1, state="started")], roster, rank=1),

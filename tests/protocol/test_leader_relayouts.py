@@ -231,6 +231,20 @@ def test_the_last_reader_of_a_part_does_not_leave():
     assert not leaving(lighthouse) and kept(lighthouse) == ["no other member can read shard 1"]
 
 
+def test_a_replica_outside_that_alone_can_read_its_part_is_not_drained():
+    """The leader chose its data slot, so its session names none."""
+    sharing = Sharing(readers=1, data_slots=3, on_loss="wait")
+    lighthouse = acting(sharing=sharing)
+    order(lighthouse, "pause")
+    lighthouse.status("c", "gone", incarnation=1)
+    lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a", "b")
+    lighthouse.do(session("c", lighthouse.record, 2, sharing=sharing))
+    lighthouse.status("c", incarnation=2)
+    objection = lighthouse.core.orders.objection(io.Operator("drain", "c", "ann", "a test"))
+    assert "c is not drained: no other member can read shard 2" in objection
+
+
 @pytest.mark.parametrize("layout", [ORDER, ""])
 def test_an_order_that_the_store_lost_is_written_again_and_counts_once(layout):
     lighthouse = acting()

@@ -106,9 +106,10 @@ class OperatorOrders:
         if not waits_for_data(record.sharing, others):
             return None
         peer, member = self.state.liveness.peers.get(name), record.member(name)
-        data_slot = (
-            member.data_slot if member is not None else peer.session.data_slot if peer is not None else -1
-        )
+        replica = member or (peer.session if peer is not None else None)
+        data_slot = replica.data_slot if replica is not None else -1
+        if data_slot < 0:  # the leader chose its data slot when it was a member
+            data_slot = self.writer.data_slots.get(name, -1)
         lost = lost_parts(record.sharing, others)
         return next((part for part in lost if data_slot in readers_of(part, record.sharing)), None)
 

@@ -114,6 +114,8 @@ class Job:
         command += ["--bind", self.bind, "--port", str(port), "--token-file", str(self.token)]
         command += ["--ready-file", str(ready)]
         command += ["--namespace", self.environment.get("TEST_NAMESPACE", "default")]
+        if failures := self.environment.get("TEST_FAILURES"):
+            command += ["--failures", failures]
         with (self.folder / "lighthouse.log").open("ab") as log:
             self.lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
         self.wait_for(ready.exists, "the lighthouse's ready file")

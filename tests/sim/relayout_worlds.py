@@ -293,8 +293,11 @@ class RelayoutWorld(AdaptWorld, UnequalWorld):
         def done() -> bool:
             assert isinstance(self.checks, RelayoutChecks)
             record = self.store.record
-            # After a wipe, members may still go on in the generation of the store before.
-            if record is None or any(x.core.view.generation != record.generation for x in self.living()):
+            # After a wipe, members may still go on in the generation of the store before. A spare that stands
+            # by gets no state, so it may know an older generation.
+            needed = {x.name for x in self.awaited()}
+            members = [x for x in self.living() if x.host in needed]
+            if record is None or any(x.core.view.generation != record.generation for x in members):
                 return False
             return self.checks.layouts.has_ended(record) and bool(whole())
 

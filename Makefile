@@ -75,7 +75,7 @@ torchtitan: PYTHONDONTWRITEBYTECODE :=
 torchtitan:
 	test -x $(VENV)-torchtitan/bin/python || $(PYTHON) -m venv $(VENV)-torchtitan
 	$(VENV)-torchtitan/bin/python -m pip install -q "$$(grep -i '^torch==' constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(VENV)-torchtitan/bin/python -m pip install -q pytest pytest-asyncio triton -e '.[torchtitan]'
+	$(VENV)-torchtitan/bin/python -m pip install -q pytest pytest-asyncio hypothesis triton -e '.[torchtitan]'
 	$(VENV)-torchtitan/bin/python -m pytest tests/integration/test_torchtitan.py
 
 # The parts and whole jobs that depend on torch, with another release of torch in an environment of its own:

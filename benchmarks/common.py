@@ -110,13 +110,13 @@ def verdict(
     return met
 
 
-_guard: "subprocess.Popen[bytes] | None" = None
-
-
 def no_options(description: str | None) -> None:
     """Answer ``--help``, and refuse every other argument: without this, a typing error starts a long run."""
     raw = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=description, formatter_class=raw).parse_args()
+
+
+_guard: "subprocess.Popen[bytes] | None" = None
 
 
 def begin() -> None:

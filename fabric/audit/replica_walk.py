@@ -192,6 +192,7 @@ def _resume(state: ReplicaWalk, line: JournalLine) -> list[str]:
 
 def _outside(state: ReplicaWalk, line: JournalLine) -> list[str]:
     """Take the eviction of a live process: its state is valid, so it replays missed steps and joins again."""
+    _ahead(state, line.integer("step"))
     state.joining = True
     return []
 

@@ -201,14 +201,18 @@ def test_a_living_process_goes_back_only_into_a_new_generation(generation: int, 
     assert walk(lines) == (expected if is_broken else [])
 
 
-@pytest.mark.parametrize(("aborted", "is_broken"), [(0, True), (1, False)])
-def test_a_commit_of_an_older_epoch_was_decided_before_the_abort(aborted: int, is_broken: bool) -> None:
-    """The deciding thread may abort the next round before the main thread writes the commit line."""
+@pytest.mark.parametrize("event", ["abort", "outside"])
+@pytest.mark.parametrize(("at_step", "is_broken"), [(0, True), (1, False)])
+def test_a_commit_of_an_older_epoch_was_decided_before(event: str, at_step: int, is_broken: bool) -> None:
+    """The deciding thread may go on before the main thread writes the commit line.
+
+    It aborts the next round, or leaves the roster.
+    """
     events = [
         ("start", {}),
         ("epoch", {"epoch": 1, "generation": 1, "forced": True}),
         ("resume", {"epoch": 1, "step": 0}),
-        ("abort", {"epoch": 1, "step": aborted}),
+        (event, {"epoch": 1, "step": at_step}),
         ("epoch", {"epoch": 2, "generation": 1, "forced": True}),
         ("commit", {"generation": 1, "epoch": 1, "step": 0, "replay": False, "contributed": True}),
         ("state", {"step": 1}),

@@ -56,7 +56,7 @@ class Party(SessionCollectives):
         """Begin the phase after the commit of ``step``."""
         epoch = epoch or self.current.epoch
         prepared = PreparedRound(epoch, step, "", 1.0, (), ())
-        self.collectives.members.end_step(io.Apply(step, prepared, contributed=True, digest=False))
+        self.collectives.members.end_step(io.Apply(1, step, prepared, contributed=True, digest=False))
 
     def compute(self, step: int) -> None:
         self.collectives.members.begin_step(io.Compute(step, (0,)))

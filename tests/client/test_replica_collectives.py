@@ -239,7 +239,7 @@ def test_no_member_and_no_tensor_are_refused_with_a_sentence(three):
     three["a"].announce(three.record("b c", 2, forced=2))
     with pytest.raises(NotAMember, match="epoch 2 does not list it, go on to the next step"):
         calls.barrier()
-    calls.collectives.members.end_step(io.Apply(7, None, contributed=False, digest=False))
+    calls.collectives.members.end_step(io.Apply(1, 7, None, contributed=False, digest=False))
     with pytest.raises(
         NotAMember, match=r"it replays step 7, call collectives only where step\.replayed is false"
     ):

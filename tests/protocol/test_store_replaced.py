@@ -57,6 +57,16 @@ def test_no_round_prepared_under_the_last_store_is_committed(store):
 
 
 @pytest.mark.parametrize("store", STORES)
+def test_a_step_keeps_the_generation_in_which_it_was_committed(store):
+    """The main thread applies the step later: then this member's state may belong to no generation."""
+    trainer = holding()
+    trainer.peer("b", vote(FIRST, 0))
+    (apply,) = trainer.found(io.Apply)
+    trainer.leader(m.Epoch(cold_start(store)))
+    assert apply.generation == 1 and trainer.core.view.generation == 0
+
+
+@pytest.mark.parametrize("store", STORES)
 def test_a_round_goes_on_in_the_epochs_of_the_other_store(store):
     trainer = running()
     record = cold_start(store)

@@ -157,12 +157,11 @@ class MainThread:
 
     def _apply(self, order: io.Apply) -> None:
         demand(not self.closing, "told to apply after the loop has ended")
-        generation = self.trainer.core.view.generation
         # The main thread reads the buffer some time after the effect, while other threads go on.
-        self._work(self.trainer.clockwork.between(0.0, 0.003), lambda: self._scatter(order, generation))
+        self._work(self.trainer.clockwork.between(0.0, 0.003), lambda: self._scatter(order))
 
-    def _scatter(self, order: io.Apply, generation: int) -> None:
-        trainer = self.trainer
+    def _scatter(self, order: io.Apply) -> None:
+        trainer, generation = self.trainer, order.generation
         if order.prepared is not None:
             gradient = trainer.ring.result(order.step)
         else:

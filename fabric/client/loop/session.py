@@ -488,13 +488,12 @@ class Session(SessionCollectives):
 
     def _journal_commit(self, order: io.Apply, held: io.PreparedRound, replay: bool) -> None:
         times = self._clock.by_phase(self._parts.exchange.seconds)
-        source = self._parts.fetch_thread if replay else self._engine
         has_plan = self._loader is not None or self._sampler is not None  # else samples are unknown
         self._parts.journal.commit(
             held,
             self._micro_batches if has_plan else 0,
             times,
-            generation=source.generation,
+            generation=order.generation,
             contributed=order.contributed,
             replay=replay,
         )

@@ -46,7 +46,6 @@ class FetchThread:
         self.buffer: torch.Tensor | None = None
         self._state: FetchedState | None = None
         self.gradient: GradientMeta | None = None
-        self.generation = 0  # the generation of ``gradient``; the job itself may be in a newer generation
 
     def fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
         """Queue the fetch of a snapshot."""
@@ -92,7 +91,7 @@ class FetchThread:
             if ticket == self._wanted:
                 post(io.GradientGone(order.step, gone=False, why=str(error)))
             return
-        self.gradient, self.generation = meta, order.generation
+        self.gradient = meta
         post(io.GradientFetched(order.step, meta.digest))
 
     def _read_gradient(self, order: io.FetchGradient, into: torch.Tensor) -> GradientMeta:

@@ -214,9 +214,8 @@ class CatchUp:
             self._memory.waiting = False
         elif fetch.gradient is not None:
             self._memory.drop_kept()
-            self._memory.state = MemberState(
-                self._memory.state.generation, self._memory.state.step + 1, "", fetch.gradient.gradient_digest
-            )
-            self._context.emit(io.Apply(fetch.gradient.step, None, contributed=False, digest=True))
+            generation, step = self._memory.state.generation, fetch.gradient.step
+            self._memory.state = MemberState(generation, step + 1, "", fetch.gradient.gradient_digest)
+            self._context.emit(io.Apply(generation, step, None, contributed=False, digest=True))
             fetch.gradient = None
             self._memory.waiting = False

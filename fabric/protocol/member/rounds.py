@@ -441,15 +441,16 @@ class Rounds:
         following = prepared.step + 1
         own = dict(prepared.contributions).get(self._context.replica, ())
         every = self._context.config.digest_every
-        self._memory.state = MemberState(
-            self._memory.state.generation, following, "", prepared.gradient_digest
-        )
+        generation = self._memory.state.generation
+        self._memory.state = MemberState(generation, following, "", prepared.gradient_digest)
         self.committed_in = prepared.epoch
         self.prepared, self.round, self._memory.kept_gradient = None, None, KeptGradient()
         self._memory.waiting = False
-        self._context.emit(io.Publish(self._memory.state.generation, prepared))
+        self._context.emit(io.Publish(generation, prepared))
         wanted = bool(every) and (first_of_epoch or following % every == 0)
-        self._context.emit(io.Apply(prepared.step, prepared, contributed=bool(own), digest=wanted))
+        self._context.emit(
+            io.Apply(generation, prepared.step, prepared, contributed=bool(own), digest=wanted)
+        )
 
     def _judge_nonfinite(self, prepared: io.PreparedRound) -> bool:
         """Act on a sum that is not finite, in the same way on all members; return whether the job ends."""

@@ -342,6 +342,7 @@ class DropGradient:
 class Apply:
     """Let the user's update code apply the averaged gradient of committed step ``step``; ends in Ready."""
 
+    generation: Int64  # in which the step is committed; the process may be in a newer one when it applies it
     step: Int64
     prepared: PreparedRound | None  # the gradient in my memory; None: apply the fetched published gradient
     contributed: bool  # whether I contributed to this gradient

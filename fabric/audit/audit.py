@@ -318,10 +318,13 @@ def _nothing_lost(evidence: Evidence) -> list[str]:
     ]
     claims = {name: _claims(journal) for name, journal in evidence.run.journals.items()}
     for (generation, step), lines in evidence.commits.items():
+        contributions = lines[0].fields["contributions"]
         for replica in lines[0].fields["members"]:
             claim = claims.get(replica)
             if claim is None:
                 broken.append(f"{replica} is a member of step {step} and has no journal.")
+            elif not contributions.get(replica):
+                continue  # a newcomer's first round has no work of it: the others may commit without it
             elif (generation, step) not in claim.commits and step not in claim.excused:
                 broken.append(f"{replica} is a member of step {step} and did not commit it.")
     return broken
@@ -336,21 +339,26 @@ class _JournalClaims:
 
 
 def _claims(journal: ReplicaJournal) -> _JournalClaims:
-    """Read a journal once. A step is excused where a process ended just before its commit."""
+    """Read a journal once. A step is excused where a process ended or left just before its commit."""
     commits: set[StepKey] = set()
     excused: set[int] = set()
     for lines in journal.incarnations():
-        position = 0
+        position, generation = 0, 0
         for line in lines:
             if line.event == "join":
-                # The process left the roster and fetched a later state instead of committing that round.
-                if line.integer("step") > position:
+                # The process left the roster and fetched another state instead of committing that round.
+                if line.integer("step") != position:
                     excused.add(position)
                 position = line.integer("step")
             elif line.event == "commit":
-                commits.add((line.integer("generation"), line.integer("step")))
+                # A new generation ended the round of this process, perhaps after another member's commit.
+                if line.integer("generation") > generation:
+                    excused.add(position)
+                generation = line.integer("generation")
+                commits.add((generation, line.integer("step")))
                 position = line.integer("step") + 1
-        if not finished(lines):
+        # Other members may commit the last round of a process that was drained, as of one that was killed.
+        if not lines_of(lines, "finish"):
             excused.add(position)
     return _JournalClaims(frozenset(commits), frozenset(excused))
 

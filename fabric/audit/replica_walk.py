@@ -31,7 +31,7 @@ class ReplicaWalk:
     heard: int = 0
     promised: int | None = None
     replayed: int = 0
-    joining: bool = False
+    joining: bool = True  # whether it may replay steps: from its start, or from a leave, until it contributes
     decided: int = -1
     ended: bool = False
     rounds: set[tuple[int, int, int]] = field(default_factory=set)
@@ -63,14 +63,19 @@ def walk(lines: Sequence[JournalLine]) -> list[str]:
     return broken
 
 
+def _digested(state: ReplicaWalk) -> list[str]:
+    """Report the digest that was due but is missing."""
+    broken = [] if state.due is None else [f"has no digest of its state at step {state.due}"]
+    state.due = None
+    return broken
+
+
 def _settled(state: ReplicaWalk) -> list[str]:
     """Report the digest or commit that was due but is missing."""
-    broken: list[str] = []
-    if state.due is not None:
-        broken.append(f"has no digest of its state at step {state.due}")
+    broken = _digested(state)
     if state.promised is not None:
         broken.append(f"was to commit step {state.promised} and did not")
-    state.due = state.promised = None
+    state.promised = None
     return broken
 
 
@@ -87,6 +92,7 @@ def _contribute(state: ReplicaWalk, line: JournalLine) -> list[str]:
     step = line.integer("step")
     if step != state.next_step:
         broken.append(f"contributes to step {step} while its state is at step {state.next_step}")
+    state.joining = False
     key = (line.integer("generation"), line.integer("epoch"), step)
     if key in state.rounds:
         broken.append(f"contributes twice to the round of epoch {key[1]}, step {step}")
@@ -146,7 +152,7 @@ def _join(state: ReplicaWalk, line: JournalLine) -> list[str]:
 
 
 def _joined(state: ReplicaWalk, line: JournalLine) -> list[str]:
-    broken = _settled(state)
+    broken = _digested(state)  # a promised commit comes next: the main thread writes both lines
     step, replayed = line.integer("step"), line.fields.get("replayed", state.replayed)
     if step != state.next_step:
         broken.append(f"joins at step {step} with the state of step {state.next_step}")

@@ -6,9 +6,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli.journals import KILL_STEP, STEPS, VICTIM, Entry, SyntheticRun, to_bytes
+from cli.journals import (
+    JOIN_STEP,
+    KILL_STEP,
+    SERVE_STEP,
+    STEPS,
+    VICTIM,
+    Entry,
+    SyntheticRun,
+    samples,
+    to_bytes,
+)
 from click.testing import CliRunner
 
+from fabric.audit.audit import audit, gather
 from fabric.audit.journal import JournalLine, RecordedRun, parse_journal, read_run
 from fabric.audit.replica_walk import walk
 from fabric.audit.verify import Verdict, compare_losses, judge, verify, write_summary
@@ -222,6 +233,43 @@ def test_a_commit_of_an_older_epoch_was_decided_before(event: str, at_step: int,
     assert walk(lines) == (expected if is_broken else [])
 
 
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_control_thread_may_abort_the_next_round_before_a_newcomer_has_written_its_first(
+    is_broken: bool,
+) -> None:
+    told = [
+        ("start", {}),
+        ("join", {"generation": 1, "step": 3}),
+        ("state", {"generation": 1, "step": 3}),
+        ("epoch", {"epoch": 2, "generation": 1, "forced": True}),
+        ("abort", {"epoch": 2, "step": 4}),
+        ("joined", {"epoch": 2, "step": 3, "replayed": 0}),
+    ]
+    if not is_broken:
+        told.append(
+            ("commit", {"generation": 1, "epoch": 2, "step": 3, "replay": False, "contributed": False})
+        )
+        told.append(("state", {"generation": 1, "step": 4}))
+    told.append(("finish", {"step": 3 if is_broken else 4}))
+    lines = [JournalLine(event, t, t, "r0", 1, t, fields) for t, (event, fields) in enumerate(told, 1)]
+    expected = ["r0 incarnation 1 (line 7) was to commit step 3 and did not."]
+    assert walk(lines) == (expected if is_broken else [])
+
+
+@pytest.mark.parametrize("has_contributed", [False, True])
+def test_a_process_replays_until_it_contributes(has_contributed: bool) -> None:
+    """The state with which a process starts may be the base: then it joins by replay alone."""
+    told = [("start", {}), ("epoch", {"epoch": 1, "generation": 1, "forced": True})]
+    if has_contributed:
+        told.append(("contribute", {"generation": 1, "epoch": 1, "step": 0, "micro_batches": [0]}))
+    told.append(("commit", {"generation": 1, "epoch": 1, "step": 0, "replay": True, "contributed": False}))
+    lines = [JournalLine(event, t, t, "r0", 1, t, fields) for t, (event, fields) in enumerate(told, 1)]
+    expected = [
+        "r0 incarnation 1 (line 4) replays step 0 without having been outside of the roster or behind."
+    ]
+    assert walk(lines) == (expected if has_contributed else [])
+
+
 def test_time_that_goes_back_is_noticed(honest: SyntheticRun) -> None:
     def change(lines: list[Entry]) -> None:
         lines[5]["mono"] -= 3
@@ -276,6 +324,68 @@ def test_a_drained_process_may_have_a_successor_and_a_finished_one_may_not(
     broken = judged(altered(honest, VICTIM, change)).broken
     assert any("a second process that trained" in sentence for sentence in broken) is is_broken
     assert bool(broken) is is_broken
+
+
+@pytest.mark.parametrize(("event", "is_broken"), [("stop", False), ("finish", True)])
+def test_the_others_may_commit_the_last_round_of_a_process_that_was_drained(
+    honest: SyntheticRun, event: str, is_broken: bool
+) -> None:
+    def change(lines: list[Entry]) -> None:
+        second = [i for i, line in enumerate(lines) if line["event"] == "start"][1]
+        committed = next(i for i, line in enumerate(lines) if line["event"] == "commit" and line["step"] == 2)
+        envelope = {key: lines[committed][key] for key in ("t", "mono", "replica", "incarnation")}
+        lines[committed:second] = [
+            envelope | {"event": event, "code": 0, "reason": "drained", "step": KILL_STEP - 1}
+        ]
+
+    broken = judged(altered(honest, VICTIM, change)).broken
+    assert (f"{VICTIM} is a member of step 2 and did not commit it." in broken) is is_broken
+    assert bool(broken) is is_broken
+
+
+def test_the_others_may_commit_the_first_round_of_a_newcomer_that_dies_in_its_replay() -> None:
+    """The newcomer's own journal ends steps before the round, in which it had no part."""
+    journals = {}
+    for name, entries in SyntheticRun().entries.items():
+        last = SERVE_STEP + 1 if name == VICTIM else JOIN_STEP + 1
+        end = [i for i, x in enumerate(entries) if x["event"] == "state" and x["step"] == last][-1]
+        journals[name] = parse_journal(name, to_bytes(entries[: end + 1]))
+    assert audit(gather(RecordedRun(journals, ())), is_over=False) == []
+
+
+@pytest.mark.parametrize(("generation", "is_broken"), [(2, False), (1, True)])
+def test_a_new_generation_ends_the_round_of_a_living_member(generation: int, is_broken: bool) -> None:
+    """The others commit the last step and die; r2 did not, and commits it again in a new generation."""
+    entries = SyntheticRun().entries
+    journals = {}
+    for name, lines in entries.items():
+        last = ("contribute", STEPS - 1) if name == "r2" else ("state", STEPS)
+        end = next(i for i, x in enumerate(lines) if (x["event"], x.get("step")) == last)
+        kept = lines[: end + 1]
+        if name == "r2":
+            kept += _alone_again(lines[end], generation)
+        journals[name] = parse_journal(name, to_bytes(kept))
+    broken = audit(gather(RecordedRun(journals, ())), is_over=False)
+    assert bool(broken) is is_broken, broken
+
+
+def _alone_again(last: Entry, generation: int) -> list[Entry]:
+    """The lines of a process that goes on alone at its last step, after its line ``last``."""
+    envelope = {key: last[key] for key in ("t", "mono", "replica", "incarnation")}
+    at = {"generation": generation, "epoch": 4, "step": STEPS - 1}
+    everything = list(range(6))
+    table = {"contributions": {"r2": everything}, "members": ["r2"], "weight": 12.0}
+    listed = {str(i): samples(STEPS - 1, i) for i in everything}
+    outcome = {"gradient_digest": "1" * 16, "metrics": {}, "times": {}, "replay": False, "contributed": True}
+    return [
+        envelope | line
+        for line in (
+            {"event": "epoch", "epoch": 4, "generation": generation, "forced": True, "roster": ["r2"]},
+            {"event": "resume", "epoch": 4, "step": STEPS - 1},
+            {"event": "contribute", **at, "micro_batches": everything, "samples": listed, "weight": 12.0},
+            {"event": "commit", **at, **table, **outcome},
+        )
+    ]
 
 
 def _cut_at_restart(directory: Path) -> tuple[Path, list[bytes], int]:

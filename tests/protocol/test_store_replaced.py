@@ -165,6 +165,20 @@ def test_an_empty_store_does_not_call_it_a_first_start_where_steps_are_lost():
     assert record.reason.startswith("cold start from step 0") and "60 steps lost" in record.reason
 
 
+def test_a_generation_number_is_not_used_twice_when_the_store_is_lost_twice():
+    """After the first loss the states belong to no generation: only the processes know of generation 3."""
+    record = with_an_empty_store([SnapshotRef(0, 0, "start")], generation=0, known_generation=3).record
+    assert record.generation == 4 and record.reason == "cold start from step 0 of generation 0"
+
+
+def test_a_member_without_a_state_of_its_generation_names_the_newest_it_knows():
+    trainer = running()
+    trainer.leader(m.Epoch(cold_start("z", "b")))
+    trainer.do(io.LeaderConnected())
+    (session,) = trainer.said(m.OpenSession)
+    assert (session.generation, session.known_generation) == (0, 2)
+
+
 def test_an_epoch_that_only_a_heartbeat_names_counts():
     lighthouse = Lighthouse(None, start_replicas=2)
     lighthouse.open("a", generation=3, step=60, epoch=57)

@@ -73,18 +73,18 @@ class Starts:
         sharing = peers[0].session.sharing
         starting = [replace(as_member(p.session), since=epoch) for p in peers]
         # Exceed the base's generation too: a durable checkpoint may belong to a job whose record is gone.
-        generation = max(newest[0], base.generation) + 1
+        before = max(newest[0], base.generation)
         self.writer.write(
             Record(
                 store_id=self.state.store_id,
-                generation=generation,
+                generation=before + 1,
                 cold=epoch,
                 epoch=epoch,
                 forced=epoch,
                 nonce=self.writer.nonce(),
                 roster=seated(starting, self.writer.data_slots, sharing),
                 base=base,
-                reason=self._start_reason(record, base, passed),
+                reason=self._start_reason(record, before, base, passed),
                 incident_id=incident_id_of(epoch),
                 sharing=sharing,
                 poison=self.evidence.known_poison(record) if record is not None else (),
@@ -121,7 +121,8 @@ class Starts:
         if not peers:
             return None
         live, newest = self.state.liveness, max(peers, key=lambda p: p.session.step)
-        if not newest.session.step or newest.session.ranks or any(p.session.generation for p in peers):
+        has_run = any(p.session.generation or p.session.known_generation for p in peers)
+        if not newest.session.step or newest.session.ranks or has_run:
             return None
         if live.durable() or self.state.now >= self.own_state_until(newest):
             return None
@@ -164,8 +165,9 @@ class Starts:
         good = [p for p in peers if self.evidence.penalty_of(as_member(p.session)) is None]
         return good if len(good) >= self.limits.least else peers
 
-    def _start_reason(self, record: Record | None, base: Base, passed: str) -> str:
-        if record is None and base.generation == 0 and not self.bases.steps_lost:
+    def _start_reason(self, record: Record | None, before: int, base: Base, passed: str) -> str:
+        """Why a generation begins from ``base``; ``before``: the newest generation until now, 0: none."""
+        if record is None and not before:
             return "first start"
         steps = self.bases.steps_lost
         lost = f", {counted(steps, 'step')} lost with the memory that held them" if steps else ""
@@ -188,4 +190,6 @@ class Starts:
         generation = max((p.generation for p in peers), default=0)
         if generation:
             self.progress.highest_step = max(p.step for p in peers if p.generation == generation)
+        # After a second loss of the store, the members' states may belong to no generation.
+        generation = max([generation, *(p.session.known_generation for p in peers)])
         return generation, max((p.newest_epoch for p in peers), default=0)

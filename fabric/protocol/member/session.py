@@ -145,7 +145,7 @@ class LighthouseSession:
         self.contact.connected = True
         self.contact.changes = False
         self.contact.next_beat = self._context.now
-        me, state = self._context.identity, self._memory.state
+        me, state, newest = self._context.identity, self._memory.state, self._epochs.newest
         self._context.emit(
             io.SendLeader(
                 m.OpenSession(
@@ -154,7 +154,8 @@ class LighthouseSession:
                     generation=state.generation,
                     step=state.step,
                     digest=state.digest,
-                    epoch=self._epochs.newest.epoch if self._epochs.newest is not None else 0,
+                    epoch=newest.epoch if newest is not None else 0,
+                    known_generation=newest.generation if newest is not None else 0,
                     link=me.link,
                     ckpt=me.ckpt,
                     micro_batches=me.micro_batches,

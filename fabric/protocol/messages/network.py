@@ -220,6 +220,7 @@ class OpenSession:
     adapt: str = ""  # the job's mode against slow replicas: "off", "advise" or "act"; empty: an older version
     cuts: str = ""  # as in ``Member.cuts``
     launched: LaunchedLayouts = NOT_LAUNCHED
+    known_generation: Int64 = 0  # the newest that the sender knows; its state may belong to none
 
 
 @dataclass(frozen=True, slots=True)

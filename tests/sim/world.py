@@ -5,6 +5,7 @@ bounded virtual time: every replica in the roster, further steps, a clean finish
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from sim import coverage
 from sim.checkers import Checks, Violation
@@ -21,6 +22,7 @@ from fabric.model import EVERYTHING, Death, JobEnd, Policy, Sharing, SnapshotRef
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import leader_events
+from fabric.protocol.messages.prepared_round import PreparedRound
 
 __all__ = ["Settings", "Trainer", "Violation", "World", "run_seed"]
 
@@ -117,6 +119,9 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.lighthouses: dict[str, Lighthouse] = {}
         self.by_key: dict[tuple[str, int], Trainer] = {}
+        # Filled by trainers that keep a journal: a host's lines, and committed rounds by (generation, step).
+        self.journals: dict[str, list[dict[str, Any]]] = {}
+        self.prepared: dict[tuple[int, int], PreparedRound] = {}
         self.blackout = not faultless and not aims and self.clockwork.chance(0.04)
         self.faults = Faults(self, 0 if faultless or self.blackout else None, aims)
         for i in range(self.settings.lighthouses):

@@ -32,12 +32,12 @@ def journaled(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "seeds"),
     [
-        ("plain", range(150)),
+        ("plain", range(50)),
         ("plain", range(260, 270)),
         ("plain", range(560, 570)),
-        ("store", range(100)),
-        ("order", range(70, 160)),
-        ("late", range(220, 290)),
+        ("store", range(30, 60)),
+        ("order", range(70, 110)),
+        ("late", range(220, 250)),
         ("adapt", range(340, 350)),
     ],
 )

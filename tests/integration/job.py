@@ -65,6 +65,7 @@ class Zygote:
         return self._statuses.get(process.number)
 
     def start(self, environment: dict[str, str], log: Path) -> StartedProcess:
+        log.touch()  # a test may read it before the process writes its first line
         request = {"environment": environment, "log": str(log)}
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()

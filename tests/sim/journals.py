@@ -41,19 +41,17 @@ class SimJournal(Journal):
 class JournaledMain(MainThread):
     """Writes the lines that the user's thread writes, in the order of the real session."""
 
+    trainer: "JournaledTrainer"
+
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self.undigested = False  # whether the digest of this step's state has been left for later
         self.behind, self.replayed = False, 0
 
-    @property
-    def journal(self) -> SimJournal:
-        return self.trainer.journal  # type: ignore[attr-defined]
-
     def note_state(self, digest: str) -> None:
         if digest:
             generation = self.trainer.core.view.generation
-            self.journal.write("state", generation=generation, step=self.step, digest=digest)
+            self.trainer.journal.write("state", generation=generation, step=self.step, digest=digest)
 
     def _note_left_digest(self) -> None:
         if self.undigested:
@@ -75,8 +73,8 @@ class JournaledMain(MainThread):
             self.behind, self.replayed = True, self.replayed + 1
         elif self.behind:
             self.behind, replayed, self.replayed = False, self.replayed, 0
-            self.journal.write("joined", epoch=held.epoch, step=held.step, replayed=replayed)
-        self.journal.commit(
+            self.trainer.journal.write("joined", epoch=held.epoch, step=held.step, replayed=replayed)
+        self.trainer.journal.commit(
             held,
             world.settings.micro_batches,
             {},
@@ -95,7 +93,9 @@ class JournaledMain(MainThread):
             state = self.trainer.transfer.state
             assert state is not None
             self.behind, self.replayed = True, 0
-            self.journal.write("join", generation=state.generation, step=event.step, bytes=1, seconds=0.1)
+            self.trainer.journal.write(
+                "join", generation=state.generation, step=event.step, bytes=1, seconds=0.1
+            )
             self.note_state(event.digest)
         elif isinstance(event, io.Ready):
             self.undigested = event.later
@@ -111,6 +111,7 @@ class JournaledTrainer(Trainer):
     """Writes the lines that the control thread writes."""
 
     main_class = JournaledMain
+    main: JournaledMain
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -134,7 +135,7 @@ class JournaledTrainer(Trainer):
 
     def feed(self, event: io.Event) -> None:
         if self.alive and not self.paused:
-            self.main.note_answer(event)  # type: ignore[attr-defined]
+            self.main.note_answer(event)
         super().feed(event)
 
     def send_peer(self, effect: io.SendPeer) -> None:

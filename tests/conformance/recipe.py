@@ -1,8 +1,8 @@
 """What a recipe uses: its sizes, its data, and the evidence that it leaves for the suite.
 
 A recipe is a short training script, written as its users write it. The suite runs the recipe without fabric,
-with ``FABRIC_DISABLE=1``, as a job of one replica, and as a job of three replicas of which two are killed. This
-module knows the way from the environment. Only recipes import it, each in a process of its own.
+with ``FABRIC_DISABLE=1``, as a job of one replica, and as a job of three replicas of which two are killed.
+This module knows the way from the environment. Only recipes import it, each in a process of its own.
 """
 
 import json

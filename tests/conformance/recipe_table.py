@@ -70,9 +70,9 @@ HEAD = """# The same training as without fabric
 
 Each line of this page is a short training script that the suite `tests/conformance/` runs. The suite runs
 each script without fabric, with `FABRIC_DISABLE=1`, as a job of one replica, and as a job of three replicas.
-Two of the three replicas are killed during the training, one of them the writer. All ways must end with the same
-weights, up to the order in which sums are formed. All replicas must end with the same bits. The suite also
-compares the samples of each step, the figures that the script reports, and the script's files.
+Two of the three replicas are killed during the training, one of them the writer. All ways must end with the
+same weights, up to the order in which sums are formed. All replicas must end with the same bits. The suite
+also compares the samples of each step, the figures that the script reports, and the script's files.
 
 A script that cannot be kept equal is refused before its first step. Its line quotes a part of the sentence.
 

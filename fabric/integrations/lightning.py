@@ -12,12 +12,13 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 
 import fabric.client
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
@@ -68,7 +69,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         super().setup(trainer)
         if not self._disabled and self.optimizers:
             check_version(ROOT.partition(".")[0], LEAST, TESTED)
-            _refuse(trainer, self._arguments)
+            _refuse(trainer)
             _ranks.rank = 1  # the first step shows which replica writes
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -191,11 +192,12 @@ class LightningJob:
         early_stops = EarlyStops(trainer)
         if early_stops.state_dict():
             state["early_stopping"] = early_stops
+        buffers = default_buffers(trainer.lightning_module)
         session = fabric.client.attach(
             trainer.lightning_module,
             strategy.optimizers[0],
             state=state,
-            **{"step": trainer.global_step, **arguments},
+            **{"step": trainer.global_step, "buffers": buffers, **arguments},
         )
         assert isinstance(session, fabric.client.Session)
         self.session = session
@@ -323,13 +325,8 @@ class JobBatches:
         """Load nothing."""
 
 
-def _refuse(trainer: Any, arguments: Mapping[str, Any]) -> None:
+def _refuse(trainer: Any) -> None:
     """Raise ConfigError for a Trainer that this strategy cannot keep equal on all replicas."""
-    if not trainer.lightning_module.automatic_optimization and arguments.get("buffers") == "average":
-        raise ConfigError(
-            'buffers="average" does not go with automatic_optimization = False, where a replayed step '
-            'computes a forward: choose "ignore"'
-        )
     if len(trainer.strategy.optimizers) != 1:
         raise ConfigError(
             "FabricStrategy takes one optimizer, and configure_optimizers gives "

@@ -21,6 +21,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 import fabric.client
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
@@ -239,7 +240,8 @@ class _TrainerJob:
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
         optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        arguments = {"step": self._began_at, **trainer._attach_arguments}  # noqa: SLF001
+        chosen = {"step": self._began_at, "buffers": default_buffers(trainer.model)}
+        arguments = {**chosen, **trainer._attach_arguments}  # noqa: SLF001
         self.session = fabric.client.attach(trainer.model, optimizer, state=state, **arguments)
         args = trainer.args
         data = self.session.loader(

@@ -87,7 +87,7 @@ def test_what_only_a_device_allows_is_refused_too(optimizers, precision, error):
     strategy = SimpleNamespace(optimizers=[None] * optimizers)
     module = SimpleNamespace(automatic_optimization=True)
     with pytest.raises(ConfigError, match=error):
-        _refuse(SimpleNamespace(lightning_module=module, strategy=strategy, precision=precision), {})
+        _refuse(SimpleNamespace(lightning_module=module, strategy=strategy, precision=precision))
 
 
 @pytest.mark.parametrize(("step", "epoch", "within"), [(7, 1, 3), (8, 2, 0), (3, 0, 3)])

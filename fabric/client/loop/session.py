@@ -248,6 +248,7 @@ class Session(SessionCollectives):
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
+            self._parts.buffers.begin_forward()
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
                 self._progress.at = (order.step, micro_batch)
                 crash_marker.at(order.step, micro_batch)

@@ -22,7 +22,8 @@ def run(*arguments):
 
 
 def test_a_job_of_the_environment_does_not_change_a_plan(monkeypatch):
-    arguments = ("--gpus", "16", "--replica-gpus", "8", "--steps", "20", "--seeds", "1", "--json")
+    described = ("--gpus", "16", "--replica-gpus", "8", "--mtbf", "1800", "--step", "1")
+    arguments = (*described, "--steps", "20", "--seeds", "1", "--json")
     monkeypatch.delenv("FABRIC_JOB", raising=False)
     without = run(*arguments)
     monkeypatch.setenv("FABRIC_JOB", "gpt")

@@ -24,7 +24,7 @@ from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.cli.store_options import store_access, store_access_options
 from fabric.cli.terminal_text import printable
 from fabric.errors import ConfigError, FabricError, ProtocolError
-from fabric.runtime.config import Settings, advertised_host, settings
+from fabric.runtime.config import Settings, advertised_host, refuse_unknown_variables, settings
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.http_service import bind_first_free, parse_ports
 from fabric.runtime.http.lighthouse_client import understood
@@ -71,8 +71,7 @@ def examine(
 ) -> Iterator[Finding]:
     """Yield all findings; those about a replica's settings only with ``replica``."""
     yield from _versions()
-    if replica:
-        yield from _settings()
+    yield from _settings() if replica else _variables()
     yield _open_files()
     yield _memory(state_gb)
     if store:
@@ -87,6 +86,13 @@ def _settings() -> Iterator[Finding]:
         return
     if not chosen.disable:
         yield from _replica(chosen)
+
+
+def _variables() -> Iterator[Finding]:
+    try:
+        refuse_unknown_variables()
+    except ConfigError as error:
+        yield Finding("bad", "a variable is unknown", str(error))
 
 
 def _replica(chosen: Settings) -> Iterator[Finding]:

@@ -31,6 +31,11 @@ _OPTIONS = (
 )
 
 
+def lighthouse_only_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--lighthouse`` and ``--token-file``, for a command whose job has an option of its own."""
+    return _OPTIONS[0](_OPTIONS[2](command))
+
+
 def lighthouse_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--lighthouse``, ``--job`` and ``--token-file``, for ``lighthouses_of``."""
     for option in reversed(_OPTIONS):

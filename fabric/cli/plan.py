@@ -13,7 +13,7 @@ import click
 from rich.progress import Progress
 from rich.table import Table
 
-from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import lighthouse_only_options, lighthouses_of
 from fabric.cli.terminal_text import plain_console
 from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
 from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, SlowReplicas, preset
@@ -108,7 +108,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--spares", type=int, help="Spare replicas; the default is the mean number that is away.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--html", "html_file", type=click.Path(path_type=Path), help="Write a page with plots.")
-@lighthouse_options
+@lighthouse_only_options
 @click.pass_context
 def plan(context: click.Context, /, **options: Any) -> None:
     """Compare failure policies for a cluster, and say what to run."""
@@ -121,7 +121,7 @@ def plan(context: click.Context, /, **options: Any) -> None:
 
 
 def _plan(options: dict[str, Any]) -> None:
-    job = options["from_job"] or options["job"]
+    job = options["from_job"]
     measured, source = _from_job(job, options) if job else ({}, "given")
     described = {name: options[name] for name in _DESCRIPTION if options[name] is not None}
     described |= {"racks": RackFailures(**_given(options, "rack_"))}

@@ -372,6 +372,8 @@ class _AcceleratedReplica:
         if not self._replays:
             feed.step.backward(scaler.scale(loss) if scaler is not None else loss, weight)
             self._upcoming = feed.micro_batch()
+        else:
+            feed.session.handover.resume(feed.step.number)
         complete = self._replays or self._upcoming is None
         if complete:
             self._completed = feed.step

@@ -212,7 +212,7 @@ class Session(SessionCollectives):
         if not self._engine.is_running:
             self._loader = data
             plan = data.plan
-            self.orders.samples = plan.items
+            self.orders.samples = plan.samples
             objects = self._state.describer.objects
             optimizers = [x for name, x in objects.items() if name.startswith("optimizer")]
             self._presence = PresenceFactor(optimizers) if data.scale_lr else None

@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fabric.integrations.lightning.release import ROOT
@@ -96,7 +97,7 @@ def hook_states(trainer: Any) -> dict[str, Any]:
     return states
 
 
-# --- the paths of a ModelCheckpoint, which may lie in another folder on each host ------------------------------
+# --- the paths of a ModelCheckpoint, which may lie in another folder on each host ---------------------------
 
 
 def _relative(callback: Any) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def _relative(callback: Any) -> dict[str, Any]:
 
 def _absolute(callback: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     folder = str(callback.dirpath or "")
-    own = _with_paths(state, lambda path: os.path.normpath(os.path.join(folder, path)) if path else "")
+    own = _with_paths(state, lambda path: os.path.normpath(Path(folder, path)) if path else "")
     return {**own, "dirpath": callback.dirpath}
 
 

@@ -6,7 +6,7 @@ from fabric.integrations.lightning.epochs import Epochs
 
 
 def set_counters(trainer: Any, step: int, epochs: Epochs) -> None:
-    """Let the loops of ``trainer`` begin the epoch of ``step``; ``set_place`` gives the place in the epoch."""
+    """Let the loops of ``trainer`` begin the epoch of ``step``; ``set_place`` gives the place in it."""
     loop = trainer.fit_loop
     inner, epoch = loop.epoch_loop, step // epochs.steps
     for each in (loop, inner, inner.val_loop, inner.automatic_optimization, inner.manual_optimization):

@@ -18,7 +18,7 @@ class Epochs:
     replicas: int  # with which the job starts
     accumulation: int  # batches of a step
     drop_last: bool = False
-    limit: float | None = None  # as ``limit_train_batches``: a number of batches, or a part of them
+    limit: int | float | None = None  # as ``limit_train_batches``: a number of batches, or a part of them
 
     @property
     def batch(self) -> int:
@@ -63,7 +63,7 @@ class Epochs:
         return min(self.accumulation, self.batches - step % self.steps * self.accumulation)
 
     def factor(self, step: int) -> float:
-        """Return the number by which Lightning's gradient of ``step`` differs from a mean over its batches."""
+        """Return by what factor Lightning's gradient of ``step`` differs from a mean over its batches."""
         return self.batches_of(step) / self.accumulation
 
     def weight(self, step: int, micro_batch: int, samples: int) -> float:

@@ -82,8 +82,8 @@ class JobFigures:
         reduction = meta.reduce_fx.__name__
         if reduction not in _REDUCTIONS:
             raise ConfigError(
-                f"{meta.fx} logs {meta.name!r} with reduce_fx={reduction!r}, which FabricStrategy cannot take "
-                'over the micro-batches of all replicas: log it with "mean" or "sum", or in validation_step'
+                f"{meta.fx} logs {meta.name!r} with reduce_fx={reduction!r}, which FabricStrategy cannot "
+                'take over all replicas: log it with "mean" or "sum", or in validation_step'
             )
         weight = float(batch_size) if meta.on_epoch else self.samples
         self._noted.append((_name(meta, reduction), value.detach(), weight))
@@ -137,8 +137,8 @@ class JobFigures:
         steered = self.monitors.get(meta.name) or self.monitors.get(meta.forked_name(on_step=False))
         if steered and is_tensor:
             raise ConfigError(
-                f"{steered} follows {meta.name!r}, which {meta.fx} logs from what this replica alone has seen: "
-                "log it in training_step with on_epoch=True, or in validation_step"
+                f"{steered} follows {meta.name!r}, which {meta.fx} logs from what this replica alone has "
+                "seen: log it in training_step with on_epoch=True, or in validation_step"
             )
 
     # --- shared state -------------------------------------------------------------------------------------
@@ -191,4 +191,3 @@ def _meta(name: str, trainer: Any) -> Any:
     )
     meta.sync = _result._Sync(fn=trainer.strategy.reduce, rank_zero_only=flags[-1] == "1")  # noqa: SLF001
     return meta
-

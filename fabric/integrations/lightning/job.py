@@ -263,8 +263,9 @@ def _epochs(trainer: Any, source: TrainingData, replicas: int) -> Epochs:
     """Return the shape of an epoch. Raises ConfigError where it has none, or would have no batch."""
     if source.is_stream:
         raise ConfigError(
-            f"the DataLoader reads the IterableDataset {type(source.dataset).__name__}, whose epochs have no known "
-            "length, so that a replica which joins could not find its place: give a data set with len() and an index"
+            f"the DataLoader reads the IterableDataset {type(source.dataset).__name__}, whose epochs have no "
+            "known length, so that a replica that joins could not find its place: give a data set with len() "
+            "and an index"
         )
     epochs = Epochs(
         positions=source.size,

@@ -8,6 +8,7 @@ import csv
 import importlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fabric.integrations.lightning.callback_states import saves_by_time
@@ -69,17 +70,12 @@ class RunFiles:
         """Let checkpoints that lie in a logger's folder follow it."""
         for callback in self._checkpoints:
             if str(callback.dirpath).startswith(before + os.sep):
-                callback.dirpath = os.path.join(after, os.path.relpath(callback.dirpath, before))
+                callback.dirpath = str(Path(after, os.path.relpath(callback.dirpath, before)))
 
 
 def _files(number: int, callback: Any) -> set[str]:
-    folder = str(callback.dirpath)
-    found = {
-        os.path.relpath(os.path.join(where, name), folder)
-        for where, _, names in os.walk(folder)
-        for name in names
-    }
-    return {f"{number} {name}" for name in found}
+    folder = Path(callback.dirpath)
+    return {f"{number} {path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
 
 
 class LogWriter:
@@ -87,7 +83,9 @@ class LogWriter:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._missed: list[tuple[Any, Any, int | None]] = []  # calls since the newest commit, where another writes
+        self._missed: list[
+            tuple[Any, Any, int | None]
+        ] = []  # calls since the newest commit, where another writes
         _ranks.rank = 1  # the first step shows which replica writes
         for logger in trainer.loggers:
             logger.log_metrics = self._watched(logger, logger.log_metrics)
@@ -124,20 +122,18 @@ class LogWriter:
 
 def _go_on(logger: Any) -> set[tuple[int, str]]:
     """Let a CSVLogger append to the file of the writer before; return the steps and names in the file."""
-    path = os.path.join(logger.log_dir, "metrics.csv")
-    aside = path + ".kept"
-    if os.path.isfile(path):
-        os.replace(path, aside)  # Lightning deletes a file that it finds
+    path = Path(logger.log_dir, "metrics.csv")
+    aside = path.with_suffix(".kept")
+    if path.is_file():
+        path.replace(aside)  # Lightning deletes a file that it finds
     writer = logger.experiment
-    if not os.path.isfile(aside):
+    if not aside.is_file():
         return set()
-    os.replace(aside, path)
-    with open(path, newline="") as file:
-        content = file.read()
-    whole = content[: content.rfind("\n") + 1]
-    if whole != content:  # the writer before ended within a line
-        with open(path, "w", newline="") as file:
-            file.write(whole)
-    rows = list(csv.DictReader(whole.splitlines()))
+    content = aside.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]  # the writer before may have ended within a line
+    if whole != content:
+        aside.write_bytes(whole)
+    aside.replace(path)
+    rows = list(csv.DictReader(whole.decode().splitlines()))
     writer.metrics_keys = sorted(rows[0]) if rows else []
     return {(int(row["step"]), name) for row in rows for name, value in row.items() if value}

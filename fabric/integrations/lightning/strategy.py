@@ -69,8 +69,8 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
             return dataloader
         if self._job is not None:
             raise ConfigError(
-                "the Trainer reads several training DataLoaders, and FabricStrategy deals out the batches of one: "
-                "read all data sets through one Dataset"
+                "the Trainer reads several training DataLoaders, and FabricStrategy deals out the batches of "
+                "one: read all data sets through one Dataset"
             )
         self._job = LightningJob(self, trainer, dataloader, self._arguments)
         return JobBatches(self._job)

@@ -52,8 +52,8 @@ class TorchmetricsStates:
                 changes |= {f"{_PREFIX}{name}|{state}|{i}": x for i, x in kept.items()}
         if len(changes) > MOST_NUMBERS:
             raise ConfigError(
-                f"the torchmetrics that training_step updates change {len(changes)} numbers in a micro-batch, "
-                f"and FabricStrategy carries {MOST_NUMBERS}: update large ones in validation_step"
+                f"the torchmetrics that training_step updates change {len(changes)} numbers in a batch, and "
+                f"FabricStrategy carries {MOST_NUMBERS}: update large ones in validation_step"
             )
         return changes
 
@@ -69,7 +69,9 @@ class TorchmetricsStates:
         for name, changes in added.items():
             metric, (updates, before) = self.metrics[name], self._before[name]
             new = round(changes.pop((_UPDATES, 0), 0.0))
-            values[name] = _with_state(metric, new, {k: torch.zeros_like(x) for k, x in before.items()}, changes)
+            values[name] = _with_state(
+                metric, new, {k: torch.zeros_like(x) for k, x in before.items()}, changes
+            )
             _with_state(metric, updates + new, before, changes, wanted=False)
         return values
 

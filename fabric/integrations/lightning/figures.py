@@ -40,6 +40,8 @@ class JobResults(_result._ResultCollection):  # type: ignore[misc]  # noqa: SLF0
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         """As Lightning's. A reset of everything is the end of an epoch."""
+        if fx in OF_MICRO_BATCH:
+            return  # Lightning's for the first batch of an epoch; a replayed step has its figures before that
         if metrics is None and fx is None:
             self._figures.totals.clear()
         super().reset(metrics, fx)

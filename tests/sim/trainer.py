@@ -89,10 +89,11 @@ class Trainer(Process):
             durable=world.listed(),
             ended=world.hosts[host].ended,
             rack=world.settings.racks.get(host, ""),
+            data=world.data_of(host),
         )
         state = MemberState(0, 0, self.main.digest)
         self.core = MemberCore(
-            identity, world.settings.member, self.clock(), state, tuple(server.memory.snapshots)
+            identity, world.member_config_of(host), self.clock(), state, tuple(server.memory.snapshots)
         )
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: lambda e: self.send_peer(e),

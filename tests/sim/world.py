@@ -254,6 +254,18 @@ class World:
         shares = self.settings.shares
         return shares[int(host.removeprefix("r"))] if shares else 1
 
+    def policy_of(self, host: str) -> Policy:
+        """Return the numbers of replicas that this host's process asks for."""
+        return self.settings.leader.policy
+
+    def member_config_of(self, host: str) -> MemberConfig:
+        """Return the settings of this host's member core."""
+        return self.settings.member
+
+    def data_of(self, host: str) -> str:
+        """Return the settings of this host that the data order depends on."""
+        return ""
+
     def initial_digest(self, host: str) -> str:
         return digest_of("initial", host if self.settings.different_starts else "same")
 

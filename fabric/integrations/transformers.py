@@ -7,7 +7,6 @@ micro-batches: it costs an optimizer step. With FABRIC_DISABLE=1 every method is
 """
 
 import contextlib
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial

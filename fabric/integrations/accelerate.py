@@ -28,6 +28,7 @@ from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
+from fabric.integrations.one_process import one_process
 from fabric.integrations.optimizers import unequal_optimizer
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.versions import check_version
@@ -61,12 +62,14 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         given = dict(fabric or {})
         names = {x.name for x in fields(Settings)}
         chosen = config.settings(**{k: v for k, v in given.items() if k in names})
-        if not chosen.disable:
-            check_version("accelerate", LEAST, TESTED)
-        super().__init__(*arguments, **named)
-        if not chosen.disable:
-            _refuse(self)
-            self._replica = _AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
+        if chosen.disable:
+            super().__init__(*arguments, **named)
+            return
+        check_version("accelerate", LEAST, TESTED)
+        with one_process("FabricAccelerator"):
+            super().__init__(*arguments, **named)
+        _refuse(self)
+        self._replica = _AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
 
     # --- what the script prepares -----------------------------------------------------------------------
 

@@ -243,21 +243,21 @@ class Session(SessionCollectives):
         """Yield the micro-batches of ``step``: own, then inherited from lost members. Only Step calls
         this."""
         assert self._loader is not None
-        order, crash_marker = self._first_order, self._parts.crash_marker
+        order, crash_marker, plan = self._first_order, self._parts.crash_marker, self._loader.plan
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
             self._parts.buffers.begin_forward()
-            for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
+            filled = plan.with_samples(order.step, order.micro_batches)
+            for left, micro_batch in enumerate(filled, 1 - len(filled)):
                 self._progress.at = (order.step, micro_batch)
                 crash_marker.at(order.step, micro_batch)
                 self._parts.points.hit("forward", order.step, self._progress.micro_batch)
-                samples = self._loader.plan.samples(order.step, micro_batch)
-                self._progress.samples[micro_batch] = samples
+                samples = self._progress.samples[micro_batch] = plan.samples(order.step, micro_batch)
                 batch = self._loader.fetch(order.step, micro_batch)
-                seed_everything(self._loader.plan.seed, order.step, micro_batch)
-                step.begin(len(self._loader.slice.cut(samples)))
+                seed_everything(plan.seed, order.step, micro_batch)
+                step.begin(self._loader.count(order.step, micro_batch))
                 with self.overlap.micro_batch(last=left == 0):
                     yield batch
                 self._clock.count(micro_batch, step.take_work(len(samples)))

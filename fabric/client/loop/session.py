@@ -96,6 +96,7 @@ class Session(SessionCollectives):
         )
         self._process = process
         self.handover = Handover(settings.replica, parts, self._state)
+        self.overlap.stale = self.handover.stale
         self._clock = StepClock()
         if process.group is not None and settings.adapt != "off":
             self._clock.waits.install()

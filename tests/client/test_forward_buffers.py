@@ -344,3 +344,17 @@ def test_a_buffer_whose_shape_forward_changes_is_refused():
         ConfigError, match=r"changed the shape of the buffer 'seen' from \[1, 2\] to \[3, 2\]"
     ):
         replica.buffers.contribute(1.0)
+
+
+def test_a_frozen_weight_that_was_made_in_inference_mode_is_watched_by_its_values():
+    with torch.inference_mode():
+        weight = torch.ones(3)
+    model = nn.Linear(1, 1)
+    model.register_buffer("weights", weight)
+    watched = watch(model)
+    watched.check()
+    watched.begin()
+    with torch.inference_mode():
+        weight += 1
+    with pytest.raises(ConfigError, match="'weights'"):
+        watched.check()

@@ -33,7 +33,8 @@ class _Mark:
             local = local.to_local()
         flat = local.reshape(-1)
         apart = max(1, flat.numel() // _SAMPLED)
-        version = 0 if hasattr(tensor, "to_local") else tensor._version  # noqa: SLF001
+        has_version = not (hasattr(tensor, "to_local") or tensor.is_inference())
+        version = tensor._version if has_version else 0  # noqa: SLF001
         return cls(tensor.shape, version, flat[::apart].clone(), apart == 1)
 
     def differs(self, other: "_Mark") -> bool:

@@ -122,6 +122,15 @@ class LocalState:
         self.note(digest)
         return io.Digested(step, digest, small_entries(self.describer.objects))
 
+    def hand_over(self) -> int:
+        """Note that user code runs from now on, beside a copy or digest of the state; return its step."""
+        self._parts.snapshots.expose()
+        return self._progress.state_step
+
+    def settle(self) -> None:
+        """Let a complete snapshot be served, after user code. Raises StateError, see ``Snapshots.settle``."""
+        self._parts.snapshots.settle()
+
     def wait_changeable(self) -> None:
         """Return when the state may change. Raises StateError, see ``Snapshots.wait_copied``."""
         self._parts.snapshots.wait_copied()

@@ -229,7 +229,7 @@ class Session(SessionCollectives):
             self._first_order = order
             self.collectives.members.begin_step(order)
             data.sit(self._engine.current, self.settings.replica)
-            step.number = self._progress.state_step
+            step.number = self._state.hand_over()
             yield step
             if not step.done:
                 raise FabricError(
@@ -246,7 +246,7 @@ class Session(SessionCollectives):
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
-            self._loader.read_ahead(order.step, order.micro_batches)
+            self._loader.read_ahead(self._state.hand_over(), order.micro_batches)
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
                 self._progress.at = (order.step, micro_batch)
                 crash_marker.at(order.step, micro_batch)
@@ -445,6 +445,7 @@ class Session(SessionCollectives):
         redo = self.overlap.end_order()
         self._parts.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
+        self._state.settle()
 
     def _end_step(self, step: Step, order: LoopOrder | None) -> None:
         """Put the committed gradient into ``.grad`` and hand over to the user's update code."""

@@ -46,7 +46,6 @@ from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
 from fabric.client.process.wait_log import FIRST_S, WaitLogger, describe_wait
 from fabric.client.state.durable_policy import StorageUnavailable, writer_of
-from fabric.client.state.small_entries import small_entries
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
 from fabric.health.work import WorkAmount
@@ -424,8 +423,7 @@ class Session(SessionCollectives):
         self._replay.end()
         self._clock.end_update()
         digest, later = self._state.reach_boundary()
-        entries = small_entries(self._state.describer.objects) if digest else ()
-        return io.Ready(self.committed_step, digest, self._times(), later, entries)
+        return io.Ready(self.committed_step, digest, self._times(), later, self._state.entries(digest))
 
     def _times(self) -> StepTimes:
         exchange = self._parts.exchange

@@ -32,11 +32,11 @@ class MutationGuard:
 
     def __init__(self, view: StateView, parameters: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
         draw = random.Random(view.step)  # noqa: S311 - not a secret
-        count = max(1, min(_MOST_SAMPLES, _ALL_SAMPLES // max(1, len(view.tensors))))
+        count = sample_count(len(view.tensors))
         self._watched = []
         for name, tensor in view.tensors:
             places = _places(tensor.nbytes, count, draw)
-            self._watched.append((name, tensor, _version(tensor), places, _samples(tensor, places)))
+            self._watched.append((name, tensor, _version(tensor), places, samples(tensor, places)))
         self._lock = threading.Lock()
         self._final: str | None = None
         self._memory = [(name, parameter, parameter.data_ptr()) for name, parameter in parameters]
@@ -65,9 +65,9 @@ class MutationGuard:
         """
         moved = set(self._moved())
         now = dict(capture().tensors) if moved else {}
-        for name, tensor, version, places, samples in self._watched:
+        for name, tensor, version, places, before in self._watched:
             live = now.get(name, tensor) if name in moved else tensor
-            if live.nbytes == tensor.nbytes and _samples(live, places) == samples:
+            if live.nbytes == tensor.nbytes and samples(live, places) == before:
                 continue
             is_known = _version(tensor) != version or name in moved
             how = "changed" if is_known else "changed without torch's knowledge"
@@ -82,6 +82,11 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
+def sample_count(tensors: int) -> int:
+    """Return the number of samples of each tensor of a state with so many tensors."""
+    return max(1, min(_MOST_SAMPLES, _ALL_SAMPLES // max(1, tensors)))
+
+
 def _places(nbytes: int, count: int, draw: random.Random) -> list[int]:
     """Return the places of the samples: one in each of ``count`` equal parts of the tensor."""
     if nbytes <= _SAMPLE_BYTES * count:
@@ -90,7 +95,8 @@ def _places(nbytes: int, count: int, draw: random.Random) -> list[int]:
     return [int((at + draw.random()) * part) for at in range(count)]
 
 
-def _samples(tensor: torch.Tensor, places: Sequence[int]) -> bytes:
+def samples(tensor: torch.Tensor, places: Sequence[int]) -> bytes:
+    """Return a line of the cache at each of these places of a host tensor."""
     if tensor.device.type != "cpu":
         return b""
     address, nbytes = tensor.data_ptr(), tensor.nbytes

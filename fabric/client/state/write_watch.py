@@ -55,8 +55,8 @@ class WriteWatch:
     def check(self, guard: MutationGuard, step: int, expected: str = "") -> str:
         """Return a tensor that user code has written to since, if any. Its values are the same as before.
 
-        ``expected``: the digest of the state, if it was read before user code went on. Raises StateError where
-        the state has other values than before.
+        ``expected``: the digest of the state, if it was read before user code went on. Raises StateError
+        where the state has other values than before.
         """
         if reason := guard.changed(lambda: self._describer.capture(step)):
             raise StateError(reason)

@@ -45,7 +45,6 @@ from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
 from fabric.client.process.wait_log import FIRST_S, WaitLogger, describe_wait
 from fabric.client.state.durable_policy import StorageUnavailable, writer_of
-from fabric.client.state.small_entries import small_entries
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
 from fabric.health.work import WorkAmount
@@ -230,7 +229,7 @@ class Session(SessionCollectives):
             self._first_order = order
             self.collectives.members.begin_step(order)
             data.sit(self._engine.current, self.settings.replica)
-            step.number = self._progress.state_step
+            step.number = self._state.hand_over()
             yield step
             if not step.done:
                 raise FabricError(
@@ -247,7 +246,7 @@ class Session(SessionCollectives):
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
-            self._loader.read_ahead(order.step, order.micro_batches)
+            self._loader.read_ahead(self._state.hand_over(), order.micro_batches)
             filled = plan.with_samples(order.step, order.micro_batches)
             for left, micro_batch in enumerate(filled, 1 - len(filled)):
                 self._progress.at = (order.step, micro_batch)
@@ -425,8 +424,7 @@ class Session(SessionCollectives):
         self._replay.end()
         self._clock.end_update()
         digest, later = self._state.reach_boundary()
-        entries = small_entries(self._state.describer.objects) if digest else ()
-        return io.Ready(self.committed_step, digest, self._times(), later, entries)
+        return io.Ready(self.committed_step, digest, self._times(), later, self._state.entries(digest))
 
     def _times(self) -> StepTimes:
         exchange = self._parts.exchange
@@ -446,6 +444,7 @@ class Session(SessionCollectives):
         redo = self.overlap.end_order()
         self._parts.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
+        self._state.settle()
 
     def _end_step(self, step: Step, order: LoopOrder | None) -> None:
         """Put the committed gradient into ``.grad`` and hand over to the user's update code."""

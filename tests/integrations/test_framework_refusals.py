@@ -154,11 +154,6 @@ def test_a_closure_and_a_batch_that_is_not_the_jobs_are_refused(replica):
     assert model.weight.grad is None and not (replica / "run").exists()
 
 
-def test_averaged_buffers_are_refused(replica):
-    with pytest.raises(ConfigError, match=r'buffers="average" does not go with FabricAccelerator'):
-        FabricAccelerator(fabric={"buffers": "average"})
-
-
 def test_an_accelerate_that_is_too_old_is_refused_with_the_versions(replica, monkeypatch):
     monkeypatch.setattr(versions.metadata, "version", lambda name: "0.34.2")
     with pytest.raises(

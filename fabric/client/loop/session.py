@@ -95,6 +95,7 @@ class Session(SessionCollectives):
         )
         self._process = process
         self.handover = Handover(settings.replica, parts, self._state)
+        self.overlap.stale = self.handover.stale
         self._clock = StepClock()
         if process.group is not None and settings.adapt != "off":
             self._clock.waits.install()
@@ -247,6 +248,7 @@ class Session(SessionCollectives):
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
             self._loader.read_ahead(self._state.hand_over(), order.micro_batches)
+            self._parts.buffers.begin_forward()
             filled = plan.with_samples(order.step, order.micro_batches)
             for left, micro_batch in enumerate(filled, 1 - len(filled)):
                 self._progress.at = (order.step, micro_batch)

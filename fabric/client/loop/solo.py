@@ -12,6 +12,7 @@ from fabric.client.collectives.solo_collectives import SoloCollectives
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler
+from fabric.client.gradients.stale_gradients import StaleGradients
 from fabric.client.loop.handover import optimizers_in
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import FabricError
@@ -52,6 +53,7 @@ class SoloStep:
         self.metrics, self.done = self._session.take_metrics(), True
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
+        self._session.stale.begin(self.number)
         (loss * self.add_weight(weight)).backward()  # type: ignore[no-untyped-call]
 
     def add_weight(self, weight: float | None = None) -> float:
@@ -87,7 +89,8 @@ class SoloSession(SessionCollectives):
         self._parameters = parameters
         self._metrics: dict[str, float] = {}
         self.collectives = SoloCollectives("replica0")
-        self.randomness = UpdateRandomness(optimizers_in(objects.values()))
+        optimizers = optimizers_in(objects.values())
+        self.randomness, self.stale = UpdateRandomness(optimizers), StaleGradients(optimizers)
 
     def digest(self) -> str:
         return capture(self._objects, self.committed_step).digest()

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 import fabric.client
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.lightning.callback_states import CallbackStates, averaged_models, hook_states
@@ -63,8 +63,7 @@ class LightningJob:
         state = {f"scheduler.{n}": x.scheduler for n, x in enumerate(strategy.lr_scheduler_configs)}
         state |= {"callbacks": CallbackStates(trainer), "figures": self.figures, "files": self.files}
         state |= {**averaged_models(trainer), **hook_states(trainer), **arguments.pop("state", {})}
-        if strategy.is_adopted and changing_buffers(trainer.lightning_module):
-            arguments.setdefault("buffers", "average")
+        arguments.setdefault("buffers", default_buffers(trainer.lightning_module))
         session = fabric.client.attach(
             trainer.lightning_module,
             strategy.optimizers[0],

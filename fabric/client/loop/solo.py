@@ -12,6 +12,7 @@ from fabric.client.collectives.solo_collectives import SoloCollectives
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import seed_everything
 from fabric.client.data.sampler import StepSampler
+from fabric.client.loop.step_data import StepData
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import FabricError
 from fabric.protocol.messages.rank_messages import replica_share
@@ -24,7 +25,7 @@ _ALONE = Settings(disable=True)
 class SoloStep:
     """As Step: iterate it, then ``.grad`` is the average over the global batch."""
 
-    def __init__(self, session: "SoloSession", number: int, data: Loader) -> None:
+    def __init__(self, session: "SoloSession", number: int, data: StepData) -> None:
         self.number = number
         self.contributed = True
         self.replayed = False
@@ -37,14 +38,14 @@ class SoloStep:
         self._weight = 0.0
 
     def __iter__(self) -> Iterator[Any]:
-        plan = self._data.plan
+        plan, part = self._data.loader.plan, self._data.loader.slice
         self._data.read_ahead(self.number, range(plan.micro_batches))
         for micro_batch in range(plan.micro_batches):
             batch = self._data.fetch(self.number, micro_batch)
-            self._samples = plan.micro_batch_size // self._data.slice.count
+            self._samples = len(part.cut(self._data.samples(self.number, micro_batch)))
             seed_everything(plan.seed, self.number, micro_batch)
             yield batch
-        self._session.average(self._weight, self._data.slice.index)
+        self._session.average(self._weight, part.index)
         self.skipped = self._session.skips()
         self.metrics, self.done = self._session.take_metrics(), True
 
@@ -81,6 +82,7 @@ class SoloSession(SessionCollectives):
         self.committed_step = step
         self._on_nan = on_nan
         self._objects = objects
+        self._data = StepData({})
         self._parameters = parameters
         self._metrics: dict[str, float] = {}
         self.collectives = SoloCollectives("replica0")
@@ -124,9 +126,11 @@ class SoloSession(SessionCollectives):
         sampler.bind(lambda: self.committed_step)
         self._sampler = sampler
 
-    def steps(self, data: Loader, until: int) -> Iterator[SoloStep]:
+    def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[SoloStep]:
+        """As Session.steps."""
+        self._data.enter(data, until, first_step)
         while self.committed_step < until:
-            step = SoloStep(self, self.committed_step, data)
+            step = SoloStep(self, self.committed_step, self._data)
             yield step
             if not step.done:
                 raise FabricError(

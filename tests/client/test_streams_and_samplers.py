@@ -13,11 +13,11 @@ from fabric.client.data.iterable_stream import IterableStream
 from fabric.client.data.loader import (
     DataReader,
     LoaderOptions,
-    SamplePlan,
     data_slot_of,
     make_loader,
     parse_options,
 )
+from fabric.client.data.sample_plan import SamplePlan
 from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
 from fabric.client.gradients.learning_rate import PresenceFactor

@@ -254,15 +254,15 @@ class Session(SessionCollectives):
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
             data.read_ahead(order.step, order.micro_batches)
-            for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
+            filled = data.with_samples(order.step, order.micro_batches)
+            for left, micro_batch in enumerate(filled, 1 - len(filled)):
                 self._progress.at, self._progress.bare = (order.step, micro_batch), False
                 crash_marker.at(order.step, micro_batch)
                 self._parts.points.hit("forward", order.step, self._progress.micro_batch)
-                samples = data.samples(order.step, micro_batch)
-                self._progress.samples[micro_batch] = samples
+                samples = self._progress.samples[micro_batch] = data.samples(order.step, micro_batch)
                 batch = data.fetch(order.step, micro_batch)
                 seed_everything(seed, order.step, micro_batch)
-                step.begin(len(data.loader.slice.cut(samples)))
+                step.begin(data.count(order.step, micro_batch))
                 with self.overlap.micro_batch(last=left == 0):
                     yield batch
                 self._clock.count(micro_batch, step.take_work(len(samples)))

@@ -39,10 +39,11 @@ class SoloStep:
 
     def __iter__(self) -> Iterator[Any]:
         plan, part = self._data.loader.plan, self._data.loader.slice
-        self._data.read_ahead(self.number, range(plan.micro_batches))
-        for micro_batch in range(plan.micro_batches):
+        filled = self._data.with_samples(self.number, range(plan.micro_batches))
+        self._data.read_ahead(self.number, filled)
+        for micro_batch in filled:
             batch = self._data.fetch(self.number, micro_batch)
-            self._samples = len(part.cut(self._data.samples(self.number, micro_batch)))
+            self._samples = self._data.count(self.number, micro_batch)
             seed_everything(plan.seed, self.number, micro_batch)
             yield batch
         self._session.average(self._weight, part.index)

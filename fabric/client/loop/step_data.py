@@ -75,6 +75,14 @@ class StepData:
         """Return the samples of one micro-batch."""
         return self.loader.plan.samples(step - self.first_step, micro_batch)
 
+    def with_samples(self, step: int, micro_batches: Iterable[int]) -> list[int]:
+        """Return the micro-batches that are not empty."""
+        return list(self.loader.plan.with_samples(step - self.first_step, micro_batches))
+
+    def count(self, step: int, micro_batch: int) -> int:
+        """Return the number of this rank's samples of a micro-batch."""
+        return self.loader.count(step - self.first_step, micro_batch)
+
     def read_ahead(self, step: int, micro_batches: Iterable[int]) -> None:
         """As ``Loader.read_ahead``."""
         self.loader.read_ahead(step - self.first_step, micro_batches)

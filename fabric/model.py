@@ -367,6 +367,20 @@ class SnapshotRef:
 
 
 @dataclass(frozen=True, slots=True)
+class DataPlan:
+    """The data of the steps from ``begin`` to ``until``: those of one call of the user's loop."""
+
+    micro_batches: Int64  # the number of micro-batches in a step
+    described: str = ""  # the settings that members must have in common: "name value name value ..."
+    begin: Int64 = 0
+    until: Int64 = MAX_INTEGER
+
+    def covers(self, step: int) -> bool:
+        """Whether ``step`` is one of these steps."""
+        return self.begin <= step < self.until
+
+
+@dataclass(frozen=True, slots=True)
 class RankTimes:
     """One rank's part of a step of its replica."""
 

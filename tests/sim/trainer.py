@@ -6,6 +6,7 @@ of the shipping codec.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from sim.clockwork import Clockwork, Process
@@ -91,9 +92,8 @@ class Trainer(Process):
             rack=world.settings.racks.get(host, ""),
         )
         state = MemberState(0, 0, self.main.digest)
-        self.core = MemberCore(
-            identity, world.settings.member, self.clock(), state, tuple(server.memory.snapshots)
-        )
+        config = replace(world.settings.member, plan=world.first_plan())
+        self.core = MemberCore(identity, config, self.clock(), state, tuple(server.memory.snapshots))
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: lambda e: self.send_peer(e),
             io.SendLeader: lambda e: self.send_leader(e.message),

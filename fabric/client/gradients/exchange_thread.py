@@ -16,12 +16,14 @@ from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_recorder import ExchangeEntry, ExchangeRecorder
 from fabric.client.gradients.gradient_backend import GradientBackend, HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
+from fabric.client.process.step_clock import StepClock
 from fabric.client.process.worker import Worker
 from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.lanes.lane_plane import LanePlane
 from fabric.ftar.plane import DataPlane
+from fabric.model import StepTimes
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
 
@@ -75,6 +77,12 @@ class ExchangeThread:
             self._run(order, None, post)
         except Exception as error:  # noqa: BLE001  (ends the process as an error of the exchange thread does)
             self._on_crash(error)
+
+    def take_times(self, clock: StepClock) -> StepTimes:
+        """Return the times of the step that has just ended, and count those of the next one from zero."""
+        times = clock.times(self.seconds, self.waiting_s, self.sending_s)
+        self.seconds, self.waiting_s, self.sending_s = 0.0, {}, {}
+        return times
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply this rank's gradients by ``factor`` in every exchange."""

@@ -12,6 +12,7 @@ from fabric.client.collectives.solo_collectives import SoloCollectives
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import seed_everything
 from fabric.client.data.sampler import StepSampler
+from fabric.client.loop.step_data import StepData
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import FabricError
 from fabric.protocol.messages.rank_messages import replica_share
@@ -24,7 +25,7 @@ _ALONE = Settings(disable=True)
 class SoloStep:
     """As Step: iterate it, then ``.grad`` is the average over the global batch."""
 
-    def __init__(self, session: "SoloSession", number: int, data: Loader) -> None:
+    def __init__(self, session: "SoloSession", number: int, data: StepData) -> None:
         self.number = number
         self.contributed = True
         self.replayed = False
@@ -37,15 +38,15 @@ class SoloStep:
         self._weight = 0.0
 
     def __iter__(self) -> Iterator[Any]:
-        plan = self._data.plan
-        filled = plan.with_samples(self.number, range(plan.micro_batches))
+        plan, part = self._data.loader.plan, self._data.loader.slice
+        filled = self._data.with_samples(self.number, range(plan.micro_batches))
         self._data.read_ahead(self.number, filled)
         for micro_batch in filled:
             batch = self._data.fetch(self.number, micro_batch)
             self._samples = self._data.count(self.number, micro_batch)
             seed_everything(plan.seed, self.number, micro_batch)
             yield batch
-        self._session.average(self._weight, self._data.slice.index)
+        self._session.average(self._weight, part.index)
         self.skipped = self._session.skips()
         self.metrics, self.done = self._session.take_metrics(), True
 
@@ -82,6 +83,7 @@ class SoloSession(SessionCollectives):
         self.committed_step = step
         self._on_nan = on_nan
         self._objects = objects
+        self._data = StepData({})
         self._parameters = parameters
         self._metrics: dict[str, float] = {}
         self.collectives = SoloCollectives("replica0")
@@ -125,9 +127,11 @@ class SoloSession(SessionCollectives):
         sampler.bind(lambda: self.committed_step)
         self._sampler = sampler
 
-    def steps(self, data: Loader, until: int) -> Iterator[SoloStep]:
+    def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[SoloStep]:
+        """As Session.steps."""
+        self._data.enter(data, until, first_step)
         while self.committed_step < until:
-            step = SoloStep(self, self.committed_step, data)
+            step = SoloStep(self, self.committed_step, self._data)
             yield step
             if not step.done:
                 raise FabricError(

@@ -100,6 +100,7 @@ class CatchUp:
 
     def on_installed(self, event: io.Installed) -> None:
         self._memory.waiting = True
+        self._memory.plan = event.plan or self._memory.plan
         self.fetch.doing = ""
         self._memory.state = MemberState(self.fetch.generation, event.step, event.digest)
         self._memory.loaded = event.step

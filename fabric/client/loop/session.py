@@ -465,7 +465,6 @@ class Session(SessionCollectives):
             held, buffer = transfer.as_prepared(), transfer.buffer
             self._replay.begin()
         self._journal_commit(order, held, replay=order.prepared is None)
-        counted = sum(len(ids) for _, ids in held.contributions)
         step.skipped = self._empty.has_no_update(held) or bool(held.nonfinite)
         if step.skipped:
             # Optimizers do not change a parameter without a gradient, so the user's loop needs no branch.
@@ -479,7 +478,7 @@ class Session(SessionCollectives):
                 self._parts.own_states.commit(held.weight)
         if not order.contributed:
             self._parts.own_states.hand_over()
-        self._data.present(counted)
+        self._data.present(order.step, [i for _, ids in held.contributions for i in ids])
         self._progress.state_step = order.step + 1
         self._state.digest_wanted = order.digest
         self._progress.samples.clear()

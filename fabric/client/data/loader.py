@@ -309,9 +309,9 @@ def _fetcher(dataset: Any, plan: SamplePlan, collate_fn: Collate, options: Loade
             f"micro_batch_size is {plan.micro_batch_size}, but a batch of the batch_sampler is "
             "one: give micro_batch_size=1, and global_batch_size as a number of batches"
         )
-    told = hasattr(dataset, "set_epoch") and not plan.shards
+    has_epochs = hasattr(dataset, "set_epoch") and not plan.shards
     # Without the sampler the plan can go to a process that does not inherit it.
-    pass_of = replace(plan, order=None).pass_of if told else None
+    pass_of = replace(plan, order=None).pass_of if has_epochs else None
     return IndexFetcher(dataset, collate_fn, plan.seed, batched, pass_of)
 
 

@@ -263,14 +263,14 @@ class Session(SessionCollectives):
                 samples = self._progress.samples[micro_batch] = data.samples(order.step, micro_batch)
                 batch = data.fetch(order.step, micro_batch)
                 seed_everything(seed, order.step, micro_batch)
-                step.begin(data.count(order.step, micro_batch))
+                step.weight.begin(data.count(order.step, micro_batch))
                 with self.overlap.micro_batch(last=left == 0):
                     yield batch
-                self._clock.count(micro_batch, step.take_work(len(samples)))
+                self._clock.count(micro_batch, step.weight.take_work(len(samples)))
             crash_marker.clear()
             self._progress.at = None
             data.expect(order.step + 1, following)
-            self._post_computed(order, step.take_weight())
+            self._post_computed(order, step.weight.take(p for _, p in self._state.gradients.parameters))
             order = self.orders.next()
         self._end_step(step, order)
 

@@ -211,6 +211,7 @@ class Session(SessionCollectives):
         at which the order of ``data`` begins, by default the first one of its first call.
         """
         self._begin_call(data, until, first_step)
+        self.handover.randomness.follow_steps(data.plan.seed)
         while self._progress.state_step < until and not self._progress.finished:
             step = Step(self, self._progress.state_step)
             order = self.orders.at_boundary(self._ready)
@@ -237,7 +238,6 @@ class Session(SessionCollectives):
         """Take the data of a call of ``steps``; the first call joins the job."""
         progress, steps = self._progress, self._data
         steps.enter(data, until, first_step)
-        self.handover.randomness.follow_steps(data.plan.seed)
         progress.begin, progress.until = steps.begin, until
         plan = steps.plan({"on_nan": self.settings.on_nan})
         if not self._engine.is_running:
@@ -466,9 +466,8 @@ class Session(SessionCollectives):
             held = self._parts.fetch_thread.as_prepared()
             self._replay.begin()
         self._journal_commit(order, held, replay=order.prepared is None)
-        counted = sum(len(ids) for _, ids in held.contributions)
         step.skipped = self.handover.give(order, held)
-        self._data.present(counted)
+        self._data.present(order.step, [i for _, ids in held.contributions for i in ids])
         self._progress.state_step = order.step + 1
         self._state.digest_wanted = order.digest
         self._progress.samples.clear()

@@ -49,9 +49,8 @@ class SoloStep:
             seed_everything(plan.seed, self.number, micro_batch)
             yield batch
         weight = self.weight.take(self._session.parameters)
-        empty = self._session.average(weight, part.index)
         self._session.randomness.begin(self.number)
-        self.skipped = empty or self._session.skips()
+        self.skipped = self._session.average(weight, part.index) or self._session.skips()
         self.metrics, self.done = self._session.take_metrics(), True
 
     def backward(
@@ -145,8 +144,8 @@ class SoloSession(SessionCollectives):
 
     def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[SoloStep]:
         """As Session.steps."""
-        self.randomness.follow_steps(data.plan.seed)
         self._data.enter(data, until, first_step)
+        self.randomness.follow_steps(data.plan.seed)
         while self.committed_step < until:
             step = SoloStep(self, self.committed_step, self._data)
             yield step

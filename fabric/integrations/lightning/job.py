@@ -61,7 +61,7 @@ class LightningJob:
         """Join the job, and let the Trainer begin at the job's step."""
         strategy, trainer, arguments = self._strategy, self._trainer, dict(self._arguments)
         state = {f"scheduler.{n}": x.scheduler for n, x in enumerate(strategy.lr_scheduler_configs)}
-        state |= {"callbacks": CallbackStates(trainer), "figures": self.figures, "files": self.files}
+        state |= {"callbacks": CallbackStates(trainer, self.files), "figures": self.figures}
         state |= {**averaged_models(trainer), **hook_states(trainer), **arguments.pop("state", {})}
         if strategy.is_adopted and changing_buffers(trainer.lightning_module):
             arguments.setdefault("buffers", "average")
@@ -217,16 +217,13 @@ class JobBatches:
         self._newest: Any = None
 
     def __len__(self) -> int:
-        return self._job.epochs.whole
-
-    def __iter__(self) -> Iterator[Any]:
-        """Join the job at the first call, when the Trainer has read all of its arguments."""
+        """Return the number of batches. The first call joins the job: the Trainer has read all data then."""
         if not self._has_begun:
             self._has_begun = True
             self._job.begin()
-        return self._epoch()
+        return self._job.epochs.whole
 
-    def _epoch(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         for _ in range(self._job.place(), self._job.epochs.steps):
             for _ in range(self._job.begin_step()):
                 self._newest = self._job.micro_batch(self._newest)

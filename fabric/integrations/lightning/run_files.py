@@ -78,6 +78,11 @@ def _files(number: int, callback: Any) -> set[str]:
     return {f"{number} {path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
 
 
+def write_nothing() -> None:
+    """Let this replica write neither folders nor logs, until a step shows that it is the writer."""
+    _ranks.rank = 1
+
+
 class LogWriter:
     """Lets one replica write the logs of ``trainer``, and another one go on where that replica ends."""
 
@@ -86,7 +91,6 @@ class LogWriter:
         self._missed: list[
             tuple[Any, Any, int | None]
         ] = []  # calls since the newest commit, where another writes
-        _ranks.rank = 1  # the first step shows which replica writes
         for logger in trainer.loggers:
             logger.log_metrics = self._watched(logger, logger.log_metrics)
 

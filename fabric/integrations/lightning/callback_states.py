@@ -59,7 +59,7 @@ def averaged_models(trainer: Any) -> dict[str, Any]:
 
 
 class HookState:
-    """What a LightningModule brings into checkpoints and takes from them by its hooks."""
+    """The state that a LightningModule brings into checkpoints, and takes from them, by its hooks."""
 
     def __init__(self, module: Any, trainer: Any) -> None:
         self._module, self._trainer = module, trainer
@@ -73,9 +73,9 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """Return what the hook adds to a checkpoint."""
         checkpoint = self._checkpoint()
-        known = set(checkpoint)
+        before = set(checkpoint)
         self._module.on_save_checkpoint(checkpoint)
-        return {name: value for name, value in checkpoint.items() if name not in known}
+        return {name: value for name, value in checkpoint.items() if name not in before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hand what the hook of another replica has added to this one's hook."""

@@ -16,7 +16,7 @@ from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.lightning.callback_states import CallbackStates, averaged_models, hook_states
 from fabric.integrations.lightning.counters import set_counters, set_place
-from fabric.integrations.lightning.epochs import Epochs
+from fabric.integrations.lightning.epochs import EpochShape
 from fabric.integrations.lightning.figures import JobFigures
 from fabric.integrations.lightning.manual import ManualSteps
 from fabric.integrations.lightning.release import ROOT
@@ -33,7 +33,7 @@ _call: Any = importlib.import_module(f"{ROOT}.trainer.call")
 
 
 class LightningJob:
-    """What the strategy must know of the job's step under way. ``begin`` joins the job."""
+    """The job as the strategy sees it, and its step under way. ``begin`` joins the job."""
 
     session: Any
     _feed: StepFeed
@@ -256,7 +256,7 @@ def _limited(source: TrainingData, samples: int) -> TrainingData:
     return dataclasses.replace(source, sampler=FirstOf(source.sampler, samples), size=samples)
 
 
-def _epochs(trainer: Any, source: TrainingData, replicas: int) -> Epochs:
+def _epochs(trainer: Any, source: TrainingData, replicas: int) -> EpochShape:
     """Return the shape of an epoch. Raises ConfigError where it has none, or would have no batch."""
     if source.is_stream:
         raise ConfigError(
@@ -264,7 +264,7 @@ def _epochs(trainer: Any, source: TrainingData, replicas: int) -> Epochs:
             "known length, so that a replica that joins could not find its place: give a data set with len() "
             "and an index"
         )
-    epochs = Epochs(
+    epochs = EpochShape(
         positions=source.size,
         batch_size=source.batch_size,
         replicas=replicas,

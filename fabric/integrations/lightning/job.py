@@ -199,6 +199,8 @@ class LightningJob:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = gradient
             self._gradients = None
+            if (step := self._feed.step) is not None and step.done:
+                self._feed.session.handover.resume(step.number)  # the Trainer has computed a forward since
 
     def _leave(self, expected: int) -> NoReturn:
         at = self._feed.step.number if self._feed.step is not None else "its end"

@@ -153,7 +153,8 @@ TRAINER = ArgumentTable(
             _FILES,
             "create_model_card push_to_hub _push_from_checkpoint _finish_current_push init_hf_repo "
             "log_metrics metrics_format save_metrics save_state is_local_process_zero "
-            "_issue_warnings_after_load end get_learning_rates get_num_trainable_parameters get_optimizer_group",
+            "_issue_warnings_after_load end get_learning_rates get_num_trainable_parameters "
+            "get_optimizer_group",
         ),
         **_rows(
             NoInfluence("train() refuses what needs it"),

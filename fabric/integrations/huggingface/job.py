@@ -20,6 +20,7 @@ from fabric.client.loop.step import Step
 from fabric.errors import ConfigError
 from fabric.integrations.huggingface.counters import TrainerCounters
 from fabric.integrations.huggingface.loss import LossRule, Rule, weight_of
+from fabric.integrations.huggingface.reporting import continue_curves
 from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.training_data import TrainingData
@@ -98,6 +99,7 @@ class TrainerJob:
         )
         self._feed = StepFeed(self.session, data, self.until)
         self._take_over(optimizer)
+        continue_curves(trainer, self.session.settings.job)
         self._advance()
         self.runs = True
 

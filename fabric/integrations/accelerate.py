@@ -27,6 +27,7 @@ from fabric.client.data.loader import data_slot_of
 from fabric.client.loop.step import Step
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
+from fabric.integrations.one_process import one_process
 from fabric.integrations.optimizers import unequal_optimizer
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.versions import check_version
@@ -60,12 +61,14 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         given = dict(fabric or {})
         names = {x.name for x in fields(Settings)}
         chosen = config.settings(**{k: v for k, v in given.items() if k in names})
-        if not chosen.disable:
-            check_version("accelerate", LEAST, TESTED)
-        super().__init__(*arguments, **named)
-        if not chosen.disable:
-            _refuse(self, given)
-            self._replica = _AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
+        if chosen.disable:
+            super().__init__(*arguments, **named)
+            return
+        check_version("accelerate", LEAST, TESTED)
+        with one_process("FabricAccelerator"):
+            super().__init__(*arguments, **named)
+        _refuse(self, given)
+        self._replica = _AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
 
     # --- what the script prepares -----------------------------------------------------------------------
 
@@ -372,6 +375,8 @@ class _AcceleratedReplica:
         if not self._replays:
             feed.step.backward(scaler.scale(loss) if scaler is not None else loss, weight)
             self._upcoming = feed.micro_batch()
+        else:
+            feed.session.handover.resume(feed.step.number)
         complete = self._replays or self._upcoming is None
         if complete:
             self._completed = feed.step

@@ -63,7 +63,11 @@ class Evidence:
         """Return the data order, from the first start line; None where there is none."""
         for journal in self.run.journals.values():
             for line in lines_of(journal.lines, "start"):
-                return DataOrder(line.fields["data"])
+                order = DataOrder(line.fields["data"])
+                for listed in (x for lines in self.contributions.values() for x in lines):
+                    for micro_batch, samples in listed.fields["samples"].items():
+                        order.learn(listed.integer("step"), int(micro_batch), samples)
+                return order
         return None
 
 

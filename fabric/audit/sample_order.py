@@ -7,7 +7,9 @@ have their own code for this rule; the audit verifies that both agree.
 
 Other kinds of data have other rules:
 
-- ``stream``, and ``order`` (the digest of a sampler's order): a sample is its position.
+- ``stream``: a sample is its position.
+- ``order`` (the digest of a sampler's order): the first replica that lists the samples of a micro-batch is
+  believed, and all others must list the same.
 - ``epoch_end``: a pass is a whole number of steps. Under "short" its last step has the samples that are left,
   and a micro-batch may have fewer samples, or none. Under "drop" the samples that are left are dropped.
 - ``shards``: the dataset and the micro-batches of a step are divided evenly among the shards. A micro-batch
@@ -36,9 +38,17 @@ class DataOrder:
         self.micro_batches = data["micro_batches"]
         self.seed = data["seed"]
         self._passes: dict[int, NDArray[np.int64]] = {}
+        self._learned: dict[tuple[int, int], list[int]] = {}
+
+    def learn(self, step: int, micro_batch: int, samples: list[int]) -> None:
+        """Believe the first list of a micro-batch's samples, where a sampler made the order."""
+        if "order" in self.data:
+            self._learned.setdefault((step, micro_batch), samples)
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
         """Return the dataset indices of micro-batch ``micro_batch`` of step ``step``, in order."""
+        if "order" in self.data:
+            return self._learned.get((step, micro_batch), [])
         if "shards" in self.data:
             return self._sharded(step, micro_batch)
         offset = micro_batch * self.micro_batch_size
@@ -75,7 +85,7 @@ class DataOrder:
         return samples
 
     def _at(self, position: int) -> int:
-        if "stream" in self.data or "order" in self.data:
+        if "stream" in self.data:
             return position
         if "sampler" in self.data:
             step, within = divmod(position, self.global_batch_size)

@@ -30,7 +30,7 @@ from fabric.client.gradients.gradient_backend import (
 )
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.gradients.replica_states import ReplicaStates
-from fabric.client.loop.model_watch import ModelWatch, refuse_optimizers
+from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
 from fabric.client.loop.session import Session
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.solo import SoloSession
@@ -167,10 +167,10 @@ def _attach(
     if choices.sampler is not None:
         choices.sampler.check(chosen)
     optimizers = optimizers_by_name(optimizer)
-    refuse_optimizers(optimizers.values())
     group = RankGroup.find()
     layout = parse_layout(chosen.layout).over(group.size if group is not None else 1)
     objects = shared_state(model, optimizers, state, choices.buffers)
+    outside = accept_optimizers(model, optimizers, state)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
@@ -209,7 +209,7 @@ def _attach(
         journal=journal,
         failpoints=_failpoints(chosen, process),
     )
-    model_watch = ModelWatch(model, parameters, watch)
+    model_watch = ModelWatch(model, parameters, watch, outside)
     parts = trainer.make_parts()
     return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
 

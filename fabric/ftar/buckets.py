@@ -8,13 +8,17 @@ all-reduce, and may begin as soon as the gradients in it are final. Buckets foll
 so they are the same on all members, whatever buckets others (DDP) have. The layout hash covers names, shapes,
 dtypes and order: members whose hashes differ must not sum.
 
+A bucket ends with its *presence*: one element per parameter, 1 where this process has a gradient and 0 where
+it has none. The sum counts the members that have one, and is above 0 for any number of them. A parameter
+without any keeps ``.grad`` None, as without fabric, so that momentum and weight decay do not move it.
+
 For a DTensor (FSDP2, tensor parallel) the buffer holds this rank's shard. Equal ranks of all replicas sum
 equal shards, so the hash also covers how the tensor is sharded.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -47,10 +51,16 @@ class Bucket:
     end: int
     parameters: tuple[NamedParameter, ...]
     fragment: int = 0  # the fragment of the model that these parameters belong to
+    has_presence: bool = True
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the bucket's elements in ``buffer``, 1-D."""
         return buffer[self.begin : self.end].view(self.dtype)
+
+    def presence(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return, by parameter, the part of ``buffer`` that counts the gradients. It may be empty."""
+        flat = self.view(buffer)
+        return flat[flat.numel() - len(self.parameters) * self.has_presence :]
 
     def local_gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Return this rank's part of each gradient that there is, by the parameter's name."""
@@ -84,7 +94,8 @@ class FlatGradients:
         any_layout: bool = False,
         fragments: Mapping[str, int] | None = None,
     ) -> None:
-        """``any_layout``: the layout hash does not cover how the parameters are sharded.
+        """``any_layout``: the layout hash does not cover how the parameters are sharded, and buckets have no
+        presence: members of unequal layouts exchange pieces of parameters.
 
         ``fragments``: the number of each parameter's fragment, if one fragment is exchanged per step.
         """
@@ -97,8 +108,9 @@ class FlatGradients:
         _check_parameters(self.parameters)
         self.described = _described(self.parameters)
         backwards = self.parameters[::-1]
-        self.layout = layout_hash(backwards, any_layout)
-        laid_out = _lay_out(backwards, bucket_bytes, fragments)
+        presence = [] if any_layout else [("presence", torch.empty(len(backwards), device="meta"))]
+        self.layout = layout_hash([*backwards, *presence], any_layout)
+        laid_out = _lay_out(backwards, bucket_bytes, fragments, not any_layout)
         self.nbytes = laid_out[-1].end if laid_out else 0
         # Backward completes a bucket with the bucket's last parameter, which comes first in the model.
         finished = {id(parameter): at for at, (_, parameter) in enumerate(backwards)}
@@ -142,6 +154,20 @@ class FlatGradients:
                 view.copy_(_local(parameter.grad))
                 if self.scale != 1.0:
                     view.mul_(self.scale)
+        if bucket.has_presence:
+            _write_presence(bucket, into)
+
+    def absent(self, buffer: torch.Tensor) -> frozenset[str]:
+        """Return the names of the parameters for which no member has a gradient in ``buffer``, a sum.
+
+        If no parameter has one, return none: the sum of nothing is zero. On a device this waits for it.
+        """
+        counts = [bucket.presence(buffer).float() for bucket in self.buckets]
+        flags = torch.cat(counts).tolist() if counts else []
+        names = [name for bucket in self.buckets for name, _ in bucket.parameters]
+        if not any(flags):
+            return frozenset()
+        return frozenset(name for name, flag in zip(names, flags, strict=True) if not flag)
 
     @torch.no_grad()
     def first_nonfinite(self, buffer: torch.Tensor) -> str:
@@ -165,10 +191,11 @@ class FlatGradients:
         return ""
 
     @torch.no_grad()
-    def scatter(self, buffer: torch.Tensor, weight: float) -> None:
+    def scatter(self, buffer: torch.Tensor, weight: float, absent: Collection[str] | None = None) -> None:
         """Write ``buffer / weight`` into every ``.grad``, which is created where there is none.
 
-        Raises StateError, before it writes, for a weight by which it cannot divide.
+        ``absent``: the parameters whose ``.grad`` becomes None; by default as ``buffer`` says. Raises
+        StateError, before it writes, for a weight by which it cannot divide.
         """
         self._check_buffer(buffer)
         if not (weight > 0 and math.isfinite(weight)):
@@ -176,8 +203,12 @@ class FlatGradients:
                 f"the gradients of this step have the total weight {weight!r}, so there is no "
                 "average: give step.backward a positive finite weight"
             )
+        absent = self.absent(buffer) if absent is None else absent
         for bucket in self.buckets:
-            for view, parameter in bucket.views(buffer):
+            for (name, _), (view, parameter) in zip(bucket.parameters, bucket.views(buffer), strict=True):
+                if name in absent:
+                    parameter.grad = None
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 gradient = _local(parameter.grad)
@@ -227,7 +258,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lay_out(
-    parameters: tuple[NamedParameter, ...], bucket_bytes: int, fragments: Mapping[str, int]
+    parameters: tuple[NamedParameter, ...],
+    bucket_bytes: int,
+    fragments: Mapping[str, int],
+    has_presence: bool,
 ) -> list[Bucket]:
     """Return buckets in the order of their bytes: section by section, in the order given.
 
@@ -246,9 +280,17 @@ def _lay_out(
             fragment = fragments.get(name, 0)
             ends = following is None or fragments.get(following[0], 0) != fragment
             if ends or end - begin >= bucket_bytes:
-                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment))
+                end += len(members) * dtype.itemsize * has_presence
+                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment, has_presence))
                 gap, begin, members = end, end, []
     return buckets
+
+
+def _write_presence(bucket: Bucket, into: torch.Tensor) -> None:
+    presence = bucket.presence(into).fill_(1)
+    for place, (_, parameter) in enumerate(bucket.parameters):
+        if parameter.grad is None:
+            presence[place] = 0
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -48,7 +48,7 @@ class Rank:
         self.weight = torch.nn.Parameter(torch.zeros(self.rows[1], 2))
         self.averaged = AveragedBuffers(self.model, changing_buffers(self.model))
         self.averaged.begin()
-        self.gradients = FlatGradients([("weight", self.weight), *self.averaged.stand_ins])
+        self.gradients = FlatGradients([("weight", self.weight), *self.averaged.stand_ins], any_layout=True)
         self.gradients.scale = self.scale
 
     def row(self) -> tuple[HeldParameter, ...]:

@@ -16,11 +16,13 @@ if __name__ == "__main__":
 from sim import coverage
 from sim.adapt_worlds import AdaptWorld
 from sim.cold_worlds import cold_world
+from sim.data_worlds import CurriculumWorld, RebatchedWorld
 from sim.durable_worlds import DurableWorld
 from sim.end_worlds import EndWorld
 from sim.late_worlds import late_world
 from sim.link_worlds import CalmWorld, LinkWorld
 from sim.mixed_worlds import MixedWorld
+from sim.norm_worlds import NormWorld
 from sim.order_worlds import OrderWorld
 from sim.parted_worlds import PartedWorld
 from sim.ranks import RankWorld
@@ -49,6 +51,9 @@ KINDS: dict[str, Callable[[int], World]] = {
     "calm": CalmWorld,
     "adapt": AdaptWorld,
     "relayout": RelayoutWorld,
+    "curriculum": CurriculumWorld,
+    "rebatched": RebatchedWorld,
+    "norm": NormWorld,
 }
 
 

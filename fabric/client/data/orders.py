@@ -76,6 +76,15 @@ class SamplerOrder:
         """Return what the sampler yields at ``positions``, which count through all passes."""
         return [self._pass(p // self.size)[p % self.size] for p in positions]
 
+    def indices(self, positions: Sequence[int]) -> list[int]:
+        """Return the data set indices at ``positions``, those of a batch one by one.
+
+        A sampler whose entries are no numbers has positions instead.
+        """
+        entries = [x if isinstance(x, list | tuple) else [x] for x in self.items(positions)]
+        indices = [i for entry in entries for i in entry]
+        return indices if all(type(i) is int and i >= 0 for i in indices) else list(positions)
+
     def _pass(self, number: int) -> Sequence[Any]:
         with self._lock:
             if number not in self._passes:

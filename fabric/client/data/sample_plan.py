@@ -125,16 +125,18 @@ class SamplePlan:
         return range(start, stop if end is None else max(start, min(stop, end)))
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
-        """Return the data set indices of one micro-batch; with a sampler, or of a stream, the positions."""
+        """Return the data set indices of one micro-batch, for the journal; of a stream the positions."""
         if self.shards:
             return self._sharded(step, micro_batch)
         positions = self.positions(step, micro_batch)
-        if self.is_stream or self.order is not None:
+        if self.order is not None:
+            return self.order.indices(positions)
+        if self.is_stream:
             return list(positions)
         return sample_indices(self.dataset_size, self.seed, positions.start, len(positions))
 
     def items(self, step: int, micro_batch: int) -> list[Any]:
-        """Return the data set indices of one micro-batch; of a stream the positions."""
+        """Return what the data set is indexed with, for one micro-batch; of a stream positions."""
         if self.order is None:
             return self.samples(step, micro_batch)
         return self.order.items(self.positions(step, micro_batch))

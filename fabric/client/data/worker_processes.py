@@ -8,7 +8,6 @@ Before each micro-batch a worker seeds the generators from (seed, step, micro-ba
 reads it draws the same numbers. A worker ends with its trainer, also where the trainer is killed.
 """
 
-import ctypes
 import os
 import signal
 import threading
@@ -24,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from fabric.client.data.fetching import IndexFetcher
 from fabric.errors import ConfigError
+from fabric.runtime.parent_death import die_with
 
 Key = tuple[int, int]  # step and micro-batch
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +125,9 @@ class _Begin:
     trainer: int  # process id, if the worker ends with the thread that starts it; else 0
 
     def __call__(self, worker: int) -> None:
-        if self.trainer and os.getppid() == self.trainer:
+        if os.getppid() == self.trainer:  # else a fork server started it, which ends with the trainer
             # A worker keeps the trainer's ports and memory open, so it must not outlive the trainer.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != self.trainer:
-                os._exit(1)
+            die_with(self.trainer, signal.SIGKILL)()
         # The user's functions find their own data set, as without fabric.
         object.__setattr__(get_worker_info(), "dataset", self.dataset)
         if self.user is not None:
@@ -149,26 +146,34 @@ class WorkerProcesses:
         replica: str,
         steps_to_try: int,
     ) -> None:
+        self._fetcher, self._count, self._options, self._replica = fetcher, count, options, replica
         self._requests = _Requests(items, steps_to_try)
         self._ready: dict[Key, Any] = {}
         self._step = -1
         self._batches: Iterator[Any] | None = None
+
+    def _start(self) -> Iterator[Any]:
+        """Start the workers, which read the requests from now on."""
+        fetcher, options = self._fetcher, self._options
         # Workers that seed a generator of their own by ``get_worker_info().seed`` differ between replicas.
         generator = torch.Generator()
-        generator.manual_seed(xxhash.xxh3_64_intdigest(f"{fetcher.seed} {replica}".encode()) >> 1)
+        generator.manual_seed(xxhash.xxh3_64_intdigest(f"{fetcher.seed} {self._replica}".encode()) >> 1)
+        # The kernel ends a worker with the thread that started it.
         main = threading.current_thread() is threading.main_thread()
-        self._loader: DataLoader[Any] = DataLoader(
-            _Reading(fetcher),
-            batch_size=None,
-            sampler=self._requests,
-            num_workers=count,
-            collate_fn=_unchanged,
-            pin_memory=options.pin_memory,
-            timeout=options.timeout,
-            worker_init_fn=_Begin(fetcher.dataset, options.worker_init_fn, os.getpid() if main else 0),
-            multiprocessing_context=options.multiprocessing_context,
-            generator=generator,
-            prefetch_factor=options.prefetch_factor,
+        return iter(
+            DataLoader(
+                _Reading(fetcher),
+                batch_size=None,
+                sampler=self._requests,
+                num_workers=self._count,
+                collate_fn=_unchanged,
+                pin_memory=options.pin_memory,
+                timeout=options.timeout,
+                worker_init_fn=_Begin(fetcher.dataset, options.worker_init_fn, os.getpid() if main else 0),
+                multiprocessing_context=options.multiprocessing_context,
+                generator=generator,
+                prefetch_factor=options.prefetch_factor,
+            )
         )
 
     def read_ahead(self, step: int, micro_batches: Sequence[int]) -> None:
@@ -181,7 +186,7 @@ class WorkerProcesses:
             self._step = step
             self.expect(step + 1, micro_batches)
         if wanted and self._batches is None:
-            self._batches = iter(self._loader)
+            self._batches = self._start()
 
     def expect(self, step: int, micro_batches: Iterable[int]) -> None:
         """Read these micro-batches of ``step`` and of the steps after it while there is time."""

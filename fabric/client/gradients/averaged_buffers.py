@@ -127,6 +127,8 @@ class AveragedBuffers:
         """Restore the buffers to the step boundary: the kept gradient of these forward passes is dropped."""
         for name, before in self._before.items():
             self._buffers[name].copy_(before)
+        for _, stand_in in self.stand_ins:
+            stand_in.grad = None
         self._weight = 0.0
 
     def _pairs(self) -> "zip[tuple[tuple[str, torch.Tensor], tuple[str, torch.nn.Parameter]]]":

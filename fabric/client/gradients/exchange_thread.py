@@ -109,6 +109,7 @@ class ExchangeThread:
                 else:
                     digest = self._exchange_lanes(order, stream, flat, entry)
                     slot.bytes_digest = self._backend.digest()
+                slot.absent = self._gradients.absent(flat)
                 slot.copied = self._backend.copy_out(buffer)
                 nonfinite = self._gradients.first_nonfinite(flat) if self._check_finite else ""
             self.recorder.end(entry)

@@ -83,6 +83,11 @@ class ReplicaStates:
             filled = (rows[:, :_LENGTH_BYTES] != 0).any(dim=1)
             self._rows[filled] = rows[filled]
 
+    def drop(self) -> None:
+        """Keep the rows as they are: nothing of this step is committed."""
+        for _, stand_in in self.stand_ins:
+            stand_in.grad = None
+
     def hand_over(self) -> None:
         """Load the state of this replica's slot into the objects: it has no part in the newest step."""
         if not self._objects:

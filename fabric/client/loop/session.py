@@ -10,7 +10,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from fabric.ckpt_server.state.training_state import StateDescriber
@@ -32,7 +31,7 @@ from fabric.client.gradients.bucket_stream import Overlap
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.client.gradients.nonfinite_metrics import finite, restored
-from fabric.client.loop.empty_steps import EmptySteps
+from fabric.client.loop.handover import Handover
 from fabric.client.loop.local_state import LocalState
 from fabric.client.loop.loop_orders import LoopOrder, LoopOrders
 from fabric.client.loop.loop_progress import LoopProgress
@@ -96,7 +95,7 @@ class Session(SessionCollectives):
             and not (parts.buffers.stand_ins or parts.own_states.stand_ins),
         )
         self._process = process
-        self._empty = EmptySteps(settings.replica, describer.objects.values())
+        self.handover = Handover(settings.replica, parts, self._state)
         self._clock = StepClock()
         if process.group is not None and settings.adapt != "off":
             self._clock.waits.install()
@@ -205,14 +204,16 @@ class Session(SessionCollectives):
         """Let ``exchange`` count the samples that ``sampler`` draws."""
         sampler.bind(lambda: self._progress.state_step)
         self._sampler = sampler
+        self.handover.randomness.seed = sampler.seed
 
     def steps(self, data: Loader, until: int) -> Iterator[Step]:
         """Yield steps, from the job's committed step to committed step ``until``; see Step."""
         self._progress.until = until
+        self.handover.randomness.follow_steps(data.plan.seed)
         if not self._engine.is_running:
             self._loader = data
             plan = data.plan
-            self.orders.samples = plan.items
+            self.orders.samples = plan.samples
             objects = self._state.describer.objects
             optimizers = [x for name, x in objects.items() if name.startswith("optimizer")]
             self._presence = PresenceFactor(optimizers) if data.scale_lr else None
@@ -453,30 +454,16 @@ class Session(SessionCollectives):
         assert isinstance(order, io.Apply)
         self.collectives.members.end_step(order)
         self._state.wait_changeable()
-        transfer = self._parts.fetch_thread
         if order.prepared is not None:
-            held, buffer = order.prepared, self._parts.slots.find(order.step)
+            held = order.prepared
             self._replay.note_joined(held)
         else:
-            assert transfer.buffer is not None
             self._parts.points.hit("replay", order.step)
-            held, buffer = transfer.as_prepared(), transfer.buffer
+            held = self._parts.fetch_thread.as_prepared()
             self._replay.begin()
         self._journal_commit(order, held, replay=order.prepared is None)
         counted = sum(len(ids) for _, ids in held.contributions)
-        step.skipped = self._empty.has_no_update(held) or bool(held.nonfinite)
-        if step.skipped:
-            # Optimizers do not change a parameter without a gradient, so the user's loop needs no branch.
-            self._state.drop_gradient()
-        else:
-            weight = held.weight or 1.0  # weight 0: the sum is zero, so any divisor will do
-            scatter = partial(self._parts.backend.scatter, self._state.gradients, buffer, weight)
-            self._state.run(scatter)
-            if held.weight:
-                self._parts.buffers.commit(held.weight)
-                self._parts.own_states.commit(held.weight)
-        if not order.contributed:
-            self._parts.own_states.hand_over()
+        step.skipped = self.handover.give(order, held)
         if self._presence is not None:
             self._presence.present(counted, self._micro_batches)
         self._progress.state_step = order.step + 1

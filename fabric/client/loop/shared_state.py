@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fabric.ckpt_server.state.in_place import put
 from fabric.client.gradients.averaged_buffers import changing_buffers
 from fabric.errors import ConfigError
 
@@ -65,7 +66,7 @@ def with_state(value: Any) -> Any:
 
 
 class SharedDict:
-    """The user's dict as shared state. The dict stays the same object; loading replaces its content."""
+    """The user's dict as shared state. Loading keeps the dict, and its tensors where the shapes are equal."""
 
     def __init__(self, values: dict[Any, Any]) -> None:
         self._values = values
@@ -76,9 +77,7 @@ class SharedDict:
 
     def load_state_dict(self, state: Mapping[Any, Any]) -> None:
         """Put the content of ``state`` into the dict."""
-        kept = dict(state)  # ``state`` may be the dict itself
-        self._values.clear()
-        self._values.update(kept)
+        put(self._values, dict(state))  # ``state`` may be the dict itself
 
 
 class SharedGenerator:

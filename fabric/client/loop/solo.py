@@ -10,8 +10,9 @@ from fabric.ckpt_server.state.training_state import capture
 from fabric.client.collectives.session_collectives import SessionCollectives
 from fabric.client.collectives.solo_collectives import SoloCollectives
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
-from fabric.client.data.randomness import seed_everything
+from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler
+from fabric.client.loop.handover import optimizers_in
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import FabricError
 from fabric.protocol.messages.rank_messages import replica_share
@@ -46,6 +47,7 @@ class SoloStep:
             seed_everything(plan.seed, self.number, micro_batch)
             yield batch
         self._session.average(self._weight, self._data.slice.index)
+        self._session.randomness.begin(self.number)
         self.skipped = self._session.skips()
         self.metrics, self.done = self._session.take_metrics(), True
 
@@ -85,6 +87,7 @@ class SoloSession(SessionCollectives):
         self._parameters = parameters
         self._metrics: dict[str, float] = {}
         self.collectives = SoloCollectives("replica0")
+        self.randomness = UpdateRandomness(optimizers_in(objects.values()))
 
     def digest(self) -> str:
         return capture(self._objects, self.committed_step).digest()
@@ -124,8 +127,10 @@ class SoloSession(SessionCollectives):
         """As Session.draw_from."""
         sampler.bind(lambda: self.committed_step)
         self._sampler = sampler
+        self.randomness.seed = sampler.seed
 
     def steps(self, data: Loader, until: int) -> Iterator[SoloStep]:
+        self.randomness.follow_steps(data.plan.seed)
         while self.committed_step < until:
             step = SoloStep(self, self.committed_step, data)
             yield step
@@ -179,6 +184,7 @@ class SoloSession(SessionCollectives):
         step.number, step.contributed, step.replayed = self.committed_step, True, False
         step.metrics, step.done = self.take_metrics(), True
         step.skipped = self.skips()
+        self.randomness.begin(step.number)
         self.committed_step += 1
         return step
 

@@ -118,6 +118,7 @@ class AdoptedLoop:
         """Bring the gradient of step ``number`` into ``.grad``, or find that the job has made that step."""
         if self.session is None:
             self._begin()
+        seed_everything(0, self.number + 1, self._slot)  # for the script's next step, after this update
         if self._waiting is None:
             self._exchange()
         self.number += 1
@@ -126,11 +127,12 @@ class AdoptedLoop:
             step, self._waiting = self._waiting, None
             assert self._gradients is not None
             self._gradients.bring_back()
+            assert self.session is not None
+            self.session.handover.resume(step.number)
             self.updates = True
             self._end(step)
         elif self._waiting is not None:
             self.updates = False
-        seed_everything(0, self.number, self._slot)
 
     def _exchange(self) -> None:
         session, objects, gradients = self.session, self.objects, self._gradients

@@ -269,8 +269,7 @@ def _fill_return(
 
 
 def _micro_batches(view: LeaderView) -> int:
-    peers = list(view.peers.values())
-    return peers[0].session.micro_batches if peers else 0
+    return max((peer.micro_batches for peer in view.peers.values()), default=0)
 
 
 def recoverable(view: LeaderView, now: float) -> dict[str, Any] | None:

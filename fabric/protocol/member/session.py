@@ -117,6 +117,7 @@ class LighthouseSession:
                     busy_s=self.busy_s,
                     empty=self._memory.empty,
                     unreachable=self.unreachable() if self._epochs.mode is Mode.OUTSIDE else (),
+                    micro_batches=self._memory.plan.micro_batches,
                 )
             )
         )
@@ -142,8 +143,7 @@ class LighthouseSession:
 
     def open(self, snapshots: tuple[SnapshotRef, ...]) -> None:
         """Begin a session; repeat the other messages that the leader must know."""
-        self.contact.connected = True
-        self.contact.changes = False
+        self.contact.connected, self.contact.changes = True, False
         self.contact.next_beat = self._context.now
         me, state, newest = self._context.identity, self._memory.state, self._epochs.newest
         self._context.emit(
@@ -165,6 +165,7 @@ class LighthouseSession:
                     durable=me.durable or (),
                     ended=me.ended,
                     data=me.data,
+                    began=self._memory.began,
                     shares=me.shares,
                     snapshots=snapshots,
                     predecessors=me.predecessors,

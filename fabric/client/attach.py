@@ -119,7 +119,7 @@ def attach(
     that joins takes the job's step instead.
     ``sampler``: the sampler of ``session.exchange``, where a DataLoader needed it before the session.
     ``local_state``: objects whose state is each replica's own, such as torchdata's StatefulDataLoader. A step
-    commits the state of each data slot (at most 32 KiB), and a replica that takes a slot over loads it.
+    commits the state of each data slot, which has at most 64 KiB. A replica that takes a slot over loads it.
 
     ``arguments`` are the fields of ``fabric.runtime.config.Settings``. A mistake of the user ends the process
     with one sentence and exit code 1. With FABRIC_DISABLE=1 the session uses no service.

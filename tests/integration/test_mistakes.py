@@ -382,7 +382,8 @@ def test_a_model_that_changes_between_looks_is_left_out(zygote, tmp_path, what):
         assert re.search(r"^fabric: r2: the state of step \d+ does not fit: ", sentence(job, "r2"))
         assert BETWEEN[what] in sentence(job, "r2")
         told = [e["why"] for e in job.told("evicting")]
-        assert told == ["r2 disagrees with the majority about the state at step 6"]
+        assert len(told) == 1
+        assert told[0].startswith("r2 disagrees with the majority about the state at step 6")
 
 
 def test_a_state_that_can_no_longer_be_serialised(zygote, tmp_path):

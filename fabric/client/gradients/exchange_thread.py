@@ -17,12 +17,14 @@ from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_recorder import ExchangeEntry, ExchangeRecorder
 from fabric.client.gradients.gradient_backend import GradientBackend, HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
+from fabric.client.process.step_clock import StepClock
 from fabric.client.process.worker import Worker
 from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.lanes.lane_plane import LanePlane
 from fabric.ftar.plane import DataPlane
+from fabric.model import StepTimes
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
 
@@ -84,6 +86,12 @@ class ExchangeThread:
     def give_values(self, epoch: int) -> None:
         """Note, before a round of ``epoch``, that all members take the values of this one's buffers."""
         self._gives_in.append(epoch)
+
+    def take_times(self, clock: StepClock) -> StepTimes:
+        """Return the times of the step that has just ended, and count those of the next one from zero."""
+        times = clock.times(self.seconds, self.waiting_s, self.sending_s)
+        self.seconds, self.waiting_s, self.sending_s = 0.0, {}, {}
+        return times
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply this rank's gradients by ``factor`` in every exchange."""

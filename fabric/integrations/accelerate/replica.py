@@ -17,7 +17,7 @@ from accelerate.utils import send_to_device
 
 import fabric.client
 from fabric.client.data.loader import data_slot_of
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED, RESTART
@@ -111,12 +111,11 @@ class AcceleratedReplica:
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler
         model, data = accelerator.unwrap_model(models[0]), loader.data
-        buffers = "average" if changing_buffers(model) else "refuse"
         self._session = fabric.client.attach(
             model,
             [x.optimizer for x in optimizers],
             state=state,
-            **{"step": self._step, "buffers": buffers, **self._arguments},
+            **{"step": self._step, "buffers": default_buffers(model), **self._arguments},
         )
         atexit.register(self._close_at_exit)
         knows_steps = _knows_steps()
@@ -353,6 +352,8 @@ class _ScriptLoop:
         if self._is_aside:
             self._gradients.bring_back()
             self._is_aside = False
+            if step is not None:
+                self.feed.session.handover.resume(step.number)  # the loop has drawn random numbers since
         self.outputs.close()  # an evaluation after the update is real
         self._finished = step
 

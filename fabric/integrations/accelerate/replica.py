@@ -17,7 +17,7 @@ from accelerate.utils import send_to_device
 
 import fabric.client
 from fabric.client.data.loader import data_slot_of
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED, RESTART
@@ -111,7 +111,7 @@ class AcceleratedReplica:
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler
         model, data = accelerator.unwrap_model(models[0]), loader.data
-        buffers = "average" if changing_buffers(model) else "refuse"
+        buffers = default_buffers(model)
         self._session = fabric.client.attach(
             model,
             [x.optimizer for x in optimizers],

@@ -127,7 +127,7 @@ class LightningJob:
         batch, step = self._feed.micro_batch(), self._feed.step
         assert step is not None
         if batch is not None:
-            self.figures.samples = float(step.weight.samples)  # noqa: SLF001
+            self.figures.samples = float(step.weight.samples)
         elif not self._ended:
             self._ended = True
             self.figures.commit(step.metrics)
@@ -148,7 +148,7 @@ class LightningJob:
         step, epochs = self._feed.step, self.epochs
         assert step is not None
         _, micro_batch = self.session._progress.at  # noqa: SLF001
-        weight = epochs.weight(step.number, micro_batch, step.weight.samples)  # noqa: SLF001
+        weight = epochs.weight(step.number, micro_batch, step.weight.samples)
         divided = 1 if self.manual is not None else epochs.accumulation
         return step.add_weight(weight) * epochs.factor(step.number) * divided
 

@@ -275,6 +275,16 @@ class HostHistory:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The numbers of replicas that a job asks for."""
+
+    min_replicas: Int64 = 1  # the fewest members with which the job steps
+    max_replicas: Int64 = 1024  # the most members of the job
+    start_replicas: Int64 = 1  # the replicas that the first round waits for
+    start_wait_s: float = 120.0  # seconds after which ``min_replicas`` are enough for the first round
+
+
 @dataclass(frozen=True)
 class Record:
     """The stored truth about one job: one key in the store, replaced by guarded compare-and-set only.
@@ -297,13 +307,15 @@ class Record:
     failed: str = ""  # why the job has failed, for a person; empty: it has not failed
     # The incident id of this epoch, or of the loss that a rejoin in this epoch ends; empty: an older version.
     incident_id: str = ""
-    min_replicas: Int64 = 0  # how many members this epoch needs to step; 0: as each member's own setting says
+    # How many members this epoch needs to step; 0, by an older version: as each member's own setting says.
+    min_replicas: Int64 = 0
     overrides: OperatorOverrides = OperatorOverrides()
     failures: tuple[HostFailure, ...] = ()  # the newest failures
     ended: float = 0.0  # when the job was complete, Unix seconds; 0: not known
     autonomy_s: float = 0.0  # the longest that any member may commit without a lighthouse; 0: not known
     hosts: tuple[HostHistory, ...] = ()  # the hosts that failed in the last days
     adaptation: Adaptation = Adaptation()  # changes only with the epoch
+    policy: Policy | None = None  # what the replicas agreed on; None: an older version has not written it
 
     # Every message needs the cached properties. They are not compared, stored or sent.
 
@@ -353,16 +365,6 @@ class Record:
         """Whether exactly this process is in the roster."""
         member = self.member(replica)
         return member is not None and member.incarnation == incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The numbers of replicas that a job asks for."""
-
-    min_replicas: int = 1  # the fewest members with which the job steps
-    max_replicas: int = 1024  # the most members of the job
-    start_replicas: int = 1  # the replicas that the first round waits for
-    start_wait_s: float = 120.0  # seconds after which ``min_replicas`` are enough for the first round
 
 
 @dataclass(frozen=True, slots=True)

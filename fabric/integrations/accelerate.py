@@ -24,9 +24,11 @@ from accelerate.utils import send_to_device
 
 import fabric.client
 from fabric.client.data.loader import data_slot_of
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
+from fabric.integrations.one_process import one_process
 from fabric.integrations.optimizers import unequal_optimizer
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.versions import check_version
@@ -60,12 +62,14 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         given = dict(fabric or {})
         names = {x.name for x in fields(Settings)}
         chosen = config.settings(**{k: v for k, v in given.items() if k in names})
-        if not chosen.disable:
-            check_version("accelerate", LEAST, TESTED)
-        super().__init__(*arguments, **named)
-        if not chosen.disable:
-            _refuse(self, given)
-            self._replica = _AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
+        if chosen.disable:
+            super().__init__(*arguments, **named)
+            return
+        check_version("accelerate", LEAST, TESTED)
+        with one_process("FabricAccelerator"):
+            super().__init__(*arguments, **named)
+        _refuse(self)
+        self._replica = _AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
 
     # --- what the script prepares -----------------------------------------------------------------------
 
@@ -289,11 +293,12 @@ class _AcceleratedReplica:
         state |= {f"registered.{i}": x for i, x in enumerate(accelerator._custom_objects)}  # noqa: SLF001
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler
+        model = accelerator.unwrap_model(models[0])
         self._session = fabric.client.attach(
-            accelerator.unwrap_model(models[0]),
+            model,
             [x.optimizer for x in optimizers],
             state=state,
-            **{"step": self._step, **self._arguments},
+            **{"step": self._step, "buffers": default_buffers(model), **self._arguments},
         )
         atexit.register(self._close_at_exit)
         source = loader.source
@@ -372,6 +377,8 @@ class _AcceleratedReplica:
         if not self._replays:
             feed.step.backward(scaler.scale(loss) if scaler is not None else loss, weight)
             self._upcoming = feed.micro_batch()
+        else:
+            feed.session.handover.resume(feed.step.number)
         complete = self._replays or self._upcoming is None
         if complete:
             self._completed = feed.step
@@ -478,13 +485,8 @@ def _is_shuffled(data_loader: Any) -> bool:
     return isinstance(getattr(data_loader, "sampler", None), torch.utils.data.RandomSampler)
 
 
-def _refuse(accelerator: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a plug-in or an argument that cannot be kept equal."""
-    if arguments.get("buffers") == "average":
-        raise ConfigError(
-            'buffers="average" does not go with FabricAccelerator, whose loop computes a forward for each '
-            'replayed step: choose "ignore"'
-        )
+def _refuse(accelerator: Any) -> None:
+    """Raise ConfigError for a plug-in that cannot be kept equal."""
     kind = accelerator.distributed_type
     if kind != DistributedType.NO:
         raise ConfigError(

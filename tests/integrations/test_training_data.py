@@ -1,6 +1,7 @@
 """A DataLoader is taken whole, or refused; every argument of the installed release has a row."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import (
 
 from fabric.client.loop.solo import SoloSession
 from fabric.errors import ConfigError
+from fabric.integrations.arguments import Kept
 from fabric.integrations.training_data import DATALOADER, TrainingData
 
 DATA = list(range(100, 123))
@@ -169,6 +171,17 @@ def loader_classes():
     except ImportError:
         return [DataLoader]
     return [DataLoader, StatefulDataLoader]
+
+
+@pytest.mark.parametrize("row", [x for x in DATALOADER.rows.values() if isinstance(x, Kept)], ids=str)
+def test_a_test_or_a_recipe_shows_each_argument_that_is_kept(row):
+    tests = Path(__file__).parent.parent
+    assert list(tests.glob(f"**/{row.shown_by}.py")), f"there is no {row.shown_by}"
+
+
+def test_the_page_has_the_table():
+    page = (Path(__file__).parent.parent.parent / "docs/adopt/dataloader.md").read_text()
+    assert DATALOADER.markdown() in page, "put this into the page:\n" + DATALOADER.markdown()
 
 
 @pytest.mark.parametrize("kind", loader_classes(), ids=lambda x: x.__name__)

@@ -235,7 +235,7 @@ class Lighthouse(Process):
         """Open a session as the real shell does, after the core has accepted it."""
         name = session.replica
         self._opening = (name, session.incarnation, connection)
-        self.feed(io.SessionOpened(session))
+        self.feed(io.SessionOpened(session, self.world.policy_of(name)))
         self._opening = None
         peer = self.core.state.liveness.peers.get(name) if self.core is not None else None
         if peer is None or peer.session is not session:

@@ -22,6 +22,7 @@ from sim.end_worlds import EndWorld
 from sim.late_worlds import late_world
 from sim.link_worlds import CalmWorld, LinkWorld
 from sim.mixed_worlds import MixedWorld
+from sim.norm_worlds import NormWorld
 from sim.order_worlds import OrderWorld
 from sim.parted_worlds import PartedWorld
 from sim.ranks import RankWorld
@@ -52,6 +53,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "relayout": RelayoutWorld,
     "curriculum": CurriculumWorld,
     "rebatched": RebatchedWorld,
+    "norm": NormWorld,
 }
 
 

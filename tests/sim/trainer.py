@@ -90,9 +90,10 @@ class Trainer(Process):
             durable=world.listed(),
             ended=world.hosts[host].ended,
             rack=world.settings.racks.get(host, ""),
+            data=world.data_of(host),
         )
         state = MemberState(0, 0, self.main.digest)
-        config = replace(world.settings.member, plan=world.first_plan())
+        config = replace(world.member_config_of(host), plan=world.first_plan())
         self.core = MemberCore(identity, config, self.clock(), state, tuple(server.memory.snapshots))
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: lambda e: self.send_peer(e),

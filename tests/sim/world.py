@@ -258,6 +258,18 @@ class World:
         """Return the data with which every loop begins; None where the data never change."""
         return None
 
+    def policy_of(self, host: str) -> Policy:
+        """Return the numbers of replicas that this host's process asks for."""
+        return self.settings.leader.policy
+
+    def member_config_of(self, host: str) -> MemberConfig:
+        """Return the settings of this host's member core."""
+        return self.settings.member
+
+    def data_of(self, host: str) -> str:
+        """Return the settings of this host that the data order depends on."""
+        return ""
+
     def initial_digest(self, host: str) -> str:
         return digest_of("initial", host if self.settings.different_starts else "same")
 

@@ -79,7 +79,7 @@ class SamplerOrder:
     def indices(self, positions: Sequence[int]) -> list[int]:
         """Return the data set indices at ``positions``, those of a batch one by one.
 
-        A sampler whose entries are no numbers has positions instead.
+        A sampler that yields other things than numbers has positions instead.
         """
         entries = [x if isinstance(x, list | tuple) else [x] for x in self.items(positions)]
         indices = [i for entry in entries for i in entry]

@@ -10,7 +10,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from fabric.ckpt_server.state.training_state import StateDescriber
@@ -30,7 +29,7 @@ from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.bucket_stream import Overlap
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.nonfinite_metrics import finite, restored
-from fabric.client.loop.empty_steps import EmptySteps
+from fabric.client.loop.handover import Handover
 from fabric.client.loop.local_state import LocalState
 from fabric.client.loop.loop_orders import LoopOrder, LoopOrders
 from fabric.client.loop.loop_progress import LoopProgress
@@ -45,7 +44,6 @@ from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
 from fabric.client.process.wait_log import FIRST_S, WaitLogger, describe_wait
 from fabric.client.state.durable_policy import StorageUnavailable, writer_of
-from fabric.client.state.small_entries import small_entries
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
 from fabric.health.work import WorkAmount
@@ -95,7 +93,8 @@ class Session(SessionCollectives):
             and not (parts.buffers.stand_ins or parts.own_states.stand_ins),
         )
         self._process = process
-        self._empty = EmptySteps(settings.replica, describer.objects.values())
+        self.handover = Handover(settings.replica, parts, self._state)
+        self.overlap.stale = self.handover.stale
         self._clock = StepClock()
         if process.group is not None and settings.adapt != "off":
             self._clock.waits.install()
@@ -203,6 +202,7 @@ class Session(SessionCollectives):
         """Let ``exchange`` count the samples that ``sampler`` draws."""
         sampler.bind(lambda: self._progress.state_step)
         self._sampler = sampler
+        self.handover.randomness.seed = sampler.seed
 
     def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[Step]:
         """Yield steps, from the job's committed step to committed step ``until``; see Step.
@@ -211,6 +211,7 @@ class Session(SessionCollectives):
         at which the order of ``data`` begins, by default the first one of its first call.
         """
         self._begin_call(data, until, first_step)
+        self.handover.randomness.follow_steps(data.plan.seed)
         while self._progress.state_step < until and not self._progress.finished:
             step = Step(self, self._progress.state_step)
             order = self.orders.at_boundary(self._ready)
@@ -224,7 +225,7 @@ class Session(SessionCollectives):
             self._first_order = order
             self.collectives.members.begin_step(order)
             data.sit(self._engine.current, self.settings.replica)
-            step.number, self._progress.bare = self._progress.state_step, isinstance(order, io.Apply)
+            step.number, self._progress.bare = self._state.hand_over(), isinstance(order, io.Apply)
             yield step
             if not step.done:
                 raise FabricError(
@@ -253,7 +254,8 @@ class Session(SessionCollectives):
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
-            data.read_ahead(order.step, order.micro_batches)
+            data.read_ahead(self._state.hand_over(), order.micro_batches)
+            self._parts.buffers.begin_forward()
             filled = data.with_samples(order.step, order.micro_batches)
             for left, micro_batch in enumerate(filled, 1 - len(filled)):
                 self._progress.at = (order.step, micro_batch)
@@ -430,9 +432,9 @@ class Session(SessionCollectives):
         self._replay.end()
         self._clock.end_update()
         digest, later = self._state.reach_boundary()
-        entries = small_entries(self._state.describer.objects) if digest else ()
         plan = self._progress.take_news()
         times = self._parts.exchange.take_times(self._clock)
+        entries = self._state.entries(digest)
         return io.Ready(self._progress.state_step, digest, times, later, entries, plan)
 
     def _post_computed(self, order: io.Compute, weight: float) -> None:
@@ -447,6 +449,7 @@ class Session(SessionCollectives):
         redo = self.overlap.end_order()
         self._parts.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
+        self._state.settle()
 
     def _end_step(self, step: Step, order: LoopOrder | None) -> None:
         """Put the committed gradient into ``.grad`` and hand over to the user's update code."""
@@ -455,31 +458,16 @@ class Session(SessionCollectives):
         assert isinstance(order, io.Apply)
         self.collectives.members.end_step(order)
         self._state.wait_changeable()
-        transfer = self._parts.fetch_thread
         if order.prepared is not None:
-            held, buffer = order.prepared, self._parts.slots.find(order.step)
+            held = order.prepared
             self._replay.note_joined(held)
         else:
-            assert transfer.buffer is not None
             self._parts.points.hit("replay", order.step)
-            held, buffer = transfer.as_prepared(), transfer.buffer
+            held = self._parts.fetch_thread.as_prepared()
             self._replay.begin()
         self._journal_commit(order, held, replay=order.prepared is None)
-        counted = sum(len(ids) for _, ids in held.contributions)
-        step.skipped = self._empty.has_no_update(held) or bool(held.nonfinite)
-        if step.skipped:
-            # Optimizers do not change a parameter without a gradient, so the user's loop needs no branch.
-            self._state.drop_gradient()
-        else:
-            weight = held.weight or 1.0  # weight 0: the sum is zero, so any divisor will do
-            scatter = partial(self._parts.backend.scatter, self._state.gradients, buffer, weight)
-            self._state.run(scatter)
-            if held.weight:
-                self._parts.buffers.commit(held.weight)
-                self._parts.own_states.commit(held.weight)
-        if not order.contributed:
-            self._parts.own_states.hand_over()
-        self._data.present(counted)
+        step.skipped = self.handover.give(order, held)
+        self._data.present(order.step, [i for _, ids in held.contributions for i in ids])
         self._progress.state_step = order.step + 1
         self._state.digest_wanted = order.digest
         self._progress.samples.clear()

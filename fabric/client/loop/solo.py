@@ -10,8 +10,10 @@ from fabric.ckpt_server.state.training_state import capture
 from fabric.client.collectives.session_collectives import SessionCollectives
 from fabric.client.collectives.solo_collectives import SoloCollectives
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
-from fabric.client.data.randomness import seed_everything
+from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler
+from fabric.client.gradients.stale_gradients import StaleGradients
+from fabric.client.loop.handover import optimizers_in
 from fabric.client.loop.step_data import StepData
 from fabric.client.loop.step_weight import StepWeight, drop_gradients
 from fabric.client.process.rank_group import RankGroup
@@ -47,6 +49,7 @@ class SoloStep:
             seed_everything(plan.seed, self.number, micro_batch)
             yield batch
         weight = self.weight.take(self._session.parameters)
+        self._session.randomness.begin(self.number)
         self.skipped = self._session.average(weight, part.index) or self._session.skips()
         self.metrics, self.done = self._session.take_metrics(), True
 
@@ -58,6 +61,7 @@ class SoloStep:
         **options: Any,
     ) -> None:
         """As Step.backward."""
+        self._session.stale.begin(self.number)
         share = self.add_weight(weight, work)
         if share or self._session.layout.ranks > 1:
             (loss * share).backward(**options)  # type: ignore[no-untyped-call]
@@ -95,6 +99,8 @@ class SoloSession(SessionCollectives):
         self.parameters = parameters
         self._metrics: dict[str, float] = {}
         self.collectives = SoloCollectives("replica0")
+        optimizers = optimizers_in(objects.values())
+        self.randomness, self.stale = UpdateRandomness(optimizers), StaleGradients(optimizers)
 
     def digest(self) -> str:
         return capture(self._objects, self.committed_step).digest()
@@ -134,10 +140,12 @@ class SoloSession(SessionCollectives):
         """As Session.draw_from."""
         sampler.bind(lambda: self.committed_step)
         self._sampler = sampler
+        self.randomness.seed = sampler.seed
 
     def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[SoloStep]:
         """As Session.steps."""
         self._data.enter(data, until, first_step)
+        self.randomness.follow_steps(data.plan.seed)
         while self.committed_step < until:
             step = SoloStep(self, self.committed_step, self._data)
             yield step
@@ -196,6 +204,7 @@ class SoloSession(SessionCollectives):
         step.number, step.contributed, step.replayed = self.committed_step, True, False
         step.metrics, step.done = self.take_metrics(), True
         step.skipped = self.skips()
+        self.randomness.begin(step.number)
         self.committed_step += 1
         return step
 

@@ -95,11 +95,15 @@ class StepData:
         """As ``Loader.fetch``."""
         return self.loader.fetch(step - self.first_step, micro_batch)
 
-    def present(self, counted: int) -> None:
-        """Scale the learning rates for a gradient of ``counted`` micro-batches, where ``scale_lr`` asks."""
+    def present(self, step: int, counted: Iterable[int]) -> None:
+        """Scale the learning rates for the micro-batches that a gradient has, where ``scale_lr`` asks.
+
+        Micro-batches without a sample are not missed.
+        """
         if self._presence is not None:
-            total = self.loader.plan.micro_batches
-            self._presence.present(counted if self.loader.scale_lr else total, total)
+            filled = set(self.with_samples(step, range(self.loader.plan.micro_batches)))
+            present = filled & set(counted) if self.loader.scale_lr else filled
+            self._presence.present(len(present), len(filled))
 
     def close(self) -> None:
         """End the reading threads of all loaders."""

@@ -24,7 +24,7 @@ _LOOK_S = 1.0
 
 
 def policy_kept(asked: Policy, kept: Policy) -> str:
-    """Say how this replica's policy differs from the one that the first session set."""
+    """Say how this replica's policy differs from the job's."""
     there, here = asdict(kept), asdict(asked)
     return "it asked for " + ", ".join(
         f"{name} {here[name]:g}, the job has {there[name]:g}" for name in here if here[name] != there[name]

@@ -186,14 +186,14 @@ class Job:
             self.note("session refused", session.replica, reason)
             self.connections.refuse(connection, reason)
             return False
-        agreed = self._agreed_policy(session.replica, policy)
+        asked = self._allowed_policy(session.replica, policy)
         if session.tensors and session.tensors == self._tensors:
             session = replace(session, tensors=self._tensors)
         self._tensors = session.tensors
         connection.replica, connection.incarnation = session.replica, session.incarnation
         connection.accepts_compression = bool(session.roster)
         with self.connections.opening(connection):
-            self._feed(io.SessionOpened(session, agreed))
+            self._feed(io.SessionOpened(session, asked))
         if not self.is_running:
             connection.end(codes.DEFECT, "the lighthouse met a defect of its own: connect again")
             return False
@@ -201,6 +201,8 @@ class Job:
         if peer is None or peer.session is not session:
             connection.end(codes.REFUSED, "refused")
             return False
+        if asked != self.view.policy:
+            self.note("policy kept", session.replica, policy_kept(asked, self.view.policy))
         self.peer_addresses.session(session, connection.address, is_trusted=connection.is_trusted)
         self.connections.opened(connection)
         return True
@@ -213,19 +215,14 @@ class Job:
         reason = no_room(self.name, session.replica, count, needed, allowed)
         return reason or self.peer_addresses.stranger(session)
 
-    def _agreed_policy(self, replica: str, policy: Policy) -> Policy | None:
-        """Return the first session's policy, cut to this lighthouse's limits; None for later sessions."""
+    def _allowed_policy(self, replica: str, policy: Policy) -> Policy:
+        """Return the policy that this replica asks for, cut to this lighthouse's limits."""
         allowed, is_first = self.max_replicas, not self.connections.sessions
         start, most = min(policy.start_replicas, allowed), min(policy.max_replicas, allowed)
         if start < policy.start_replicas and is_first:
             why = f"it asked to start with {policy.start_replicas} replicas, this lighthouse allows {allowed}"
             self.note("policy kept", replica, why)
-        policy = replace(policy, max_replicas=most, start_replicas=start)
-        if is_first:
-            return policy
-        if policy != self.view.policy:
-            self.note("policy kept", replica, policy_kept(policy, self.view.policy))
-        return None
+        return replace(policy, max_replicas=most, start_replicas=start)
 
     def overloaded(self, seconds: float) -> None:
         """Tell the core that some connections to this lighthouse must wait for ``seconds`` more."""

@@ -1,5 +1,6 @@
 """The sessions that may stand and the newcomers that may join, and why the others may not."""
 
+import math
 from dataclasses import dataclass, field
 
 from fabric.model import Record, ReplicaProcess, counted
@@ -8,7 +9,7 @@ from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Liveness, Peer, as_member, vouches
 from fabric.protocol.leader.orders import OperatorOrders
 from fabric.protocol.leader.outbox import LeaderOutbox
-from fabric.protocol.leader.state import JobState, RosterLimits
+from fabric.protocol.leader.state import JobState, RosterLimits, Standing, standing
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.compatibility import incompatibility
 from fabric.protocol.rules.link_graph import Healing
@@ -46,6 +47,10 @@ class Admission:
     # Replica -> its process that a planned epoch has left out. It ends, however long its session stays open.
     ending: dict[str, ReplicaProcess] = field(default_factory=dict)
     waiting_outside: dict[str, str] = field(default_factory=dict)  # newcomer -> the reason last sent to it
+    # The replicas whose processes opened a session without being a member, by how much they count.
+    below: dict[Standing, set[str]] = field(
+        default_factory=lambda: {Standing.STRANGER: set(), Standing.RETURNING: set()}
+    )
 
     def kept_out(self, peer: Peer) -> str:
         """Why this newcomer is kept out, in a sentence, or empty."""
@@ -163,6 +168,30 @@ class Admission:
                 wait_s = max(wait_s, READMIT_STALLS * self.state.join_stall_s(member.replica))
             self.readmission_backoff[process] = Backoff(times, self.state.now + wait_s)
 
+    def refuse_unlike(self, session: m.OpenSession) -> None:
+        """Refuse each process that spoke before this one, counts less, and has other settings."""
+        record, peers = self.state.record, self.state.liveness.peers
+        own = standing(ReplicaProcess(session.replica, session.incarnation), record)
+        for name in [x for how in Standing if how < own for x in self.below.get(how, ())]:
+            peer = peers.get(name)
+            if peer is None or not peer.connected or standing(peer.process, record) >= own:
+                self._forget_below(name)
+                continue
+            why = _difference(peer.session, session)
+            if why or (own is Standing.LISTED and peer.session.data_slot < 0):
+                # All members have equal settings, so one comparison is enough. Data slots all differ.
+                self._forget_below(name)
+            if why:
+                self.outbox.record_event("session refused", name, why)
+                self.outbox.send(name, m.Rejected(why))
+                peer.connected, peer.closed = False, self.state.now
+        if own in self.below:
+            self.below[own].add(session.replica)
+
+    def _forget_below(self, name: str) -> None:
+        for names in self.below.values():
+            names.discard(name)
+
     def readmit(self, about: str) -> None:
         """Readmit a replica at once, because an operator wants it back."""
         for key in [k for k in self.readmission_backoff if k.replica == about]:
@@ -213,20 +242,47 @@ def taken(session: m.OpenSession, liveness: Liveness, record: Record | None, now
     return ""
 
 
-def unlike(session: m.OpenSession, liveness: Liveness) -> str:
-    """Refuse a session if another replica has other settings, or asks for the same data slot."""
+def unheard(session: m.OpenSession, liveness: Liveness, record: Record | None, now: float) -> str:
+    """Let a newer process wait while the roster's process of its replica may still come to this leader."""
+    entry = record.member(session.replica) if record is not None else None
+    if entry is None or entry.incarnation >= session.incarnation or vouches(session, entry):
+        return ""
+    if session.ended is not None and session.ended.incarnation == entry.incarnation:
+        return ""  # the member has ended with the job, and has left this note on its host
+    is_heard = liveness.heard_at(entry) > -math.inf or liveness.proven_dead(entry)
+    if is_heard or now >= liveness.grace_until:
+        return ""
+    return (
+        f"the member of replica id {session.replica} has not spoken to this lighthouse since its election: "
+        "this process waits until that member has had the time to come back"
+    )
+
+
+def unlike(session: m.OpenSession, liveness: Liveness, record: Record | None) -> str:
+    """Refuse a session if a replica has other settings, or asks for the same data slot.
+
+    The norm is a member of the record, else another process of a replica that the record names, else the
+    replica that spoke first. A member is not refused for the settings of a process that counts less.
+    """
+    own = standing(ReplicaProcess(session.replica, session.incarnation), record)
     for other in liveness.peers.values():
         # Compare only connected replicas: all replicas of a job may come back with new settings.
         if other.session.replica == session.replica or not other.connected:
             continue
-        if session.data_slot >= 0 and session.data_slot == other.session.data_slot:
-            return (
-                f"{session.replica} and {other.session.replica} both ask for data slot "
-                f"{session.data_slot}: give every replica one of its own"
-            )
-        why = incompatibility(session, other.session)
+        if standing(other.process, record) < own:
+            continue
+        why = _difference(session, other.session)
         if why:
             return why
         if session.data_slot < 0:
             break  # the other sessions were compared with this one when they opened
     return ""
+
+
+def _difference(session: m.OpenSession, other: m.OpenSession) -> str:
+    if session.data_slot >= 0 and session.data_slot == other.data_slot:
+        return (
+            f"{session.replica} and {other.replica} both ask for data slot {session.data_slot}: give every "
+            "replica one of its own"
+        )
+    return incompatibility(session, other)

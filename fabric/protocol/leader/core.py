@@ -8,7 +8,6 @@ makes the first move that is due. It announces no record before the store has co
 import math
 import random
 from collections.abc import Callable, Sized
-from dataclasses import replace
 from typing import Any
 
 from fabric.model import Record
@@ -169,6 +168,7 @@ class LeaderCore:
         state.unix_offset_s = event.unix_s - state.now
         if record is not None:
             self.limits.overrides = record.overrides
+            self.limits.recall(record)
             self.evidence.recall(record)
             self.writer.data_slots = {x.replica: x.data_slot for x in record.roster}
         state.liveness.elected = state.now
@@ -214,6 +214,7 @@ class LeaderCore:
         self.writer.data_slots.update((x.replica, x.data_slot) for x in record.roster)
         self.endings.begin_epoch(record, is_new_generation)
         state.record = record
+        self.limits.recall(record)
         state.liveness.keep(record.roster)
         state.epoch = EpochState(state.now, departed=departed)
         self.joins.begin_epoch()
@@ -261,8 +262,6 @@ class LeaderCore:
 
     def on_opened(self, event: io.SessionOpened) -> None:
         session = event.session
-        if event.policy is not None:
-            self.state.config = replace(self.state.config, policy=event.policy)
         rejected = self._refusal(session)
         if rejected is not None:
             self.outbox.emit(io.SendMember(session.replica, session.incarnation, rejected))
@@ -272,6 +271,9 @@ class LeaderCore:
         if (peer is None or not peer.connected) and self.state.lists(session.replica):
             self.state.liveness.came_back(self.state.now, first=peer is None, one_of_many=self.state.is_large)
         self._take_session(session, peer)
+        self.state.liveness.peers[session.replica].policy = event.policy
+        self.limits.hear(self.state.liveness.peers[session.replica])
+        self.admission.refuse_unlike(session)
         self.progress.note_step(self.state.liveness.peers[session.replica])
         if peer is None or peer.incarnation != session.incarnation:
             self.endings.finished.pop(session.replica, None)
@@ -314,8 +316,12 @@ class LeaderCore:
         failed = self.endings.refusal_as_failed(session)
         if failed is not None:
             return failed
-        why = admission.taken(session, live, record, self.state.now) or admission.unlike(session, live)
-        return m.Rejected(why) if why else None
+        why = admission.taken(session, live, record, self.state.now)
+        why = why or admission.unlike(session, live, record)
+        if why:
+            return m.Rejected(why)
+        why = admission.unheard(session, live, record, self.state.now)
+        return m.Rejected(why, retry=True) if why else None
 
     def on_closed(self, event: io.SessionClosed) -> None:
         peer = self.state.liveness.peers.get(event.replica)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fabric.model import Member, ReplicaProcess, SnapshotRef, StepTimes
+from fabric.model import Member, Policy, ReplicaProcess, SnapshotRef, StepTimes
 from fabric.protocol.leader.server_statuses import LastStatus, ServerStatuses
 from fabric.protocol.messages.network import Heartbeat, OpenSession, TrainerStatus
 
@@ -48,6 +48,7 @@ class Peer:
     beat: Heartbeat | None = None
     times: StepTimes | None = None  # times of the last step that the member reported
     closed: float = 0.0
+    policy: Policy | None = None  # the numbers of replicas that its process asks for
 
     @property
     def incarnation(self) -> int:

@@ -68,6 +68,7 @@ class RecordWriter:
             failures=self.evidence.failures,
             hosts=self.evidence.hosts,
             autonomy_s=autonomy_s,
+            policy=self.limits.agreed,
         )
         self.writing = record
         self.outbox.emit(io.WriteRecord(record, self.state.record))
@@ -95,7 +96,7 @@ class RecordWriter:
                 reason=why[:MAX_REASON_CHARACTERS],
                 incident_id=incident_id or incident_id_of(epoch),
                 poison=self.evidence.known_poison(record) if forced else record.poison,
-                min_replicas=self.limits.overrides.min_replicas,
+                min_replicas=self.limits.least_of_epoch,
                 adaptation=adaptation,
             )
         )

@@ -51,6 +51,8 @@ class Starts:
     def start(self, record: Record | None) -> None:
         """Begin a generation from the newest state that any server holds."""
         open_ = self.candidates()
+        if record is not None:
+            self.limits.choose(open_)
         regular = [p for p in open_ if not p.session.spare]
         if not self._may_start(record, open_, regular):
             return
@@ -88,7 +90,7 @@ class Starts:
                 incident_id=incident_id_of(epoch),
                 sharing=sharing,
                 poison=self.evidence.known_poison(record) if record is not None else (),
-                min_replicas=self.limits.overrides.min_replicas,
+                min_replicas=self.limits.least_of_epoch,
                 adaptation=record.adaptation.with_asked_shares if record is not None else Adaptation(),
             )
         )

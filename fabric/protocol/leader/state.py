@@ -1,6 +1,8 @@
 """The facts that a leader has about one job: its record, its processes, the answers in this epoch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
 from fabric.model import (
     Death,
@@ -244,12 +246,74 @@ class JobState:
         return self.epoch.departed.union(x for x in listed if not record.lists(*x))
 
 
+class Standing(IntEnum):
+    """How much a process counts in what a job's replicas must have in common; more than those below."""
+
+    NOBODY = 0  # no process has spoken
+    STRANGER = 1  # the record does not name its replica
+    RETURNING = 2  # the record lists another process of its replica
+    LISTED = 3  # the record lists this process
+    RECORD = 4  # the record itself
+
+
+def standing(process: ReplicaProcess, record: Record | None) -> Standing:
+    """How much this process counts, by the record."""
+    if record is None or record.member(process.replica) is None:
+        return Standing.STRANGER
+    return Standing.LISTED if record.lists(*process) else Standing.RETURNING
+
+
 @dataclass(slots=True, eq=False)
 class RosterLimits:
     """How many members a job needs and may have, by operators' overrides, else by the sessions."""
 
     state: JobState
     overrides: OperatorOverrides = field(default_factory=OperatorOverrides)  # in the next record
+    source: Standing = Standing.NOBODY  # who said the policy in force
+
+    def recall(self, record: Record) -> None:
+        """Take the policy of the record, on which the job's replicas have agreed."""
+        if record.policy is not None:
+            self._take(record.policy, Standing.RECORD)
+
+    def hear(self, peer: Peer) -> None:
+        """Take a session's policy, unless a process that counts as much has said another one before."""
+        record, live = self.state.record, self.state.liveness
+        how = standing(peer.process, record)
+        if record is not None and record.policy is not None and how is Standing.LISTED:
+            self.recall(record)
+        is_alone = self.source is not Standing.RECORD and not any(
+            x.connected for x in live.peers.values() if x is not peer
+        )
+        if peer.policy is not None and (how > self.source or is_alone):
+            self._take(peer.policy, how)
+
+    def choose(self, peers: Sequence[Peer]) -> None:
+        """Take the policy of the processes that begin a generation: all of them may have new settings."""
+        record = self.state.record
+        asked = [x for x in peers if x.policy is not None]
+        peer = max(asked, key=lambda x: (standing(x.process, record), -x.opened), default=None)
+        if peer is not None and peer.policy is not None:
+            self._take(peer.policy, standing(peer.process, record))
+
+    def _take(self, policy: Policy, source: Standing) -> None:
+        start_wait_s = self.state.config.policy.start_wait_s
+        self.state.config = replace(self.state.config, policy=replace(policy, start_wait_s=start_wait_s))
+        self.source = source
+
+    @property
+    def agreed(self) -> Policy | None:
+        """The policy for the next record. The word of a stranger does not count in a job that runs."""
+        record = self.state.record
+        least = Standing.STRANGER if record is None else Standing.RETURNING
+        if self.source >= least:
+            return self.state.config.policy
+        return record.policy if record is not None else None
+
+    @property
+    def least_of_epoch(self) -> int:
+        """How many members the next epoch needs, for its record; 0: no process has said a number."""
+        return self.overrides.min_replicas or (self.agreed.min_replicas if self.agreed is not None else 0)
 
     @property
     def least(self) -> int:

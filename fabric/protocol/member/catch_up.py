@@ -90,8 +90,8 @@ class CatchUp:
         if fetch.doing != "state":
             return
         fetch.doing = ""
-        if event.misfit:
-            self._context.stop(FAILED, event.why)
+        if event.misfit or event.restart:
+            self._context.stop(FAILED if event.misfit else RESTART, event.why)
         elif not fetch.void:
             self.fetch = Fetch()
             # Rule 8: a state of the last generation is useless: the new generation begins from another state.

@@ -22,7 +22,7 @@ class SessionOpened:
     """A member's session began with this message."""
 
     session: OpenSession
-    policy: Policy | None = None  # the policy in force from this event on; None: the policy stays as it was
+    policy: Policy | None = None  # what this replica asks for; None: nothing
 
 
 @dataclass(frozen=True, slots=True)

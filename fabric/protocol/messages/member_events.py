@@ -196,6 +196,7 @@ class FetchFailed:
     why: str
     unusable: bool = False  # the state is damaged or unreadable at every source: another try would fail too
     misfit: bool = False  # the state belongs to another model
+    restart: bool = False  # storage stays away: the next process may find it
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ def _model(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
         return "settings (FABRIC_UNEQUAL is not the same)", ""
     if len(a.ranks) != len(b.ranks) and not a.cuts:
         return f"ranks ({1 + len(a.ranks)} and not {1 + len(b.ranks)})", ""
+    if a.layout != b.layout and a.tensors and a.tensors == b.tensors:
+        return "layout of gradients", " (equal parameters: the sharding or the release of fabric differs)"
     if a.layout != b.layout:
         return "parameters (names, shapes, dtypes or their order)", _tensor(a.tensors, b.tensors)
     if a.cuts != b.cuts:

@@ -13,7 +13,7 @@ import torch
 from fabric.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fabric.integrations.lightning import LightningJob
+    from fabric.integrations.lightning.job import LightningJob
 
 
 class _NextMicroBatch(BaseException):

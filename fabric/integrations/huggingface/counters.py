@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from fabric.integrations.huggingface.trl import TrlFigures
+
 # Attributes of the Trainer, and of its state, that count since the training began.
 _OF_TRAINER = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 _OF_STATE = ("num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
@@ -13,8 +15,9 @@ _OF_STATE = ("num_input_tokens_seen", "total_flos", "best_metric", "best_global_
 class TrainerCounters:
     """``trainer`` may lack the attributes until its loop begins; the counters begin at ``step`` then."""
 
-    def __init__(self, trainer: Any, step: int) -> None:
+    def __init__(self, trainer: Any, step: int, figures: TrlFigures) -> None:
         self._trainer = trainer
+        self._figures = figures
         self._values: dict[str, Any] = {
             "_tr_loss": 0.0,
             "_total_loss_scalar": 0.0,
@@ -23,7 +26,13 @@ class TrainerCounters:
             "current_flos": 0.0,
             **{name: getattr(trainer.state, name) for name in _OF_STATE},
             "callbacks": _callback_states(trainer),
+            "figures": figures.state_dict(),
         }
+
+    @property
+    def has_callback_states(self) -> bool:
+        """Whether callbacks have a state, which an evaluation may change."""
+        return bool(self._values["callbacks"])
 
     def collect(self) -> None:
         """Take the counters from the Trainer, at a step boundary."""
@@ -36,6 +45,7 @@ class TrainerCounters:
             **{name: getattr(trainer, name) for name in _OF_TRAINER},
             **{name: getattr(trainer.state, name) for name in _OF_STATE},
             "callbacks": _callback_states(trainer),
+            "figures": self._figures.state_dict(),
         }
 
     def apply(self) -> None:
@@ -46,6 +56,7 @@ class TrainerCounters:
             setattr(trainer, name, values[name])
         for name in _OF_STATE:
             setattr(trainer.state, name, values[name])
+        self._figures.load_state_dict(values["figures"])
         for callback, attributes in zip(_stateful(trainer), values["callbacks"], strict=False):
             for name, value in attributes.items():
                 setattr(callback, name, value)

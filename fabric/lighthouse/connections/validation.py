@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from fabric.errors import ProtocolError
-from fabric.model import MAX_INTEGER, Policy, Sharing
+from fabric.model import MAX_INTEGER, Policy, Sharing, shortened
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.rank_messages import MOST_TIMED_RANKS
@@ -273,4 +273,4 @@ def _is_sentence(text: str) -> bool:
 
 
 def _sentence(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text[:MAX_SENTENCE])
+    return "".join(c if c.isprintable() else " " for c in shortened(text, MAX_SENTENCE))

@@ -226,7 +226,7 @@ def check_trainer(trainer: Any, arguments: Mapping[str, Any]) -> None:
     _check_hooks("LightningModule", module, _pl.LightningModule, MODULE_HOOKS)
     if data is not None:
         _check_hooks("LightningDataModule", data, _pl.LightningDataModule, DATA_MODULE_HOOKS)
-    _check_optimization(trainer, arguments)
+    _check_optimization(trainer)
 
 
 def _check_arguments(trainer: Any) -> None:
@@ -319,13 +319,8 @@ CALLED = frozenset(
 )
 
 
-def _check_optimization(trainer: Any, arguments: Mapping[str, Any]) -> None:
+def _check_optimization(trainer: Any) -> None:
     module, optimizers = trainer.lightning_module, trainer.strategy.optimizers
-    if not module.automatic_optimization and arguments.get("buffers") == "average":
-        raise ConfigError(
-            'buffers="average" does not go with automatic_optimization = False, where a replayed step '
-            'computes a forward: choose "ignore"'
-        )
     if len(optimizers) != 1:
         raise ConfigError(
             f"FabricStrategy takes one optimizer, and configure_optimizers gives {len(optimizers)}: call "

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 import fabric.client
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.lightning.callback_states import CallbackStates, averaged_models, hook_states
@@ -63,8 +63,7 @@ class LightningJob:
         state = {f"scheduler.{n}": x.scheduler for n, x in enumerate(strategy.lr_scheduler_configs)}
         state |= {"callbacks": CallbackStates(trainer, self.files), "figures": self.figures}
         state |= {**averaged_models(trainer), **hook_states(trainer), **arguments.pop("state", {})}
-        if strategy.is_adopted and changing_buffers(trainer.lightning_module):
-            arguments.setdefault("buffers", "average")
+        arguments.setdefault("buffers", default_buffers(trainer.lightning_module))
         session = fabric.client.attach(
             trainer.lightning_module,
             strategy.optimizers[0],
@@ -128,7 +127,7 @@ class LightningJob:
         batch, step = self._feed.micro_batch(), self._feed.step
         assert step is not None
         if batch is not None:
-            self.figures.samples = float(step._samples)  # noqa: SLF001
+            self.figures.samples = float(step.weight.samples)  # noqa: SLF001
         elif not self._ended:
             self._ended = True
             self.figures.commit(step.metrics)
@@ -149,7 +148,7 @@ class LightningJob:
         step, epochs = self._feed.step, self.epochs
         assert step is not None
         _, micro_batch = self.session._progress.at  # noqa: SLF001
-        weight = epochs.weight(step.number, micro_batch, step._samples)  # noqa: SLF001
+        weight = epochs.weight(step.number, micro_batch, step.weight.samples)  # noqa: SLF001
         divided = 1 if self.manual is not None else epochs.accumulation
         return step.add_weight(weight) * epochs.factor(step.number) * divided
 

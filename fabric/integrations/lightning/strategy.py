@@ -38,7 +38,6 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
 
     strategy_name = "fabric"
     busy_s = 3600.0  # how long the others wait for a validation or a checkpoint
-    is_adopted = False  # made by --adopt, for a script that can give no arguments
 
     def __init__(self, device: Any = "cpu", **arguments: Any) -> None:
         super().__init__(device)
@@ -196,7 +195,6 @@ def adopt_trainer(trainer: Any, hand_over: Callable[[], None]) -> Callable[[], N
             )
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
         strategy = FabricStrategy(device)
-        strategy.is_adopted = True
         make(self, *arguments, **{**named, "strategy": strategy})
 
     trainer.__init__ = make_adopted

@@ -29,6 +29,16 @@ from fabric.runtime.config import parse_replicas
 if TYPE_CHECKING:
     from fabric.integrations.lightning.strategy import FabricStrategy
 
+# Sentences for a loop of one's own, in the words of Lightning.
+_WORDS = {
+    "this loop ended": "this Trainer stopped",
+    "let it count session.committed_step, so that all loops end at the same step": (
+        "let Trainer.should_stop follow a figure that training_step or validation_step logs, so that all "
+        "replicas stop at the same step"
+    ),
+    "give session.steps the same": "give Trainer.fit the same",
+    "session.loader": "the DataLoader",
+}
 _call: Any = importlib.import_module(f"{ROOT}.trainer.call")
 
 
@@ -72,6 +82,7 @@ class LightningJob:
         )
         assert isinstance(session, fabric.client.Session)
         self.session = session
+        session.say_in(_WORDS)
         data = self._source.loader(
             session,
             global_batch_size=self.epochs.step_samples,
@@ -127,7 +138,7 @@ class LightningJob:
         batch, step = self._feed.micro_batch(), self._feed.step
         assert step is not None
         if batch is not None:
-            self.figures.samples = float(step.weight.samples)  # noqa: SLF001
+            self.figures.samples = float(step.weight.samples)
         elif not self._ended:
             self._ended = True
             self.figures.commit(step.metrics)
@@ -148,7 +159,7 @@ class LightningJob:
         step, epochs = self._feed.step, self.epochs
         assert step is not None
         _, micro_batch = self.session._progress.at  # noqa: SLF001
-        weight = epochs.weight(step.number, micro_batch, step.weight.samples)  # noqa: SLF001
+        weight = epochs.weight(step.number, micro_batch, step.weight.samples)
         divided = 1 if self.manual is not None else epochs.accumulation
         return step.add_weight(weight) * epochs.factor(step.number) * divided
 

@@ -24,6 +24,7 @@ from accelerate.utils import send_to_device
 
 import fabric.client
 from fabric.client.data.loader import data_slot_of
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
@@ -67,7 +68,7 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         check_version("accelerate", LEAST, TESTED)
         with one_process("FabricAccelerator"):
             super().__init__(*arguments, **named)
-        _refuse(self, given)
+        _refuse(self)
         self._replica = _AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
 
     # --- what the script prepares -----------------------------------------------------------------------
@@ -292,11 +293,12 @@ class _AcceleratedReplica:
         state |= {f"registered.{i}": x for i, x in enumerate(accelerator._custom_objects)}  # noqa: SLF001
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler
+        model = accelerator.unwrap_model(models[0])
         self._session = fabric.client.attach(
-            accelerator.unwrap_model(models[0]),
+            model,
             [x.optimizer for x in optimizers],
             state=state,
-            **{"step": self._step, **self._arguments},
+            **{"step": self._step, "buffers": default_buffers(model), **self._arguments},
         )
         atexit.register(self._close_at_exit)
         source = loader.source
@@ -483,13 +485,8 @@ def _is_shuffled(data_loader: Any) -> bool:
     return isinstance(getattr(data_loader, "sampler", None), torch.utils.data.RandomSampler)
 
 
-def _refuse(accelerator: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a plug-in or an argument that cannot be kept equal."""
-    if arguments.get("buffers") == "average":
-        raise ConfigError(
-            'buffers="average" does not go with FabricAccelerator, whose loop computes a forward for each '
-            'replayed step: choose "ignore"'
-        )
+def _refuse(accelerator: Any) -> None:
+    """Raise ConfigError for a plug-in that cannot be kept equal."""
     kind = accelerator.distributed_type
     if kind != DistributedType.NO:
         raise ConfigError(

@@ -78,7 +78,8 @@ class Replay:
         )
         digest = self._state.name_installed(digest)
         self._state.note(digest)
-        self._engine.post(io.Installed(order.step, digest, last=order.step >= self._progress.until))
+        news = self._progress.take_news()
+        self._engine.post(io.Installed(order.step, digest, order.step >= self._progress.until, news))
 
     def note_joined(self, prepared: io.PreparedRound) -> None:
         """Journal the first round of a replica that has caught up."""

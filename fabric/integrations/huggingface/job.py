@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 import fabric.client
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.errors import ConfigError
 from fabric.integrations.huggingface.counters import TrainerCounters
@@ -87,7 +88,8 @@ class TrainerJob:
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
         optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        arguments = {"step": self._began_at, **trainer._attach_arguments}  # noqa: SLF001
+        chosen = {"step": self._began_at, "buffers": default_buffers(trainer.model)}
+        arguments = {**chosen, **trainer._attach_arguments}  # noqa: SLF001
         self.session = fabric.client.attach(trainer.model, optimizer, state=state, **arguments)
         args, batch = trainer.args, self._data.batch_size
         data = self._data.loader(

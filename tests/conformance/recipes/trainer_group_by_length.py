@@ -18,6 +18,8 @@ class Sentences(torch.utils.data.Dataset):
         return 150
 
     def __getitem__(self, index):
+        if index >= len(self):
+            raise IndexError(index)
         drawn = torch.Generator().manual_seed(index)
         return {"input_ids": torch.randint(3, 64, (4 + index % 9,), generator=drawn)}
 

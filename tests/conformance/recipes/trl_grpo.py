@@ -4,7 +4,6 @@ Completions are drawn at random. So the training without fabric is another one, 
 """
 
 import recipe
-import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed

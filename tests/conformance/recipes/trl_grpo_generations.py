@@ -1,7 +1,6 @@
 """trl's GRPOTrainer whose completions wait for later steps (steps_per_generation=2) is refused."""
 
 import recipe
-import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed

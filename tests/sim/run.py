@@ -16,6 +16,7 @@ if __name__ == "__main__":
 from sim import coverage
 from sim.adapt_worlds import AdaptWorld
 from sim.cold_worlds import cold_world
+from sim.dispute_worlds import DisputeWorld
 from sim.durable_worlds import DurableWorld
 from sim.end_worlds import EndWorld
 from sim.late_worlds import late_world
@@ -51,6 +52,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "adapt": AdaptWorld,
     "relayout": RelayoutWorld,
     "norm": NormWorld,
+    "dispute": DisputeWorld,
 }
 
 

@@ -162,7 +162,7 @@ ARGUMENTS = {
     "a state without state_dict": "without state_dict and load_state_dict: give an object that has both",
     "a state named model": 'state has the name "model", which is taken',
     "batch norm": "forward changes the buffer '1.running_mean' differently on every replica",
-    "another word for buffers": 'buffers is "averaged": it must be "average", "ignore" or "refuse"',
+    "another word for buffers": 'buffers is \'averaged\': it must be "average", "first" or "ignore"',
     "an unknown setting": "unknown setting lighthouses: known are adapt, advertise,",
     "no gradients": "the model has no parameter that requires a gradient",
     "sizes that do not divide": "global_batch_size 24 must be a multiple of micro_batch_size 5",

@@ -98,7 +98,7 @@ def report(
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     states = [x.state_dict() for x in optimizers if x is not None]
     body = {"weights": weights, "optimizer": states, "counters": counters}
-    torch.save(body, _EVIDENCE / f"{os.getpid()}.pt")
+    torch.serialization.save(body, _EVIDENCE / f"{os.getpid()}.pt")
 
 
 def _append(kind: str, line: dict[str, Any]) -> None:

@@ -345,6 +345,10 @@ class Session(SessionCollectives):
         self._end_step(step, order)
         return step
 
+    def say_in(self, words: Mapping[str, str]) -> None:
+        """Replace these words in the sentence that ends this process; for adapters."""
+        self._shutdown.words |= words
+
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
         """Announce, within this context, why this replica exchanges no gradients; ``fabric status`` shows it.

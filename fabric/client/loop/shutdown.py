@@ -59,6 +59,7 @@ class Shutdown:
         self._progress = progress
         self._unheard: JobEnd | None = None  # the job's end, where no lighthouse knows of this end yet
         self._pid = os.getpid()
+        self.words: dict[str, str] = {}  # words of sentences -> those of the API that an adapter's user calls
         atexit.register(self._on_exit)
 
         def state() -> dict[str, object]:
@@ -78,6 +79,8 @@ class Shutdown:
 
     def leave(self, reason: str, code: int = FINISHED, layout: str = "") -> NoReturn:
         """End this process; print ``reason``, one sentence. ``layout``: order it from the launcher."""
+        for ours, theirs in self.words.items():
+            reason = reason.replace(ours, theirs)
         if layout and self._process.rank == 0:
             write_order(self._settings.layout_orders, layout)
         self._say(reason)

@@ -111,12 +111,11 @@ class AcceleratedReplica:
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler
         model, data = accelerator.unwrap_model(models[0]), loader.data
-        buffers = default_buffers(model)
         self._session = fabric.client.attach(
             model,
             [x.optimizer for x in optimizers],
             state=state,
-            **{"step": self._step, "buffers": buffers, **self._arguments},
+            **{"step": self._step, "buffers": default_buffers(model), **self._arguments},
         )
         atexit.register(self._close_at_exit)
         knows_steps = _knows_steps()
@@ -353,6 +352,8 @@ class _ScriptLoop:
         if self._is_aside:
             self._gradients.bring_back()
             self._is_aside = False
+            if step is not None:
+                self.feed.session.handover.resume(step.number)  # the loop has drawn random numbers since
         self.outputs.close()  # an evaluation after the update is real
         self._finished = step
 

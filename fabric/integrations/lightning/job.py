@@ -115,6 +115,10 @@ class LightningJob:
         if not self._place_is_set:
             self._place_is_set = True
             set_place(self._trainer, step.number, self.epochs)
+        for parameter in self._parameters:
+            parameter.grad = (
+                None  # Lightning zeroes it with the first backward pass, which may be missing here
+            )
         self._log.turn(self.session.is_writer)
         self.figures.begin_step()
         return self.epochs.batches_of(step.number)

@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
+from fabric.integrations.accelerate.one_process import one_process
 from fabric.integrations.huggingface.arguments import refuse
 from fabric.integrations.huggingface.checkpoints import CheckpointFiles
 from fabric.integrations.huggingface.job import MovedError, StoppedError, TrainerJob
@@ -41,8 +42,17 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, fabric: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._attach_arguments = dict(fabric or {})
-        super().__init__(*arguments, **named)
+        if self._settings().disable:
+            super().__init__(*arguments, **named)
+        else:
+            with one_process("FabricTrainer"):
+                _find_device(arguments[1] if len(arguments) > 1 else named.get("args"))
+                super().__init__(*arguments, **named)
         self._files = CheckpointFiles(self)
+
+    def _settings(self) -> Settings:
+        names = {x.name for x in fields(Settings)}
+        return config.settings(**{k: v for k, v in self._attach_arguments.items() if k in names})
 
     def shared_state(self) -> dict[str, Any]:
         """Return further objects of the shared state, such as a moving average. For subclasses."""
@@ -53,8 +63,7 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **named: Any) -> Any:
         """As Trainer.train. A new job begins at ``resume_from_checkpoint``; a running job is joined."""
         install_excepthook()
-        names = {x.name for x in fields(Settings)}
-        chosen = config.settings(**{k: v for k, v in self._attach_arguments.items() if k in names})
+        chosen = self._settings()
         if not chosen.disable:
             if self._job is not None:
                 raise ConfigError("FabricTrainer.train runs once in a process: start another process")
@@ -197,6 +206,13 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
         if self._job is None or not self._job.runs or self._job.is_busy:
             return contextlib.nullcontext()
         return self._job.busy(why, self.busy_s)
+
+
+def _find_device(args: Any) -> None:
+    """Let TrainingArguments look for the device again: they may have seen a launcher's process group."""
+    if args is not None and not args.accelerator_config.use_configured_state:
+        vars(args).pop("_setup_devices", None)
+        args.device  # noqa: B018
 
 
 def _unread(micro_batches: int) -> Any:

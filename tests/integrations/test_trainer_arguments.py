@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from alone_in_job import Net, adopted, attach_alone, samples, train
@@ -9,8 +10,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArgum
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import overridable
-from fabric.integrations.huggingface.arguments import ACCELERATOR, ARGUMENTS, CALLBACK, TRAINER
+from fabric.integrations.arguments import Kept, overridable
+from fabric.integrations.huggingface.arguments import ACCELERATOR, ARGUMENTS, CALLBACK, TRAINER, tables
 from fabric.integrations.transformers import FabricTrainer
 
 
@@ -28,7 +29,7 @@ def test_every_argument_has_a_row():
 
 def test_every_method_and_event_has_a_row():
     assert TRAINER.unknown_methods(FabricTrainer) == []
-    own = {"shared_state", "_busy", "_end_epoch"}
+    own = {"shared_state", "_busy", "_end_epoch", "_settings"}
     assert set(TRAINER.methods) - own <= set(overridable(Trainer))
     events = overridable(TrainerCallback)
     flags = [x.name for x in dataclasses.fields(TrainerControl)]
@@ -82,3 +83,23 @@ def test_an_argument_that_no_row_knows_is_refused_unless_it_has_its_default(tmp_
         return
     with pytest.raises(ConfigError, match=r"does not know TrainingArguments\(half_of_the_data=True\)"):
         trainer.train()
+
+
+TABLES = (ARGUMENTS.rows, ACCELERATOR.rows, TRAINER.rows, TRAINER.methods, CALLBACK.rows)
+SHOWN = {row.shown_by for rows in TABLES for row in rows.values() if isinstance(row, Kept)}
+
+
+@pytest.mark.parametrize("shown_by", sorted(SHOWN))
+def test_a_test_or_a_recipe_shows_what_is_kept(shown_by):
+    tests = Path(__file__).parent.parent
+    assert list(tests.glob(f"**/{shown_by.removeprefix('recipe ')}.py")), f"there is no {shown_by}"
+
+
+def test_the_page_has_the_tables():
+    page = Path(__file__).parent.parent.parent / "docs" / "transformers.md"
+    assert page.read_text().endswith(tables()), "write the page again: python " + __file__
+
+
+if __name__ == "__main__":
+    page = Path(__file__).parent.parent.parent / "docs" / "transformers.md"
+    page.write_text(page.read_text().partition("## TrainingArguments")[0] + tables())

@@ -1,5 +1,7 @@
 """A FabricTrainer trains as the Trainer of transformers does in one process with the same global batch."""
 
+import types
+
 import pytest
 import torch
 from alone_in_job import Net, Tokens, adopted, assert_same, attach_alone, samples, sentences, train
@@ -257,3 +259,40 @@ def test_early_stopping_loads_the_best_model(tmp_path):
     assert_same(plain, ours)
     assert ours.state.global_step == plain.state.global_step < 45
     assert ours.state.best_global_step == plain.state.best_global_step
+
+
+class Smoothed(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.config = types.SimpleNamespace(problem_type=None)
+
+
+EVERY_FOUR = {"eval_strategy": "steps", "eval_steps": 4}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"optim": "adamw_torch", "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9},
+        {"optim": "adamw_torch", "adam_epsilon": 1e-3, "warmup_steps": 3},
+        {"optim": "adafactor"},
+        {"optim": "adagrad"},
+        {"optim": "rmsprop"},
+        {"optim": "adamw_torch", "optim_args": "amsgrad=True"},
+        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},
+        {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 4}},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss", **EVERY_FOUR},
+        {"max_grad_norm": 0.05},
+        {"logging_strategy": "epoch"},
+        {"logging_steps": 3, "logging_first_step": True},
+        {"eval_delay": 5, "eval_on_start": True, **EVERY_FOUR},
+        {"eval_strategy": "epoch", "metric_for_best_model": "loss", "greater_is_better": True},
+        {"bf16": True},
+        {"label_smoothing_factor": 0.2},
+        {"remove_unused_columns": False, "label_names": ["labels"]},
+    ],
+    ids=lambda x: ",".join(f"{k}={v}" for k, v in x.items()),
+)
+def test_an_argument_is_kept(tmp_path, arguments):
+    more = {"eval_dataset": sentences(7)}
+    assert_same(*both(tmp_path, Trainer, Smoothed, sentences(50), num_train_epochs=2, more=more, **arguments))

@@ -284,7 +284,8 @@ class Engine:
 
     def crash(self, error: BaseException) -> None:
         """Stop this process for a defect in the core or a thread; its launcher starts it again."""
-        reason = f"internal error in {type(error).__name__}: {error}"
+        is_defect = isinstance(error, Exception)  # Ctrl-C may come while the main thread drives the core
+        reason = f"internal error in {type(error).__name__}: {error}" if is_defect else "interrupted"
         self._parts.crash_marker.clear()
         self._parts.journal.write("stop", code=RESTART, reason=reason)
         self.orders.put(io.Stop(RESTART, reason))

@@ -225,7 +225,7 @@ class Session(SessionCollectives):
             self._first_order = order
             self.collectives.members.begin_step(order)
             data.sit(self._engine.current, self.settings.replica)
-            step.number, self._progress.bare = self._state.hand_over(), True
+            step.number, self._progress.bare = self._state.hand_over(), isinstance(order, io.Apply)
             yield step
             if not step.done:
                 raise FabricError(
@@ -258,7 +258,7 @@ class Session(SessionCollectives):
             self._parts.buffers.begin_forward()
             filled = data.with_samples(order.step, order.micro_batches)
             for left, micro_batch in enumerate(filled, 1 - len(filled)):
-                self._progress.at, self._progress.bare = (order.step, micro_batch), False
+                self._progress.at = (order.step, micro_batch)
                 crash_marker.at(order.step, micro_batch)
                 self._parts.points.hit("forward", order.step, self._progress.micro_batch)
                 samples = self._progress.samples[micro_batch] = data.samples(order.step, micro_batch)
@@ -344,6 +344,10 @@ class Session(SessionCollectives):
         step = Step(self, self._progress.state_step)
         self._end_step(step, order)
         return step
+
+    def say_in(self, words: Mapping[str, str]) -> None:
+        """Replace these words in the sentence that ends this process; for adapters."""
+        self._shutdown.words |= words
 
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:

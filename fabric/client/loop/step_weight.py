@@ -54,8 +54,8 @@ class StepWeight:
 
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> float:
         """Return the weight since the last call. Raises FabricError for a gradient without any weight."""
-        order, said = self._order, self._is_said
-        if not said and not self._before and any(_has_gradient(p) for p in parameters):
+        order, has_weight = self._order, self._is_said
+        if not has_weight and not self._before and any(_has_gradient(p) for p in parameters):
             raise FabricError(
                 "the micro-batches of this step have left a gradient and no weight: call step.backward(loss) "
                 "in place of loss.backward(), or step.add_weight() after it"

@@ -48,7 +48,7 @@ ARGUMENTS = ArgumentTable(
         ),
         "report_to": Kept("recipe trainer_tensorboard"),
         "fp16": Kept("test_gpu"),
-        "neftune_noise_alpha": Kept("the noise is a function of seed, step and micro-batch"),
+        "neftune_noise_alpha": NoInfluence("as without fabric; the noise depends on seed and step"),
         **_rows(Kept("test_training_data"), "dataloader_num_workers dataloader_multiprocessing_context"),
         "optim": Refusal(
             'its state or its update cannot be kept equal: choose one such as optim="adamw_torch"',
@@ -147,7 +147,9 @@ TRAINER = ArgumentTable(
             "_prepare_for_training _finalize_training",
         ),
         **_rows(Refusal("one replica writes for all: leave it out"), "is_world_process_zero _get_output_dir"),
-        **_rows(Refusal("FabricTrainer has a method of this name: choose another"), "_busy _end_epoch"),
+        **_rows(
+            Refusal("FabricTrainer has a method of this name: choose another"), "_busy _end_epoch _settings"
+        ),
         **_rows(NoInfluence("fabric seeds every micro-batch"), "_load_rng_state _save_rng_state"),
         **_rows(
             _FILES,
@@ -224,3 +226,15 @@ def _conditions(trainer: Any, resumes: bool, trial: Any) -> Mapping[str, bool]:
         ),
         "a hyperparameter search": trial is not None,
     }
+
+
+def tables() -> str:
+    """Return the tables of docs/transformers.md."""
+    parts = (
+        ("TrainingArguments", "argument", ARGUMENTS.rows),
+        ("accelerator_config", "key", ACCELERATOR.rows),
+        ("Trainer", "argument", TRAINER.rows),
+        ("Methods of a subclass of Trainer", "method", TRAINER.methods),
+        ("TrainerCallback and TrainerControl", "event or flag", CALLBACK.rows),
+    )
+    return "\n".join(f"## {title}\n\n{TRAINER.markdown(heading, rows)}" for title, heading, rows in parts)

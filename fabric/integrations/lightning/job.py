@@ -29,6 +29,16 @@ from fabric.runtime.config import parse_replicas
 if TYPE_CHECKING:
     from fabric.integrations.lightning.strategy import FabricStrategy
 
+# Sentences for a loop of one's own, in the words of Lightning.
+_WORDS = {
+    "this loop ended": "this Trainer stopped",
+    "let it count session.committed_step, so that all loops end at the same step": (
+        "let Trainer.should_stop follow a figure that training_step or validation_step logs, so that all "
+        "replicas stop at the same step"
+    ),
+    "give session.steps the same": "give Trainer.fit the same",
+    "session.loader": "the DataLoader",
+}
 _call: Any = importlib.import_module(f"{ROOT}.trainer.call")
 
 
@@ -72,6 +82,7 @@ class LightningJob:
         )
         assert isinstance(session, fabric.client.Session)
         self.session = session
+        session.say_in(_WORDS)
         data = self._source.loader(
             session,
             global_batch_size=self.epochs.step_samples,
@@ -104,6 +115,10 @@ class LightningJob:
         if not self._place_is_set:
             self._place_is_set = True
             set_place(self._trainer, step.number, self.epochs)
+        for parameter in self._parameters:
+            parameter.grad = (
+                None  # Lightning zeroes it with the first backward pass, which may be missing here
+            )
         self._log.turn(self.session.is_writer)
         self.figures.begin_step()
         return self.epochs.batches_of(step.number)

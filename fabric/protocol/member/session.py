@@ -142,8 +142,7 @@ class LighthouseSession:
 
     def open(self, snapshots: tuple[SnapshotRef, ...]) -> None:
         """Begin a session; repeat the other messages that the leader must know."""
-        self.contact.connected = True
-        self.contact.changes = False
+        self.contact.connected, self.contact.changes = True, False
         self.contact.next_beat = self._context.now
         me, state, newest = self._context.identity, self._memory.state, self._epochs.newest
         self._context.emit(
@@ -156,6 +155,7 @@ class LighthouseSession:
                     digest=state.digest,
                     epoch=newest.epoch if newest is not None else 0,
                     known_generation=newest.generation if newest is not None else 0,
+                    store_id=newest.store_id if newest is not None else "",
                     link=me.link,
                     ckpt=me.ckpt,
                     micro_batches=me.micro_batches,

@@ -160,7 +160,7 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
     check_name("replica", session.replica)
     _check_length("link", session.link, MAX_ADDRESS)
     _check_ckpt(session.ckpt)
-    for name in ("digest", "layout", "roster", "plane"):
+    for name in ("digest", "layout", "roster", "plane", "store_id"):
         _check_length(name, getattr(session, name), MAX_DIGEST)
     _check_length("secret", session.secret, MAX_SECRET)
     _check_length("rack", session.rack, MAX_NAME)

@@ -156,6 +156,7 @@ class LighthouseSession:
                     digest=state.digest,
                     epoch=newest.epoch if newest is not None else 0,
                     known_generation=newest.generation if newest is not None else 0,
+                    store_id=newest.store_id if newest is not None else "",
                     link=me.link,
                     ckpt=me.ckpt,
                     micro_batches=me.micro_batches,

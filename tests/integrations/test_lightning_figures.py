@@ -169,3 +169,15 @@ def test_a_batch_that_is_none_of_the_jobs_gives_no_figure():
     replica.log("loss", torch.tensor(7.0))
     commit(replica)
     assert replica.seen().get("loss_step") is None
+
+
+def test_the_state_stands_while_a_step_is_computed():
+    replica = Replica()
+    replica.module.accuracy.update(torch.tensor([1]), torch.tensor([1]))
+    commit(replica)
+    replica.begin()
+    before = str(replica.figures.state_dict())
+    replica.module.accuracy.update(torch.tensor([1]), torch.tensor([0]))
+    assert str(replica.figures.state_dict()) == before
+    commit(replica)
+    assert str(replica.figures.state_dict()) != before

@@ -127,6 +127,7 @@ def test_torchmetrics_add_up_over_the_replicas():
 def test_the_newest_figures_that_steer_are_shared():
     first, joining = (Replica(callbacks=[EarlyStopping("val_loss")]) for _ in range(2))
     first.trainer._logger_connector._callback_metrics["val_loss"] = torch.tensor(0.5)
+    first.begin()
     joining.figures.load_state_dict(first.figures.state_dict())
     assert joining.trainer.callback_metrics["val_loss"] == 0.5
 

@@ -21,7 +21,7 @@ LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drain_to_spare drill_running ray relayout repartition slurm)
 EARLY_JOBS := $(filter-out $(LATE_JOBS) $(LONG_JOBS),$(JOBS))
 
-.PHONY: demo soak test long torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean
+.PHONY: demo soak test long conformance torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -66,9 +66,15 @@ test: setup etcd chromium prometheus helm
 	for log in .late.log .parts.log .worlds.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"
 
-# Jobs under a real Ray and a real Slurm, drills of running jobs, and jobs whose slow replicas change or leave.
-long: setup etcd slurm
+# Jobs under a real Ray and a real Slurm, drills of running jobs, and jobs whose slow replicas change or leave; and
+# every recipe of the conformance suite.
+long: setup etcd slurm conformance
 	$(PYTEST) $(LONG_JOBS)
+
+# Every recipe of docs/conformance.md, each in four ways: the same training with fabric as without it.
+conformance: setup
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[conformance]'
+	$(PYTEST) tests/conformance --all-recipes
 
 # torchtitan's packages take over a gigabyte and need older releases than other tests, so they have an environment.
 torchtitan: PYTHONDONTWRITEBYTECODE :=

@@ -41,6 +41,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def shortened(text: str, most: int) -> str:
+    """Return ``text`` in at most ``most`` characters: a longer one ends after a whole word, with "..."."""
+    if len(text) <= most:
+        return text
+    kept = text[: most - 3]
+    return (kept.rsplit(None, 1)[0] if " " in kept.strip() else kept).rstrip(" ,;:(") + "..."
+
+
 def apportion(total: int, shares: Sequence[int]) -> list[int]:
     """Split ``total`` into integers proportional to ``shares`` that sum to ``total``.
 
@@ -366,6 +374,20 @@ class SnapshotRef:
     generation: Int64
     step: Int64
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlan:
+    """The data of the steps from ``begin`` to ``until``: those of one call of the user's loop."""
+
+    micro_batches: Int64  # the number of micro-batches in a step
+    described: str = ""  # the settings that members must have in common: "name value name value ..."
+    begin: Int64 = 0
+    until: Int64 = MAX_INTEGER
+
+    def covers(self, step: int) -> bool:
+        """Whether ``step`` is one of these steps."""
+        return self.begin <= step < self.until
 
 
 @dataclass(frozen=True, slots=True)

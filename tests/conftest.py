@@ -13,6 +13,7 @@ settings.load_profile("here")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-scenarios", action="store_true", help="write the golden scenarios again")
+    parser.addoption("--all-recipes", action="store_true", help="run every recipe of the conformance suite")
 
 
 @pytest.fixture(scope="session")

@@ -47,3 +47,13 @@ def test_every_section_has_promises_with_a_test_each_and_lists_what_it_does_not_
 def test_nothing_named_like_a_test_is_passed_over():
     """A name that the pattern does not match would not be looked for."""
     assert PAGE.count(".py::") == len(re.findall(r"`tests/[\w/]+\.py::[\w:]+`", PAGE))
+
+
+def test_no_page_puts_a_token_on_a_command_line():
+    """Every user of a host can read the command line of a program; ``printf`` is a part of the shell."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "fabric").rglob("*.py")]
+    for page in pages:
+        for line in page.read_text().splitlines():
+            assert not re.search(r"\$\(cat \S*token", line) or line.lstrip().startswith(
+                "(umask 077; printf "
+            ), f"{page}: {line}"

@@ -9,7 +9,7 @@ leaves a torn line; only the last line of an incarnation may be torn.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -38,15 +38,17 @@ class RecordedData(msgspec.Struct):
     micro_batches: Count
     shards: Annotated[int, msgspec.Meta(gt=0)] = 1
     sampler: Any = msgspec.UNSET
+    epoch_end: Literal["short", "drop"] | msgspec.UnsetType = msgspec.UNSET
+    order: Count | msgspec.UnsetType = msgspec.UNSET  # digest of a sampler's pass 0
     stream: Any = msgspec.UNSET
 
     def __post_init__(self) -> None:
         sized = 0 < self.dataset_size <= MAX_DATASET or self.stream is not msgspec.UNSET
-        sampled = self.sampler is not msgspec.UNSET
+        whole_steps = self.sampler is not msgspec.UNSET or self.epoch_end == "drop"
         if (
             not sized
             or self.shards > self.micro_batches
-            or (sampled and self.global_batch_size > self.dataset_size)
+            or (whole_steps and self.global_batch_size > self.dataset_size)
             or self.micro_batches * self.micro_batch_size != self.global_batch_size
         ):
             raise ValueError("these sizes fit no data order")
@@ -55,6 +57,7 @@ class RecordedData(msgspec.Struct):
 # Event -> the fields of its line, and their types.
 FIELDS: Mapping[str, Mapping[str, Any]] = {
     "start": {"pid": Count, "data": RecordedData},
+    "data": {"step": Count, "data": RecordedData},
     "contribute": {
         "generation": Count,
         "epoch": Count,

@@ -22,10 +22,12 @@ import click
 from fabric import command_of_another
 from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.cli.store_options import store_access, store_access_options
-from fabric.errors import ConfigError, FabricError
-from fabric.runtime.config import Settings, advertised_host, settings
+from fabric.cli.terminal_text import printable
+from fabric.errors import ConfigError, FabricError, ProtocolError
+from fabric.runtime.config import Settings, advertised_host, refuse_unknown_variables, settings
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.http_service import bind_first_free, parse_ports
+from fabric.runtime.http.lighthouse_client import understood
 from fabric.store import EtcdAccess, open_store
 
 _ANSWER_S = 3.0
@@ -59,7 +61,8 @@ def doctor(store: str, state_gb: float, replica: str, **access: Any) -> None:
     worst = 0
     for finding in examine(store, state_gb, store_access(access), replica=bool(replica) or not store):
         worst = max(worst, ("ok", "warn", "bad").index(finding.level))
-        click.echo(f"{finding.level:<5}{finding.what}" + (f"\n     {finding.do}" if finding.do else ""))
+        what, advice = printable(finding.what), printable(finding.do)  # a lighthouse's own words may be in it
+        click.echo(f"{finding.level:<5}{what}" + (f"\n     {advice}" if advice else ""))
     sys.exit(1 if worst == 2 else 0)
 
 
@@ -68,8 +71,7 @@ def examine(
 ) -> Iterator[Finding]:
     """Yield all findings; those about a replica's settings only with ``replica``."""
     yield from _versions()
-    if replica:
-        yield from _settings()
+    yield from _settings() if replica else _variables()
     yield _open_files()
     yield _memory(state_gb)
     if store:
@@ -84,6 +86,13 @@ def _settings() -> Iterator[Finding]:
         return
     if not chosen.disable:
         yield from _replica(chosen)
+
+
+def _variables() -> Iterator[Finding]:
+    try:
+        refuse_unknown_variables()
+    except ConfigError as error:
+        yield Finding("bad", "a variable is unknown", str(error))
 
 
 def _replica(chosen: Settings) -> Iterator[Finding]:
@@ -197,9 +206,12 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str, chosen: Settings) -
         async with http.get(f"{url}/healthz") as answer:
             body = await answer.json()
             date = email.utils.parsedate_to_datetime(answer.headers["Date"]).timestamp()
-        role = "leads" if body["is_leader"] else f"follows {body['leader']}"
-        ok, reachable = bool(body["ok"]), bool(body["store_reachable"])
+        with understood(url):
+            role = "leads" if body["is_leader"] else f"follows {body['leader']}"
+            ok, reachable = bool(body["ok"]), bool(body["store_reachable"])
         refused = await _refuses(http, url, chosen)
+    except ProtocolError as error:
+        return [Finding("warn", f"{url} is no lighthouse of this version", str(error))]
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
         advice = "docs/api.md, 'TLS'" if permanent_cause(error, tls) else "is a lighthouse there?"
         return [Finding("warn", f"{url} does not answer ({describe(error, url, tls)})", advice)]
@@ -227,7 +239,10 @@ async def _refuses(http: aiohttp.ClientSession, url: str, chosen: Settings) -> s
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     path = f"{url}/v1/jobs/{quote(chosen.job, safe='')}"
     async with http.get(path, headers=headers, allow_redirects=False) as answer:
-        return str((await answer.json())["error"]) if answer.status == 401 else ""
+        if answer.status != 401:
+            return ""
+        with understood(url):
+            return str((await answer.json())["error"])
 
 
 def _open_files() -> Finding:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric.cli.lighthouse_options import lighthouses_of, operator_name
+from fabric.cli.terminal_text import plain_console
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
 from fabric.drill.report.documents import as_json, as_junit
@@ -290,8 +291,9 @@ def _print(console: Console, text: DrillTable) -> None:
 
 def _console() -> Console:
     """Return the console; a log has no width, so its tables are not broken at 80 columns."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in process_environment() else Console(width=_LOG_WIDTH)
+    console = plain_console()
+    has_width = console.is_terminal or "COLUMNS" in process_environment()
+    return console if has_width else plain_console(width=_LOG_WIDTH)
 
 
 def _environment() -> dict[str, str]:

@@ -10,9 +10,9 @@ import aiohttp
 import click
 
 from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
-from fabric.cli.terminal_text import printable, understood
+from fabric.cli.terminal_text import printable
 from fabric.errors import Unreachable
-from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.lighthouse_client import Lighthouses, understood
 
 _PAUSE_S = 0.5
 

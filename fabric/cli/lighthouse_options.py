@@ -11,8 +11,8 @@ import click
 
 from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError
-from fabric.runtime.http.http_service import read_token
 from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.token_file import TokenFile
 
 _OPTIONS = (
     click.option(
@@ -29,6 +29,11 @@ _OPTIONS = (
         help="File with the token; FABRIC_TOKEN_FILE.",
     ),
 )
+
+
+def lighthouse_only_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--lighthouse`` and ``--token-file``, for a command whose job has an option of its own."""
+    return _OPTIONS[0](_OPTIONS[2](command))
 
 
 def lighthouse_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,8 +57,7 @@ def lighthouses_of(lighthouse: str, job: str, token_file: Path | None, *, needs_
             )
     if needs_job and not job:
         raise ConfigError("no job is named: give --job NAME, or set FABRIC_JOB (`fabric status` lists them)")
-    token = read_token(token_file) if token_file is not None else ""
-    return Lighthouses(urls, job, token, current_tls())
+    return Lighthouses(urls, job, TokenFile(token_file), current_tls())
 
 
 def operator_name() -> str:

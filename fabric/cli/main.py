@@ -13,6 +13,7 @@ import click
 from fabric import __version__
 from fabric.cli.tls import tls_options
 from fabric.errors import FabricError
+from fabric.runtime.config import refuse_unknown_variables
 from fabric.runtime.http.tls import Tls
 
 # Command -> its module, and its line in the help.
@@ -51,6 +52,9 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("fabric.cli.status:top", "The same, live."),
 }
 
+# ``doctor`` reports an unknown variable among its findings, and the demo's processes get no FABRIC_ variable.
+_TAKE_ANY_VARIABLES = ("demo", "doctor")
+
 
 class LazyGroup(click.Group):
     """A group that imports a command when it is invoked."""
@@ -78,6 +82,8 @@ class LazyGroup(click.Group):
 @click.pass_context
 def cli(context: click.Context, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None) -> None:
     """A checkpoint and recovery fabric for data-parallel PyTorch training."""
+    if context.invoked_subcommand not in _TAKE_ANY_VARIABLES:
+        refuse_unknown_variables()
     context.obj = Tls(tls_cert, tls_key, tls_ca)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import lighthouse_only_options, lighthouses_of
+from fabric.cli.terminal_text import plain_console
 from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
 from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, SlowReplicas, preset
 from fabric.plan.failures import FailureModel
@@ -108,7 +108,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--spares", type=int, help="Spare replicas; the default is the mean number that is away.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--html", "html_file", type=click.Path(path_type=Path), help="Write a page with plots.")
-@lighthouse_options
+@lighthouse_only_options
 @click.pass_context
 def plan(context: click.Context, /, **options: Any) -> None:
     """Compare failure policies for a cluster, and say what to run."""
@@ -121,7 +121,7 @@ def plan(context: click.Context, /, **options: Any) -> None:
 
 
 def _plan(options: dict[str, Any]) -> None:
-    job = options["from_job"] or options["job"]
+    job = options["from_job"]
     measured, source = _from_job(job, options) if job else ({}, "given")
     described = {name: options[name] for name in _DESCRIPTION if options[name] is not None}
     described |= {"racks": RackFailures(**_given(options, "rack_"))}
@@ -194,7 +194,7 @@ def _cluster(
 
 def _print(cluster: Cluster, outcomes: list[PolicyResult], as_json: bool) -> None:
     if not as_json:
-        Console().print(_table(outcomes))
+        plain_console().print(_table(outcomes))
         click.echo(recommendation(cluster, outcomes))
         return
     body = {
@@ -211,7 +211,7 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=plain_console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -249,7 +249,7 @@ def reproduce_command(as_json: bool, quick: bool) -> None:
     if as_json:
         click.echo(json.dumps([figure.as_dict() for figure in figures], indent=2))
     else:
-        Console().print(_figures(figures))
+        plain_console().print(_figures(figures))
         for assumption in ASSUMPTIONS:
             click.echo(f"- {assumption}")
     if not all(figure.ok for figure in figures):

@@ -11,7 +11,7 @@ import click
 
 from fabric.errors import FabricError
 from fabric.exit_codes import DEVICE_FAILED, FAILED
-from fabric.runtime.config import settings
+from fabric.runtime.config import refuse_unknown_variables, settings
 from fabric.runtime.priority import run_low_priority
 
 # The longest time that a start waits for a lighthouse's status of the job.
@@ -44,7 +44,7 @@ def run_program(words: list[str]) -> None:
     """Run the script ``words[0]``, or the module after ``-m``, with the other words as its arguments. Its
     exceptions pass through. ``--adopt`` may come first."""
     adopts, words = words[:1] == [ADOPT], words[words[:1] == [ADOPT] :]
-    failed = why_refused()
+    failed = _unknown_variable() or why_refused()
     if failed:
         sys.stderr.write(f"fabric: {failed}\n")
         raise SystemExit(FAILED)
@@ -68,6 +68,15 @@ def run_program(words: list[str]) -> None:
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(DEVICE_FAILED) from None
+
+
+def _unknown_variable() -> str:
+    """Return the sentence about a ``FABRIC_`` variable that fabric does not know, or an empty string."""
+    try:
+        refuse_unknown_variables()
+    except FabricError as error:
+        return str(error)
+    return ""
 
 
 def _tell_watches(leaving: SystemExit) -> None:

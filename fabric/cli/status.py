@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
-from fabric.cli.terminal_text import all_printable, understood
+from fabric.cli.terminal_text import all_printable, plain_console
 from fabric.errors import FabricError, Unreachable
 from fabric.model import counted
-from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.lighthouse_client import Lighthouses, understood
 
 _SPENT = ("training", "degraded", "recovering", "stalled")
 # In a narrower terminal the table has only columns that show trouble, and addresses stand below the table.
@@ -37,7 +37,7 @@ def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) ->
     if as_json:
         click.echo(json.dumps(body, indent=2))
         return
-    console = Console()
+    console = plain_console()
     console.print(_picture(lighthouses, body, console.width))
 
 
@@ -47,7 +47,7 @@ def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) ->
 def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> None:
     """Show the jobs of a lighthouse, or one of them, live, until Ctrl-C."""
     lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=False)
-    console = Console()
+    console = plain_console()
     if not console.is_terminal:
         _print_again_and_again(lighthouses, console, every_s)
         return

@@ -4,11 +4,9 @@ Names of tensors, reasons and addresses come from other processes, some of them 
 character in them could hide a line, or forge one.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from fabric.errors import FabricError, ProtocolError
+from rich.console import Console
 
 
 def printable(text: str) -> str:
@@ -27,15 +25,6 @@ def all_printable(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def understood(whom: str) -> Iterator[None]:
-    """A context for reading an answer of ``whom``. Raises ProtocolError where its JSON has another shape."""
-    try:
-        yield
-    except FabricError:
-        raise
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise ProtocolError(
-            f"what {whom} answered cannot be understood ({type(error).__name__}: {error}): check the address,"
-            " and that a lighthouse of this version runs there"
-        ) from error
+def plain_console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Return a terminal that prints brackets as they are: text of others must not become markup."""
+    return Console(stderr=stderr, width=width, markup=False, emoji=False)

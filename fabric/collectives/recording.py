@@ -16,6 +16,7 @@ MAX_BYTES = 64 << 20
 _MAX_ENTRIES = 200_000
 _MAX_TENSORS = 10_000
 _TEXT = 200
+_PATH = 4096  # Linux has no longer paths
 _MAX_RANKS = 1 << 20
 _PEER = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})", re.ASCII)
 _INTEGER = re.compile(r"-?\d{1,19}", re.ASCII)
@@ -141,9 +142,14 @@ def parse_recording(body: object, process: Process, source: str) -> Recording:
         raise BadRecording(f"its entries are no list of at most {_MAX_ENTRIES}")
     groups = _groups(body.get("pg_config", {}))
     nameless = groups.pop("", None)
-    calls, first_id = [], 0
+    calls, first_id, parts = [], 0, 0
     for place, entry in enumerate(entries):
         try:
+            parts += _parts(entry)
+            if parts > MAX_VALUES:
+                raise BadRecording(
+                    f"all entries up to it have more than {MAX_VALUES} sizes, names and frames"
+                )
             calls.append(_collective(entry, groups))
             if not place:
                 first_id = _integer(entry, "record_id", default=0)
@@ -262,6 +268,14 @@ def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
     )
 
 
+def _parts(entry: object) -> int:
+    """Count the sizes, names and frames of an entry. The entries of a pickle may all share one long list."""
+    if not isinstance(entry, Mapping):
+        return 0
+    lists = [value for value in entry.values() if isinstance(value, list | tuple)]
+    return sum(len(x) if isinstance(x, list | tuple) else 1 for value in lists for x in value)
+
+
 def _state(entry: Mapping[Any, Any], backend: str) -> tuple[bool, bool]:
     """Whether the call is pending, and whether it failed. Gloo's state stays ``scheduled``; ``retired`` says
     that it ended."""
@@ -342,7 +356,7 @@ def _user_frame(frames: object) -> str:
         if not isinstance(frame, Mapping):
             continue
         file = frame.get("filename")
-        if isinstance(file, str) and not _LIBRARY.search(file):
+        if isinstance(file, str) and not _LIBRARY.search(file[:_PATH]):
             return f"{file[-_TEXT:]}:{_short(frame.get('line', 0))} {_short(frame.get('name', ''))}"
     return ""
 

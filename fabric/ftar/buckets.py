@@ -8,13 +8,17 @@ all-reduce, and may begin as soon as the gradients in it are final. Buckets foll
 so they are the same on all members, whatever buckets others (DDP) have. The layout hash covers names, shapes,
 dtypes and order: members whose hashes differ must not sum.
 
+A bucket ends with its *presence*: one element per parameter, 1 where this process has a gradient and 0 where
+it has none. The sum counts the members that have one, and is above 0 for any number of them. A parameter
+without any keeps ``.grad`` None, as without fabric, so that momentum and weight decay do not move it.
+
 For a DTensor (FSDP2, tensor parallel) the buffer holds this rank's shard. Equal ranks of all replicas sum
 equal shards, so the hash also covers how the tensor is sharded.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -47,10 +51,16 @@ class Bucket:
     end: int
     parameters: tuple[NamedParameter, ...]
     fragment: int = 0  # the fragment of the model that these parameters belong to
+    has_presence: bool = True
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the bucket's elements in ``buffer``, 1-D."""
         return buffer[self.begin : self.end].view(self.dtype)
+
+    def presence(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return, by parameter, the part of ``buffer`` that counts the gradients. It may be empty."""
+        flat = self.view(buffer)
+        return flat[flat.numel() - len(self.parameters) * self.has_presence :]
 
     def local_gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Return this rank's part of each gradient that there is, by the parameter's name."""
@@ -84,21 +94,25 @@ class FlatGradients:
         any_layout: bool = False,
         fragments: Mapping[str, int] | None = None,
     ) -> None:
-        """``any_layout``: the layout hash does not cover how the parameters are sharded.
+        """``any_layout``: the layout hash does not cover how the parameters are sharded, and buckets have no
+        presence: members of unequal layouts exchange pieces of parameters.
 
         ``fragments``: the number of each parameter's fragment, if one fragment is exchanged per step.
         """
         fragments = fragments or {}
         self.fragments = max(fragments.values(), default=0) + 1
         self.scale = 1.0  # factor for gradients when they are gathered
+        # Parameters whose sum is the value of one member: it is not divided by the weight.
+        self.of_one: frozenset[str] = frozenset()
         self.parameters: tuple[NamedParameter, ...] = tuple(
             (name, p) for name, p in parameters if p.requires_grad
         )
         _check_parameters(self.parameters)
         self.described = _described(self.parameters)
         backwards = self.parameters[::-1]
-        self.layout = layout_hash(backwards, any_layout)
-        laid_out = _lay_out(backwards, bucket_bytes, fragments)
+        presence = [] if any_layout else [("presence", torch.empty(len(backwards), device="meta"))]
+        self.layout = layout_hash([*backwards, *presence], any_layout)
+        laid_out = _lay_out(backwards, bucket_bytes, fragments, not any_layout)
         self.nbytes = laid_out[-1].end if laid_out else 0
         # Backward completes a bucket with the bucket's last parameter, which comes first in the model.
         finished = {id(parameter): at for at, (_, parameter) in enumerate(backwards)}
@@ -129,19 +143,35 @@ class FlatGradients:
             self.gather_bucket(bucket, into)
 
     @torch.no_grad()
-    def gather_bucket(self, bucket: Bucket, into: torch.Tensor) -> None:
-        """As ``gather``, for one bucket."""
+    def gather_bucket(self, bucket: Bucket, into: torch.Tensor, is_one: bool = True) -> None:
+        """As ``gather``, for one bucket. ``is_one``: this member has the values of ``of_one``."""
         self._check_buffer(into)
         for name, parameter in bucket.parameters:
             _check_gradient(name, parameter)
         into[bucket.gap : bucket.begin].zero_()
-        for view, parameter in bucket.views(into):
-            if parameter.grad is None:
+        presence = bucket.presence(into).fill_(1)
+        for place, ((name, parameter), (view, _)) in enumerate(
+            zip(bucket.parameters, bucket.views(into), strict=True)
+        ):
+            if parameter.grad is None or (name in self.of_one and not is_one):
                 view.zero_()
-            else:
-                view.copy_(_local(parameter.grad))
-                if self.scale != 1.0:
-                    view.mul_(self.scale)
+                presence[place : place + 1].zero_()
+                continue
+            view.copy_(_local(parameter.grad))
+            if self.scale != 1.0:
+                view.mul_(self.scale)
+
+    def absent(self, buffer: torch.Tensor) -> frozenset[str]:
+        """Return the names of the parameters for which no member has a gradient in ``buffer``, a sum.
+
+        If no parameter has one, return none: the sum of nothing is zero. On a device this waits for it.
+        """
+        counts = [bucket.presence(buffer).float() for bucket in self.buckets]
+        flags = torch.cat(counts).tolist() if counts else []
+        names = [name for bucket in self.buckets for name, _ in bucket.parameters]
+        if not any(flags):
+            return frozenset()
+        return frozenset(name for name, flag in zip(names, flags, strict=True) if not flag)
 
     @torch.no_grad()
     def first_nonfinite(self, buffer: torch.Tensor) -> str:
@@ -152,7 +182,7 @@ class FlatGradients:
             if math.isfinite(bucket.view(buffer).sum(dtype=_wide(bucket.dtype)).item()):
                 continue
             for (name, _), (view, _) in zip(bucket.parameters, bucket.views(buffer), strict=True):
-                if not bool(torch.isfinite(view).all()):
+                if name not in self.of_one and not bool(torch.isfinite(view).all()):
                     nonfinite.add(name)
         return next((name for name, _ in self.parameters if name in nonfinite), "")
 
@@ -160,15 +190,18 @@ class FlatGradients:
     def first_nonfinite_own(self) -> str:
         """Name the first parameter whose own gradient, before the sum, has an infinity or NaN."""
         for name, parameter in self.parameters:
+            if name in self.of_one:
+                continue
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                 return name
         return ""
 
     @torch.no_grad()
-    def scatter(self, buffer: torch.Tensor, weight: float) -> None:
+    def scatter(self, buffer: torch.Tensor, weight: float, absent: Collection[str] | None = None) -> None:
         """Write ``buffer / weight`` into every ``.grad``, which is created where there is none.
 
-        Raises StateError, before it writes, for a weight by which it cannot divide.
+        ``absent``: the parameters whose ``.grad`` becomes None; by default as ``buffer`` says. Raises
+        StateError, before it writes, for a weight by which it cannot divide.
         """
         self._check_buffer(buffer)
         if not (weight > 0 and math.isfinite(weight)):
@@ -176,12 +209,18 @@ class FlatGradients:
                 f"the gradients of this step have the total weight {weight!r}, so there is no "
                 "average: give step.backward a positive finite weight"
             )
+        absent = self.absent(buffer) if absent is None else absent
         for bucket in self.buckets:
-            for view, parameter in bucket.views(buffer):
+            for (name, _), (view, parameter) in zip(bucket.parameters, bucket.views(buffer), strict=True):
+                if name in absent:
+                    parameter.grad = None
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 gradient = _local(parameter.grad)
-                if gradient.device.type == "cpu":
+                if name in self.of_one:
+                    gradient.copy_(view)
+                elif gradient.device.type == "cpu":
                     torch.div(view, weight, out=gradient)
                 else:
                     gradient.copy_(view)
@@ -227,7 +266,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lay_out(
-    parameters: tuple[NamedParameter, ...], bucket_bytes: int, fragments: Mapping[str, int]
+    parameters: tuple[NamedParameter, ...],
+    bucket_bytes: int,
+    fragments: Mapping[str, int],
+    has_presence: bool,
 ) -> list[Bucket]:
     """Return buckets in the order of their bytes: section by section, in the order given.
 
@@ -246,7 +288,8 @@ def _lay_out(
             fragment = fragments.get(name, 0)
             ends = following is None or fragments.get(following[0], 0) != fragment
             if ends or end - begin >= bucket_bytes:
-                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment))
+                end += len(members) * dtype.itemsize * has_presence
+                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment, has_presence))
                 gap, begin, members = end, end, []
     return buckets
 

@@ -150,12 +150,16 @@ class RecoveryPhases:
     steps_lost: float  # mean number of steps lost per failure
 
 
-def phases_of(records: Iterable[Mapping[str, Any]]) -> RecoveryPhases:
+_LATEST_S = 1e12  # no record of the next 30,000 years has a larger time
+
+
+def phases_of(records: Iterable[object]) -> RecoveryPhases:
     """Return the phases of a job's recovery records (`GET /v1/jobs/{job}/recoveries`).
 
     Raises ValueError with fewer than two recorded deaths, because there is no time between them.
     """
-    deaths = [r for r in records if r.get("kind") in ("death", "stall") and _number(r.get("detected")) > 0]
+    tables = map(_mapping, records)
+    deaths = [r for r in tables if r.get("kind") in ("death", "stall") and _number(r.get("detected")) > 0]
     if len(deaths) < 2:
         raise ValueError(
             f"the job has {counted(len(deaths), 'recorded failure')}, and a rate needs at least 2: give"
@@ -179,7 +183,10 @@ def phases_of(records: Iterable[Mapping[str, Any]]) -> RecoveryPhases:
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    """Return a time of a record; 0 for another value, and for one that no clock has shown."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _LATEST_S:
+        return 0.0
+    return float(value)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

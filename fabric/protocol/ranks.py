@@ -367,9 +367,9 @@ class Ranks:
         assert isinstance(command, io.FetchState)
         failed = [(r, e) for r, e in sorted(fetching.ended.items()) if isinstance(e, io.FetchFailed)]
         if failed:
-            rank, first = next((x for x in failed if x[1].misfit), failed[0])
+            rank, first = next((x for x in failed if x[1].misfit or x[1].restart), failed[0])
             unusable = any(e.unusable for _, e in failed)
-            self._record_event(io.FetchFailed(self._by(rank, first.why), unusable, first.misfit), now)
+            self._record_event(replace(first, why=self._by(rank, first.why), unusable=unusable), now)
         else:
             self._record_event(io.StateFetched(command.state.step, command.state.digest), now)
 

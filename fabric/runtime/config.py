@@ -16,6 +16,7 @@ from fabric.errors import ConfigError
 from fabric.protocol.rules.adaptive_timeout import problem
 from fabric.runtime.http.http_service import parse_ports, read_token
 from fabric.runtime.http.tls import Tls
+from fabric.runtime.known_variables import refuse_unknown
 from fabric.runtime.logs import FORMATS
 from fabric.runtime.rank_layout import RankLayout, parse_layout
 from fabric.runtime.systemd import Supervisor
@@ -129,9 +130,10 @@ def _is_count(text: str) -> bool:
 def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
     """Return the settings from ``arguments`` (None: not given), else ``FABRIC_*`` variables, else defaults.
 
-    Raises ConfigError naming the variable, for values that cannot be used.
+    Raises ConfigError naming the variable, for values that cannot be used and for unknown variables.
     """
     environment = os.environ if environment is None else environment
+    refuse_unknown_variables(environment)
     names = {f.name: f.type for f in fields(Settings)}
     unknown = set(arguments) - set(names)
     if unknown:
@@ -142,6 +144,12 @@ def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> 
         if name not in values and text:
             values[name] = _parse(name, text)
     return _checked(_anchored(Settings(**values)))
+
+
+def refuse_unknown_variables(environment: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for a ``FABRIC_`` variable that fabric does not know; it names the nearest one."""
+    environment = os.environ if environment is None else environment
+    refuse_unknown(environment, {_variable(field.name) for field in fields(Settings)})
 
 
 def given_text(name: str, environment: Mapping[str, str] | None = None) -> str:

@@ -76,7 +76,7 @@ def test_an_earlier_run_is_replaced_and_nothing_else(tmp_path: Path) -> None:
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
         assert token.read_text() != first and len(token.read_text().strip()) == 64
         names = {path.name for path in directory.iterdir()}
-        assert names == {MARKER, "journal", "run", "log", "token", "notes.txt"}
+        assert names == {MARKER, "journal", "run", "log", "token", "auth", "notes.txt"}
         assert not any((directory / "journal").iterdir())
 
 

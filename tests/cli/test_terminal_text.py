@@ -3,6 +3,7 @@ sentence.
 """
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -12,14 +13,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.table import Table
 
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.cli import operate
+from fabric.cli.collectives.command import diagnose
+from fabric.cli.doctor import doctor
+from fabric.cli.drill import drill
 from fabric.cli.events import events
+from fabric.cli.plan import plan
 from fabric.cli.states.inspect import diff, inspect_state
 from fabric.cli.status import status
-from fabric.cli.terminal_text import all_printable, printable
-from fabric.errors import ProtocolError
+from fabric.cli.terminal_text import all_printable, plain_console, printable
+from fabric.errors import FabricError, ProtocolError
 
 ROOT = Path(__file__).resolve().parents[2]
 # This text would clear a terminal's screen and write a false line.
@@ -120,6 +126,9 @@ SHAPES: list[object] = [
     [{"id": {}}],
     [{}],
     True,
+    {"injectors": [1]},
+    {"injectors": [{"replica": "r1", "pid": "x", "host": "h"}]},
+    {"kind": "death", "detected": 10**400},
 ]
 
 
@@ -132,15 +141,39 @@ SHAPES: list[object] = [
         (events, ["--job", "gpt"]),
         (operate.drain, ["r1", "--job", "gpt", "--why", "x"]),
         (operate.scale, ["--job", "gpt", "--why", "x", "--min", "2"]),
+        (diagnose, ["--job", "gpt"]),
+        (drill, ["--job", "gpt", "--list"]),
+        (plan, ["--from-job", "gpt", "--gpus", "8", "--replica-gpus", "1"]),
     ],
-    ids=["jobs", "job", "events", "drain", "scale"],
+    ids=["jobs", "job", "events", "drain", "scale", "diagnose", "drill", "plan"],
 )
 def test_json_of_another_shape_is_one_sentence(answers, command, arguments, shape):
     answers.said = shape
     done = CliRunner().invoke(command, [*arguments, "--lighthouse", answers.url])
-    if done.exit_code:
-        assert isinstance(done.exception, ProtocolError), done.exception
-        assert "cannot be understood" in str(done.exception)
+    if isinstance(done.exception, SystemExit):
+        assert done.output.startswith("error: ") and done.output.count("\n") == 1
+    elif done.exit_code:
+        assert isinstance(done.exception, FabricError), done.exception
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, {"is_leader": False, "leader": EVIL, "ok": 1}], ids=repr)
+def test_doctor_understands_or_names_what_answers_in_a_lighthouses_place(answers, tmp_path, shape):
+    answers.said = shape
+    settings = {"FABRIC_LIGHTHOUSE": answers.url, "FABRIC_JOB": "x", "FABRIC_REPLICA": "r0"}
+    done = CliRunner().invoke(doctor, [], env={**settings, "FABRIC_RUN_DIR": str(tmp_path / "run")})
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert f"{answers.url} is no lighthouse of this version" in done.output and not steers(done.output)
+
+
+def test_brackets_of_others_are_no_markup():
+    """A reason such as ``[/red]`` once ended a command, and ``[link=...]`` could be clicked."""
+    for path in sorted((ROOT / "fabric").rglob("*.py")):
+        if path.name != "terminal_text.py":
+            assert not re.search(r"(?<!plain_)\bConsole\(", path.read_text()), path
+    console = plain_console(width=80)
+    with console.capture() as shown:
+        console.print(Table("[/red]", 40 * "x", title="[link=http://evil]x[/link]"), "[/bold] :smile:")
+    assert all(x in shown.get() for x in ("[/red]", "[link=http://evil]", "[/bold] :smile:"))
 
 
 @pytest.mark.parametrize("shape", [7, "text", {"id": {}}, [1]], ids=repr)

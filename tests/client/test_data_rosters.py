@@ -11,9 +11,11 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaders import loader_of
 from samplers import step_sampler
 
-from fabric.client.data.loader import Loader, SamplePlan, SampleSlice
+from fabric.client.data.loader import Loader, SampleSlice
+from fabric.client.data.sample_plan import SamplePlan
 from fabric.model import EVERYTHING, Member, Sharing
 from fabric.protocol.rules.assignment import Work, cut, hand_round, lost_parts, share_out
 
@@ -57,7 +59,9 @@ class Job:
     def join(self, name: str) -> None:
         if name not in self.alive:
             data_slot = NAMES.index(name)
-            loader = Loader(self.dataset, self.plan, list, self.workers, self.sharing, data_slot)
+            loader = loader_of(
+                self.dataset, self.plan, workers=self.workers, sharing=self.sharing, data_slot=data_slot
+            )
             self.alive[name] = Replica(loader)
 
     def die(self, name: str) -> None:
@@ -208,6 +212,6 @@ def test_batches_drawn_ahead_count_for_their_own_step_alone(ahead, script):
 
 def test_the_ranks_of_a_replica_cut_each_micro_batch_without_gap_or_overlap():
     plan = SamplePlan(20, GLOBAL, 2, seed=4)
-    loaders = [Loader(list(range(20)), plan, list, part=SampleSlice(rank, 2)) for rank in range(2)]
+    loaders = [loader_of(list(range(20)), plan, part=SampleSlice(rank, 2)) for rank in range(2)]
     for batch in range(MICRO_BATCHES):
         assert [x for loader in loaders for x in loader.fetch(3, batch)] == plan.samples(3, batch)

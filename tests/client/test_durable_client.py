@@ -9,6 +9,7 @@ from ckpt_server.test_durable_format import objects, write_one
 from fsspec import AbstractFileSystem
 from protocol.makers import record_of
 
+from fabric.ckpt_server.durable.storage import StorageAway
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard.relayout import Layout
 from fabric.client.process.incarnation_lock import ProcessIdentity
@@ -17,7 +18,7 @@ from fabric.client.state import durable_policy as client_durable
 from fabric.client.state.durable_policy import DurableCheckpoints, StorageUnavailable
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.state_loader import StateLoader
-from fabric.errors import StateError
+from fabric.errors import IntegrityError, StateError
 from fabric.model import DURABLE, SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
@@ -201,3 +202,41 @@ class TestLadder:
         assert gone.unusable and NOBODY in gone.why and "no complete checkpoint of step 3" in gone.why
         (unset,), _ = self.fetch("", state, (DURABLE,))
         assert unset.unusable and "FABRIC_DURABLE is not set" in unset.why
+
+
+class TestStorageThatIsAwayForAMoment:
+    @pytest.fixture(autouse=True)
+    def without_pauses(self, monkeypatch):
+        monkeypatch.setattr(client_durable, "_LOOK_AGAIN_S", 0.0)
+
+    def test_a_read_is_tried_again_and_that_is_said_once(self, capfd):
+        answers = [StorageAway("/c/x could not be read: Stale file handle")] * 3 + ["the state"]
+
+        def read():
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        assert durable("/c", contact_s=60.0).patiently(read) == "the state" and not answers
+        assert capfd.readouterr().err == (
+            "fabric: a: /c/x could not be read: Stale file handle: this replica tries again, up to 60 s\n"
+        )
+
+    def test_storage_that_stays_away_is_left_to_the_next_process(self):
+        def read():
+            raise StorageAway("/c/x could not be read: Stale file handle")
+
+        with pytest.raises(StorageUnavailable, match=r"for 0 s: mend the storage.*code 75"):
+            durable("/c", contact_s=0.0).patiently(read)
+
+    def test_a_damaged_file_is_not_read_again(self):
+        reads = []
+
+        def read():
+            reads.append(1)
+            raise IntegrityError("damaged")
+
+        with pytest.raises(IntegrityError):
+            durable("/c").patiently(read)
+        assert len(reads) == 1

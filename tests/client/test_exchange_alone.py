@@ -53,7 +53,8 @@ def test_the_asking_thread_does_the_round():
     assert plane.rounds == [(4, threading.current_thread().name)]
     (outcome,) = posted
     assert isinstance(outcome, io.Exchanged) and outcome.step == 4
-    assert slots.find(4).view(torch.float32)[: gradients.nbytes // 4].tolist() == [2.0] * 8
+    (bucket,), slot = gradients.buckets, slots.find(4)
+    assert bucket.view(slot.buffer).tolist() == [2.0] * 8 + [1.0] * 2 and not slot.absent
 
 
 def test_it_begins_after_the_end_of_an_aborted_round():

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loaders import loader_of
 
-from fabric.client.data.loader import Loader, SamplePlan, sample_indices
+from fabric.client.data.sample_plan import SamplePlan, sample_indices
 from fabric.errors import ConfigError
 
 
@@ -47,10 +48,10 @@ def test_sizes_that_do_not_fit_are_refused_in_a_sentence(arguments, words):
         SamplePlan(*arguments)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_read_ahead_gives_the_same_batches(workers):
+@pytest.mark.parametrize(("workers", "kind"), [(0, ""), (2, "threads"), (2, "processes")])
+def test_read_ahead_gives_the_same_batches(workers, kind):
     plan = SamplePlan(20, 8, 2, seed=4)
-    loader = Loader(list(range(20)), plan, list, workers)
+    loader = loader_of(list(range(20)), plan, list, workers, kind)
     loader.read_ahead(3, range(4))
     assert [loader.fetch(3, i) for i in (2, 0, 1, 3)] == [plan.samples(3, i) for i in (2, 0, 1, 3)]
     loader.read_ahead(4, [0, 1])
@@ -69,7 +70,7 @@ def test_a_collate_function_draws_the_same_numbers_on_every_replica():
     plan = SamplePlan(20, 8, 2, seed=4)
     drawn = []
     for before in (1, 5):
-        loader = Loader(list(range(20)), plan, lambda samples: torch.rand(3).tolist())
+        loader = loader_of(list(range(20)), plan, lambda samples: torch.rand(3).tolist())
         torch.rand(before)
         drawn.append([loader.fetch(3, 1), loader.fetch(3, 2)])
     assert drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1]

@@ -16,6 +16,7 @@ from fabric.ckpt_server.format.digest import file_digest
 from fabric.ckpt_server.reshard.rank_files import LayoutChanged, ServedRankFile
 from fabric.client.state import fetch_thread as module
 from fabric.client.state import state_loader
+from fabric.client.state.durable_policy import StorageUnavailable
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.state_loader import StateLoader, fetch_failure
 from fabric.errors import Gone, IntegrityError, ServerLost, StateError
@@ -96,6 +97,9 @@ class Storage:
     """Stands for ``DurableCheckpoints`` without checkpoints; other tests read states from storage."""
 
     asked: int = 0
+
+    def patiently(self, read):
+        return read()
 
     def find_state(self, state: SnapshotRef) -> object:
         self.asked += 1
@@ -334,3 +338,9 @@ def test_blocks_of_two_files_of_one_state_are_never_mixed():
     part.have({0})
     with pytest.raises(LayoutChanged, match="another layout"):
         part.have({1})
+
+
+def test_storage_that_stays_away_is_no_damaged_state_and_asks_for_a_restart():
+    order = io.FetchState(SnapshotRef(1, 7, DIGEST), (DURABLE,))
+    told = fetch_failure(order, StorageUnavailable("/checkpoints does not answer, for 60 s"))
+    assert told.restart and not told.unusable and not told.misfit

@@ -2,12 +2,15 @@
 any form.
 """
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
 
 from fabric.client.attach import Choices
-from fabric.client.loop.model_watch import LOOK_EVERY, ModelWatch
+from fabric.client.loop.model_watch import LOOK_EVERY, ModelWatch, accept_optimizers
+from fabric.client.loop.shared_state import SharedDict
 from fabric.client.loop.unshared_schedulers import UnsharedWatch
 from fabric.errors import ConfigError
 
@@ -95,6 +98,56 @@ def test_a_scaler_counts_from_its_first_loss_on():
     with pytest.raises(ConfigError, match=r'a GradScaler scales the loss .* state=\{"scaler": scaler\}'):
         watch.check()
     UnsharedWatch([optimizer()], {"scaler": scaler}).check()
+
+
+def test_an_averaged_model_counts_unless_it_is_in_the_state_or_of_another_model():
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(3, 1)
+    steered = torch.optim.SGD(model.parameters(), lr=0.1)
+    elsewhere = AveragedModel(other)
+    UnsharedWatch([steered], {"elsewhere": elsewhere}).check()
+    UnsharedWatch([steered], {}).check()
+    ema = AveragedModel(model)
+    with pytest.raises(ConfigError, match=r'an AveragedModel averages .* state=\{"ema": ema_model\}'):
+        UnsharedWatch([steered], {}).check()
+    UnsharedWatch([steered], {"ema": ema}).check()
+    UnsharedWatch([steered], {"teacher": torch.nn.ModuleDict({"ema": ema})}).check()
+    UnsharedWatch([steered], {}, ignored=True).check()
+
+
+def test_a_parameter_outside_the_model_is_refused_unless_the_state_has_it():
+    model, temperature = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(1))
+    steered = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    with pytest.raises(ConfigError, match=r"optimizer has a parameter of shape \[1\] .* not in the model"):
+        accept_optimizers(model, {"optimizer": steered}, {})
+    outside = accept_optimizers(model, {"optimizer": steered}, {"masters": {"temperature": [temperature]}})
+    assert [x is temperature for x in outside] == [True]
+    temperature.requires_grad = False
+    assert accept_optimizers(model, {"optimizer": steered}, {}) == []
+
+
+def test_a_parameter_outside_the_model_gets_no_gradient_from_backward():
+    model, master = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(1))
+    named = list(model.named_parameters())
+    watch = ModelWatch(model, named, UnsharedWatch([], {}), [master])
+    master.grad = torch.zeros(1)  # as zero_grad(set_to_none=False) leaves it
+    watch.check(0)
+    watch = ModelWatch(model, named, UnsharedWatch([], {}), [master])
+    master.sum().backward()
+    with pytest.raises(ConfigError, match=r"backward gave a gradient to a parameter of shape \[1\]"):
+        watch.check(0)
+
+
+def test_a_dict_of_the_state_keeps_its_tensors_and_takes_new_values():
+    centers, counts = torch.zeros(2), np.zeros(2)
+    values = {"centers": centers, "counts": counts, "seen": 0, "nested": [{"queue": centers.clone()}]}
+    queue = values["nested"][0]["queue"]
+    wanted = {"centers": torch.ones(2), "counts": np.ones(2), "seen": 7, "nested": [{"queue": torch.ones(2)}]}
+    SharedDict(values).load_state_dict(wanted)
+    assert values["seen"] == 7
+    assert values["centers"] is centers
+    assert values["nested"][0]["queue"] is queue
+    for held in (centers, counts, queue):
+        assert held.sum() == 2, "the loop's own name for it sees the loaded value"
 
 
 def test_objects_made_after_attach_are_noticed_before_the_first_contribution():

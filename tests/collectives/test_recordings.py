@@ -138,3 +138,16 @@ def test_a_dump_with_any_value_in_any_place_is_explained_or_refused(data):
     report = explain([left, right])
     json.dumps(report.to_json())
     assert all(conclusion.why for conclusion in report.conclusions)
+
+
+@pytest.mark.parametrize("shared", ["input_sizes", "output_dtypes", "frames"])
+def test_entries_that_share_one_long_list_are_refused_before_they_are_copied(shared):
+    """A pickle of some KiB can name one list in each of its entries."""
+    long = {
+        "input_sizes": [[1] * 64] * 10_000,
+        "output_dtypes": ["Float"] * 10_000,
+        "frames": [{"name": "f", "filename": "/x/site-packages/y", "line": 1}] * 10_000,
+    }[shared]
+    body = dump([entry(number, **{shared: long}) for number in range(1, 1001)], GROUPS)
+    with pytest.raises(BadRecording, match="more than 5000000 sizes, names and frames"):
+        recording.parse_recording(body, RANK, "x")

@@ -82,11 +82,19 @@ def test_buckets_of_any_size_cover_every_byte_once_and_hold_the_same_bytes(bucke
     whole.gather(buffers[0])
     for bucket in reversed(cut.buckets):
         cut.gather_bucket(bucket, buffers[1])
-    assert torch.equal(*buffers)
+    for bucket in cut.buckets:
+        assert bucket.presence(buffers[1]).tolist() == [1] * len(bucket.parameters)
+    for p in (p for _, p in named):
+        p.grad = None
+    (whole_gradients, cut_gradients) = (
+        flat.scatter(buffer, 1.0) or [p.grad.clone() for _, p in named]
+        for flat, buffer in zip((whole, cut), buffers, strict=True)
+    )
+    assert all(map(torch.equal, whole_gradients, cut_gradients))
     ranges = sorted((bucket.gap, bucket.end) for bucket in cut.buckets)
     assert [gap for gap, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
     assert ranges[-1][1] == cut.nbytes
-    assert all(b.end - b.begin < bucket_bytes + 4 * 19 + 60 for b in cut.buckets)
+    assert all(b.end - b.begin < bucket_bytes + 4 * 19 + 60 + 8 * len(b.parameters) for b in cut.buckets)
 
 
 def test_equal_gradients_are_equal_bytes_whatever_was_in_the_buffer():
@@ -100,9 +108,67 @@ def test_equal_gradients_are_equal_bytes_whatever_was_in_the_buffer():
     assert torch.equal(one, two)
 
 
-def test_a_parameter_without_gradient_counts_as_zeros_and_gets_one():
+def summed(flats: list[FlatGradients], seed: int) -> torch.Tensor:
+    """Return the sum of the gathered gradients, bucket by bucket, as a data plane adds them."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.randint(256, (flats[0].nbytes,), dtype=torch.uint8, generator=generator)
+    flats[0].gather(total)
+    for flat in flats[1:]:
+        part = torch.randint(256, (flat.nbytes,), dtype=torch.uint8, generator=generator)
+        flat.gather(part)
+        for bucket in flat.buckets:
+            bucket.view(total).add_(bucket.view(part))
+    return total
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 10**6])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_parameter_that_no_member_used_keeps_no_gradient_and_the_others_get_the_average(seed, bucket_bytes):
+    """Random subsets of used parameters per member, against a dictionary of lists."""
+    generator = torch.Generator().manual_seed(seed)
+    members = [parameters(*MIXED, *MIXED) for _ in range(3)]
+    flats = [FlatGradients(named, bucket_bytes) for named in members]
+    expected: dict[str, list[torch.Tensor]] = {}
+    for named in members:
+        for name, p in named:
+            used = torch.rand(1, generator=generator).item() < 0.2
+            p.grad = torch.randint(9, p.shape, generator=generator).to(p.dtype) if used else None
+            expected.setdefault(name, []).extend([p.grad.clone()] if used else [])
+    assert any(expected.values())
+    total = summed(flats, seed)
+    for flat, named in zip(flats, members, strict=True):
+        flat.scatter(total, 2.0)
+        for name, p in named:
+            if not expected[name]:
+                assert p.grad is None, name
+            else:
+                assert torch.equal(p.grad, torch.stack(expected[name]).sum(0) / 2), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_thousands_of_members_in_a_small_type_still_count_as_some(dtype):
+    named = parameters(((1,), dtype), ((1,), dtype))
+    flat = FlatGradients(named)
+    named[0][1].grad = torch.zeros(1, dtype=dtype)
+    one = torch.zeros(flat.nbytes, dtype=torch.uint8)
+    flat.gather(one)
+    total, (bucket,) = one.clone(), flat.buckets
+    for _ in range(5000):
+        bucket.view(total).add_(bucket.view(one))
+    assert flat.absent(total) == {"p1"} and not bucket.presence(total).isinf().any()
+
+
+def test_a_sum_of_nothing_is_zero():
     named = parameters(((4,), torch.float32), ((2,), torch.float32))
     flat = FlatGradients(named)
+    flat.scatter(torch.zeros(flat.nbytes, dtype=torch.uint8), 1.0)
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for _, p in named)
+
+
+def test_members_of_unequal_layouts_have_no_presence_and_get_zeros():
+    named = parameters(((4,), torch.float32), ((2,), torch.float32))
+    flat = FlatGradients(named, any_layout=True)
+    assert flat.nbytes == 24
     named[0][1].grad = torch.ones(4)
     buffer = torch.full((flat.nbytes,), 7, dtype=torch.uint8)
     flat.gather(buffer)
@@ -140,7 +206,7 @@ def test_frozen_parameters_take_no_part():
     named = parameters(((4,), torch.float32), ((8,), torch.float32))
     named[0][1].requires_grad_(False)
     flat = FlatGradients(named)
-    assert flat.nbytes == 32
+    assert flat.nbytes == 32 + 4  # with the presence
     assert [name for name, _ in flat.parameters] == ["p1"]
 
 
@@ -186,12 +252,12 @@ def test_a_weight_that_gives_no_average_is_refused_and_nothing_written(weight):
 
 
 @pytest.mark.parametrize(
-    "buffer", [torch.zeros(17, dtype=torch.uint8), torch.zeros(16), torch.zeros(4, 4).byte()]
+    "buffer", [torch.zeros(21, dtype=torch.uint8), torch.zeros(20), torch.zeros(4, 5).byte()]
 )
 def test_a_buffer_of_the_wrong_form_is_refused(buffer):
     flat = FlatGradients(parameters(((4,), torch.float32)))
     for use in (flat.gather, lambda b: flat.scatter(b, 1.0)):
-        with pytest.raises(StateError, match="16 bytes"):
+        with pytest.raises(StateError, match="20 bytes"):
             use(buffer)
 
 

@@ -148,7 +148,7 @@ def test_a_link_or_an_exchange_without_a_lane_is_refused():
 
 def test_the_places_are_those_of_the_flat_gradients():
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False).bfloat16())
-    gradients = FlatGradients(model.named_parameters())
+    gradients = FlatGradients(model.named_parameters(), any_layout=True)
     held = held_parameters(gradients.parameters)
     _, nbytes = flat_places(held)
     assert nbytes == gradients.nbytes

@@ -3,7 +3,7 @@
 import torch
 from sharded_trainer import MICRO_BATCH, example
 
-from fabric.client.data.loader import SamplePlan
+from fabric.client.data.sample_plan import SamplePlan
 
 
 def losses_alone(model: torch.nn.Module, steps: int, global_batch: int, clip: float = 0.0) -> list[float]:

@@ -1,4 +1,7 @@
-"""A whole job of real processes for one test: lighthouse, trainers, their checkpoint servers, journals."""
+"""A whole job of real processes for one test: lighthouse, trainers, their checkpoint servers, journals.
+
+Each trainer has the variables that ``fabric launch`` sets: frameworks behave otherwise under a launcher.
+"""
 
 import contextlib
 import itertools
@@ -15,11 +18,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fabric.cli.launch.attempt import AttemptSpec
+from fabric.runtime.rank_layout import RankLayout
+
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples"
 # With this checkout, so that its code runs, and not that of another checkout which is installed.
-SEARCH_PATH = os.pathsep.join(map(str, (HERE, EXAMPLES, HERE.parent.parent)))
+SEARCH_PATH = os.pathsep.join(map(str, (HERE, EXAMPLES, HERE.parent / "conformance", HERE.parent.parent)))
 DEADLINE_S = 180.0  # such a wait usually takes a second or two, but the machine may be loaded
+
+
+def launcher_variables(number: int) -> dict[str, str]:
+    """Return what ``fabric launch`` adds to the environment of a replica of one rank, at start ``number``."""
+    # Port 0 for the rendezvous of one rank: the kernel chooses.
+    attempt = AttemptSpec((), {}, RankLayout(1), port=0, number=number, run=f"test.{number}")
+    return attempt.rank_environment(0)
 
 
 class StartedProcess(int):
@@ -129,7 +142,8 @@ class Job:
     def start(self, replica: str, points: str = "", **more: str) -> int:
         """Start (or restart) one trainer; returns its pid."""
         self.starts[replica] = self.starts.get(replica, 0) + 1
-        environment = self.trainer_environment(replica, FABRIC_TEST_POINTS=points, **more)
+        launched = launcher_variables(self.starts[replica] - 1)
+        environment = launched | self.trainer_environment(replica, FABRIC_TEST_POINTS=points, **more)
         self.pids[replica] = self.zygote.start(environment, self.folder / f"{replica}.log")
         return self.pids[replica]
 

@@ -9,7 +9,7 @@ STEPS = 30
 KILLED_AT = 13
 
 
-def survive(zygote, folder, example: str, adopted: str) -> None:
+def survive(zygote, folder, example: str, adopted: str, **more: str) -> None:
     script = folder / "script.py"
     script.write_text(plain(example))
     environment = {
@@ -20,6 +20,7 @@ def survive(zygote, folder, example: str, adopted: str) -> None:
         "EXAMPLE_OUTPUT": str(folder / "out"),
         "HF_HUB_OFFLINE": "1",
         "TINY_PATIENT_STEPS": "15",
+        **more,
     }
     with Job(zygote, folder / "job", environment=environment) as job:
         job.start("r0", f"ring@{KILLED_AT}=kill")
@@ -44,8 +45,10 @@ def survive(zygote, folder, example: str, adopted: str) -> None:
         ("accelerate_loop", "accelerate.Accelerator as FabricAccelerator"),
     ],
 )
-def test_an_unchanged_script_survives_a_kill_and_a_join(transformers_zygote, tmp_path, example, adopted):
-    survive(transformers_zygote, tmp_path, example, adopted)
+def test_an_unchanged_script_survives_a_kill_and_a_join_on_hosts_with_a_device(
+    transformers_zygote, tmp_path, example, adopted
+):
+    survive(transformers_zygote, tmp_path, example, adopted, TEST_DEVICE="1")
 
 
 def test_an_unchanged_script_of_lightning_survives_a_kill_and_a_join(lightning_zygote, tmp_path):

@@ -20,10 +20,6 @@ def start(
         "ADOPTED_STEPS": str(steps),
         "EXAMPLE_PAUSE_S": "0.01",
         "TINY_PATIENT_STEPS": "10",
-        "WORLD_SIZE": "1",
-        "RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
         **more,
     }
     with Job(zygote, folder, environment=environment) as job:

@@ -90,7 +90,7 @@ def test_buffers_are_averaged_and_equal_everywhere(zygote, tmp_path, point):
 
 
 def poison_of(step, micro_batch):
-    from fabric.client.data.loader import SamplePlan
+    from fabric.client.data.sample_plan import SamplePlan
 
     return str(SamplePlan(100, 24, 2, 3).samples(step, micro_batch)[0])
 
@@ -260,7 +260,7 @@ def undisturbed(shards):
     """Return the parameters (sums of absolute values) after the same steps in one process without fabric."""
     from tiny_trainer import Samples, build
 
-    from fabric.client.data.loader import SamplePlan
+    from fabric.client.data.sample_plan import SamplePlan
 
     plan, samples = SamplePlan(98, 28, 2, 3, shards=shards), Samples(98)
     model, optimizer, scheduler = build(64)

@@ -6,6 +6,7 @@ from ftar.simulated_device import SimulatedDevice
 from job import Job
 from test_failures import finish_and_check
 
+from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import (
     DeviceBackend,
     HostBackend,
@@ -13,11 +14,15 @@ from fabric.client.gradients.gradient_backend import (
     device_backend,
     device_of,
 )
+from fabric.client.gradients.gradient_slots import GradientSlot, GradientSlots
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.device.device_ring import DeviceRing
 from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.model import Fence
+from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import settings
+from fabric.runtime.failpoints import Failpoints
 
 DEVICE = {"TEST_TRAINER": "device_trainer"}
 
@@ -66,7 +71,7 @@ def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
         copied.wait()
         assert digest == backend.digest_of(slot.numpy().data) and digest not in seen
         seen.add(digest)
-        assert (gradients.buckets[0].view(slot) == 10 * step).all()
+        assert all((view == 10 * step).all() for view, _ in gradients.buckets[0].views(slot))
         slot_before = slot.clone()
         backend.scatter(gradients, slot, 5.0)
         device.compute().record().wait()
@@ -96,6 +101,44 @@ def test_a_fetched_gradient_comes_up_from_host_memory_and_an_aborted_round_is_fo
     device.compute().record().wait()
     assert all((p.grad == 1).all() for _, p in gradients.parameters)
     device.close()
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_parameter_that_no_member_used_has_no_gradient_on_a_device(fetched):
+    """A member reads it beside the digest of its own round, and in host memory from a fetched sum."""
+    device, gradients = SimulatedDevice(), one_layer()
+    (_, weight), (_, bias) = gradients.parameters
+    backend = DeviceBackend(device, gradients.nbytes)
+    slots = GradientSlots(None, gradients.nbytes, gradients.layout, None)
+    slots._slots = [GradientSlot(i, torch.zeros(gradients.nbytes, dtype=torch.uint8)) for i in range(3)]
+    exchange = ExchangeThread(AlonePlane(), gradients, slots, Failpoints(""), print, backend)
+    bias.grad = torch.ones_like(bias)
+    backend.mark_ready()
+    posted: list[io.Event] = []
+    exchange.run_alone(io.StartExchange(Fence("", 1, 1), 4, 1.0), posted.append)
+    assert isinstance(posted[0], io.Exchanged)
+    slot = slots.find(4)
+    assert slot.absent == {"weight"}
+    slot.settle()
+    weight.grad, bias.grad = torch.full_like(weight, 7.0), None  # as on a member whose gradient was dropped
+    if fetched:
+        backend.scatter(gradients, slot.buffer.clone(), 2.0)
+    else:
+        backend.scatter(gradients, slot.buffer, 2.0, slot.absent)
+    device.compute().record().wait()
+    assert weight.grad is None and (bias.grad == 0.5).all()
+    exchange.close()
+    device.close()
+
+
+class AlonePlane:
+    """The data plane of a single member: the sum is its own gradient."""
+
+    waiting_s: dict[str, float] = {}  # noqa: RUF012
+    sending_s: dict[str, float] = {}  # noqa: RUF012
+
+    def all_reduce(self, epoch, step, source, **_):
+        pass
 
 
 def test_the_backend_is_chosen_by_the_parameters():

@@ -25,7 +25,7 @@ def status_of(url: str, token: str) -> int:
 
 
 def test_a_token_is_replaced_while_the_job_runs(zygote, tmp_path):
-    with Job(zygote, tmp_path, replicas=2, environment={"TINY_STEPS": "1000000"}) as job:
+    with Job(zygote, tmp_path, replicas=2, environment={"TINY_STEPS": "1000000", "FABRIC_DRILL": "1"}) as job:
         # Every process has its own token file, and each of the three steps changes the files one by one.
         files = {"lighthouse": job.token, "r0": tmp_path / "token-r0", "r1": tmp_path / "token-r1"}
         for name in ("r0", "r1"):
@@ -68,6 +68,10 @@ def test_a_token_is_replaced_while_the_job_runs(zygote, tmp_path):
         job.start("r1", FABRIC_TOKEN_FILE=str(files["r1"]))
         job.wait_for(lambda: incarnations(job, NEW).get("r1", 0) > first["r1"], "r1 to take part again")
         goes_on(NEW)
+        # A new lighthouse has heard of no injector yet, so those that it knows have asked with the new token.
+        job.stop_lighthouse()
+        job.start_lighthouse(port)
+        job.wait_for(lambda: injectors(job, NEW) == {"r0", "r1"}, "the injectors' questions")
         assert job.starts == {"r0": 1, "r1": 2} and job.ended("r0") is None and job.ended("r1") is None
 
 
@@ -79,6 +83,18 @@ def shown(job: Job, token: str) -> dict:
             return json.loads(answer.read())
     except urllib.error.URLError:  # the lighthouse is just starting, or does not know the job yet
         return {"members": []}
+
+
+def injectors(job: Job, token: str) -> set[str]:
+    """Return the replicas whose injectors have asked the lighthouse lately."""
+    request = urllib.request.Request(
+        f"{job.url}/v1/jobs/test/drill", headers={"Authorization": f"Bearer {token}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return {entry["replica"] for entry in json.loads(answer.read())["injectors"]}
+    except urllib.error.URLError:  # the lighthouse is just starting, or does not know the job yet
+        return set()
 
 
 def members(job: Job, token: str) -> list[dict]:

@@ -20,7 +20,7 @@ from fabric.audit.journal import read_run
 from fabric.audit.verify import judge
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.client.data.loader import SamplePlan
+from fabric.client.data.sample_plan import SamplePlan
 
 STEPS = 36
 

@@ -1,25 +1,32 @@
-"""FabricStrategy without services: what it refuses, and the counters of Lightning's loops."""
+"""FabricStrategy without services: what it refuses, each in one sentence, before anything has run."""
 
 import importlib
 import sys
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("pytorch_lightning")
-from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.callbacks import EarlyStopping
-from torch.utils.data import DataLoader, TensorDataset
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import callbacks as lightning_callbacks
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fabric.errors import ConfigError
 from fabric.integrations.adopt import frameworks
 from fabric.integrations.adopt.adoption import run_adopted
-from fabric.integrations.lightning import FabricStrategy, _refuse
-from fabric.integrations.lightning_counters import EarlyStops, set_counters
-from fabric.integrations.lightning_manual import ManualSteps, check_closure
+from fabric.integrations.lightning import FabricStrategy, arguments
+from fabric.integrations.lightning.counters import set_counters, set_place
+from fabric.integrations.lightning.epochs import EpochShape
+from fabric.integrations.lightning.manual import ManualSteps, check_closure
 
 DATA = TensorDataset(torch.ones(24, 2))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([torch.ones(2)])
 
 
 class Net(LightningModule):
@@ -61,7 +68,21 @@ def trainer(**named):
             "takes one optimizer, and configure_optimizers gives 2",
         ),
         ({}, {"max_epochs": -1}, DATA, "the Trainer has no end: give it max_epochs or max_steps"),
-        ({}, {"max_epochs": 1}, TensorDataset(torch.ones(5, 2)), "a step of the job has 6 samples, and the"),
+        ({}, {"max_epochs": 1}, Stream(), "the IterableDataset Stream, whose epochs have no known length"),
+        ({}, {"max_epochs": 1, "limit_train_batches": 0.1}, DATA, "a batch of the job has 6 samples, and a"),
+        (
+            {},
+            {"max_time": timedelta(hours=1)},
+            DATA,
+            "the callback Timer, because each replica has",
+        ),
+        ({}, {"reload_dataloaders_every_n_epochs": 1}, DATA, "reload_dataloaders_every_n_epochs=1"),
+        (
+            {},
+            {"val_check_interval": timedelta(hours=1)},
+            DATA,
+            "give a number of batches, or a part of an",
+        ),
     ],
 )
 def test_a_trainer_that_cannot_be_kept_equal_is_refused(module, options, data, error):
@@ -69,46 +90,111 @@ def test_a_trainer_that_cannot_be_kept_equal_is_refused(module, options, data, e
         trainer(**options).fit(Net(**module), DataLoader(data, batch_size=2))
 
 
-class Stream:
+class Batches:
     def __iter__(self):
         return iter([[torch.ones(2, 2)]])
 
 
 def test_data_that_are_no_dataloader_are_refused():
-    with pytest.raises(ConfigError, match=r"the Trainer has a Stream: give Trainer\.fit a DataLoader"):
-        trainer(max_epochs=1).fit(Net(), Stream())
+    with pytest.raises(ConfigError, match="got a Batches"):
+        trainer(max_epochs=1).fit(Net(), Batches())
+
+
+def test_several_dataloaders_are_refused():
+    loaders = {"a": DataLoader(DATA, batch_size=2), "b": DataLoader(DATA, batch_size=2)}
+    with pytest.raises(ConfigError, match="the Trainer reads several training DataLoaders"):
+        trainer(max_epochs=1).fit(Net(), loaders)
+
+
+CALLBACKS = [
+    lightning_callbacks.StochasticWeightAveraging(swa_lrs=0.1),
+    lightning_callbacks.BackboneFinetuning(),
+    lightning_callbacks.GradientAccumulationScheduler({0: 1, 2: 2}),
+    lightning_callbacks.LearningRateFinder(),
+    lightning_callbacks.BatchSizeFinder(),
+    lightning_callbacks.Timer("00:01:00:00"),
+    lightning_callbacks.ModelPruning("l1_unstructured"),
+]
+
+
+@pytest.mark.parametrize("callback", CALLBACKS, ids=lambda x: type(x).__name__)
+def test_a_callback_that_changes_the_training_apart_is_refused_by_name(callback):
+    own = trainer(max_epochs=1, callbacks=[callback])
+    net = Net()
+    net.backbone, net.batch_size = torch.nn.Linear(2, 2), 2
+    net.train_dataloader = lambda: DataLoader(DATA, batch_size=2)
+    with pytest.raises(ConfigError, match=f"refuses the callback {type(callback).__name__}, because"):
+        own.fit(net)
+
+
+class Hidden(Callback):
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        self.seen = checkpoint["seen"]
+
+
+def test_a_callback_whose_state_only_its_hooks_know_is_refused():
+    with pytest.raises(ConfigError, match=r"refuses Hidden\.on_load_checkpoint, because"):
+        trainer(max_epochs=1, callbacks=[Hidden()]).fit(Net(), DataLoader(DATA, batch_size=2))
+
+
+class ReadsItself(Net):
+    def training_step(self, dataloader_iter):
+        raise AssertionError("it never runs")
+
+
+def test_a_training_step_that_reads_itself_is_refused():
+    with pytest.raises(ConfigError, match="training_step takes dataloader_iter"):
+        trainer(max_epochs=1).fit(ReadsItself(), DataLoader(DATA, batch_size=2))
+
+
+# --- names of a newer release ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("optimizers", "precision", "error"),
-    [(1, "16-mixed", 'say precision="bf16-mixed"'), (2, "32-true", "takes one optimizer, and configure_op")],
+    ("rows", "name", "error"),
+    [
+        (arguments.CALLBACKS, "LambdaCallback", "does not know the callback LambdaCallback"),
+        (
+            arguments.MODULE_HOOKS,
+            "configure_callbacks",
+            r"does not know what Own\.configure_callbacks changes",
+        ),
+        (arguments.TRAINER.rows, "max_epochs", r"does not know Trainer\(max_epochs=1\)"),
+    ],
 )
-def test_what_only_a_device_allows_is_refused_too(optimizers, precision, error):
-    strategy = SimpleNamespace(optimizers=[None] * optimizers)
-    module = SimpleNamespace(automatic_optimization=True)
+def test_a_name_without_a_row_is_refused_as_unknown(monkeypatch, rows, name, error):
+    monkeypatch.delitem(rows, name)
+
+    class Own(Net):
+        def configure_callbacks(self):
+            return []
+
+    own = trainer(max_epochs=1, callbacks=[lightning_callbacks.LambdaCallback()])
     with pytest.raises(ConfigError, match=error):
-        _refuse(SimpleNamespace(lightning_module=module, strategy=strategy, precision=precision), {})
+        own.fit(Own(), DataLoader(DATA, batch_size=2))
+
+
+def test_half_precision_with_a_scaler_is_refused():
+    own = trainer(max_epochs=1)
+    own.fit_loop.trainer = SimpleNamespace()
+    own._accelerator_connector._precision_flag = "16-mixed"
+    own.strategy.precision_plugin.precision = "16-mixed"
+    with pytest.raises(ConfigError, match='say "bf16-mixed"'):
+        arguments._check_arguments(own)
 
 
 @pytest.mark.parametrize(("step", "epoch", "within"), [(7, 1, 3), (8, 2, 0), (3, 0, 3)])
 def test_the_loops_go_on_at_the_jobs_step(step, epoch, within):
     own = trainer(max_epochs=9, accumulate_grad_batches=2)
-    set_counters(own, step, steps_per_epoch=4)
+    own.fit_loop._data_fetcher = SimpleNamespace(fetched=0)
+    epochs = EpochShape(positions=14, batch_size=2, replicas=1, accumulation=2)  # 7 batches, 4 steps
+    set_counters(own, step, epochs)
     loop = own.fit_loop
     assert (own.global_step, loop.epoch_progress.current.processed) == (step, epoch)
-    assert loop.epoch_loop.batch_progress.current.ready == 2 * within
-    assert loop.epoch_loop.total_batch_idx == 2 * step - 1
-    assert loop.restarting is (within > 0)
-
-
-def test_early_stopping_is_shared_state():
-    first, second = (EarlyStopping("loss", patience=3) for _ in range(2))
-    first.wait_count, first.best_score = 2, torch.tensor(0.5)
-    EarlyStops(SimpleNamespace(callbacks=[second])).load_state_dict(
-        EarlyStops(SimpleNamespace(callbacks=[first])).state_dict()
-    )
-    assert second.wait_count == 2 and second.best_score == 0.5
-    assert EarlyStops(SimpleNamespace(callbacks=[])).state_dict() == {}
+    assert loop.epoch_loop.total_batch_idx == 7 * epoch + 2 * within - 1
+    assert not loop.restarting
+    set_place(own, step, epochs)
+    assert loop.epoch_loop.batch_progress.current.ready == loop._data_fetcher.fetched == 2 * within
 
 
 class ManualJob:

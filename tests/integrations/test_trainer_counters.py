@@ -3,7 +3,8 @@
 import torch
 from transformers import EarlyStoppingCallback, TrainingArguments
 
-from fabric.integrations.trainer_counters import TrainerCounters
+from fabric.integrations.huggingface.counters import TrainerCounters
+from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.transformers import FabricTrainer
 
 
@@ -40,7 +41,7 @@ def test_a_save_on_one_replica_changes_no_counter(monkeypatch, tmp_path):
     writer, other, joiner = (trained(tmp_path / name) for name in ("writer", "other", "joiner"))
     states = []
     for trainer, saves in ((writer, True), (other, False)):
-        counters = TrainerCounters(trainer, 0)
+        counters = TrainerCounters(trainer, 0, TrlFigures(trainer))
         states.append(counters.state_dict)
         for flos in (5.0, 0.7, 1e17, 3.3):
             trainer.current_flos += flos
@@ -50,7 +51,7 @@ def test_a_save_on_one_replica_changes_no_counter(monkeypatch, tmp_path):
     assert (tmp_path / "writer/checkpoint-2/trainer_state.json").is_file()
     assert states[0]() == states[1]()
     assert states[0]()["callbacks"] and states[0]()["best_metric"] is not None
-    joined = TrainerCounters(joiner, 0)
+    joined = TrainerCounters(joiner, 0, TrlFigures(joiner))
     joined.load_state_dict(states[0]())
     joined.collect()
     assert joined.state_dict() == states[0]()

@@ -21,6 +21,16 @@ def run(*arguments):
     return CliRunner().invoke(cli, ["plan", *arguments])
 
 
+def test_a_job_of_the_environment_does_not_change_a_plan(monkeypatch):
+    described = ("--gpus", "16", "--replica-gpus", "8", "--mtbf", "1800", "--step", "1")
+    arguments = (*described, "--steps", "20", "--seeds", "1", "--json")
+    monkeypatch.delenv("FABRIC_JOB", raising=False)
+    without = run(*arguments)
+    monkeypatch.setenv("FABRIC_JOB", "gpt")
+    monkeypatch.setenv("FABRIC_LIGHTHOUSE", "http://127.0.0.1:9")
+    assert (run(*arguments).output, without.exit_code) == (without.output, 0)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_compared(name):
     cluster = replace(preset(name).cluster, steps=20)

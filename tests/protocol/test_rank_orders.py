@@ -294,6 +294,16 @@ def test_another_models_state_ends_all_ranks_whatever_the_others_found():
     ] * 2
 
 
+def test_storage_that_stays_away_asks_for_a_restart_of_all_ranks():
+    replica = behind()
+    order = number(replica)
+    replica.rank(0, io.StateFetched(7, "p0"), order)
+    replica.rank(1, io.FetchFailed("/checkpoints is away, for 60 s", restart=True), order)
+    assert [(s.code, s.reason) for s in replica.orders(io.Stop)] == [
+        (75, "rank 1: /checkpoints is away, for 60 s")
+    ] * 2
+
+
 def test_every_rank_hears_where_all_parts_of_a_state_are():
     zero, one = (behind().orders(io.FetchState, rank)[0] for rank in (0, 1))
     assert zero.lanes == one.lanes == ("http://b", "http://b/1#1")

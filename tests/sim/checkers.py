@@ -79,6 +79,10 @@ class Checks:
         # process -> the generation in which most members named another state
         self.outvoted: dict[str, int] = {}
 
+    def micro_batches_at(self, step: int) -> int:
+        """Return the number of micro-batches of ``step``."""
+        return self.micro_batches
+
     # --- the store ---------------------------------------------------------------------------------
 
     def elected(self, revision: int) -> None:
@@ -413,11 +417,12 @@ class Checks:
                     f"{who} commits step {order.step} on state {trainer.main.said}, others on {said}"
                 )
         counted = Counter(i for _, ids in gradient.parts for i in ids)
-        wrong = [i for i in range(self.micro_batches) if counted[i] > 1]
-        missing = [i for i in range(self.micro_batches) if not counted[i]]
+        micro_batches = self.micro_batches_at(order.step)
+        wrong = [i for i in range(micro_batches) if counted[i] > 1]
+        missing = [i for i in range(micro_batches) if not counted[i]]
         if order.prepared is not None:
             wrong += self._unexplained(self.by_epoch[order.prepared.epoch], order.step, gradient, missing)
-        if wrong or set(counted) - set(range(self.micro_batches)):
+        if wrong or set(counted) - set(range(micro_batches)):
             raise Violation(f"{who} applies step {order.step} made of {gradient.parts}: wrong for {wrong}")
         parts = tuple((name, tuple(sorted(ids))) for name, ids in gradient.parts)
         if order.prepared is not None and order.prepared.contributions != parts:
@@ -478,10 +483,8 @@ class Checks:
             return left
         contributing = {name for name, ids in gradient.parts if ids}
         there = {x.data_slot for x in record.roster if x.replica in contributing}
-        sizes = [
-            self.micro_batches // data_slots + (n < self.micro_batches % data_slots)
-            for n in range(data_slots)
-        ]
+        total = self.micro_batches_at(step)
+        sizes = [total // data_slots + (n < total % data_slots) for n in range(data_slots)]
         bounds = [sum(sizes[:n]) for n in range(data_slots + 1)]
         parts = {i: n for n in range(data_slots) for i in range(bounds[n], bounds[n + 1])}
         hosts = [{n} for n in range(data_slots)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from sim.checkers import demand
 from sim.server import FLIPPED, Gradient
 
-from fabric.model import SnapshotRef
+from fabric.model import DataPlan, SnapshotRef
 from fabric.protocol.messages import member_events as io
 
 if TYPE_CHECKING:
@@ -230,7 +230,11 @@ class MainThread:
         # At every second step the digest is taken while the user's code goes on.
         later = wanted and generation > 0 and self.step % 2 == 1
         self.said = self.digest if wanted else ""
-        trainer.feed(io.Ready(self.step, "" if later else self.said, later=later))
+        trainer.feed(io.Ready(self.step, "" if later else self.said, later=later, plan=self.news()))
+
+    def news(self) -> DataPlan | None:
+        """Return the data of the steps from here on, where they are others than before."""
+        return None
 
     def _tell_digest(self, order: io.TellDigest) -> None:
         demand(order.step == self.step, f"to tell the digest of {order.step} with the state at {self.step}")
@@ -260,7 +264,7 @@ class MainThread:
             if self.closing:
                 self.trainer.world.checks.closed(self.trainer, self.trainer.core.view.fetched_generation)
             self.said = order.digest
-            self.trainer.feed(io.Installed(order.step, order.digest, last=self.closing))
+            self.trainer.feed(io.Installed(order.step, order.digest, self.closing, self.news()))
 
         self._work(self.trainer.clockwork.between(0.005, 0.05), loaded)
 

@@ -183,7 +183,7 @@ def forget_the_promise_of_a_report(patch: Patch) -> None:
 
 def resume_by_the_maximum_committed(patch: Patch) -> None:
     def decide(record: Record, reports: Mapping[str, m.Report], micro_batches: int) -> deciding.Decision:
-        work = Work(micro_batches, record.sharing)
+        work = deciding.WorkByStep(record, reports, micro_batches)
         valid = {n: x for n, x in reports.items() if x.state_generation == record.generation}
         if record.cold == record.epoch or not valid:
             return deciding._cold(record, work)

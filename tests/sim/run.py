@@ -16,6 +16,7 @@ if __name__ == "__main__":
 from sim import coverage
 from sim.adapt_worlds import AdaptWorld
 from sim.cold_worlds import cold_world
+from sim.data_worlds import CurriculumWorld, RebatchedWorld
 from sim.dispute_worlds import DisputeWorld
 from sim.durable_worlds import DurableWorld
 from sim.end_worlds import EndWorld
@@ -51,6 +52,8 @@ KINDS: dict[str, Callable[[int], World]] = {
     "calm": CalmWorld,
     "adapt": AdaptWorld,
     "relayout": RelayoutWorld,
+    "curriculum": CurriculumWorld,
+    "rebatched": RebatchedWorld,
     "norm": NormWorld,
     "dispute": DisputeWorld,
 }

@@ -39,7 +39,7 @@ _HIDDEN = frozenset(
             "roster",
             "ready",
         ),
-        *("micro_batches", "exchange_s", "autonomy_s", "user_code_s", "weight"),
+        *("micro_batches", "plan", "began", "exchange_s", "autonomy_s", "user_code_s", "weight"),
     )
 )
 # A scenario leaves out these events and effects: answers to a core's own effects, and repetitions of every

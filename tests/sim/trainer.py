@@ -6,6 +6,7 @@ of the shipping codec.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from sim.clockwork import Clockwork, Process
@@ -92,9 +93,8 @@ class Trainer(Process):
             data=world.data_of(host),
         )
         state = MemberState(0, 0, self.main.digest)
-        self.core = MemberCore(
-            identity, world.member_config_of(host), self.clock(), state, tuple(server.memory.snapshots)
-        )
+        config = replace(world.member_config_of(host), plan=world.first_plan())
+        self.core = MemberCore(identity, config, self.clock(), state, tuple(server.memory.snapshots))
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: lambda e: self.send_peer(e),
             io.SendLeader: lambda e: self.send_leader(e.message),

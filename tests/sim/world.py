@@ -18,7 +18,7 @@ from sim.server import Server, digest_of
 from sim.store import LEASE_S, Store
 from sim.trainer import Trainer
 
-from fabric.model import EVERYTHING, Death, JobEnd, Policy, Sharing, SnapshotRef
+from fabric.model import EVERYTHING, DataPlan, Death, JobEnd, Policy, Sharing, SnapshotRef
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import leader_events
@@ -253,6 +253,10 @@ class World:
         """Return the host's share of the micro-batches."""
         shares = self.settings.shares
         return shares[int(host.removeprefix("r"))] if shares else 1
+
+    def first_plan(self) -> DataPlan | None:
+        """Return the data with which every loop begins; None where the data never change."""
+        return None
 
     def policy_of(self, host: str) -> Policy:
         """Return the numbers of replicas that this host's process asks for."""

@@ -9,6 +9,7 @@ one name for different tensors: every stage of a pipeline numbers its optimizer'
 tensor is stored as ``rankN.NAME``."""
 
 import io
+import uuid
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,7 +34,7 @@ try:
 except ImportError:  # before torch 2.15 the class has a private home only
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from fabric.ckpt_server.durable.manifest import METADATA
+from fabric.ckpt_server.durable.manifest import MAX_JSON_BYTES, METADATA
 from fabric.ckpt_server.durable.storage import Storage, storage_errors
 from fabric.ckpt_server.format.safetensors_file import FileHeader, read_header
 from fabric.ckpt_server.state.dtensor import Shardings
@@ -260,9 +261,18 @@ def write_metadata(storage: Storage, rank_shards: list[dict[str, Any]]) -> None:
                 where = _StorageInfo(f"__{rank}_0.distcp", entry["begin"], entry["nbytes"])
                 written.setdefault(index, WriteResult(index, entry["nbytes"], where))
     metadata = Metadata(state_dict_metadata=described, planner_data=paths)
-    with storage_errors("written", storage.where(METADATA)):
-        writer = (FsspecWriter if "://" in storage.url else FileSystemWriter)(storage.url)
-        writer.finish(metadata, [list(written.values())])
+    storage.put(METADATA, _index_file(metadata, list(written.values())))
+
+
+def _index_file(metadata: Metadata, written: list[WriteResult]) -> bytes:
+    """Return the library's index file. The library renames the file, which deletes one in an object store."""
+    scratch = Storage(f"memory://fabric-{uuid.uuid4().hex}")
+    scratch.make()
+    with storage_errors("made", METADATA):
+        FsspecWriter(scratch.url).finish(metadata, [written])
+    data = scratch.get(METADATA, MAX_JSON_BYTES)
+    scratch.remove_folder()
+    return data
 
 
 def _fit_together(entries: list[dict[str, Any]]) -> bool:

@@ -24,7 +24,7 @@ from fabric.ckpt_server.durable.manifest import (
     rank_shard_name,
     state_of,
 )
-from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.durable.storage import Storage, StorageAway
 from fabric.ckpt_server.format.digest import block_digest, bytes_digest
 from fabric.errors import IntegrityError, StateError
 from fabric.model import SnapshotRef
@@ -82,7 +82,7 @@ class CheckpointListing:
 
 def list_checkpoints(storage: Storage, job: str) -> CheckpointListing:
     """Return all checkpoints in ``storage``, the folder of ``job``. Raises StorageError where it cannot be
-    listed."""
+    listed, and StorageAway where one of them cannot be read now: a newer state would be passed over."""
     complete, unfinished, warnings = [], [], []
     for name in storage.names():
         attempt = Attempt.parse(name)
@@ -94,6 +94,8 @@ def list_checkpoints(storage: Storage, job: str) -> CheckpointListing:
                 unfinished.append(attempt)
                 continue
             checkpoint = open_checkpoint(folder)
+        except StorageAway:
+            raise
         except StateError as error:
             warnings.append(f"{error}")
             continue

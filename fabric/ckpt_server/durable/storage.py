@@ -7,7 +7,6 @@ file and its folder, elsewhere when the service has taken the whole object.
 import contextlib
 import os
 import stat
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +15,17 @@ from fsspec.implementations.local import LocalFileSystem
 
 from fabric.errors import StateError
 
+_PROBE = ".fabric-probe"
+# Storage says this of a file or a name, and says it again at every try.
+_LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError)
+
 
 class StorageError(StateError):
     """The storage has failed; the message names the file and the storage's reason."""
+
+
+class StorageAway(StorageError):
+    """The storage did not answer, or answered with an error that may pass; the file may be whole."""
 
 
 class Storage:
@@ -65,12 +72,15 @@ class Storage:
             self._fs.makedirs(self._path, exist_ok=True)
 
     def try_writing(self) -> None:
-        """Make the folder, and write and delete a small file of its own in it. Raises StorageError."""
+        """Make the folder, and write a small file in it. Raises StorageError.
+
+        The file stays where nothing may be deleted; checkpoints can be written there.
+        """
         self.make()
-        probe = f".fabric-probe-{uuid.uuid4().hex}"
-        with self.create(probe) as file:
+        with self.create(_PROBE) as file:
             file.write(b"may this be written?\n")
-        self.remove(probe)
+        with contextlib.suppress(StorageError):
+            self.remove(_PROBE)
 
     def size(self, name: str) -> int:
         """Return the number of bytes in the file. Raises StorageError."""
@@ -180,7 +190,8 @@ def storage_errors(what: str, where: str) -> Iterator[None]:
     # File systems are plug-ins: each raises the errors of its own client library.
     except Exception as error:
         reason = _reason(error) or " ".join(str(error).split())[:300] or type(error).__name__
-        raise StorageError(f"{where} could not be {what}: {reason}") from error
+        kind = StorageError if isinstance(error, _LASTING) else StorageAway
+        raise kind(f"{where} could not be {what}: {reason}") from error
 
 
 def _reason(error: BaseException | None) -> str:

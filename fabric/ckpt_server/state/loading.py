@@ -20,6 +20,8 @@ import torch
 
 from fabric.ckpt_server.state.dtensor import is_sharded, placement_key
 from fabric.ckpt_server.state.encoding import memory_key
+from fabric.ckpt_server.state.optimizer_extras import groups_of, kept_state
+from fabric.ckpt_server.state.optimizer_loading import load_optimizer, place
 from fabric.errors import StateError
 
 _T = TypeVar("_T")
@@ -87,9 +89,9 @@ def _load(live: Any, value: Any) -> None:
     if isinstance(live, torch.nn.Module):
         live.load_state_dict(_own_extras(value))
     elif isinstance(live, torch.optim.Optimizer):
-        _load_optimizer(live, value)
+        load_optimizer(live, value)
     else:
-        live.load_state_dict(_place(value, live.state_dict()))
+        live.load_state_dict(place(value, live.state_dict()))
 
 
 def _own_extras(value: Any) -> Any:
@@ -106,8 +108,8 @@ def _way_back(live: Any) -> Callable[[], object] | None:
         kept = copy.deepcopy(live.state_dict())
         return lambda: live.load_state_dict(kept)
     if isinstance(live, torch.optim.Optimizer):
-        before = live.state_dict()
-        return lambda: _load_optimizer(live, before)
+        before = kept_state(live)
+        return lambda: load_optimizer(live, before)
     state = copy.deepcopy(live.state_dict())
     return lambda: live.load_state_dict(state)
 
@@ -124,35 +126,6 @@ def _loads_by_itself(part: torch.nn.Module) -> bool:
     return not type(part).__module__.startswith("torch.") and any(
         getattr(type(part), name) is not getattr(torch.nn.Module, name) for name in overridable
     )
-
-
-def _load_optimizer(live: torch.optim.Optimizer, value: Any) -> None:
-    groups = [
-        _place(group, {key: now for key, now in live_group.items() if key != "params"})
-        for group, live_group in zip(value["param_groups"], live.param_groups, strict=True)
-    ]
-    live.load_state_dict({**value, "param_groups": groups})
-    parameters = [parameter for group in live.param_groups for parameter in group["params"]]
-    indices = [index for group in groups for index in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=True):
-        for key, exact in value["state"].get(index, {}).items():
-            loaded = live.state[parameter][key]
-            if isinstance(exact, torch.Tensor) and loaded.dtype != exact.dtype:
-                live.state[parameter][key] = exact.to(loaded.device)
-
-
-def _place(value: Any, live: Any) -> Any:
-    """Return ``value`` with every tensor on the device where ``live`` has its counterpart."""
-    if isinstance(value, torch.Tensor):
-        return value.to(live.device) if isinstance(live, torch.Tensor) else value
-    if isinstance(value, dict) and isinstance(live, dict):
-        for key in value:
-            value[key] = _place(value[key], live.get(key))
-        return value
-    if type(value) in (list, tuple) and isinstance(live, (list, tuple)):
-        paired = [_place(item, live[i] if i < len(live) else None) for i, item in enumerate(value)]
-        return type(value)(paired)
-    return value
 
 
 def _differ(path: str, what: str, there: object, here: object) -> StateError:
@@ -223,18 +196,18 @@ def _check_optimizer(path: str, live: torch.optim.Optimizer, value: Any) -> None
         indices = [list(group["params"]) for group in groups]
         listed = {index for group in indices for index in group}
         strays = sorted(index for index in state if type(index) is int and index not in listed)
-        kept = {index: dict(state[index]) for index in listed if index in state}
+        kept = {x: state[x] for x in listed if isinstance(state.get(x), dict)}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StateError(
             f"{path} is an optimizer here and none in the snapshot; nothing was loaded."
         ) from error
-    if len(groups) != len(live.param_groups):
-        raise _differ(path, "parameter groups:", len(groups), len(live.param_groups))
-    for index, group in enumerate(live.param_groups):
-        if len(indices[index]) != len(group["params"]):
-            raise _differ(
-                f"{path}.param_groups[{index}]", "parameters:", len(indices[index]), len(group["params"])
-            )
+    parameters = groups_of(live, value) or [group["params"] for group in live.param_groups]
+    if len(groups) != len(parameters):
+        raise _differ(path, "parameter groups:", len(groups), len(parameters))
+    for index, held in enumerate(parameters):
+        if len(indices[index]) != len(held):
+            raise _differ(f"{path}.param_groups[{index}]", "parameters:", len(indices[index]), len(held))
+    for index, group in enumerate(live.param_groups[: len(groups)]):
         missing = sorted(set(group) - options[index] - {"initial_lr"})  # a scheduler adds this option
         if missing:
             raise StateError(
@@ -245,15 +218,20 @@ def _check_optimizer(path: str, live: torch.optim.Optimizer, value: Any) -> None
         raise StateError(
             f"{path} has state of parameter {strays[0]}, which is in no group; the snapshot is damaged."
         )
-    _check_parameter_state(path, live, indices, kept)
+    for held, numbers in zip(parameters, indices, strict=True):
+        _check_parameter_state(path, live, dict(zip(numbers, held, strict=True)), kept)
 
 
 def _check_parameter_state(
-    path: str, live: torch.optim.Optimizer, indices: list[list[Any]], kept: dict[Any, dict[Any, Any]]
+    path: str,
+    live: torch.optim.Optimizer,
+    parameters: Mapping[Any, torch.Tensor],
+    kept: Mapping[Any, dict[Any, Any]],
 ) -> None:
-    for group, names in zip(live.param_groups, indices, strict=True):
-        for parameter, index in zip(group["params"], names, strict=True):
-            for key, now in live.state.get(parameter, {}).items():
+    for index, parameter in parameters.items():
+        state = live.state.get(parameter, {})
+        if isinstance(state, dict):
+            for key, now in state.items():
                 then = kept.get(index, {}).get(key)
                 if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
                     _check_tensor(f"{path}.state[{index}].{key}", now, then)

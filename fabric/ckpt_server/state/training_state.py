@@ -46,6 +46,7 @@ from fabric.ckpt_server.state.encoding import (
     memory_key,
 )
 from fabric.ckpt_server.state.loading import WorkRunner, at_once, check_fit, load_all
+from fabric.ckpt_server.state.optimizer_extras import optimizer_state
 from fabric.ckpt_server.state.parameter_names import named_state, parameter_names
 from fabric.ckpt_server.state.structure_cache import record_structure
 from fabric.errors import IntegrityError, StateError
@@ -323,8 +324,9 @@ def _states(objects: Mapping[str, object], by_name: bool = False) -> Iterator[tu
                     f"{name} is a {type(value).__qualname__} without {method}(); shared state needs both"
                     " state_dict() and load_state_dict()."
                 )
-        if by_name and isinstance(value, torch.optim.Optimizer):
-            yield name, value, named_state(value, names)
+        if isinstance(value, torch.optim.Optimizer):
+            state = named_state(value, names) if by_name else value.state_dict()
+            yield name, value, optimizer_state(value, state)
         else:
             yield name, value, value.state_dict()  # type: ignore[attr-defined]
 

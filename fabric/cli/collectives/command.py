@@ -10,13 +10,14 @@ import click
 from fabric.cli.collectives.living_job import JobReader, Look, ServerTarget, job_targets
 from fabric.cli.collectives.recorded_files import ReadRecordings, read_files
 from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
-from fabric.cli.terminal_text import all_printable, understood
+from fabric.cli.terminal_text import all_printable
 from fabric.cli.tls import current_tls
 from fabric.collectives.calls import side_by_side
 from fabric.collectives.hangs import waits
 from fabric.collectives.report import CollectiveReport, explain
 from fabric.errors import ConfigError
 from fabric.runtime.http.http_service import read_token
+from fabric.runtime.http.lighthouse_client import understood
 
 
 @click.command()

@@ -16,6 +16,7 @@ from rich.console import Console
 from fabric.audit.verify import verify
 from fabric.cli.demo.folder import claimed
 from fabric.cli.demo.supervise import DemoOptions, supervise
+from fabric.cli.terminal_text import plain_console
 from fabric.errors import ConfigError, FabricError
 
 MAX_REPLICAS = 64
@@ -43,7 +44,7 @@ def demo(
     """Train a language model with replicas, kill one with SIGKILL, and prove that nothing was lost."""
     if context.invoked_subcommand is not None:
         return
-    console = Console()
+    console = plain_console()
     try:
         kill = _kill_step(replicas, steps, kill_at, no_failure=no_failure)
         if replicas == 1 and kill is None and not no_failure:

@@ -19,6 +19,7 @@ _USE = FolderUse(
         "run",
         "log",
         "token",
+        "auth",
         "lighthouse.json",
         "lighthouse.db",
         "lighthouse.db-wal",
@@ -43,8 +44,11 @@ def _lay_out(directory: Path) -> None:
     try:
         for name in ("journal", "run", "log"):
             (directory / name).mkdir(mode=0o700)
-        descriptor = os.open(directory / "token", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
+        token = secrets.token_hex(32)
+        # curl reads its header from a file: every user of the host can read a command line.
+        for name, line in (("token", token), ("auth", f"Authorization: Bearer {token}")):
+            descriptor = os.open(directory / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(line + "\n")
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be replaced: {error.strerror}.") from error

@@ -221,7 +221,7 @@ class _Supervisor:
             file.write(json.dumps(entry) + "\n")
 
     def _curl_lines(self) -> Iterator[str]:
-        curl = f'curl -s -H "Authorization: Bearer $(cat {self._options.out / "token"})"'
+        curl = f"curl -s -H @{self._options.out / 'auth'}"
         job = f"{self._lighthouse}/v1/jobs/{JOB}"
         yield f"{curl} {job}"
         yield f"{curl} {job}/events"

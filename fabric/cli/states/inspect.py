@@ -6,14 +6,13 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.reading.state_source import ReadableState, open_state
 from fabric.ckpt_server.server.statistics import values
-from fabric.cli.terminal_text import printable
+from fabric.cli.terminal_text import plain_console, printable
 from fabric.cli.tls import current_tls
 from fabric.runtime.http.http_service import read_token
 
@@ -68,7 +67,7 @@ def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
                     for v in (span.name, span.dtype, shape, f"{span.end - span.begin:,}")
                 )
             )
-        console = Console()
+        console = plain_console()
         console.print(table)
         console.print(
             Text(f"step {opened.step}, {len(spans)} tensors, {opened.nbytes:,} bytes, digest {opened.digest}")
@@ -149,7 +148,7 @@ def _compare(
 
 
 def _show(rows: list[dict[str, Any]], a: ReadableState, b: ReadableState) -> None:
-    console = Console()
+    console = plain_console()
     if rows:
         table = Table("tensor", "elements that differ", "largest difference")
         for row in rows:

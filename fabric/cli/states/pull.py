@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 import click
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from fabric.ckpt_server.format.digest import BlockDigests, block_digest, digest_of_blocks, file_digest
 from fabric.ckpt_server.reading.merged_state import MergedState
 from fabric.ckpt_server.reading.state_source import BlockState, open_manifested
 from fabric.cli.states.inspect import tell_part, token_of
+from fabric.cli.terminal_text import plain_console
 from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, IntegrityError, Unreachable
 
@@ -48,7 +48,7 @@ def pull(url: str, output: Path, token_file: Path | None) -> None:
     with ExitStack() as stack:
         state = open_manifested(url, token_of(token_file), stack, current_tls())
         try:
-            with Progress(*columns, console=Console(stderr=True)) as bar:
+            with Progress(*columns, console=plain_console(stderr=True)) as bar:
                 task = bar.add_task("", total=state.nbytes)
 
                 def progress(nbytes: int) -> None:

@@ -1,129 +1,24 @@
-"""The order of the data: a pure function of data set size, seed and step, the same on every replica.
-
-Pass k over the data set is the permutation ``numpy.random.Generator(PCG64([seed, k])).permutation(size)``;
-the passes are concatenated. Step s covers positions [s*G, (s+1)*G) of the passes, for global batch size G.
-Its micro-batch i covers positions [i*m, (i+1)*m) of the step, for micro-batch size m. So the committed step
-gives the data position.
-
-Data that only some replicas can read (``redundancy`` above 0) are cut into n shards, one per data slot. Shard
-h has the indices [h*size//n, (h+1)*size//n). The micro-batches of a step are divided among the shards in
-order, as evenly as possible. Pass k of shard h has its own order, from ``PCG64([seed, k, h + 1])``.
-
-A data set without a size is a stream: its samples are identified by position (see
-``fabric.client.data.iterable_stream``).
-"""
+"""The loaders of ``session.steps``: the micro-batches of a plan, read on request or ahead of it."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 
+from fabric.client.data.fetching import Collate, Fetcher, IndexFetcher, StreamFetcher
 from fabric.client.data.iterable_stream import IterableStream
-from fabric.client.data.randomness import seed_everything
+from fabric.client.data.orders import SamplerOrder, shuffles_all
+from fabric.client.data.reading_threads import ReadingThreads
+from fabric.client.data.sample_plan import SamplePlan
+from fabric.client.data.worker_processes import WorkerOptions, WorkerProcesses
 from fabric.errors import ConfigError, FabricError
 from fabric.model import EVERYTHING, Record, Sharing
-from fabric.protocol.rules.assignment import cut
 from fabric.protocol.rules.spare import best_offsets, has_distinct_differences, stack_of
 
+Workers = WorkerProcesses | ReadingThreads
 ON_LOSS = ("wait", "shrink", "stop")
-
-
-@lru_cache(maxsize=32)
-def _permutation(
-    dataset_size: int, seed: int, number: int, shard: int
-) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    words = [seed, number] if shard < 0 else [seed, number, shard + 1]
-    return np.random.Generator(np.random.PCG64(words)).permutation(dataset_size)
-
-
-def sample_indices(dataset_size: int, seed: int, start: int, count: int, shard: int = -1) -> list[int]:
-    """Return ``count`` data set indices from position ``start`` of the concatenated permutations."""
-    indices: list[int] = []
-    while count > 0:
-        number, offset = divmod(start, dataset_size)
-        part = _permutation(dataset_size, seed, number, shard)[offset : offset + count]
-        indices.extend(int(i) for i in part)
-        start += len(part)
-        count -= len(part)
-    return indices
-
-
-@dataclass(frozen=True, slots=True)
-class SamplePlan:
-    """How a data set is cut into steps and micro-batches."""
-
-    dataset_size: int  # number of samples; 0 for a stream
-    global_batch_size: int
-    micro_batch_size: int
-    seed: int
-    shards: int = 0  # number of shards; 0: every replica can read all data
-    is_stream: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dataset_size < 1 and not self.is_stream:
-            raise ConfigError(
-                "the data set is empty: give session.loader a data set with at least one sample"
-            )
-        if self.micro_batch_size < 1 or self.global_batch_size % self.micro_batch_size:
-            raise ConfigError(
-                f"global_batch_size {self.global_batch_size} must be a multiple of "
-                f"micro_batch_size {self.micro_batch_size}"
-            )
-        if self.global_batch_size < 1 or self.seed < 0:
-            raise ConfigError("global_batch_size must be at least 1 and the seed must not be negative")
-        if self.shards and (self.micro_batches < self.shards or self.dataset_size < self.shards):
-            raise ConfigError(
-                f"redundancy needs a micro-batch and a sample for each of the {self.shards} replicas: a step "
-                f"has {self.micro_batches} micro-batches and the data set {self.dataset_size} samples"
-            )
-
-    @property
-    def micro_batches(self) -> int:
-        """The number of micro-batches in a step."""
-        return self.global_batch_size // self.micro_batch_size
-
-    def samples(self, step: int, micro_batch: int) -> list[int]:
-        """Return the data set indices (of a stream: positions) of one micro-batch."""
-        start = step * self.global_batch_size + micro_batch * self.micro_batch_size
-        if self.is_stream:
-            return list(range(start, start + self.micro_batch_size))
-        if not self.shards:
-            return sample_indices(self.dataset_size, self.seed, start, self.micro_batch_size)
-        parts = cut(self.micro_batches, [1] * self.shards)
-        shard = next(h for h, part in enumerate(parts) if micro_batch in part)
-        begin, end = self.shard(shard)
-        number = step * len(parts[shard]) + micro_batch - parts[shard].start
-        indices = sample_indices(
-            end - begin, self.seed, number * self.micro_batch_size, self.micro_batch_size, shard
-        )
-        return [begin + i for i in indices]
-
-    def shard(self, number: int) -> tuple[int, int]:
-        """Return the indices [begin, end) of shard ``number``."""
-        return (
-            number * self.dataset_size // self.shards,
-            (number + 1) * self.dataset_size // self.shards,
-        )
-
-    def describe(self) -> dict[str, int]:
-        """Return all values that determine the order of the data, for the journal."""
-        body = {
-            "dataset_size": self.dataset_size,
-            "global_batch_size": self.global_batch_size,
-            "micro_batch_size": self.micro_batch_size,
-            "seed": self.seed,
-            "micro_batches": self.micro_batches,
-        }
-        if self.shards:
-            body["shards"] = self.shards
-        if self.is_stream:
-            body["stream"] = 1
-        return body
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +30,9 @@ class LoaderOptions:
     with ``FABRIC_RACK`` the lighthouse chooses a shard). ``on_poison``: "stop" or "skip". ``on_loss``, when
     no member can read a shard: "wait" for such a member, "shrink" (skip the shard's part) or "stop" the job.
     ``scale_lr``: under "shrink", scale the learning rate of a step by sqrt(present / all micro-batches).
+    ``sampler`` or ``batch_sampler``: the order of the data, in place of a permutation for each pass.
+    ``generator``: the one that a DataLoader has beside its sampler. ``epoch_end``: "continue", "short" or
+    "drop", see ``fabric.client.data.sample_plan``.
     """
 
     policy: str = "constant"
@@ -143,6 +41,11 @@ class LoaderOptions:
     on_poison: str = "stop"
     scale_lr: bool = False
     on_loss: str = "wait"
+    sampler: Any = None
+    batch_sampler: Any = None
+    generator: Any = None
+    epoch_end: str = "continue"
+    reading: WorkerOptions = field(default_factory=WorkerOptions)
 
     def __post_init__(self) -> None:
         if self.policy not in ("constant", "shrink"):
@@ -160,6 +63,15 @@ class LoaderOptions:
                 "with redundancy"
             )
 
+    def order(self, dataset: Any, seed: int) -> SamplerOrder | None:
+        """Return the order of the sampler; None for a permutation of the data set in each pass."""
+        if self.sampler is not None and self.batch_sampler is not None:
+            raise ConfigError("session.loader has a sampler and a batch_sampler: give one of them")
+        sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
+        if sampler is None or shuffles_all(sampler, dataset):
+            return None
+        return SamplerOrder(sampler, seed, dataset, self.generator)
+
     def sharing(self, replicas: int) -> Sharing:
         """Return these options as the protocol's ``Sharing``, for a job that starts with ``replicas``."""
         if self.redundancy > replicas:
@@ -169,11 +81,14 @@ class LoaderOptions:
 
 def parse_options(given: dict[str, Any]) -> LoaderOptions:
     """Check the arguments of ``session.loader`` besides the sizes. Raises ConfigError for an unknown one."""
-    options = [f.name for f in fields(LoaderOptions)]
-    unknown = sorted(set(given) - set(options))
+    options = [f.name for f in fields(LoaderOptions) if f.name != "reading"]
+    reading = [f.name for f in fields(WorkerOptions)]
+    unknown = sorted(set(given) - set(options) - set(reading))
     if unknown:
-        raise ConfigError(f"session.loader knows no {unknown[0]}: its options are {', '.join(options)}")
-    return LoaderOptions(**given)
+        names = ", ".join([*options, *reading])
+        raise ConfigError(f"session.loader knows no {unknown[0]}: its options are {names}")
+    reads = WorkerOptions(**{name: value for name, value in given.items() if name in reading})
+    return LoaderOptions(**{k: v for k, v in given.items() if k in options}, reading=reads)
 
 
 def describe_sharing(sharing: Sharing) -> dict[str, Any]:
@@ -223,13 +138,18 @@ class SampleSlice:
 
     def check(self, plan: SamplePlan) -> None:
         """Raise ConfigError where micro-batches do not divide into these slices."""
+        if self.count > 1 and plan.epoch_end == "short":
+            raise ConfigError(
+                f'epoch_end="short" does not go with {self.count} ranks that share each micro-batch, because '
+                'a short one does not divide: say "drop" or "continue"'
+            )
         if plan.micro_batch_size % self.count:
             raise ConfigError(
                 f"micro_batch_size {plan.micro_batch_size} must be a multiple of the {self.count} ranks that "
                 "share each micro-batch"
             )
 
-    def cut(self, samples: Sequence[int]) -> list[int]:
+    def cut(self, samples: Sequence[Any]) -> list[Any]:
         """Return this slice of ``samples``."""
         size = len(samples) // self.count
         return list(samples[self.index * size : (self.index + 1) * size])
@@ -241,17 +161,15 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 class Loader:
-    """Micro-batches of a data set on request, read ahead by ``num_workers`` threads.
+    """Micro-batches of a plan on request, read ahead by worker processes or threads.
 
     It discards a micro-batch that it has read ahead when the step is past or another member computes it.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        fetcher: Fetcher,
         plan: SamplePlan,
-        collate: Callable[[Sequence[Any]], Any],
-        num_workers: int = 0,
         sharing: Sharing = EVERYTHING,
         data_slot: int = -1,
         scale_lr: bool = False,
@@ -263,11 +181,8 @@ class Loader:
         self.sharing = sharing
         self.data_slot = data_slot
         self.scale_lr = scale_lr
-        self._dataset = dataset
-        self._stream = IterableStream(dataset) if plan.is_stream else None
-        self._collate = collate
-        self._ahead: dict[tuple[int, int], Future[Any]] = {}
-        self._pool = ThreadPoolExecutor(num_workers, "fabric-loader") if num_workers > 0 else None
+        self.fetcher = fetcher
+        self.workers: Workers | None = None
 
     @property
     def shards(self) -> list[tuple[int, int]]:
@@ -307,46 +222,32 @@ class Loader:
 
     def expect(self, step: int, micro_batches: Iterable[int]) -> None:
         """Begin to read the micro-batches that will come next if nothing changes."""
-        if self._pool is not None:
-            self._submit(step, micro_batches)
+        if self.workers is not None:
+            self.workers.expect(step, self.plan.with_samples(step, micro_batches))
 
     def read_ahead(self, step: int, micro_batches: Iterable[int]) -> None:
         """Begin to read these micro-batches, and discard all others that were read ahead."""
-        if self._pool is None:
-            return
-        wanted = {(step, micro_batch) for micro_batch in micro_batches}
-        for key in [k for k in self._ahead if k not in wanted]:
-            self._ahead.pop(key).cancel()
-        self._submit(step, sorted(micro_batch for _, micro_batch in wanted))
+        if self.workers is not None:
+            self.workers.read_ahead(step, self.plan.with_samples(step, micro_batches))
 
-    def _submit(self, step: int, micro_batches: Iterable[int]) -> None:
-        assert self._pool is not None
-        for micro_batch in micro_batches:
-            if (step, micro_batch) not in self._ahead:
-                future = self._pool.submit(self._read, step, micro_batch)
-                self._ahead[step, micro_batch] = future
+    def count(self, step: int, micro_batch: int) -> int:
+        """Return the number of this rank's samples of a micro-batch."""
+        return self.fetcher.count(self.items(step, micro_batch))
+
+    def items(self, step: int, micro_batch: int) -> list[Any]:
+        """Return the data set indices of this rank's part of a micro-batch; of a stream the positions."""
+        return self.slice.cut(self.plan.items(step, micro_batch))
 
     def fetch(self, step: int, micro_batch: int) -> Any:
         """Return one collated micro-batch."""
-        future = self._ahead.pop((step, micro_batch), None)
-        if future is not None:
-            return future.result()
-        # A data set or collate function that draws numbers draws the same ones on every replica.
-        seed_everything(self.plan.seed, step, micro_batch)
-        return self._read(step, micro_batch)
-
-    def _read(self, step: int, micro_batch: int) -> Any:
-        indices = self.slice.cut(self.plan.samples(step, micro_batch))
-        if self._stream is not None:
-            # Keep the samples of the previous step: this member may still inherit a part of that step.
-            first = max(0, step - 1) * self.plan.global_batch_size
-            return self._collate(self._stream.read(first, indices))
-        return self._collate([self._dataset[i] for i in indices])
+        if self.workers is not None:
+            return self.workers.fetch(step, micro_batch)
+        return self.fetcher.seeded(step, micro_batch, self.items(step, micro_batch))
 
     def close(self) -> None:
-        """End the reading threads."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the workers."""
+        if self.workers is not None:
+            self.workers.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,17 +272,65 @@ def make_loader(
 
     ``sizes``: global batch, micro-batch and seed. ``part``: this rank's slice of a micro-batch.
     """
-    # torch's IterableDataset inherits ``__getitem__``, although it cannot be indexed.
-    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, torch.utils.data.IterableDataset)
-    streams = not indexed and hasattr(dataset, "__iter__")
+    streams = is_stream(dataset)
     if streams and options.redundancy:
         raise ConfigError("redundancy is for data sets with len() and an index, not for iterable ones")
     shards = reader.replicas if options.redundancy else 0
-    plan = SamplePlan(0 if streams else len(dataset), *sizes, shards=shards, is_stream=streams)
+    order = options.order(dataset, sizes[2])
+    size = order.size if order is not None else 0 if streams else len(dataset)
+    plan = SamplePlan(size, *sizes, shards, streams, options.epoch_end, order)
     data_slot = -1
     if options.redundancy and (options.data_slot is not None or not reader.rack):
         data_slot = data_slot_of(reader.replica, reader.replicas, options.data_slot)
-    sharing = options.sharing(reader.replicas)
-    return Loader(
-        dataset, plan, collate_fn or collate, num_workers, sharing, data_slot, options.scale_lr, part
-    )
+    fetcher = _fetcher(dataset, plan, collate_fn or collate, options)
+    loader = Loader(fetcher, plan, options.sharing(reader.replicas), data_slot, options.scale_lr, part)
+    loader.workers = _workers(loader, num_workers, options.reading, reader.replica)
+    return loader
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether the data set is iterated, not indexed. Raises ConfigError for an iterator, which ends."""
+    if isinstance(dataset, Iterator):
+        raise ConfigError(
+            f"the data set is a {type(dataset).__name__}, an iterator that can be read only once: give an "
+            "object whose __iter__ begins again, such as a class with `def __iter__(self): yield ...`"
+        )
+    # torch's IterableDataset inherits ``__getitem__``, although it cannot be indexed.
+    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, torch.utils.data.IterableDataset)
+    return not indexed and hasattr(dataset, "__iter__")
+
+
+def _fetcher(dataset: Any, plan: SamplePlan, collate_fn: Collate, options: LoaderOptions) -> Fetcher:
+    if plan.is_stream:
+        return StreamFetcher(IterableStream(dataset), collate_fn, plan.seed, plan.global_batch_size)
+    batched = options.batch_sampler is not None
+    if batched and plan.micro_batch_size != 1:
+        raise ConfigError(
+            f"micro_batch_size is {plan.micro_batch_size}, but a batch of the batch_sampler is "
+            "one: give micro_batch_size=1, and global_batch_size as a number of batches"
+        )
+    has_epochs = hasattr(dataset, "set_epoch") and not plan.shards
+    # Without the sampler the plan can go to a process that does not inherit it.
+    pass_of = replace(plan, order=None).pass_of if has_epochs else None
+    return IndexFetcher(dataset, collate_fn, plan.seed, batched, pass_of)
+
+
+def _workers(loader: Loader, count: int, options: WorkerOptions, replica: str) -> Workers | None:
+    if not count:
+        return None
+    fetcher = loader.fetcher
+    if not isinstance(fetcher, IndexFetcher) or options.workers == "threads":
+        if options.worker_init_fn is not None:
+            kind = "an iterable data set" if loader.plan.is_stream else 'workers="threads"'
+            raise ConfigError(
+                f"worker_init_fn goes with worker processes, and {kind} is read in the trainer's own "
+                "process: leave it out"
+            )
+        if isinstance(fetcher, IndexFetcher) and fetcher.pass_of is not None:
+            raise ConfigError(
+                "the data set has set_epoch, and threads that share it may be in two passes at once: give "
+                'workers="processes"'
+            )
+        return ReadingThreads(fetcher, loader.items, count)
+    tries = loader.plan.steps_per_pass
+    return WorkerProcesses(fetcher, loader.items, count, options, replica, tries)

@@ -1,9 +1,15 @@
-"""Seeds every random generator from (seed, step, index) before each micro-batch.
+"""Seeds every random generator from (seed, step, index) before each micro-batch, and before each update.
 
-Every replica that computes a micro-batch draws the same random numbers, and no generator's state is saved."""
+Every replica that computes a micro-batch draws the same random numbers, and no generator's state is saved.
+All replicas draw the same random numbers in an update (stochastic rounding, noise on gradients), however many
+they drew before.
+"""
 
 import random
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +23,87 @@ def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
 
 def seed_everything(seed: int, step: int, micro_batch: int) -> None:
     """Seed torch (CUDA too), numpy's legacy generator and ``random`` for one micro-batch."""
-    value = micro_batch_seed(seed, step, micro_batch)
+    _seed_all(micro_batch_seed(seed, step, micro_batch))
+
+
+def seed_update(seed: int, step: int, part: int = 0) -> None:
+    """Seed the same generators for the update of ``step``. ``part``: the number of optimizers before it."""
+    _seed_all(xxhash.xxh3_64_intdigest(f"{seed} {step} update {part}".encode()) >> 1)
+
+
+class UpdateRandomness:
+    """Seeds the generators when a gradient is handed over.
+
+    In ``session.steps`` each micro-batch is seeded, so the generators stay as the update leaves them. In a
+    loop of the user's own the random numbers between updates are the user's: the first optimizer's step gives
+    the generators back, as they were. A further optimizer's step is seeded again.
+    """
+
+    seed = 0
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._in_steps = False
+        self._step = -1  # of the newest hand-over
+        self._parts = 0  # optimizers whose steps have begun since then
+        self._aside: _Generators | None = None
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+
+    def follow_steps(self, seed: int) -> None:
+        """Take ``seed``. From now on each micro-batch is seeded too."""
+        self.seed, self._in_steps = seed, True
+        self._aside = None
+
+    def begin(self, step: int) -> None:
+        """Seed the generators for the update of ``step``."""
+        self._step, self._parts = step, 0
+        self._seed(0)
+
+    def end(self) -> None:
+        """Give the generators back to a loop of the user's own."""
+        if self._aside is not None:
+            self._aside.restore()
+            self._aside = None
+
+    def _seed(self, part: int) -> None:
+        if not self._in_steps and self._aside is None:
+            self._aside = _Generators.now()
+        seed_update(self.seed, self._step, part)
+
+    def _before(self, *_: object) -> None:
+        if not self._in_steps and self._step >= 0 and self._parts:
+            self._seed(self._parts)
+        self._parts += 1
+
+    def _after(self, *_: object) -> None:
+        self.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Generators:
+    """The states of the generators that ``seed_update`` seeds."""
+
+    cpu: torch.Tensor
+    devices: list[torch.Tensor]
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def now(cls) -> "_Generators":
+        initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = torch.cuda.get_rng_state_all() if initialised else []
+        return cls(torch.get_rng_state(), devices, np.random.get_state(), random.getstate())
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.devices:
+            torch.cuda.set_rng_state_all(self.devices)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+def _seed_all(value: int) -> None:
     if _has_devices():
         torch.manual_seed(value)
     else:

@@ -11,7 +11,7 @@ Where replicas may have unequal layouts, lanes are gathered from the flat buffer
 memory of their own, and scattered back.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -74,8 +74,17 @@ class GradientBackend(Protocol):
     def digest_of(self, data: memoryview) -> str:
         """From any thread: return the digest of a result in host memory."""
 
-    def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
-        """Main thread: write the gradient in ``slot``, divided by ``weight``, into every ``.grad``."""
+    def scatter(
+        self,
+        gradients: FlatGradients,
+        slot: torch.Tensor,
+        weight: float,
+        absent: Collection[str] | None = None,
+    ) -> None:
+        """Main thread: write the gradient in ``slot``, divided by ``weight``, into every ``.grad``.
+
+        ``absent``: the parameters whose ``.grad`` becomes None; by default ``slot`` is complete, and says.
+        """
 
 
 class HostBackend:
@@ -124,8 +133,14 @@ class HostBackend:
     def digest_of(self, data: memoryview) -> str:
         return bytes_digest(data)
 
-    def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
-        gradients.scatter(slot, weight)
+    def scatter(
+        self,
+        gradients: FlatGradients,
+        slot: torch.Tensor,
+        weight: float,
+        absent: Collection[str] | None = None,
+    ) -> None:
+        gradients.scatter(slot, weight, absent)
 
 
 class DeviceBackend:
@@ -202,9 +217,16 @@ class DeviceBackend:
             sums = self._digests.sums(torch.frombuffer(data, dtype=torch.uint8))
             return self._digests.name(sums, len(data))
 
-    def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
+    def scatter(
+        self,
+        gradients: FlatGradients,
+        slot: torch.Tensor,
+        weight: float,
+        absent: Collection[str] | None = None,
+    ) -> None:
         """See ``GradientBackend``. A fetched gradient, or the gradient of an older round, is copied from
         ``slot``."""
+        without = gradients.absent(slot) if absent is None else absent
         compute = self._device.compute()
         if self._left is not None:
             compute.wait(self._left)
@@ -213,7 +235,7 @@ class DeviceBackend:
             if self._copied is not None:
                 compute.wait(self._copied)  # reads the buffer, and may fill this slot
             compute.run(lambda: self._flat.copy_(slot))
-        compute.run(lambda: gradients.scatter(self._flat, weight))
+        compute.run(lambda: gradients.scatter(self._flat, weight, without))
 
 
 def device_of(parameters: tuple[NamedParameter, ...]) -> torch.device:

@@ -37,6 +37,7 @@ class GradientSlot:
     shared: bool = True  # the buffer lies in the server's memory
     used: int = 0  # sequence number of the slot's last use; 0: never used
     bytes_digest: str = ""  # digest of the buffer, where the round's digest covers more than the buffer
+    absent: frozenset[str] = frozenset()  # the parameters for which no member of the round has a gradient
     copied: DeviceEvent | None = None  # the event at which the device has copied the result to the buffer
 
     def settle(self) -> None:
@@ -216,13 +217,13 @@ class GradientSlots:
             layout=self.layout,
         )
 
-    def find(self, step: int) -> torch.Tensor:
-        """Return the buffer of the newest round of ``step``."""
+    def find(self, step: int) -> GradientSlot:
+        """Return the slot of the newest round of ``step``."""
         # No lock: another thread may hold it while it waits for the server. The main thread asks for the step
         # that it applies next, and no later round takes the slot of that step earlier.
         slot = self._newest(step)
         assert slot is not None, f"no round of step {step} was reduced here"
-        return slot.buffer
+        return slot
 
     def _of(self, held: PreparedRound) -> GradientSlot | None:
         """Return the slot into which the round was reduced, or None."""

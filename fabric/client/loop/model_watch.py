@@ -1,12 +1,16 @@
 """Refuses optimizers and models that cannot stay equal on all replicas, and names them.
 
-Refused are optimizers that evaluate the loss again, and models whose parameters changed after ``attach``.
+Refused are optimizers that evaluate the loss again, or hold parameters that nobody shares, and models whose
+parameters changed after ``attach``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from fabric.ckpt_server.state.optimizer_extras import remember
+from fabric.client.loop.shared_state import with_state
 from fabric.client.loop.unshared_schedulers import UnsharedWatch
 from fabric.errors import ConfigError, StateError
 
@@ -23,6 +27,44 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         )
 
 
+def accept_optimizers(
+    model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], state: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Remember the optimizers; return their parameters outside the model, which ``state`` must hold.
+
+    Raises ConfigError for an optimizer that cannot stay equal on all replicas.
+    """
+    refuse_optimizers(optimizers.values())
+    inside = {id(parameter) for parameter in model.parameters()}
+    outside = []
+    for name, optimizer in optimizers.items():
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        outside += [p for p in held if p.requires_grad and id(p) not in inside]
+        shared = _memory_of(state.values()) if outside else set()
+        lost = next((p for p in outside if p.data_ptr() not in shared), None)
+        if lost is not None:
+            raise ConfigError(
+                f"the {name} has a parameter of shape {list(lost.shape)} that is not in the model, so its "
+                "gradient is not averaged and no other replica has it: make it a parameter of the model, or, "
+                "where your loop makes its gradient from averaged gradients, pass it in state="
+            )
+        remember(optimizer, model.named_parameters())
+    return outside
+
+
+def _memory_of(values: Iterable[Any]) -> set[int]:
+    """Return the addresses of the tensors in the states of these objects."""
+    return {tensor.data_ptr() for value in values for tensor in _tensors(with_state(value).state_dict())}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
+
+
 class ModelWatch:
     """Remembers which parameters were attached; ``check`` raises StateError naming the first that changed."""
 
@@ -31,10 +73,12 @@ class ModelWatch:
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         unshared: UnsharedWatch,
+        outside: Sequence[torch.Tensor] = (),
     ) -> None:
         self._model = model
         self._unshared = unshared
         self._scaled = False
+        self._outside = outside  # parameters of the optimizers that are not in the model
         self._attached = [(name, p, p.shape, p.dtype) for name, p in parameters]
 
     def begin(self) -> None:
@@ -47,6 +91,7 @@ class ModelWatch:
             # By now a scaler that the user's code uses has scaled a loss, so the check finds this scaler.
             self._scaled = True
             self._unshared.check()
+            self._check_outside()
         for name, parameter, shape, dtype in self._attached:
             if not parameter.requires_grad:
                 raise _changed(name, "was frozen")
@@ -56,6 +101,16 @@ class ModelWatch:
         if step % LOOK_EVERY == 0:
             self._look()
             self._unshared.check_when_changed()
+
+    def _check_outside(self) -> None:
+        """Refuse a gradient from backward: only gradients of the model's parameters are averaged."""
+        for parameter in self._outside:
+            if parameter.grad is not None and parameter.grad.count_nonzero():
+                raise ConfigError(
+                    f"backward gave a gradient to a parameter of shape {list(parameter.shape)} of the "
+                    "optimizer that is not in the model, so each replica would move it by its own data: make "
+                    "it a parameter of the model that attach gets"
+                )
 
     def _look(self) -> None:
         now = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
@@ -70,7 +125,10 @@ class ModelWatch:
 
 
 def _changed(name: str, what: str) -> StateError:
+    remedy = "change the model before attach"
+    if "unfrozen" in what:
+        remedy += ", or let it require gradients from the start and give it to the optimizer later"
     return StateError(
-        f"the parameter {name} {what} after attach, and the other replicas do not know that: change the "
-        "model before attach, and start all replicas again"
+        f"the parameter {name} {what} after attach, and the other replicas do not know that: {remedy}, and "
+        "start all replicas again"
     )

@@ -1,8 +1,8 @@
-"""Finds learning rate schedulers and scalers that are not in ``state=``, and refuses them.
+"""Finds learning rate schedulers, scalers and averaged models that are not in ``state=``, and refuses them.
 
 The mistake has no effect while all replicas run from the start. But a joining replica's scheduler is at
-another step, so its update and the digest of its state differ. torch keeps no list of an optimizer's
-schedulers, so this module searches all living objects for them.
+another step, and its average lacks the steps before, so that it differs from the others. torch keeps no list
+of these objects, so this module searches all living objects for them.
 """
 
 import gc
@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from fabric.errors import ConfigError
 
 # The choices for a scheduler or scaler that is not shared.
 UNSHARED = ("refuse", "ignore")
 # The search within an object of ``state=`` has a largest depth and a largest number of parts.
-_DEPTH = 3
+_DEPTH = 6
 _PARTS = 10_000
 
 
@@ -62,8 +63,15 @@ class UnsharedWatch:
             scales = isinstance(scaler, torch.amp.GradScaler) and getattr(scaler, "_scale", None) is not None
             if scales and id(scaler) not in inside:
                 return _refusal("a GradScaler scales the loss", "another scale", '"scaler": scaler')
-
+        for average in _living((AveragedModel,)):
+            if id(average) not in inside and self._averages(average):
+                return _refusal("an AveragedModel averages the model", "another average", '"ema": ema_model')
         return None
+
+    def _averages(self, average: AveragedModel) -> bool:
+        """Whether ``average`` is one of a model whose parameters the optimizers hold."""
+        held = [p for x in self._optimizers for group in x.param_groups for p in group["params"]]
+        return sorted(x.shape for x in held) == sorted(x.shape for x in average.parameters())
 
     def check_when_changed(self) -> None:
         """As ``check``, but only if a scheduler has wrapped an optimizer's ``step`` since the last check."""
@@ -109,7 +117,9 @@ def _held_by(value: object) -> list[object]:
         return list(value.values())
     if isinstance(value, list | tuple):
         return list(value)
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
+    if isinstance(value, torch.nn.Module):
+        return list(value.modules())
+    if isinstance(value, torch.optim.Optimizer | torch.Tensor):
         return []
     return list(getattr(value, "__dict__", {}).values())
 

@@ -6,9 +6,10 @@ time alike, so when the writer dies, the member with the next name writes the ne
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import Any, TypeVar
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.durable.reader import (
@@ -17,7 +18,7 @@ from fabric.ckpt_server.durable.reader import (
     find_checkpoint,
     list_checkpoints,
 )
-from fabric.ckpt_server.durable.storage import Storage, StorageError
+from fabric.ckpt_server.durable.storage import Storage, StorageAway, StorageError
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
 from fabric.errors import Refused, StateError, Unreachable
@@ -27,6 +28,7 @@ from fabric.runtime.http.lighthouse_client import Lighthouses
 
 _MOST_LISTED = 16  # the trainer declares this many of the newest checkpoints to the lighthouse
 _LOOK_AGAIN_S = 1.0
+T = TypeVar("T")
 # After this time the trainer logs that the listing is slow, and asks the lighthouse whether the job needs it.
 _ANSWER_S = 10.0
 
@@ -185,6 +187,27 @@ class DurableCheckpoints:
             self._journal.write("durable", step=step, warning=str(error))
         else:
             self._journal.write("durable", step=step, generation=generation)
+
+    def patiently(self, read: Callable[[], T]) -> T:
+        """Return ``read()``; call it again while storage is away, for as long as at the start.
+
+        Raises the StateError of ``read``, and StorageUnavailable where storage stays away.
+        """
+        limit_s = self._settings.contact_s
+        deadline, is_told = time.monotonic() + limit_s, False
+        while True:
+            try:
+                return read()
+            except StorageAway as error:
+                if time.monotonic() >= deadline:
+                    raise StorageUnavailable(
+                        f"{error}, for {limit_s:g} s: mend the storage, or correct FABRIC_DURABLE; this"
+                        " process ends with code 75, to be started again"
+                    ) from error
+                if not is_told:
+                    is_told = True
+                    self._say(f"{error}: this replica tries again, up to {limit_s:g} s")
+                time.sleep(_LOOK_AGAIN_S)
 
     def find_state(self, state: SnapshotRef) -> DurableCheckpoint:
         """Return the complete checkpoint of ``state``. Raises StateError."""

@@ -17,7 +17,7 @@ from fabric.ckpt_server.format.manifest import state_digest
 from fabric.ckpt_server.format.safetensors_file import read_preamble
 from fabric.ckpt_server.reshard.rank_files import LayoutChanged, RankFile, ServedRankFile, StoredRankFile
 from fabric.ckpt_server.reshard.relayout import Layout, Misfit, reshard
-from fabric.client.state.durable_policy import DurableCheckpoints
+from fabric.client.state.durable_policy import DurableCheckpoints, StorageUnavailable
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError, IntegrityError, StateError
 from fabric.model import DURABLE, SnapshotRef
@@ -105,7 +105,7 @@ class StateLoader:
                 reasons.append(str(error))
         try:
             return self._from_storage(order)
-        except (Misfit, NoSlotMemory):
+        except (Misfit, NoSlotMemory, StorageUnavailable):
             raise
         except StateError as error:
             raise StateError("; ".join([*reasons, str(error)])) from error
@@ -205,9 +205,14 @@ class StateLoader:
         return self._take(order, parts)
 
     def _from_storage(self, order: io.FetchState) -> FetchedState:
-        checkpoint = self._durable.find_state(order.state)
-        with ExitStack() as stack:
-            return self._take(order, [StoredRankFile(r, checkpoint, stack) for r in range(checkpoint.ranks)])
+        def read() -> FetchedState:
+            checkpoint = self._durable.find_state(order.state)
+            with ExitStack() as stack:
+                ranks = range(checkpoint.ranks)
+                parts: list[RankFile] = [StoredRankFile(rank, checkpoint, stack) for rank in ranks]
+                return self._take(order, parts)
+
+        return self._durable.patiently(read)
 
     # --- unchanged, or resharded ----------------------------------------------------------------------
 
@@ -277,8 +282,10 @@ def fetch_failure(order: io.FetchState, error: FabricError) -> io.FetchFailed:
 
     ``unusable``: another try would fail too, because the state came from storage, was complete and wrong, or
     lacks a part everywhere.
-    ``misfit``: the state does not fit here, whatever its source. A failure of this host sets neither.
+    ``misfit``: the state does not fit here, whatever its source. ``restart``: storage stays away, and may be
+    back for the next process. A failure of this host sets none of them.
     """
-    own = isinstance(error, NoSlotMemory)
+    own = isinstance(error, NoSlotMemory | StorageUnavailable)
     unusable = not own and (DURABLE in order.urls or isinstance(error, IntegrityError | NoWholeLayout))
-    return io.FetchFailed(str(error), unusable, misfit=isinstance(error, Misfit))
+    away = isinstance(error, StorageUnavailable)
+    return io.FetchFailed(str(error), unusable, misfit=isinstance(error, Misfit), restart=away)

@@ -26,8 +26,8 @@ from fabric.drill.injection.played_faults import DrilledTrainer, OrderedFault, P
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.errors import FabricError
 from fabric.runtime.config import Settings, settings
-from fabric.runtime.http.http_service import read_token
 from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.process_environment import (
     LAUNCH_MARK,
     LAUNCH_RESTARTS,
@@ -225,8 +225,7 @@ def is_started_again(environment: Mapping[str, str]) -> bool:
 def main(trainer: TrainerAddress) -> None:
     """Run the injector of a trainer until the trainer has ended."""
     chosen = settings()
-    token = read_token(chosen.token_file) if chosen.token_file is not None else ""
-    client = Lighthouses(tuple(chosen.lighthouse), chosen.job, token, chosen.tls)
+    client = Lighthouses(tuple(chosen.lighthouse), chosen.job, TokenFile(chosen.token_file), chosen.tls)
     with contextlib.closing(UndoGuard()) as guard, contextlib.suppress(KeyboardInterrupt):
         Injector(trainer, client, guard).run()
 

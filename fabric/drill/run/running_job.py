@@ -14,7 +14,7 @@ from fabric.drill.run.status_poller import StatusPoller
 from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
 from fabric.drill.schedule.fault_table import FaultNeed, FaultScope
 from fabric.errors import FabricError, Refused
-from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.lighthouse_client import Lighthouses, understood
 
 # The lighthouse ends a drill that is not renewed for ten seconds.
 _RENEW_S = 2.0
@@ -53,11 +53,13 @@ class RunningJob:
 
     def replicas(self) -> dict[str, DrilledReplica]:
         """Return the replicas that allow drills, by name. Raises FabricError."""
-        entries = self._ask("drill").get("injectors", [])
-        return {
-            str(x["replica"]): DrilledReplica(str(x["replica"]), int(x["pid"]), str(x["host"]))
-            for x in entries
-        }
+        answer = self._ask("drill")
+        with understood("the lighthouse"):
+            entries = answer.get("injectors", [])
+            return {
+                str(x["replica"]): DrilledReplica(str(x["replica"]), int(x["pid"]), str(x["host"]))
+                for x in entries
+            }
 
     def needs_met(self) -> frozenset[FaultNeed]:
         """Return the needs of faults that this job meets."""
@@ -67,7 +69,9 @@ class RunningJob:
     def begin(self, options: RunningOptions) -> None:
         """Begin the drill. Raises Refused with the lighthouse's sentence."""
         body = {"who": options.who, "why": options.why, "yes_lose_it": options.may_lose}
-        self.drill = str(self._ask("drill", body=body)["drill"])
+        answer = self._ask("drill", body=body)
+        with understood("the lighthouse"):
+            self.drill = str(answer["drill"])
 
     def renew(self) -> None:
         self._ask("drill", "renew", body={"drill": self.drill})
@@ -75,7 +79,9 @@ class RunningJob:
     def inject(self, name: str, replica: str, seconds: float, point: str) -> int:
         """Order a fault; return its number. Raises Refused where the replica is gone."""
         body = {"drill": self.drill, "fault": name, "replica": replica, "seconds": seconds, "point": point}
-        return int(self._ask("drill", "fault", body=body)["faults"][-1]["number"])
+        answer = self._ask("drill", "fault", body=body)
+        with understood("the lighthouse"):
+            return int(answer["faults"][-1]["number"])
 
     def end_fault(self, number: int) -> None:
         self._ask("drill", "end-fault", body={"drill": self.drill, "number": number})
@@ -93,7 +99,8 @@ class RunningJob:
                 f"the drill {self.drill} is over before its time: another lighthouse leads, or it was not "
                 "renewed; drill again"
             )
-        return dict(answer["faults"][number - 1])
+        with understood("the lighthouse"):
+            return dict(answer["faults"][number - 1])
 
     def steps(self) -> dict[str, int]:
         """Return the steps of the connected members that run; empty where no lighthouse answers."""

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
-from fabric.client.data.loader import sample_indices
+from fabric.client.data.sample_plan import sample_indices
 from fabric.client.data.sampler import StepSampler
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError

@@ -14,7 +14,7 @@ from typing import NoReturn
 import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.data.randomness import seed_everything
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
@@ -118,6 +118,7 @@ class AdoptedLoop:
         """Bring the gradient of step ``number`` into ``.grad``, or find that the job has made that step."""
         if self.session is None:
             self._begin()
+        seed_everything(0, self.number + 1, self._slot)  # for the script's next step, after this update
         if self._waiting is None:
             self._exchange()
         self.number += 1
@@ -126,11 +127,12 @@ class AdoptedLoop:
             step, self._waiting = self._waiting, None
             assert self._gradients is not None
             self._gradients.bring_back()
+            assert self.session is not None
+            self.session.handover.resume(step.number)
             self.updates = True
             self._end(step)
         elif self._waiting is not None:
             self.updates = False
-        seed_everything(0, self.number, self._slot)
 
     def _exchange(self) -> None:
         session, objects, gradients = self.session, self.objects, self._gradients
@@ -184,7 +186,7 @@ class AdoptedLoop:
         """Attach what the script has made by now."""
         objects = TrainingObjects.find()
         self.data.begin()
-        buffers = "average" if changing_buffers(objects.model) else "refuse"
+        buffers = default_buffers(objects.model)
         session = self._attach(
             objects.model, objects.optimizer, state=objects.state, buffers=buffers, step=self.number
         )

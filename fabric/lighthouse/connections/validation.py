@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from fabric.errors import ProtocolError
-from fabric.model import MAX_INTEGER, Policy, Sharing
+from fabric.model import MAX_INTEGER, Policy, Sharing, shortened
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.rank_messages import MOST_TIMED_RANKS
@@ -144,6 +144,8 @@ def _checked_beat(beat: m.Heartbeat) -> m.Heartbeat:
     times = beat.times
     if times is not None and max(len(times.ranks), len(times.measured)) > MOST_TIMED_RANKS:
         raise ProtocolError(f"Heartbeat.times.ranks must be a list of at most {MOST_TIMED_RANKS}")
+    if not 0 <= beat.micro_batches <= MAX_MICRO_BATCHES:  # an older version sends none
+        raise ProtocolError(f"Heartbeat.micro_batches must be from 0 to {MAX_MICRO_BATCHES}")
     if beat.waiting_for or beat.digest:
         _check_names("waiting_for", beat.waiting_for, MAX_NAMES)
         _check_length("digest", beat.digest, MAX_DIGEST)
@@ -183,6 +185,7 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
         ("incarnation", 0, MAX_INTEGER),
         ("generation", 0, MAX_INTEGER),
         ("step", 0, MAX_INTEGER),
+        ("began", 0, MAX_INTEGER),
         ("epoch", 0, MAX_INTEGER),
         ("data_slot", -1, MOST_REPLICAS - 1),
     ):
@@ -260,6 +263,10 @@ def _check_report(report: m.Report) -> None:
     _check_names("round_lacked", report.round_lacked or (), MOST_REPLICAS)
     if len(report.have) > MAX_MICRO_BATCHES:
         raise ProtocolError(f"have must be a list of at most {MAX_MICRO_BATCHES}")
+    if report.plan is not None:
+        _check_length("plan", report.plan.described, MAX_SETTINGS)
+        if not 1 <= report.plan.micro_batches <= MAX_MICRO_BATCHES:
+            raise ProtocolError(f"Report.plan must have from 1 to {MAX_MICRO_BATCHES} micro-batches")
 
 
 def _is_sentence(text: str) -> bool:
@@ -267,4 +274,4 @@ def _is_sentence(text: str) -> bool:
 
 
 def _sentence(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text[:MAX_SENTENCE])
+    return "".join(c if c.isprintable() else " " for c in shortened(text, MAX_SENTENCE))

@@ -228,8 +228,8 @@ def _spares(view: LeaderView, record: Record) -> tuple[str, ...]:
 
 
 def _micro_batches(view: LeaderView, record: Record) -> int:
-    sessions = [view.peers[name].session for name in record.names if name in view.peers]
-    return max((session.micro_batches for session in sessions), default=0)
+    peers = [view.peers[name] for name in record.names if name in view.peers]
+    return max((peer.micro_batches for peer in peers), default=0)
 
 
 def _rounded(slow: SlowReplica) -> SlowReplica:

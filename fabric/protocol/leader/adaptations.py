@@ -90,7 +90,7 @@ class Adaptations:
             advice.gain,
             advice.cost_s,
             advice.reason,
-            self.state.micro_batches(),
+            self.state.micro_batches(record),
             acted,
             record.adaptation.layouts,
         )

@@ -35,7 +35,7 @@ class Decisions:
             return
         if any(x.replica not in reports for x in record.roster):
             return
-        decision = decide(record, reports, self.state.micro_batches())
+        decision = decide(record, reports, self.state.micro_batches(record))
         if isinstance(decision, Evict):
             if decision.state:
                 self.bases.mistrust(decision.replicas, decision.reason)

@@ -59,6 +59,11 @@ class Peer:
         return ReplicaProcess(self.session.replica, self.session.incarnation)
 
     @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches in a step of its loop now."""
+        return (self.beat.micro_batches if self.beat is not None else 0) or self.session.micro_batches
+
+    @property
     def step(self) -> int:
         return self.beat.step if self.beat is not None else self.session.step
 

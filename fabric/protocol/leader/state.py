@@ -227,8 +227,10 @@ class JobState:
         statuses = self.liveness.servers.of_rank(0).items()
         return [(replica, status.deaths) for replica, status in statuses if status.deaths]
 
-    def micro_batches(self) -> int:
-        return next(iter(self.liveness.peers.values())).session.micro_batches
+    def micro_batches(self, record: Record) -> int:
+        """The micro-batches of a step of this roster now, by its members' newest messages."""
+        peers = [self.liveness.peers.get(name) for name in record.names]
+        return max((peer.micro_batches for peer in peers if peer is not None), default=1)
 
     def next_incident_id(self) -> str:
         """The id of an incident that no epoch has answered yet."""

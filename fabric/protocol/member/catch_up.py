@@ -92,8 +92,8 @@ class CatchUp:
         if fetch.doing != "state":
             return
         fetch.doing = ""
-        if event.misfit:
-            self._context.stop(FAILED, event.why)
+        if event.misfit or event.restart:
+            self._context.stop(FAILED if event.misfit else RESTART, event.why)
         elif not fetch.void:
             self.fetch = Fetch()
             # Rule 8: a state of the last generation is useless: the new generation begins from another state.
@@ -102,6 +102,7 @@ class CatchUp:
 
     def on_installed(self, event: io.Installed) -> None:
         self._memory.waiting = True
+        self._memory.plan = event.plan or self._memory.plan
         self.fetch.doing = ""
         self._memory.state = MemberState(self.fetch.generation, event.step, event.digest)
         self._memory.loaded = event.step

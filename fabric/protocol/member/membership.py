@@ -251,6 +251,7 @@ class Membership:
             # Micro-batches under way are listed too: the main thread finishes them before I contribute again.
             have=() if self._memory.kept_gradient.stale else tuple(sorted(self._memory.kept_gradient.have)),
             committed_digest=self._memory.state.committed_digest,
+            plan=replace(self._memory.plan, described=""),
         )
         self._send_report(self._epochs.report, record)
         self._context.emit(io.LinkUp(record))

@@ -1,5 +1,6 @@
 """A member's memory: its training state, the gradient that it keeps, and what its main thread does."""
 
+from fabric.model import DataPlan
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.state import KeptGradient, MemberState
 from fabric.protocol.messages import member_events as io
@@ -13,8 +14,11 @@ class MemberMemory:
         self.state = state
         self.kept_gradient = KeptGradient()
         self.waiting = False  # whether the main thread waits for a Compute, Apply, Install, ...
+        self.began = state.step  # the step at which this process began
         self.loaded = -1  # the step of the last loaded state: its digest does not prove my own updates
         self.empty = -1  # the newest step that was committed with total weight 0
+        # The data of the loop's steps now.
+        self.plan = context.config.plan or DataPlan(context.identity.micro_batches)
         self.agreed = 0  # the newest epoch in which a state that I updated had another member's digest
 
     def drop_kept(self) -> None:

@@ -6,8 +6,9 @@ members' contributions, their votes.
 
 from fabric.errors import IllegalTransition
 from fabric.exit_codes import FAILED, RESTART
-from fabric.model import Record
+from fabric.model import Member, Record
 from fabric.protocol.member.context import CoreContext
+from fabric.protocol.member.data_agreement import DataAgreement
 from fabric.protocol.member.epochs import KnownEpochs
 from fabric.protocol.member.memory import MemberMemory
 from fabric.protocol.member.round import Round
@@ -53,6 +54,7 @@ class Rounds:
         self.committed_in = -1  # the newest epoch in which I committed a round, since I joined
         self.round_timeout = AdaptiveTimeout(context.config.exchange_s)
         self.ring_waits_for = ""  # the member whose bytes the data plane waits for
+        self._agreement = DataAgreement(context, memory)
 
     def _waits_for(self) -> tuple[str, ...]:
         """The members that this round waits for: the ring neighbour, or members whose message is missing."""
@@ -136,6 +138,7 @@ class Rounds:
         self._memory.state.digest, self._memory.state.later = event.digest, event.later
         self._memory.state.entries = bounded(event.entries)
         self._memory.waiting = True
+        self._memory.plan = event.plan or self._memory.plan
         self._session.note_times(event.step, event.times)
         # Rule 11: a step that the leader does not need at once goes with the next heartbeat.
         contact = self._session.contact
@@ -260,12 +263,18 @@ class Rounds:
     def _share(self, record: Record) -> tuple[int, ...]:
         step, me, resume = self._memory.state.step, self._context.replica, self._epochs.resume
         if resume is not None and resume.fence == record.fence and resume.step == step:
+            if resume.undivided:
+                return self._divide(record, [x for x in record.roster if x.replica not in resume.idle])
             ids = next((a.micro_batches for a in resume.table if a.replica == me), ())
             return tuple(i for i in ids if i not in self._memory.kept_gradient.have)
         first = self._epochs.links.first_step == step and not record.is_forced
-        able = [x for x in record.roster if not (first and x.joining)]
-        work = Work(self._context.identity.micro_batches, record.sharing)
-        return share_out(work, record.roster, able, record.poisoned(step)).get(me, ())
+        return self._divide(record, [x for x in record.roster if not (first and x.joining)])
+
+    def _divide(self, record: Record, able: list[Member]) -> tuple[int, ...]:
+        """Return my share of the next step, of which no micro-batch is computed yet."""
+        work = Work(self._memory.plan.micro_batches, record.sharing)
+        skipped = record.poisoned(self._memory.state.step)
+        return share_out(work, record.roster, able, skipped).get(self._context.replica, ()) if able else ()
 
     def open_round(self, step: int, share: tuple[int, ...]) -> None:
         record = self._epochs.current
@@ -311,6 +320,7 @@ class Rounds:
             micro_batches=tuple(sorted(kept.have)),
             layout=self._context.identity.layout,
             metrics=tuple(sorted(kept.metrics.items())),
+            data=self._agreement.news(round_) if at_step else "",
         )
         round_.contributed = True
         round_.contributions[self._context.replica] = message
@@ -377,7 +387,7 @@ class Rounds:
         if round_ is None or self._context.replica in round_.votes or not self._memory.waiting:
             return
         prepared = round_.prepared() if round_.step == self._memory.state.step else None
-        if prepared is None or self._memory.lacks_digest():
+        if prepared is None or self._memory.lacks_digest() or self._agreement.fails(round_):
             return
         self.prepared = prepared
         newest = self._epochs.newest
@@ -440,6 +450,7 @@ class Rounds:
             self._memory.empty = prepared.step
         following = prepared.step + 1
         own = dict(prepared.contributions).get(self._context.replica, ())
+        self._agreement.committed(prepared.epoch)
         every = self._context.config.digest_every
         generation = self._memory.state.generation
         self._memory.state = MemberState(generation, following, "", prepared.gradient_digest)

@@ -4,7 +4,16 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fabric.model import EVERYTHING, NOT_LAUNCHED, JobEnd, LaunchedLayouts, RankAddress, Sharing, SnapshotRef
+from fabric.model import (
+    EVERYTHING,
+    NOT_LAUNCHED,
+    DataPlan,
+    JobEnd,
+    LaunchedLayouts,
+    RankAddress,
+    Sharing,
+    SnapshotRef,
+)
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
@@ -74,6 +83,7 @@ class MemberConfig:
     exchange_s: float = 60.0  # the time budget for an exchange
     user_code_s: float = 1800.0  # the time budget for user code
     on_nan: str = "propagate"  # the action at a step whose averaged gradient is not finite
+    plan: DataPlan | None = None  # the data of the loop's first steps; None: those of all its steps
 
 
 @dataclass(slots=True)

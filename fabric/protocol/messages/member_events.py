@@ -6,7 +6,7 @@ snapshot, install) ends in exactly one event, success or failure.
 
 from dataclasses import dataclass
 
-from fabric.model import Fence, Int64, JobEnd, Member, Poison, Record, SnapshotRef, StepTimes
+from fabric.model import DataPlan, Fence, Int64, JobEnd, Member, Poison, Record, SnapshotRef, StepTimes
 from fabric.protocol.messages.network import LeaderMessage, MemberMessage, PeerMessage
 from fabric.protocol.messages.prepared_round import PreparedRound as PreparedRound
 
@@ -22,6 +22,7 @@ class Ready:
     times: StepTimes | None = None
     later: bool = False  # the digest is being taken; TellDigest asks for it
     entries: tuple[tuple[str, str], ...] = ()  # small entries of the state, which members compare
+    plan: DataPlan | None = None  # the data from this step on; None: as before
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Installed:
     step: Int64
     digest: str
     last: bool = False  # the main thread is at the end of its loop, as after Closing
+    plan: DataPlan | None = None  # as in Ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,7 @@ class FetchFailed:
     why: str
     unusable: bool = False  # the state is damaged or unreadable at every source: another try would fail too
     misfit: bool = False  # the state belongs to another model
+    restart: bool = False  # storage stays away: the next process may find it
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fabric.model import (
     EVERYTHING,
     NOT_LAUNCHED,
+    DataPlan,
     Death,
     EarlierStep,
     Fence,
@@ -39,6 +40,8 @@ class Contribution:
     micro_batches: tuple[Int64, ...]
     layout: str = ""  # a member with another layout fails the round with a clear error
     metrics: tuple[tuple[str, float], ...] = ()  # summed over the members at the commit
+    # As ``DataPlan.described``; empty: as in the sender's contribution before in this epoch, or not said.
+    data: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,10 @@ class Resume:
     table: tuple[Assignment, ...]  # the receiver's row alone; a member without a row computes nothing more
     commit_digest: str = ""  # a member one step behind with a gradient of this digest commits it first
     reason: str = ""
+    # No member has begun ``step``, and the leader does not know its micro-batches: the table is empty, and
+    # each member divides the step among the roster without ``idle``.
+    undivided: bool = False
+    idle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +199,9 @@ class OpenSession:
     epoch: Int64  # the newest epoch that the sender knows
     link: str  # rank 0's address for other members
     ckpt: str  # base URL of rank 0's checkpoint server
-    micro_batches: Int64  # the number of micro-batches in a step
+    micro_batches: Int64  # the number of micro-batches in a step, when the process began
     layout: str = ""
-    data: str = ""  # the settings that the data order depends on: "name value name value ..."
+    data: str = ""  # the settings that the data order depends on: "name value name value ...", at ``began``
     shares: Int64 = 1
     snapshots: tuple[SnapshotRef, ...] = ()
     finished: bool = False  # the user's loop has ended at this step
@@ -222,6 +229,7 @@ class OpenSession:
     launched: LaunchedLayouts = NOT_LAUNCHED
     known_generation: Int64 = 0  # the newest that the sender knows; its state may belong to none
     store_id: str = ""  # the store of the newest epoch that the sender knows; empty: an older version
+    began: Int64 = 0  # the step at which the process began, before it loaded any state
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +249,7 @@ class Heartbeat:
     busy_s: float = 0.0  # the longest time for the announced work
     empty: Int64 = -1  # the newest step that was committed with total weight 0
     unreachable: tuple[str, ...] = ()  # members that I cannot reach; sent from outside the roster
+    micro_batches: Int64 = 0  # the number of micro-batches in a step now; 0: an older version
 
     @property
     def is_linking(self) -> bool:
@@ -302,6 +311,7 @@ class Report:
     outvoted: bool = False  # in one of my rounds most members named another state digest at ``step``
     unconfirmed: bool = False  # since my admission no state that I updated equalled another member's
     parted: str = ""  # where the members' states differed in that round, for people
+    plan: DataPlan | None = None  # the data of the sender's steps, without words; None: an older version
 
 
 @dataclass(frozen=True, slots=True)

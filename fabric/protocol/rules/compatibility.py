@@ -3,6 +3,7 @@
 A difference that is noticed only after the join ends in rounds that can never be exchanged.
 """
 
+from collections.abc import Mapping
 from itertools import zip_longest
 
 from fabric.protocol.messages.network import OpenSession
@@ -40,6 +41,8 @@ def _model(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
         return "settings (FABRIC_UNEQUAL is not the same)", ""
     if len(a.ranks) != len(b.ranks) and not a.cuts:
         return f"ranks ({1 + len(a.ranks)} and not {1 + len(b.ranks)})", ""
+    if a.layout != b.layout and a.tensors and a.tensors == b.tensors:
+        return "layout of gradients", " (equal parameters: the sharding or the release of fabric differs)"
     if a.layout != b.layout:
         return "parameters (names, shapes, dtypes or their order)", _tensor(a.tensors, b.tensors)
     if a.cuts != b.cuts:
@@ -50,22 +53,36 @@ def _model(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
 
 
 def _data(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
-    """The data settings that differ between two replicas, and the difference."""
-    ours, theirs = _settings(a), _settings(b)
-    if ours == theirs:
+    """The data settings that differ between two replicas, and the difference.
+
+    Processes that began at unequal steps may have begun with unequal data, as in a curriculum. Their members
+    compare them at each change (``rules.data_plans``).
+    """
+    if a.began != b.began:
         return None
+    clauses = unequal_settings(_settings(a), _settings(b))
+    return ("data settings", f" ({clauses})") if clauses else None
+
+
+def settings_in(described: str) -> dict[str, str]:
+    """The settings in a text "name value name value ..."."""
+    words = described.split()
+    return dict(zip(words[::2], words[1::2], strict=False))
+
+
+def unequal_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """The settings that differ, in clauses for people; empty where none does."""
     clauses = []
     for name in {**ours, **theirs}:
         here, there = ours.get(name, "not given"), theirs.get(name, "not given")
         if here != there:
             clauses.append(f"{_LABELS.get(name, name)} is {here} here and {there} there")
-    return "data settings", f" ({', '.join(clauses)})"
+    return ", ".join(clauses)
 
 
 def _settings(session: OpenSession) -> dict[str, str]:
-    words, sharing = session.data.split(), session.sharing
-    named = dict(zip(words[::2], words[1::2], strict=False))
-    return named | {
+    sharing = session.sharing
+    return settings_in(session.data) | {
         "micro_batches": str(session.micro_batches),
         "policy": sharing.policy,
         "data_slots": str(sharing.data_slots),

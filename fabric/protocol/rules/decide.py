@@ -10,12 +10,12 @@ round is an exception: no member can have committed it, and the result that is l
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fabric.model import Record
+from fabric.model import Member, Record
 from fabric.protocol.messages.network import Assignment, Report, Resume
-from fabric.protocol.rules.assignment import Work, hand_round, share_out
+from fabric.protocol.rules.assignment import Work, hand_round, share_out, waits_for_data
 
 # A reason names at most this many members, and counts the others.
 _NAMED = 16
@@ -37,15 +37,45 @@ class Undecidable:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class WorkByStep:
+    """The work of each step, as the reports know it: data may change with the step."""
+
+    record: Record
+    reports: Mapping[str, Report]
+    micro_batches: int  # of a member of an older version
+
+    def at(self, step: int) -> Work | None:
+        """The work of ``step``; None where no member knows it, so that none has begun it."""
+        plans = [report.plan for report in self.reports.values()]
+        numbers = [plan.micro_batches for plan in plans if plan is not None and plan.covers(step)]
+        if not numbers and all(plan is not None for plan in plans):
+            return None
+        return Work(numbers[0] if numbers else self.micro_batches, self.record.sharing)
+
+    def undivided(
+        self, step: int, able: Sequence[Member], digest: str = "", reason: str = "", drop: bool = False
+    ) -> Resume:
+        """Let the ``able`` divide ``step`` when their loops come to it."""
+        roster, sharing = self.record.roster, self.record.sharing
+        if able and not waits_for_data(sharing, roster) and waits_for_data(sharing, able):
+            able = roster
+        names = {member.replica for member in able}
+        idle = tuple(member.replica for member in roster if member.replica not in names)
+        table = tuple(Assignment(member.replica, (), drop=True) for member in roster) if drop else ()
+        return Resume(self.record.fence, step, table, digest, reason, undivided=True, idle=idle)
+
+
 Decision = Resume | Evict | Undecidable
 
 
 def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) -> Decision:
     """Decide forced epoch ``record.epoch`` from the reports of all its members.
 
-    ``micro_batches`` is their number in a step. Raise KeyError when a member's report is missing.
+    ``micro_batches`` is their number in a step for members of an older version, whose reports do not say it.
+    Raise KeyError when a member's report is missing.
     """
-    work = Work(micro_batches, record.sharing)
+    work = WorkByStep(record, reports, micro_batches)
     if record.cold == record.epoch:
         return _cold(record, work)
     by_name = {m.replica: reports[m.replica] for m in record.roster}
@@ -67,10 +97,13 @@ def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) ->
     return _redo(record, valid, newest, work)
 
 
-def _cold(record: Record, work: Work) -> Resume:
-    shares = share_out(work, record.roster, record.roster, record.poisoned(record.base.step))
+def _cold(record: Record, work: WorkByStep) -> Resume:
+    step, of_step = record.base.step, work.at(record.base.step)
+    if of_step is None:
+        return work.undivided(step, record.roster, reason="cold start", drop=True)
+    shares = share_out(of_step, record.roster, record.roster, record.poisoned(step))
     table = tuple(Assignment(name, ids, drop=True) for name, ids in shares.items())
-    return Resume(record.fence, record.base.step, table, reason="cold start")
+    return Resume(record.fence, step, table, reason="cold start")
 
 
 def _newest_step(report: Report, record: Record) -> int:
@@ -110,19 +143,22 @@ def _in_round(report: Report, record: Record) -> frozenset[str]:
     return frozenset(record.names) - frozenset(report.round_lacked)
 
 
-def _commit(record: Record, witnesses: Mapping[str, Report], step: int, work: Work) -> Resume:
+def _commit(record: Record, witnesses: Mapping[str, Report], step: int, work: WorkByStep) -> Resume:
     """Commit the newest round, which all its members have prepared, and go on with the next step."""
     able = [m for m in record.roster if m.replica in witnesses]
-    shares = share_out(work, record.roster, able, record.poisoned(step + 1))
-    table = tuple(Assignment(m.replica, shares.get(m.replica, ())) for m in record.roster)
     digest = next(iter(witnesses.values())).gradient_digest
     names = sorted(witnesses)
     who = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} members"
     reason = f"all of {who} have prepared step {step}"
+    of_step = work.at(step + 1)
+    if of_step is None:
+        return work.undivided(step + 1, able, digest, reason)
+    shares = share_out(of_step, record.roster, able, record.poisoned(step + 1))
+    table = tuple(Assignment(m.replica, shares.get(m.replica, ())) for m in record.roster)
     return Resume(record.fence, step + 1, table, digest, reason)
 
 
-def _redo(record: Record, reports: Mapping[str, Report], step: int, work: Work) -> Resume:
+def _redo(record: Record, reports: Mapping[str, Report], step: int, work: WorkByStep) -> Resume:
     """Redo round ``step``. Members that can compute get the micro-batches that are in no kept gradient of it.
 
     No member gets poison.
@@ -144,8 +180,11 @@ def _redo(record: Record, reports: Mapping[str, Report], step: int, work: Work) 
         taken |= kept
         load[member.replica] = len(kept)
     able = [m for m in record.roster if m.replica in load]
-    missing = set(range(work.micro_batches)) - taken - record.poisoned(step)
-    extra = hand_round(work, record.roster, able, missing, load) if able else {}
+    of_step = work.at(step)
+    if of_step is None:
+        return work.undivided(step, able, digest, f"step {step} is redone, and no member has begun it")
+    missing = set(range(of_step.micro_batches)) - taken - record.poisoned(step)
+    extra = hand_round(of_step, record.roster, able, missing, load) if able else {}
     changed = sum(len(ids) for ids in extra.values())
     table = tuple(
         Assignment(m.replica, extra.get(m.replica, ()), drop=m.replica in dropped) for m in record.roster
@@ -166,7 +205,9 @@ def _outvoted(record: Record, reports: Mapping[str, Report]) -> Evict | None:
     if not names:
         return None
     step = reports[names[0]].step
-    return Evict(names, _disagrees(names, f"the state at step {step}"), state=True)
+    parted = _parted(reports, step)
+    why = _disagrees(names, f"the state at step {step}")
+    return Evict(names, f"{why}; {parted}" if parted else why, state=True)
 
 
 def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Undecidable | None:
@@ -176,22 +217,34 @@ def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Unde
         if report.digest:
             alike.setdefault((report.step, cuts[name]), {})[name] = report.digest
     for (step, _), digests in sorted(alike.items()):
-        split = _minority(record, reports, digests, f"the state at step {step}")
+        parted = _parted(reports, step)
+        # Where the members know what differs, they say what to do.
+        advice = {"and_check": ""} if parted else {}
+        split = _minority(record, reports, digests, f"the state at step {step}", **advice)
         if split is not None:
-            parted = next((x.parted for x in reports.values() if x.parted and x.step == step), "")
             split = replace(split, reason=f"{split.reason}; {parted}") if parted else split
             return replace(split, state=True) if isinstance(split, Evict) else split
     return None
 
 
+def _parted(reports: Mapping[str, Report], step: int) -> str:
+    """Return where the members' states differ at ``step``, if a member knows it."""
+    return next((x.parted for x in reports.values() if x.parted and x.step == step), "")
+
+
 def _minority(
-    record: Record, reports: Mapping[str, Report], digests: Mapping[str, str], what: str
+    record: Record,
+    reports: Mapping[str, Report],
+    digests: Mapping[str, str],
+    what: str,
+    and_check: str = " and check these hosts' memory",
 ) -> Evict | Undecidable | None:
     """Evict the members that disagree with the majority.
 
     In a tie of more than two members the side with the shorter tenure goes. If the tenures are equal too, no
     member can tell which side is right. Of two members the newer one goes, unless a later state of it agreed
-    with another member: then the fault came after its join, and may be on either side.
+    with another member: then the fault came after its join, and may be on either side. ``and_check``: what to
+    do beside a restart where no side is right.
     """
     counts = Counter(digests.values())
     if len(counts) <= 1:
@@ -209,7 +262,7 @@ def _minority(
         names = " and ".join(f"{name} ({digest[:8]})" for name, digest in sorted(digests.items()))
         return Undecidable(
             f"{names} disagree about {what} and no other member can tell which is right: "
-            "restart the job from a checkpoint and check these hosts' memory"
+            f"restart the job from a checkpoint{and_check}"
         )
     losers = tuple(name for name, digest in digests.items() if digest != winners[0])
     return Evict(losers, _disagrees(losers, what))

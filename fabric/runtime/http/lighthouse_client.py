@@ -3,8 +3,8 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
-from fabric.errors import Refused, Unauthorized, Unreachable
+from fabric.errors import FabricError, ProtocolError, Refused, Unauthorized, Unreachable
 from fabric.runtime.http import redirects
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.tls import Tls
@@ -68,13 +68,27 @@ class LighthouseDialer:
         raise Unreachable("the lighthouses redirect in a circle")
 
 
+@contextmanager
+def understood(whom: str) -> Iterator[None]:
+    """A context for reading an answer of ``whom``. Raises ProtocolError where its JSON has another shape."""
+    try:
+        yield
+    except FabricError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise ProtocolError(
+            f"what {whom} answered cannot be understood ({type(error).__name__}: {error}): check the address,"
+            " and that a lighthouse of this version runs there"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Lighthouses:
     """The lighthouses to ask."""
 
     urls: tuple[str, ...]
     job: str  # the job that the request asks about, empty for all jobs
-    token: str  # the job's token, empty for none
+    token: TokenFile | str  # the job's token, empty for none; a file is read again when it changes
     tls: Tls = field(default_factory=Tls)
 
     def path(self, *rest: str) -> str:

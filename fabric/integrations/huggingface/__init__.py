@@ -1,0 +1,1 @@
+"""The parts of FabricTrainer, the adapter for transformers and trl."""

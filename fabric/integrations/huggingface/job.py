@@ -1,0 +1,346 @@
+"""The session of a FabricTrainer, and what its loop must know of the step under way.
+
+While a job runs, the Trainer's loop finds the job's methods in place of four of its own: it calls
+``training_step`` without inputs, and the job calls the Trainer's own ``training_step`` once per micro-batch.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ProgressCallback
+
+import fabric.client
+from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.loop.step import Step
+from fabric.errors import ConfigError
+from fabric.integrations.huggingface.counters import TrainerCounters
+from fabric.integrations.huggingface.loss import LossRule, Rule, weight_of
+from fabric.integrations.huggingface.reporting import continue_curves
+from fabric.integrations.huggingface.trl import TrlFigures
+from fabric.integrations.step_feed import StepFeed
+from fabric.integrations.training_data import TrainingData
+
+
+class MovedError(Exception):
+    """The job's next step is not the one that the Trainer's loop expects: this replica has caught up."""
+
+
+class StoppedError(Exception):
+    """A replica's callback ends the training: this step has no update, on all replicas."""
+
+
+class TrainerJob:
+    """Made by ``FabricTrainer.train``, for a job that starts with ``replicas`` replicas."""
+
+    def __init__(self, trainer: Any, replicas: int) -> None:
+        self.replicas = replicas
+        self.epochs = Epochs(1, 1)
+        self.until = 0
+        self.session: Any = None
+        self.runs = False  # the session's loop is under way
+        self.is_busy = False
+        self.wants_stop = False  # a callback of this replica has ended the training
+        self.counters: TrainerCounters
+        self._trainer = trainer
+        self._loss = LossRule(trainer)
+        self._figures = TrlFigures(trainer)
+        self._data: TrainingData
+        self._feed: StepFeed
+        self._began_at = 0
+        self._begun: Step | None = None  # the step that the loop has begun
+        self._micro_batch: MicroBatch | None = None  # the micro-batch that is being computed
+        self._totals: dict[str, float] = {}
+
+    # --- the beginning ----------------------------------------------------------------------------------
+
+    def read_from(self, dataloader: Any) -> Any:
+        """Read the data that the Trainer's DataLoader reads; return a description of an epoch."""
+        # The Trainer's DataLoader is that of accelerate, around one of torch.
+        self._data = data = TrainingData.of(getattr(dataloader, "base_dataloader", dataloader))
+        if data.is_stream:
+            return dataloader
+        if data.drop_last:
+            whole = _WholeBatches(data.sampler, data.batch_size)
+            self._data = data = replace(data, sampler=whole, size=len(whole))
+        accumulation = self._trainer.args.gradient_accumulation_steps
+        self.epochs = Epochs(math.ceil(data.size / data.batch_size), accumulation * self.replicas)
+        return _Epoch(dataloader.dataset, self.epochs.steps * accumulation)
+
+    def plan(self, steps_per_epoch: int, until: int) -> None:
+        """Take the number of steps that the Trainer has worked out. A stream is one long pass."""
+        self.until = until
+        if self._data.is_stream:
+            per_step = self._trainer.args.gradient_accumulation_steps * self.replicas
+            self.epochs = Epochs(steps_per_epoch * per_step, per_step)
+
+    def begin(self) -> None:
+        """Attach, and begin at the job's step. The optimizer and the scheduler exist by now."""
+        trainer = self._trainer
+        self._began_at = trainer.state.global_step
+        self.counters = TrainerCounters(trainer, self._began_at, self._figures)
+        state = {"trainer": self.counters, "scheduler": trainer.lr_scheduler, **trainer.shared_state()}
+        if trainer.accelerator.scaler is not None:
+            state["scaler"] = trainer.accelerator.scaler
+        optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        chosen = {"step": self._began_at, "buffers": default_buffers(trainer.model)}
+        arguments = {**chosen, **trainer._attach_arguments}  # noqa: SLF001
+        self.session = fabric.client.attach(trainer.model, optimizer, state=state, **arguments)
+        args, batch = trainer.args, self._data.batch_size
+        data = self._data.loader(
+            self.session,
+            global_batch_size=batch * args.gradient_accumulation_steps * self.replicas,
+            micro_batch_size=batch,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+            epoch_end="continue" if self._data.is_stream else "short",
+        )
+        self._feed = StepFeed(self.session, data, self.until)
+        self._take_over(optimizer)
+        continue_curves(trainer, self.session.settings.job)
+        self._advance()
+        self.runs = True
+
+    def _take_over(self, optimizer: Any) -> None:
+        """Put the job's methods in the place of the Trainer's, for its loop."""
+        trainer = self._trainer
+        trainer.accelerator.backward = self._backward
+        trainer.training_step = self._loop_step
+        trainer.floating_point_ops = lambda _inputs: self.take_total("flos")
+        trainer._track_num_input_tokens = self._track_tokens  # noqa: SLF001
+        optimizer.register_step_pre_hook(self._forbid_update)
+        trainer.callback_handler.callbacks.insert(0, EpochPlace(self))
+
+    def end(self) -> None:
+        """Wait for the end of the other replicas' loops: the state here is the job's final state then."""
+        self.counters.collect()
+        self.session.close()
+        self.runs = False
+        trainer = self._trainer
+        for name in ("training_step", "floating_point_ops", "_track_num_input_tokens"):
+            delattr(trainer, name)
+        del trainer.accelerator.backward
+        trainer.remove_callback(EpochPlace)
+
+    # --- steps ------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        trainer, step = self._trainer, self._feed.advance()
+        if step is None:
+            return
+        state = trainer.state
+        state.global_step = step.number
+        state.epoch = self.epochs.place(step.number)
+        writes = trainer.is_world_process_zero()
+        if writes and not state.is_world_process_zero:
+            self._show_progress()
+        state.is_world_process_zero = writes
+
+    def _show_progress(self) -> None:
+        """Make the progress bar that a replica lacks which now becomes the writer."""
+        trainer = self._trainer
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback) and callback.training_bar is None:
+                trainer.state.is_world_process_zero = True
+                callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+    def place(self) -> tuple[int, int] | None:
+        """Return epoch and step in the epoch of the step that comes next; None where none does."""
+        if self._feed.step is self._begun:
+            self.counters.collect()
+            self._advance()
+        step = self._feed.step
+        return divmod(step.number, self.epochs.steps) if step is not None else None
+
+    def begin_step(self) -> None:
+        """Begin the step that the Trainer's loop expects. Raises MovedError where the job is elsewhere."""
+        expected = self._trainer.state.global_step
+        if self._feed.step is self._begun:
+            self.counters.collect()
+            self._advance()
+        step = self._feed.step
+        if step is None or step.number != expected:
+            raise MovedError
+        self._begun, self._totals = step, {}
+
+    def _loop_step(self, model: Any, _inputs: Any, _items: Any = None) -> torch.Tensor:
+        """Compute the next micro-batch, in the step's last call all that are left; return the job's loss
+        then."""
+        trainer = self._trainer
+        self.look_at_control()
+        if not trainer.accelerator.sync_gradients:
+            batch = self._feed.micro_batch() if not self.wants_stop else None
+            if batch is not None:
+                self._compute(model, batch)
+            return torch.zeros((), device=trainer.args.device)
+        if self.wants_stop:
+            self.session.metrics(stops=1.0)
+        for batch in self._feed.rest():
+            if not self.wants_stop:
+                self._compute(model, batch)
+        assert self._begun is not None
+        self._totals = dict(self._begun.metrics)
+        if self._totals.get("stops"):
+            model.zero_grad()
+            raise StoppedError
+        self._figures.add_step(self._totals)
+        weight = self._totals.get("weight", 0.0)
+        loss = self._totals.get("loss", 0.0) / weight if weight else 0.0
+        return torch.tensor(loss, device=trainer.args.device)
+
+    def look_at_control(self) -> None:
+        """Note that a callback ends the training; all replicas learn of it by the next step's sums.
+
+        Until then this replica's loop goes on. The Trainer itself ends it after the job's last step.
+        """
+        control, state = self._trainer.control, self._trainer.state
+        if control.should_epoch_stop:
+            raise ConfigError(
+                "a callback set control.should_epoch_stop, and FabricTrainer reads every epoch to its end: "
+                "set control.should_training_stop, or choose max_steps"
+            )
+        if control.should_training_stop and state.global_step < self.until:
+            self.wants_stop, control.should_training_stop = True, False
+
+    def take_total(self, name: str) -> float:
+        """Return a sum of the whole step once, after its last micro-batch."""
+        return self._totals.pop(name, 0.0)
+
+    def _track_tokens(self, _inputs: Any) -> None:
+        self._trainer.state.num_input_tokens_seen += int(self.take_total("tokens"))
+
+    # --- a micro-batch ----------------------------------------------------------------------------------
+
+    def _compute(self, model: Any, batch: Any) -> None:
+        """Compute one micro-batch as the Trainer itself does, in its class's ``training_step``."""
+        trainer, own = self._trainer, type(self._trainer)
+        assert self._begun is not None
+        part = self.epochs.micro_batches(self._begun.number) / self.replicas
+        # The Trainer divides a mean by this number: the micro-batches of one of R processes.
+        trainer.current_gradient_accumulation_steps = int(part) if part == int(part) else part
+        self._micro_batch = done = MicroBatch(self._loss, batch, part)
+        seen, loss = trainer.state.num_input_tokens_seen, 0.0
+        try:
+            with self._figures.of_micro_batch() as sums:
+                flos = own.floating_point_ops(trainer, batch)
+                own._track_num_input_tokens(trainer, batch)  # noqa: SLF001
+                # Without a token to predict, the mean over the tokens does not exist.
+                if self._loss.rule is Rule.SUM or done.number != 0.0:
+                    loss = float(own.training_step(trainer, model, batch, done.items))
+        finally:
+            self._micro_batch = None
+        tokens, trainer.state.num_input_tokens_seen = trainer.state.num_input_tokens_seen - seen, seen
+        if loss and not done.weight:
+            raise ConfigError(
+                f"training_step of {own.__name__} computes a gradient without self.accelerator.backward(loss)"
+                ", so FabricTrainer cannot weigh it: call that in place of loss.backward()"
+            )
+        sums |= {"loss": loss * done.factor * done.weight, "weight": done.weight}
+        self.session.metrics(**sums, flos=flos, tokens=tokens)
+
+    def _backward(self, loss: torch.Tensor, **_: Any) -> None:
+        """In place of the accelerator's backward: the gradient enters the step's average by its weight."""
+        done, scaler = self._micro_batch, self._trainer.accelerator.scaler
+        assert self._begun is not None and done is not None
+        self._loss.look_at(loss)
+        done.weight = weight_of(self._loss.rule, done.number)
+        of_tokens = self._loss.rule is not Rule.SUM and done.number is not None
+        done.factor = 1.0 if of_tokens else done.part
+        loss = loss.as_subclass(torch.Tensor) * done.factor
+        self._begun.backward(scaler.scale(loss) if scaler is not None else loss, weight=done.weight)
+
+    def _forbid_update(self, *_: Any) -> None:
+        if self._micro_batch is not None:
+            raise ConfigError(
+                f"training_step of {type(self._trainer).__name__} calls optimizer.step(), and FabricTrainer "
+                "updates the weights after the replicas have averaged their gradients: leave the call out"
+            )
+
+    # --- evaluation -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def busy(self, why: str, at_most_s: float) -> Iterator[None]:
+        """Tell the others what this replica does between two steps."""
+        self.is_busy = True
+        try:
+            with self.session.busy(why, at_most_s):
+                yield
+        finally:
+            self.is_busy = False
+
+    def may_skip_evaluation(self) -> bool:
+        """Whether this replica only catches up, and no state depends on the evaluation's figures."""
+        trainer, step = self._trainer, self._begun
+        catches_up = not step.contributed if step is not None else trainer.state.global_step > self._began_at
+        takes_metrics = hasattr(trainer.lr_scheduler, "num_bad_epochs") or self.counters.has_callback_states
+        return self.runs and catches_up and not takes_metrics and trainer.args.metric_for_best_model is None
+
+
+class MicroBatch:
+    """What a micro-batch that is being computed adds to the step."""
+
+    def __init__(self, rule: LossRule, batch: Any, part: float) -> None:
+        self.items = rule.items(batch)  # as num_items_in_batch
+        self.number = rule.number
+        self.part = part  # micro-batches of the step, per replica
+        self.weight = 0.0  # in the step's average; 0 before its backward
+        self.factor = 1.0  # by which the Trainer's loss is multiplied
+
+
+class Epochs:
+    """Passes over data of ``micro_batches`` micro-batches, of which a step has up to ``per_step``."""
+
+    def __init__(self, micro_batches: int, per_step: int) -> None:
+        self.steps = math.ceil(micro_batches / per_step)
+        self._micro_batches = micro_batches
+        self._per_step = per_step
+
+    def micro_batches(self, step: int) -> int:
+        """Return the number of micro-batches of a step: the last step of a pass has those that are left."""
+        before = step % self.steps * self._per_step
+        return min(self._per_step, self._micro_batches - before)
+
+    def place(self, step: int) -> float:
+        """Return the Trainer's ``state.epoch`` after ``step`` steps: passes, with their part."""
+        passes, within = divmod(step, self.steps)
+        return passes + min(1.0, within * self._per_step / self._micro_batches)
+
+
+class EpochPlace(TrainerCallback):  # type: ignore[misc]
+    """The first callback: it tells the others the epoch of a step whose micro-batches the replicas share."""
+
+    def __init__(self, job: TrainerJob) -> None:
+        self._job = job
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Set the place in the epoch; the Trainer has set that of its own micro-batches."""
+        state.epoch = self._job.epochs.place(state.global_step)
+
+
+class _WholeBatches:
+    """A sampler without the indices of its last batch, where the batch is not full."""
+
+    def __init__(self, sampler: Any, batch_size: int) -> None:
+        self.sampler = sampler
+        self._length = len(sampler) // batch_size * batch_size
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.sampler), self._length)
+
+
+class _Epoch:
+    """An epoch's data set and number of micro-batches, in the form of a DataLoader."""
+
+    def __init__(self, dataset: Any, length: int) -> None:
+        self.dataset = dataset
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length

@@ -1,0 +1,356 @@
+"""Every argument, hook and callback of Lightning that a user may choose: kept, without influence, or refused.
+
+The names come from the installed release. A name without a row here is refused where it is used, so that a
+new release cannot change what is trained in silence. docs/lightning.md has the tables.
+"""
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from fabric.errors import ConfigError
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row
+from fabric.integrations.lightning.callback_states import overrides
+from fabric.integrations.lightning.release import ROOT
+
+_pl: Any = importlib.import_module(ROOT)
+_signature: Any = importlib.import_module(f"{ROOT}.utilities.signature_utils")
+_BY = "FabricStrategy"
+_CLOCK = "each replica has its own clock, so the replicas would part"
+_ONE = "a replica is one process with one device: start more replicas"
+
+TRAINER = ArgumentTable(
+    "Trainer",
+    _BY,
+    {
+        "accelerator": NoInfluence("the device of FabricStrategy is the replica's"),
+        "strategy": Kept("test_lightning"),
+        "devices": Refusal(_ONE),
+        "num_nodes": Refusal(_ONE),
+        "precision": Refusal(
+            'a GradScaler is not in the shared state: say "bf16-mixed", "bf16-true" or "32-true"'
+        ),
+        "logger": Kept("recipe lightning_csv"),
+        "callbacks": Kept("see the table of callbacks"),
+        "fast_dev_run": Kept("test_lightning_epochs"),
+        "max_epochs": Kept("test_lightning_epochs"),
+        "min_epochs": Kept("recipe lightning_early_stopping"),
+        "max_steps": Kept("test_lightning"),
+        "min_steps": Kept("recipe lightning_early_stopping"),
+        "max_time": Refusal(f"{_CLOCK}: say max_steps"),
+        "limit_train_batches": Kept("recipe lightning_limited"),
+        "limit_val_batches": Kept("every replica validates"),
+        "limit_test_batches": NoInfluence("it concerns Trainer.test"),
+        "limit_predict_batches": NoInfluence("it concerns Trainer.predict"),
+        "overfit_batches": Kept("test_lightning_epochs"),
+        "val_check_interval": Refusal(
+            f"{_CLOCK}: give a number of batches, or a part of an epoch", lambda x: isinstance(x, int | float)
+        ),
+        "check_val_every_n_epoch": Kept("test_lightning"),
+        "num_sanity_val_steps": NoInfluence("it validates before the training"),
+        "log_every_n_steps": Kept("recipe lightning_csv"),
+        "enable_checkpointing": Kept("test_lightning"),
+        "enable_progress_bar": NoInfluence("it shows progress"),
+        "enable_model_summary": NoInfluence("it prints"),
+        "accumulate_grad_batches": Kept("recipe lightning_trainer"),
+        "gradient_clip_val": Kept("recipe lightning_trainer"),
+        "gradient_clip_algorithm": Kept("recipe lightning_trainer"),
+        "deterministic": NoInfluence("it chooses kernels"),
+        "benchmark": NoInfluence("it chooses kernels"),
+        "inference_mode": NoInfluence("it concerns the validation"),
+        "use_distributed_sampler": NoInfluence(
+            "a replica is one process, for which Lightning replaces no sampler"
+        ),
+        "profiler": NoInfluence("it measures"),
+        "detect_anomaly": NoInfluence("it checks"),
+        "barebones": NoInfluence("it leaves logging out"),
+        "plugins": Refusal("the plugin is not known to keep replicas equal: leave it out"),
+        "sync_batchnorm": NoInfluence('a replica is one process: say FabricStrategy(buffers="average")'),
+        "reload_dataloaders_every_n_epochs": Refusal(
+            "the job's order of data is agreed when it begins: leave it out"
+        ),
+        "default_root_dir": Kept("recipe lightning_csv"),
+        "enable_autolog_hparams": Kept("test_lightning_files"),
+        "model_registry": NoInfluence("it uploads files"),
+    },
+)
+
+_OWN = "test_lightning_states"
+CALLBACKS: dict[str, Row] = {
+    "Callback": Kept(f"{_OWN}: its state_dict is shared state"),
+    "Checkpoint": Kept(f"{_OWN}: its state_dict is shared state"),
+    "BackboneFinetuning": Refusal(
+        "it adds parameters to the optimizer in mid-training, which a replica that joins lacks: give the "
+        "optimizer all parameters, and set the backbone's learning rate by a scheduler"
+    ),
+    "BaseFinetuning": Refusal(
+        "it adds parameters to the optimizer in mid-training, which a replica that joins lacks: give the "
+        "optimizer all parameters, and set their learning rates by a scheduler"
+    ),
+    "BasePredictionWriter": NoInfluence("it concerns Trainer.predict"),
+    "BatchSizeFinder": Refusal(
+        "it trains outside of the job before the first step: run it in a script without fabric, and write "
+        "its result into the DataLoader"
+    ),
+    "DeviceStatsMonitor": NoInfluence("it logs"),
+    "EMAWeightAveraging": Kept("recipe lightning_averaging"),
+    "EarlyStopping": Kept("recipe lightning_early_stopping"),
+    "GradientAccumulationScheduler": Refusal(
+        "the number of micro-batches of a step is agreed when the job begins: say accumulate_grad_batches"
+    ),
+    "LambdaCallback": Kept("it has no state: its functions run on all replicas"),
+    "LearningRateFinder": Refusal(
+        "it trains outside of the job before the first step: run it in a script without fabric, and write "
+        "its result into configure_optimizers"
+    ),
+    "LearningRateMonitor": NoInfluence("it logs"),
+    "ModelCheckpoint": Kept("test_lightning_files"),
+    "ModelPruning": Refusal(
+        "it replaces parameters in mid-training, and the other replicas do not know that: prune after the "
+        "training"
+    ),
+    "ModelSummary": NoInfluence("it prints"),
+    "OnExceptionCheckpoint": NoInfluence("it writes a file"),
+    "ProgressBar": NoInfluence("it shows progress"),
+    "RichModelSummary": NoInfluence("it prints"),
+    "RichProgressBar": NoInfluence("it shows progress"),
+    "SpikeDetection": Refusal("it judges the losses of one replica alone: leave it out, and say on_nan"),
+    "StochasticWeightAveraging": Refusal(
+        "it replaces the scheduler in mid-training, which a replica that joins lacks: take WeightAveraging, "
+        "and torch's SWALR as the scheduler"
+    ),
+    "TQDMProgressBar": NoInfluence("it shows progress"),
+    "ThroughputMonitor": NoInfluence("it logs"),
+    "Timer": Refusal(f"{_CLOCK}: say max_steps"),
+    "WeightAveraging": Kept("recipe lightning_averaging"),
+}
+
+_EVERY = "it runs on all replicas, as in plain Lightning"
+_BATCH = "it runs for each batch of the loop"
+_HOOKS: dict[str, Row] = {
+    **{f"on_{x}_{y}": Kept(_EVERY) for x in ("fit", "train", "validation") for y in ("start", "end")},
+    **{f"on_{x}_epoch_{y}": Kept(_EVERY) for x in ("train", "validation") for y in ("start", "end")},
+    **{f"on_{x}_batch_{y}": Kept(_BATCH) for x in ("train", "validation") for y in ("start", "end")},
+    **{
+        f"on_{x}_{y}": NoInfluence("after the training")
+        for x in ("test", "predict")
+        for y in ("start", "end")
+    },
+    **{
+        f"on_{x}_{z}_{y}": NoInfluence("after the training")
+        for x in ("test", "predict")
+        for y in ("start", "end")
+        for z in ("batch", "epoch")
+    },
+    **dict.fromkeys(("on_before_optimizer_step", "on_before_zero_grad"), Kept("once for each step")),
+    **dict.fromkeys(("on_before_backward", "on_after_backward"), Kept("for each micro-batch computed here")),
+}
+_STATE: dict[str, Row] = {
+    "state_dict": Kept(f"{_OWN}: it is shared state"),
+    "load_state_dict": Kept(f"{_OWN}: a replica that joins loads the job's"),
+    "on_exception": NoInfluence("the training is over"),
+}
+_SAVED: dict[str, Row] = {
+    "on_save_checkpoint": Kept(f"{_OWN}: what it adds is shared state, where on_load_checkpoint takes it"),
+    "on_load_checkpoint": Kept(f"{_OWN}: a replica that joins loads the job's"),
+}
+CALLBACK_HOOKS: dict[str, Row] = {
+    **_HOOKS,
+    **_STATE,
+    "setup": Kept(_EVERY),
+    "teardown": Kept(_EVERY),
+    "on_save_checkpoint": NoInfluence("it writes into a file"),
+    "on_sanity_check_start": NoInfluence("before the training"),
+    "on_sanity_check_end": NoInfluence("before the training"),
+    "on_load_checkpoint": Refusal("FabricStrategy shares a callback's state_dict: return the state there"),
+}
+_STEPS: dict[str, Row] = {
+    "training_step": Kept("test_lightning"),
+    "validation_step": Kept("every replica validates"),
+    "test_step": NoInfluence("it concerns Trainer.test"),
+    "predict_step": NoInfluence("it concerns Trainer.predict"),
+    "forward": Kept("test_lightning"),
+    "configure_optimizers": Kept("test_lightning"),
+    "configure_callbacks": Kept("as the argument callbacks"),
+    "configure_gradient_clipping": Kept("it sees the job's average"),
+    "clip_gradients": Kept("it sees the job's average"),
+    "backward": Kept("for each micro-batch computed here"),
+    "manual_backward": Kept("recipe lightning_manual"),
+    "optimizer_step": Kept("once for each step"),
+    "optimizer_zero_grad": Kept("once for each step"),
+    "lr_scheduler_step": Kept("recipe lightning_plateau"),
+    "toggle_optimizer": Kept("there is one optimizer"),
+    "untoggle_optimizer": Kept("there is one optimizer"),
+}
+_READING = ("train_dataloader", "val_dataloader", "transfer_batch_to_device")
+_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
+DATA_HOOKS: dict[str, Row] = {
+    **dict.fromkeys((*_READING, *_TRANSFER), Kept("recipe lightning_trainer")),
+    "test_dataloader": NoInfluence("it concerns Trainer.test"),
+    "predict_dataloader": NoInfluence("it concerns Trainer.predict"),
+    **dict.fromkeys(("prepare_data", "setup", "teardown"), Kept(_EVERY)),
+}
+DATA_MODULE_HOOKS: dict[str, Row] = {**DATA_HOOKS, **_STATE}
+MODULE_HOOKS: dict[str, Row] = {
+    **_HOOKS,
+    **_SAVED,
+    **_STEPS,
+    **DATA_HOOKS,
+    "configure_model": Kept(_EVERY),
+    "configure_sharded_model": Kept("as configure_model"),
+    "on_validation_model_zero_grad": Kept(_EVERY),
+    **{f"on_validation_model_{x}": Kept(_EVERY) for x in ("eval", "train")},
+    **{f"on_test_model_{x}": NoInfluence("after the training") for x in ("eval", "train")},
+    "on_predict_model_eval": NoInfluence("after the training"),
+}
+SCHEDULER: dict[str, Row] = {
+    "scheduler": Kept("it is shared state"),
+    "name": NoInfluence("it names a curve"),
+    "interval": Kept("recipe lightning_trainer"),
+    "frequency": Kept("recipe lightning_trainer"),
+    "reduce_on_plateau": Kept("recipe lightning_plateau"),
+    "monitor": Kept("recipe lightning_plateau"),
+    "strict": Kept("recipe lightning_plateau"),
+}
+PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+
+
+def check_trainer(trainer: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a Trainer that FabricStrategy cannot keep equal, before anything runs."""
+    _check_arguments(trainer)
+    for callback in trainer.callbacks:
+        _check_callback(callback)
+    module, data = trainer.lightning_module, trainer.datamodule
+    _check_hooks("LightningModule", module, _pl.LightningModule, MODULE_HOOKS)
+    if data is not None:
+        _check_hooks("LightningDataModule", data, _pl.LightningDataModule, DATA_MODULE_HOOKS)
+    _check_optimization(trainer)
+
+
+def _check_arguments(trainer: Any) -> None:
+    plugin = type(trainer.precision_plugin)
+    refused = {
+        f"devices={trainer.num_devices}": ("devices", trainer.num_devices != 1),
+        f"num_nodes={trainer.num_nodes}": ("num_nodes", trainer.num_nodes != 1),
+        f'precision="{trainer.precision}"': ("precision", str(trainer.precision).startswith("16")),
+        f"plugins={plugin.__name__}": ("plugins", plugin.__name__ not in PRECISIONS),
+        f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}": (
+            "reload_dataloaders_every_n_epochs",
+            bool(trainer.reload_dataloaders_every_n_epochs),
+        ),
+        "val_check_interval=... of time": (
+            "val_check_interval",
+            getattr(trainer, "_val_check_time_interval", None) is not None,
+        ),
+    }
+    for argument, (name, holds) in refused.items():
+        if holds:
+            raise ConfigError(f"{_BY} refuses Trainer({argument}), because {_why(TRAINER.rows[name])}")
+    new = TRAINER.unknown(_pl.Trainer.__init__)
+    TRAINER.check(_pl.Trainer.__init__, {x: getattr(trainer, x) for x in new if hasattr(trainer, x)})
+
+
+def _check_callback(callback: Any) -> None:
+    kind = type(callback)
+    owner = next(
+        x for x in kind.__mro__ if x.__module__.startswith((ROOT, "lightning_fabric", "lightning.fabric"))
+    )
+    row = CALLBACKS.get(owner.__name__)
+    if row is None:
+        raise ConfigError(
+            f"{_BY} does not know the callback {owner.__name__}, which a newer release has: leave it out"
+        )
+    if isinstance(row, Refusal):
+        raise ConfigError(f"{_BY} refuses the callback {kind.__name__}, because {row.why}")
+    if owner is _pl.Callback:
+        _check_hooks("Callback", callback, _pl.Callback, CALLBACK_HOOKS)
+
+
+def _check_hooks(subject: str, thing: Any, base: Any, rows: Mapping[str, Row]) -> None:
+    """Raise ConfigError where ``thing`` overrides a hook of ``base`` that is refused or has no row."""
+    for name in hooks_of(base):
+        row = rows.get(name)
+        if isinstance(row, Kept | NoInfluence) or not overrides(thing, base, name):
+            continue
+        kind = type(thing).__name__
+        if row is None:
+            raise ConfigError(
+                f"{_BY} does not know what {kind}.{name} changes, a hook of {subject} in a newer release: "
+                "leave it out"
+            )
+        raise ConfigError(f"{_BY} refuses {kind}.{name}, because {row.why}")
+
+
+def hooks_of(base: Any) -> list[str]:
+    """Return the hooks that a subclass of Lightning's class ``base`` may override."""
+    owners = [
+        x for x in base.__mro__ if x.__module__.startswith((ROOT, "lightning_fabric", "lightning.fabric"))
+    ]
+    names = {name for owner in owners for name, value in vars(owner).items() if inspect.isfunction(value)}
+    return sorted(name for name in names if not name.startswith("_") and name not in CALLED)
+
+
+# Methods of Lightning's classes that users call and do not override.
+CALLED = frozenset(
+    (
+        *(
+            "all_gather",
+            "freeze",
+            "log",
+            "log_dict",
+            "lr_schedulers",
+            "optimizers",
+            "print",
+            "save_hyperparameters",
+        ),
+        "remove_ignored_hparams",
+        *(
+            "to_onnx",
+            "to_tensorrt",
+            "to_torchscript",
+            "toggled_optimizer",
+            "unfreeze",
+            "load_from_checkpoint",
+        ),
+        *("apply_to_collection", "cpu", "cuda", "double", "float", "half", "to", "type", "dtype", "device"),
+    )
+)
+
+
+def _check_optimization(trainer: Any) -> None:
+    module, optimizers = trainer.lightning_module, trainer.strategy.optimizers
+    if len(optimizers) != 1:
+        raise ConfigError(
+            f"FabricStrategy takes one optimizer, and configure_optimizers gives {len(optimizers)}: call "
+            "fabric.client.attach in a loop of your own"
+        )
+    if _signature.is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigError(
+            "FabricStrategy gives training_step the batches of the job, and training_step takes "
+            "dataloader_iter: give it the arguments batch and batch_idx"
+        )
+
+
+def _why(row: Row) -> str:
+    return row.why if isinstance(row, Refusal) else ""
+
+
+def tables() -> str:
+    """Return the tables of docs/lightning.md."""
+    parts = (
+        ("Arguments of Trainer", "argument", TRAINER.rows),
+        ("Callbacks", "callback", CALLBACKS),
+        ("Methods of LightningModule", "method", MODULE_HOOKS),
+        ("Methods of LightningDataModule", "method", DATA_MODULE_HOOKS),
+        ("Methods of your own Callback", "method", CALLBACK_HOOKS),
+        ("Keys of a scheduler's configuration", "key", SCHEDULER),
+    )
+    return "\n".join(f"### {title}\n\n{TRAINER.markdown(heading, rows)}" for title, heading, rows in parts)
+
+
+def scheduler_keys() -> list[str]:
+    """Return the keys of a scheduler's configuration in the installed release."""
+    config: Any = importlib.import_module(f"{ROOT}.utilities.types").LRSchedulerConfig
+    return [field.name for field in dataclasses.fields(config)]

@@ -1,0 +1,306 @@
+"""The session of a FabricStrategy, and the job's micro-batches in the form that Lightning's loop reads."""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.utils.data import Sampler
+
+import fabric.client
+from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.errors import ConfigError
+from fabric.exit_codes import RESTART
+from fabric.integrations.lightning.callback_states import CallbackStates, averaged_models, hook_states
+from fabric.integrations.lightning.counters import set_counters, set_place
+from fabric.integrations.lightning.epochs import EpochShape
+from fabric.integrations.lightning.figures import JobFigures
+from fabric.integrations.lightning.manual import ManualSteps
+from fabric.integrations.lightning.release import ROOT
+from fabric.integrations.lightning.run_files import LogWriter, RunFiles
+from fabric.integrations.step_feed import StepFeed
+from fabric.integrations.training_data import TrainingData
+from fabric.runtime import config
+from fabric.runtime.config import parse_replicas
+
+if TYPE_CHECKING:
+    from fabric.integrations.lightning.strategy import FabricStrategy
+
+# Sentences for a loop of one's own, in the words of Lightning.
+_WORDS = {
+    "this loop ended": "this Trainer stopped",
+    "let it count session.committed_step, so that all loops end at the same step": (
+        "let Trainer.should_stop follow a figure that training_step or validation_step logs, so that all "
+        "replicas stop at the same step"
+    ),
+    "give session.steps the same": "give Trainer.fit the same",
+    "session.loader": "the DataLoader",
+}
+_call: Any = importlib.import_module(f"{ROOT}.trainer.call")
+
+
+class LightningJob:
+    """The job as the strategy sees it, and its step under way. ``begin`` joins the job."""
+
+    session: Any
+    _feed: StepFeed
+
+    def __init__(
+        self, strategy: "FabricStrategy", trainer: Any, loader: Any, arguments: dict[str, Any]
+    ) -> None:
+        settings = config.settings(**{k: v for k, v in arguments.items() if k in config.Settings.__slots__})
+        source = TrainingData.of(loader)
+        self.epochs = _epochs(trainer, source, parse_replicas(settings.replicas)[1])
+        self._source = _limited(source, self.epochs.samples)
+        self._until = _until(trainer, self.epochs.steps)
+        self.more: tuple[Any, ...] = ()  # further arguments of training_step
+        self.has_batch = False  # the loop holds a micro-batch of the job
+        is_manual = not trainer.lightning_module.automatic_optimization
+        self.manual = ManualSteps(trainer, self) if is_manual else None
+        self._strategy, self._trainer, self._arguments = strategy, trainer, arguments
+        self._gradients: list[torch.Tensor | None] | None = None  # the average, until the update
+        self.figures = JobFigures(trainer)
+        self.files = RunFiles(trainer)
+        self._log = LogWriter(trainer)
+        self._place_is_set = False
+
+    def begin(self) -> None:
+        """Join the job, and let the Trainer begin at the job's step."""
+        strategy, trainer, arguments = self._strategy, self._trainer, dict(self._arguments)
+        state = {f"scheduler.{n}": x.scheduler for n, x in enumerate(strategy.lr_scheduler_configs)}
+        state |= {"callbacks": CallbackStates(trainer, self.files), "figures": self.figures}
+        state |= {**averaged_models(trainer), **hook_states(trainer), **arguments.pop("state", {})}
+        arguments.setdefault("buffers", default_buffers(trainer.lightning_module))
+        session = fabric.client.attach(
+            trainer.lightning_module,
+            strategy.optimizers[0],
+            state=state,
+            **{"step": trainer.global_step, **arguments},
+        )
+        assert isinstance(session, fabric.client.Session)
+        self.session = session
+        session.say_in(_WORDS)
+        data = self._source.loader(
+            session,
+            global_batch_size=self.epochs.step_samples,
+            micro_batch_size=self.epochs.batch_size,
+            seed=int(arguments.get("seed", 0)),
+            epoch_end="short",
+        )
+        self._data = data
+        self._feed = StepFeed(session, data, self._until)
+        self._feed.advance()
+        self._fresh = True  # the loop has not begun the step of ``_feed``
+        if self._feed.step is not None:
+            set_counters(trainer, self._feed.step.number, self.epochs)
+
+    # --- batches ----------------------------------------------------------------------------------------
+
+    def place(self) -> int:
+        """Return the number of the job's next step within its epoch."""
+        step = self._feed.step
+        return 0 if step is None else (step.number + (not self._fresh)) % self.epochs.steps
+
+    def begin_step(self) -> int:
+        """Go on to the job's next step, which must be the loop's; return the number of its batches."""
+        if not self._fresh:
+            self._feed.advance()
+        self._fresh, self._ended = False, False
+        step, expected = self._feed.step, self._trainer.global_step
+        if step is None or step.number != expected:
+            self._leave(expected)
+        if not self._place_is_set:
+            self._place_is_set = True
+            set_place(self._trainer, step.number, self.epochs)
+        for parameter in self._parameters:
+            parameter.grad = (
+                None  # Lightning zeroes it with the first backward pass, which may be missing here
+            )
+        self._log.turn(self.session.is_writer)
+        self.figures.begin_step()
+        return self.epochs.batches_of(step.number)
+
+    def micro_batch(self, last: Any) -> Any:
+        """Return the next micro-batch; where the step has none left, ``last`` without a computation."""
+        batch = self.next_micro_batch()
+        self.has_batch = batch is not None
+        self.figures.idle = not self.has_batch
+        if batch is not None:
+            return batch
+        self.set_aside()
+        assert self._feed.step is not None
+        # The Trainer skips a step whose batch is None.
+        return last if last is not None else self._data.fetch(self._feed.step.number, 0)
+
+    def next_micro_batch(self) -> Any:
+        """Return the step's next micro-batch; None where none is left, and ``.grad`` is the average then."""
+        self.figures.samples = None
+        self.figures.flush(self.session)
+        batch, step = self._feed.micro_batch(), self._feed.step
+        assert step is not None
+        if batch is not None:
+            self.figures.samples = float(step.weight.samples)
+        elif not self._ended:
+            self._ended = True
+            self.figures.commit(step.metrics)
+            self._log.turn(self.session.is_writer, committed=True)
+        return batch
+
+    def prepared(self, batch: Any) -> Any:
+        """Return ``batch`` as the Trainer hands it to ``training_step``."""
+        trainer = self._trainer
+        moved = trainer.precision_plugin.convert_input(batch)
+        moved = trainer.lightning_module._on_before_batch_transfer(moved, dataloader_idx=0)  # noqa: SLF001
+        moved = _call._call_strategy_hook(trainer, "batch_to_device", moved, dataloader_idx=0)  # noqa: SLF001
+        self.figures.results.batch, self.figures.results.batch_size = moved, None
+        return moved
+
+    def scale(self) -> float:
+        """Count the micro-batch; return the factor of its loss, which the loop has divided already."""
+        step, epochs = self._feed.step, self.epochs
+        assert step is not None
+        _, micro_batch = self.session._progress.at  # noqa: SLF001
+        weight = epochs.weight(step.number, micro_batch, step.weight.samples)
+        divided = 1 if self.manual is not None else epochs.accumulation
+        return step.add_weight(weight) * epochs.factor(step.number) * divided
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of a micro-batch to that of the step."""
+        samples = self.figures.samples or 0.0
+        self.session.metrics(loss=float(loss.detach()) * samples, samples=samples)
+
+    def show_loss(self, loss: Any) -> None:
+        """Put the step's loss into the result of the loop's batch, as the Trainer reports it."""
+        metrics = self._feed.step.metrics if self._feed.step is not None else {}
+        if isinstance(loss, torch.Tensor) and metrics.get("samples"):
+            loss.fill_(metrics["loss"] / metrics["samples"] / self.epochs.accumulation)
+
+    def compute_rest(self, optimizer: Any) -> None:
+        """Compute the micro-batches that are left; ``.grad`` is the average of the job then."""
+        while self.has_batch:
+            batch = self.next_micro_batch()
+            if batch is None:
+                break
+            with torch.enable_grad():
+                self._compute(self.prepared(batch), optimizer)
+        self.bring_back()
+
+    def _compute(self, batch: Any, optimizer: Any) -> None:
+        trainer = self._trainer
+        output = _call._call_strategy_hook(trainer, "training_step", batch, *self.more)  # noqa: SLF001
+        loss = output["loss"] if isinstance(output, dict) else output
+        if loss is not None:
+            loss = loss / self.epochs.accumulation
+            _call._call_strategy_hook(trainer, "backward", loss, optimizer)  # noqa: SLF001
+
+    @property
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self._trainer.lightning_module.parameters() if p.requires_grad]
+
+    def set_aside(self) -> None:
+        """Keep the gradients from the loop, which zeroes them before each backward pass."""
+        if self._gradients is None:
+            self._gradients = [p.grad for p in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def bring_back(self) -> None:
+        """Put the gradients that ``set_aside`` has kept into ``.grad``."""
+        if self._gradients is not None:
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+            self._gradients = None
+            if (step := self._feed.step) is not None and step.done:
+                self._feed.session.handover.resume(step.number)  # the Trainer has computed a forward since
+
+    def _leave(self, expected: int) -> NoReturn:
+        at = self._feed.step.number if self._feed.step is not None else "its end"
+        sys.stderr.write(
+            f"fabric: the job is at step {at} and the Trainer at step {expected}: this process starts again\n"
+        )
+        raise SystemExit(RESTART)
+
+
+class JobBatches:
+    """The job's micro-batches, for the Trainer: from the job's step to the end of the epoch."""
+
+    def __init__(self, job: LightningJob) -> None:
+        self._job = job
+        self._has_begun = False
+        self._newest: Any = None
+
+    def __len__(self) -> int:
+        """Return the number of batches. The first call joins the job: the Trainer has read all data then."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._job.begin()
+        return self._job.epochs.whole
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._job.place(), self._job.epochs.steps):
+            for _ in range(self._job.begin_step()):
+                self._newest = self._job.micro_batch(self._newest)
+                yield self._newest
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the job's step is the position."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+class FirstOf(Sampler[Any]):
+    """The first ``size`` positions of each pass of ``sampler``, as ``limit_train_batches`` says."""
+
+    def __init__(self, sampler: Any, size: int) -> None:
+        self.sampler, self._size = sampler, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.sampler), self._size)
+
+
+def _limited(source: TrainingData, samples: int) -> TrainingData:
+    if samples == source.size:
+        return source
+    return dataclasses.replace(source, sampler=FirstOf(source.sampler, samples), size=samples)
+
+
+def _epochs(trainer: Any, source: TrainingData, replicas: int) -> EpochShape:
+    """Return the shape of an epoch. Raises ConfigError where it has none, or would have no batch."""
+    if source.is_stream:
+        raise ConfigError(
+            f"the DataLoader reads the IterableDataset {type(source.dataset).__name__}, whose epochs have no "
+            "known length, so that a replica that joins could not find its place: give a data set with len() "
+            "and an index"
+        )
+    epochs = EpochShape(
+        positions=source.size,
+        batch_size=source.batch_size,
+        replicas=replicas,
+        accumulation=int(trainer.accumulate_grad_batches),
+        drop_last=source.drop_last,
+        limit=trainer.limit_train_batches,
+    )
+    if not epochs.batches:
+        raise ConfigError(
+            f"a batch of the job has {epochs.batch} samples, and a pass over the data {source.size}: take a "
+            "smaller batch_size, or a larger limit_train_batches"
+        )
+    return epochs
+
+
+def _until(trainer: Any, steps_per_epoch: int) -> int:
+    """Return the number of steps of the whole training. Raises ConfigError where it has no end."""
+    ends = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        ends.append(trainer.max_epochs * steps_per_epoch)
+    if not ends:
+        raise ConfigError("the Trainer has no end: give it max_epochs or max_steps")
+    return int(min(ends))

@@ -1,0 +1,143 @@
+"""The files of a run: one folder and one log for the lines job, whichever replica writes.
+
+Lightning numbers the folder of a logger in each process. Here the number is shared state. A replica that
+becomes the writer goes on in the job's folder, and first writes what the writer before it may have missed.
+"""
+
+import csv
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fabric.integrations.lightning.callback_states import saves_by_time
+from fabric.integrations.lightning.release import ROOT
+
+_callbacks: Any = importlib.import_module(f"{ROOT}.callbacks")
+_loggers: Any = importlib.import_module(f"{ROOT}.loggers")
+_ranks: Any = importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only
+_log_hyperparams: Any = importlib.import_module(f"{ROOT}.loggers.utilities")._log_hyperparams  # noqa: SLF001
+
+
+class RunFiles:
+    """The numbers of a Trainer's log folders, and the checkpoints in the folders of its callbacks."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._numbered = [x for x in trainer.loggers if hasattr(x, "_get_next_version")]
+        kept = [x for x in trainer.callbacks if isinstance(x, _callbacks.ModelCheckpoint)]
+        timed = {x.dirpath for x in kept if saves_by_time(x)}
+        self._checkpoints = [x for x in kept if x.dirpath and x.dirpath not in timed]
+        self._saved = {name for n, x in enumerate(self._checkpoints) for name in _files(n, x)}
+        for callback in self._checkpoints:
+            callback.file_exists = self._exists
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def note_saved(self, path: Any) -> None:
+        """Note that the job saves a checkpoint at ``path``, on whichever replica."""
+        self._saved |= self._names(path)
+
+    def note_removed(self, path: Any) -> None:
+        """Note that the job removes the checkpoint at ``path``."""
+        self._saved -= self._names(path)
+
+    def _exists(self, path: Any, _trainer: Any = None) -> bool:
+        """Whether the job has a file at ``path``: the same answer on all replicas, at any time."""
+        return bool(self._names(path) & self._saved)
+
+    def _names(self, path: Any) -> set[str]:
+        names = ((n, os.path.relpath(str(path), x.dirpath)) for n, x in enumerate(self._checkpoints))
+        return {f"{n} {name}" for n, name in names if not name.startswith(os.pardir)}
+
+    # --- shared state ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers of the log folders, and the names of the checkpoints."""
+        return {"versions": [x.version for x in self._numbered], "saved": sorted(self._saved)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the job's folders."""
+        for logger, version in zip(self._numbered, state["versions"], strict=True):
+            if logger.version != version:
+                before = logger.log_dir
+                logger._version, logger._experiment = version, None  # noqa: SLF001
+                self._move(before, logger.log_dir)
+        self._saved = set(state["saved"])
+
+    def _move(self, before: str, after: str) -> None:
+        """Let checkpoints that lie in a logger's folder follow it."""
+        for callback in self._checkpoints:
+            if str(callback.dirpath).startswith(before + os.sep):
+                callback.dirpath = str(Path(after, os.path.relpath(callback.dirpath, before)))
+
+
+def _files(number: int, callback: Any) -> set[str]:
+    folder = Path(callback.dirpath)
+    return {f"{number} {path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
+
+
+def write_nothing() -> None:
+    """Let this replica write neither folders nor logs, until a step shows that it is the writer."""
+    _ranks.rank = 1
+
+
+class LogWriter:
+    """Lets one replica write the logs of ``trainer``, and another one go on where that replica ends."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._missed: list[
+            tuple[Any, Any, int | None]
+        ] = []  # calls since the newest commit, where another writes
+        for logger in trainer.loggers:
+            logger.log_metrics = self._watched(logger, logger.log_metrics)
+
+    def turn(self, is_writer: bool, committed: bool = False) -> None:
+        """Note whether this replica writes; ``committed``: a step has just been committed."""
+        begins = is_writer and _ranks.rank != 0
+        _ranks.rank = 0 if is_writer else 1
+        if begins:
+            self._begin()
+        if committed:
+            self._missed.clear()
+
+    def _watched(self, logger: Any, write: Any) -> Any:
+        def log_metrics(metrics: Any, step: int | None = None) -> None:
+            if _ranks.rank:
+                self._missed.append((logger, metrics, step))
+            else:
+                write(metrics=metrics, step=step)
+
+        return log_metrics
+
+    def _begin(self) -> None:
+        """Go on with the logs of the writer before, which may have ended before its newest lines."""
+        trainer, kinds = self._trainer, (_loggers.CSVLogger,)
+        logged = {id(x): _go_on(x) for x in trainer.loggers if isinstance(x, kinds)}
+        if trainer.enable_autolog_hparams:
+            _log_hyperparams(trainer)
+        for logger, metrics, step in self._missed:
+            if not logged.get(id(logger), set()) & {(step, name) for name in metrics if name != "epoch"}:
+                logger.log_metrics(metrics=metrics, step=step)
+                logger.save()
+
+
+def _go_on(logger: Any) -> set[tuple[int, str]]:
+    """Let a CSVLogger append to the file of the writer before; return the steps and names in the file."""
+    path = Path(logger.log_dir, "metrics.csv")
+    aside = path.with_suffix(".kept")
+    if path.is_file():
+        path.replace(aside)  # Lightning deletes a file that it finds
+    writer = logger.experiment
+    if not aside.is_file():
+        return set()
+    content = aside.read_bytes()
+    lines = content[: content.rfind(b"\n") + 1]  # the writer before may have ended within a line
+    if lines != content:
+        aside.write_bytes(lines)
+    aside.replace(path)
+    rows = list(csv.DictReader(lines.decode().splitlines()))
+    writer.metrics_keys = sorted(rows[0]) if rows else []
+    return {(int(row["step"]), name) for row in rows for name, value in row.items() if value}

@@ -1,0 +1,182 @@
+"""A torch DataLoader taken whole: its order, its batches and its workers, as a loader of the job."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from fabric.client.data.loader import Loader, is_stream
+from fabric.errors import ConfigError
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal
+
+_IN_ORDER = "batches that come as they are ready have no order that replicas could share: leave it out"
+
+DATALOADER = ArgumentTable(
+    "DataLoader",
+    "fabric",
+    {
+        "dataset": Kept("workers_lazy_file"),
+        "batch_size": Kept("test_training_data"),
+        "shuffle": Kept("test_training_data"),
+        "sampler": Kept("sampler_weighted"),
+        "batch_sampler": Kept("sampler_batches_by_length"),
+        "num_workers": Kept("workers_lazy_file"),
+        "collate_fn": Kept("test_training_data"),
+        "drop_last": Kept("uneven_last_batch_dropped"),
+        "worker_init_fn": Kept("test_worker_processes"),
+        "multiprocessing_context": Kept("test_worker_processes"),
+        "generator": Kept("test_training_data"),
+        "pin_memory": NoInfluence("it puts batches into other memory"),
+        "pin_memory_device": NoInfluence("it puts batches into other memory"),
+        "timeout": NoInfluence("it ends a trainer whose workers hang"),
+        "prefetch_factor": NoInfluence("it says how far workers read ahead"),
+        "persistent_workers": NoInfluence("workers live as long as the loader"),
+        "in_order": Refusal(_IN_ORDER),
+        "snapshot_every_n_steps": NoInfluence("the committed step gives the position"),
+    },
+    {"check_worker_number_rationality": NoInfluence("it warns")},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """The data of a DataLoader in positions: a position is a sample, or a batch of a ``batch_sampler``."""
+
+    dataset: Any
+    collate_fn: Callable[[Sequence[Any]], Any]
+    sampler: Any  # None: a stream
+    batched: bool  # the sampler gives batches
+    batch_size: int  # positions of a batch of the DataLoader
+    drop_last: bool
+    size: int  # positions of a pass; 0 for a stream
+    num_workers: int
+    generator: Any
+    reading: dict[str, Any]  # the options of the workers
+
+    @classmethod
+    def of(cls, loader: Any) -> "TrainingData":
+        """Take a DataLoader or StatefulDataLoader whole. Raises ConfigError for what cannot be kept."""
+        if not isinstance(loader, DataLoader):
+            raise ConfigError(
+                f"fabric deals out the data of one DataLoader, and got a {type(loader).__name__}: give a "
+                "torch.utils.data.DataLoader"
+            )
+        kind, given = type(loader), _given(loader)
+        base = next(x for x in kind.__mro__ if x.__module__.split(".")[0] in ("torch", "torchdata"))
+        DATALOADER.check(base, given)
+        DATALOADER.check_methods(base, kind)
+        order = _Sampling.of(loader)
+        collate: Any = _Single(loader.collate_fn) if order.single else loader.collate_fn
+        reading = {name: given[name] for name in _READING if name in given} if loader.num_workers else {}
+        return cls(
+            loader.dataset,
+            collate,
+            order.sampler,
+            order.batched,
+            order.batch_size,
+            order.drop_last,
+            0 if order.sampler is None else _length(order.sampler),
+            loader.num_workers,
+            None if order.sampler is None else loader.generator,
+            reading,
+        )
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data set is iterated and has no known end."""
+        return self.sampler is None
+
+    def steps_per_pass(self, global_batch_size: int, epoch_end: str) -> int:
+        """Return the number of steps of a pass; 0 where there are no passes."""
+        steps, left = divmod(self.size, global_batch_size)
+        return steps + (epoch_end == "short" and left > 0)
+
+    def loader(
+        self,
+        session: Any,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        epoch_end: str = "continue",
+        **options: Any,
+    ) -> Loader:
+        """Make the job's loader of these data; the sizes are numbers of positions."""
+        order = {"batch_sampler" if self.batched else "sampler": self.sampler}
+        made: Loader = session.loader(
+            self.dataset,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            seed=seed,
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            epoch_end=epoch_end,
+            generator=self.generator,
+            **order,
+            **self.reading,
+            **options,
+        )
+        return made
+
+
+_READING = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "pin_memory", "timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """The sampler of a DataLoader and what it gives."""
+
+    sampler: Any
+    batch_size: int
+    batched: bool = False
+    single: bool = False  # batch_size=None: what the data set gives is a batch already
+    drop_last: bool = False
+
+    @classmethod
+    def of(cls, loader: "DataLoader[Any]") -> "_Sampling":
+        batches = loader.batch_sampler
+        if is_stream(loader.dataset):
+            size = 1 if loader.batch_size is None else loader.batch_size
+            return cls(None, size, single=batches is None, drop_last=loader.drop_last)
+        if batches is None:
+            return cls(_whole(loader.sampler), 1, single=True)
+        if type(batches) is BatchSampler:
+            return cls(_whole(batches.sampler), batches.batch_size, drop_last=batches.drop_last)
+        return cls(_whole(batches), 1, batched=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """Collates a micro-batch of one item, as a DataLoader with batch_size=None does."""
+
+    collate_fn: Callable[[Any], Any]
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        return self.collate_fn(samples[0])
+
+
+def _whole(sampler: Any) -> Any:
+    """Return a sampler of all data. Raises ConfigError for one that gives a part of them."""
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ConfigError(
+            f"the DistributedSampler gives part {sampler.rank} of {sampler.num_replicas} of the data, and "
+            "fabric deals out every batch itself: give the DataLoader shuffle=True, or the sampler "
+            "num_replicas=1 and rank=0"
+        )
+    return sampler
+
+
+def _length(sampler: Any) -> int:
+    if not hasattr(sampler, "__len__"):
+        raise ConfigError(
+            f"the sampler {type(sampler).__name__} has no len(), and every replica must know how long a pass "
+            "is: give it __len__, the number of its indices in a pass"
+        )
+    return len(sampler)
+
+
+def _given(loader: "DataLoader[Any]") -> dict[str, Any]:
+    """Return the arguments of a DataLoader as its attributes have them."""
+    names = [*DATALOADER.rows, *DATALOADER.unknown(type(loader))]
+    return {name: getattr(loader, name) for name in names if hasattr(loader, name)}

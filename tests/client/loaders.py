@@ -1,0 +1,27 @@
+"""Loaders of a plan, without a session."""
+
+from typing import Any
+
+from fabric.client.data.fetching import IndexFetcher, StreamFetcher
+from fabric.client.data.iterable_stream import IterableStream
+from fabric.client.data.loader import Loader
+from fabric.client.data.reading_threads import ReadingThreads
+from fabric.client.data.sample_plan import SamplePlan
+from fabric.client.data.worker_processes import WorkerOptions, WorkerProcesses
+
+
+def loader_of(
+    dataset: Any, plan: SamplePlan, collate: Any = list, workers: int = 0, kind: str = "threads", **rest: Any
+) -> Loader:
+    """Return the loader of ``plan`` with ``workers`` workers of this kind; ``rest`` as for Loader."""
+    if plan.is_stream:
+        fetcher = StreamFetcher(IterableStream(dataset), collate, plan.seed, plan.global_batch_size)
+    else:
+        fetcher = IndexFetcher(dataset, collate, plan.seed)
+    loader = Loader(fetcher, plan, **rest)
+    if workers and kind == "threads":
+        loader.workers = ReadingThreads(fetcher, loader.items, workers)
+    elif workers:
+        tries = plan.steps_per_pass
+        loader.workers = WorkerProcesses(fetcher, loader.items, workers, WorkerOptions(), "r0", tries)
+    return loader

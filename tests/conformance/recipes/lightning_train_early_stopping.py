@@ -1,0 +1,48 @@
+"""EarlyStopping on the training loss of the epoch."""
+
+import recipe
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import EarlyStopping
+
+AREA = "Lightning"
+NEEDS = ("pytorch_lightning",)
+BATCH = recipe.GLOBAL_BATCH // recipe.REPLICAS
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+
+    def loss(self, batch):
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+torch.manual_seed(0)
+if recipe.FABRIC:
+    from fabric.integrations.lightning import FabricStrategy
+
+net = Net()
+trainer = Trainer(
+    strategy=FabricStrategy() if recipe.FABRIC else "auto",
+    accelerator="cpu",
+    max_epochs=50,
+    min_epochs=6,
+    callbacks=[EarlyStopping("loss_epoch", patience=1, min_delta=0.05)],
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(net, torch.utils.data.DataLoader(recipe.Samples(72), batch_size=BATCH))
+recipe.report(net, trainer.optimizers[0], steps=trainer.global_step, epochs=trainer.current_epoch)

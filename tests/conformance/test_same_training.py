@@ -1,0 +1,43 @@
+"""Every recipe trains the same with fabric as without it, or is refused before its first step.
+
+``pytest tests/conformance --all-recipes`` runs all recipes, else those that declare QUICK.
+"""
+
+import pytest
+from comparison import compare, compare_replicas
+from recipe_table import PAGE, page, read_recipes
+from ways import WAYS, run
+
+RECIPES = read_recipes()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda x: x.name)
+def test_a_recipe_trains_the_same_or_is_refused(recipe, zygotes, tmp_path, request):
+    if not (recipe.quick or request.config.getoption("--all-recipes")):
+        pytest.skip("not a quick recipe: give --all-recipes")
+    if recipe.missing:
+        pytest.skip(f"needs {recipe.missing}")
+    zygote = zygotes(recipe.needs)
+    if recipe.refused:
+        for way in ("single", "killed"):
+            result = run(way, recipe, zygote, tmp_path / way)
+            assert set(result.codes.values()) == {1}, result.output[-3000:]
+            assert recipe.refused in " ".join(result.output.split()), result.output[-3000:]
+            assert not result.committed, "it was refused after its first step"
+        return
+    results = {}
+    for way in WAYS:
+        results[way] = run(way, recipe, zygote, tmp_path / way)
+        assert set(results[way].codes.values()) == {0}, f"{way}\n{results[way].output[-5000:]}"
+        if way in recipe.unlike:
+            compare_replicas(results[way], way)
+        elif way != "plain":
+            compare(recipe, results["plain"], results[way], way)
+
+
+def test_the_page_lists_all_recipes():
+    assert PAGE.read_text() == page(RECIPES), "run python tests/conformance/recipe_table.py"
+
+
+def test_each_recipe_has_a_title_and_an_area():
+    assert all(recipe.title.endswith(".") and recipe.area for recipe in RECIPES)

@@ -159,7 +159,7 @@ class Joins:
         if len(alike) == len({cut for cut, _ in alike}) or 2 * times > len(serving.taken):
             return digest
         digests = ", ".join(f"{name} ({digest[:8]})" for name, digest in sorted(serving.taken.items())[:4])
-        why = f"members disagree about the state at step {serving.step}: {digests}; it gets none of these states"
+        why = f"members disagree about the state at step {serving.step}: {digests}; it gets none of them"
         if serving.disputed != serving.step:
             serving.disputed = serving.step
             self.outbox.record_event("disputed", joiner, why)

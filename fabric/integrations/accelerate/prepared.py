@@ -61,7 +61,7 @@ class JobDataLoader(DataLoader[Any]):
         return self._replica.micro_batches(self, first)
 
     def _read_whole(self) -> Iterator[Any]:
-        self._replica.open_reads += 1
+        self._replica.open_reads, self._replica.evaluates = self._replica.open_reads + 1, True
         try:
             yield from self.whole
         finally:

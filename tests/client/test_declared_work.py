@@ -6,15 +6,15 @@ import time
 import pytest
 import torch
 
-from fabric.client.loop.step import Step
+from fabric.client.loop.step_weight import StepWeight
 from fabric.client.process.step_clock import StepClock
 from fabric.errors import FabricError
 from fabric.health.work import WorkAmount
 
 
-def step(samples: int = 4) -> Step:
-    """Make a step whose loop has just got a micro-batch."""
-    begun = Step(None, 7)
+def step(samples: int = 4) -> StepWeight:
+    """Make the weight of a step whose loop has just got a micro-batch."""
+    begun = StepWeight()
     begun.begin(samples)
     return begun
 
@@ -22,22 +22,22 @@ def step(samples: int = 4) -> Step:
 @pytest.mark.parametrize("lengths", [[3, 4], (3.0, 4.0), torch.tensor([3, 4]), (x for x in (3, 4))])
 def test_the_lengths_of_packed_documents(lengths):
     begun = step()
-    assert begun.add_weight(2.0, work=lengths) == 2.0
+    assert begun.add(2.0, lengths) == 2.0
     assert begun.take_work(4) == WorkAmount(7.0, 25.0, 4.0)
 
 
 @pytest.mark.parametrize("number", [512, 512.0, torch.tensor(512)])
 def test_one_declared_number_is_the_work_of_the_step(number):
     begun = step()
-    begun.add_weight(work=number)
+    begun.add(None, number)
     assert begun.take_work(4) == WorkAmount(512.0, 0.0, 4.0)
 
 
 def test_undeclared_work_is_the_number_of_samples():
     begun = step()
-    begun.add_weight()
+    begun.add(None, None)
     assert begun.take_work(4) == WorkAmount(4.0, 0.0, 4.0)
-    begun.add_weight(work=9)
+    begun.add(None, 9)
     begun.begin(4)  # the next micro-batch has its own declared work
     assert begun.take_work(4) == WorkAmount(4.0, 0.0, 4.0)
 
@@ -45,7 +45,7 @@ def test_undeclared_work_is_the_number_of_samples():
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf, [9, -4], [math.nan], [math.inf]])
 def test_impossible_work_is_refused(bad):
     with pytest.raises(FabricError, match="the work of a micro-batch is negative or no number: give"):
-        step().add_weight(work=bad)
+        step().add(None, bad)
 
 
 def test_a_micro_batch_that_is_computed_twice_counts_twice():

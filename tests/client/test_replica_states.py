@@ -1,5 +1,7 @@
 """States of each replica's own, without services: rows, hand-over and refusals."""
 
+import random
+
 import pytest
 import torch
 
@@ -38,6 +40,21 @@ def test_a_commit_has_the_states_of_all_that_contributed_and_a_newcomer_takes_it
         assert counter.value == value and newcomer.handed_over == 1
 
 
+@pytest.mark.parametrize(("workers", "bytes_of_one"), [(4, 16_000), (16, 16_000)])
+@pytest.mark.parametrize("weight", [1.0, 7.0, 1e-3, 3_000_003.0])
+def test_the_states_of_many_loader_workers_fit_and_arrive_unchanged(workers, bytes_of_one, weight):
+    """As each worker of a StatefulDataLoader has the state of a generator, which does not compress."""
+    states_of_workers = [random.randbytes(bytes_of_one // 2).hex() for _ in range(workers)]
+    source, target = Counter(states_of_workers), Counter()
+    source.num_workers = target.num_workers = workers
+    sender, newcomer = states(1, source), states(1, target)
+    sender.contribute()
+    sender.stand_ins[0][1].grad = sender.stand_ins[0][1].grad / weight
+    sender.commit(weight)
+    newcomer.load_state_dict(sender.state_dict())
+    assert target.value == states_of_workers
+
+
 def test_a_loader_goes_on_where_the_hand_over_has_put_it():
     class Numbers(Counter):
         def __iter__(self):
@@ -55,8 +72,8 @@ def test_a_loader_goes_on_where_the_hand_over_has_put_it():
 
 
 def test_a_state_that_is_too_large_or_no_state_is_refused():
-    large = Counter("x" * ROW_BYTES)
-    with pytest.raises(ConfigError, match=r"local_state has \d+ bytes, and 32764 fit"):
+    large = Counter([random.random() for _ in range(ROW_BYTES // 8)])
+    with pytest.raises(ConfigError, match=r"local_state has \d+ bytes after compression, and 65536 fit"):
         states(0, large).contribute()
     with pytest.raises(ConfigError, match=r"local_state\['data'\] is a object without state_dict"):
         states(0, object())

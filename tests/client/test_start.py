@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from fabric.client.loop import start
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim
+from fabric.model import DataPlan
 from fabric.runtime.config import Settings
 
 CLAIM = """
@@ -58,6 +59,6 @@ def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
     durable = SimpleNamespace(find=lambda: ())
     parts = SimpleNamespace(exchange=SimpleNamespace(retain=True), handle=handle, durable=durable)
     settings = Settings(job="job", replica="r0")
-    start.begin(engine, parts, settings, ProcessIdentity(9, (8, 7)), start.TrainingSetup(1, "", "", ""))
+    start.begin(engine, parts, settings, ProcessIdentity(9, (8, 7)), start.TrainingSetup(DataPlan(1), "", ""))
     (member,) = begun
     assert member.view.last_answered == 5e6 and member.view.identity.predecessors == (8, 7)

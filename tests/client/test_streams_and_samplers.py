@@ -19,9 +19,11 @@ from fabric.client.data.loader import (
 )
 from fabric.client.data.sample_plan import SamplePlan
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
+from fabric.client.gradients.buffer_choices import choose_buffers
+from fabric.client.gradients.forward_buffers import ForwardBuffers
 from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.client.loop.shared_state import shared_state
+from fabric.client.loop.step_data import StepData
 from fabric.errors import ConfigError, FabricError, StateError
 from fabric.model import Base, Member, Record
 from fabric.runtime.config import Settings
@@ -70,6 +72,23 @@ def test_a_stream_that_can_seek_reads_nothing_to_get_there():
     dataset = Seeking(1000)
     assert IterableStream(dataset).read(800, [801, 800]) == [801, 800]
     assert dataset.read == 2
+
+
+def test_a_stream_with_set_epoch_is_told_the_number_of_each_iteration():
+    """A newcomer reads from the beginning, and tells the same numbers on its way."""
+
+    class Told(Counting):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([(self.epoch, i) for i in range(self.size)])
+
+    expected = [(p // 3, p % 3) for p in range(12)]
+    assert IterableStream(Told(3)).read(0, list(range(12))) == expected
+    newcomer = IterableStream(Told(3))
+    assert newcomer.read(8, [8, 9, 10]) == expected[8:11]
+    assert newcomer.read(1, [1, 2, 3]) == expected[1:4]
 
 
 def test_an_empty_stream_and_one_that_ends_are_refused_in_a_sentence():
@@ -329,7 +348,8 @@ def test_what_has_no_state_is_refused_with_what_may_be_given():
 
 
 def shared_objects(state):
-    objects = shared_state(torch.nn.Linear(1, 1), {}, state, "refuse")
+    model = torch.nn.Linear(1, 1)
+    objects = shared_state(model, {}, state, choose_buffers(model, "refuse"))
     return {name: value for name, value in objects.items() if name != "model"}
 
 
@@ -342,7 +362,7 @@ def file_of(view):
 
 def normed():
     model = torch.nn.BatchNorm1d(2, momentum=0.5)
-    averaged = AveragedBuffers(model, changing_buffers(model))
+    averaged = ForwardBuffers(model, choose_buffers(model, "average"))
     averaged.begin()
     return model, averaged
 
@@ -413,3 +433,23 @@ def test_the_learning_rate_is_scaled_for_one_step_and_taken_back_exactly():
         optimizer.step()
         assert parameter.item() == pytest.approx(expected)
         assert optimizer.param_groups[0]["lr"] == 0.3
+
+
+def test_scale_lr_does_not_miss_the_micro_batches_without_a_sample():
+    """A pass of 16 samples ends with a step of 4: micro-batches 2 to 5 of it are empty."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    options = parse_options({"policy": "shrink", "scale_lr": True, "epoch_end": "short"})
+    data = StepData({"optimizer": optimizer})
+    data.enter(make_loader(list(range(16)), (12, 2, 0), list, 0, options, DataReader("r0", 3)), 4, None)
+    for step, counted, factor in (
+        (0, range(6), 1.0),
+        (0, [0, 1, 2], 0.5**0.5),
+        (1, [0, 1], 1.0),
+        (1, [0], 0.5**0.5),
+    ):
+        data.present(step, counted)
+        weight.grad = torch.ones(1)
+        before = weight.item()
+        optimizer.step()
+        assert before - weight.item() == pytest.approx(factor)

@@ -106,6 +106,31 @@ def test_the_data_set_and_worker_init_fn_find_what_torch_tells_them():
     assert not seeds[0] & seeds[1], "the workers of two replicas have equal seeds"
 
 
+class Epochs(Noisy):
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_data_set_with_set_epoch_is_told_the_pass_of_each_micro_batch(workers, context):
+    """Wherever it is read, and although workers read ahead into the next pass."""
+    options = {"multiprocessing_context": context} if workers else {}
+    chosen = parse_options({"epoch_end": "short", "sampler": range(20), **options})
+    loader = make_loader(Epochs(), (8, 2, 3), list, workers, chosen, DataReader("r0", 1))
+    for step, number in ((0, 0), (2, 0), (3, 1), (8, 2), (3, 1)):
+        loader.read_ahead(step, range(2))
+        assert [loader.fetch(step, i) for i in range(2)] == [[number] * 2] * 2
+    loader.close()
+    with pytest.raises(ConfigError, match=r'the data set has set_epoch, .*: give workers="processes"'):
+        make_loader(Epochs(), (8, 2, 3), list, 2, parse_options({"workers": "threads"}), DataReader("r0", 1))
+
+
 def test_an_error_of_the_data_set_is_raised_where_the_micro_batch_is_needed():
     plan = SamplePlan(40, 8, 2, seed=3)
     damaged = plan.samples(0, 3)[0]

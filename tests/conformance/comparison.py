@@ -141,7 +141,7 @@ def _curves(result: Result, pattern: str) -> dict[str, dict[str, dict[int, float
             if "per_second" not in tag and "runtime" not in tag
         }
         for tag, points in curves.items():
-            steps = [step for step, _ in points]
+            steps = [step for step, _ in points if not tag.endswith("epoch")]
             assert len(steps) == len(set(steps)), f"{folder}: {tag} has a step twice"
         found[folder.relative_to(result.folder / "out").as_posix()] = {
             t: dict(sorted(p)) for t, p in curves.items()

@@ -56,7 +56,7 @@ class CollectiveMembers:
         """Begin the phase before the commit of a step of ``session.steps``."""
         record, before = self._engine.current, self._committed
         if not isinstance(order, io.Compute) or record is None:
-            self._leave(f"step {order.step} was committed without its micro-batches, call after the commit")
+            self.leave(f"step {order.step} was committed without its micro-batches, call after the commit")
             return
         members = tuple(
             x
@@ -68,12 +68,13 @@ class CollectiveMembers:
     def end_step(self, order: io.Apply) -> None:
         """Begin the phase after the commit of a step."""
         if order.prepared is None:
-            self._leave(f"it replays step {order.step}, call collectives only where step.replayed is false")
+            self.leave(f"it replays step {order.step}, call collectives only where step.replayed is false")
             return
         self._committed = record = self._records[order.prepared.epoch]
         self._phase = Phase((order.step + 1, 0), record.epoch, record.roster)
 
-    def _leave(self, why: str) -> None:
+    def leave(self, why: str) -> None:
+        """Take part in no collective until the next step; ``why``, for the error of a call."""
         self._phase, self._why_not = None, why
 
     def group(self, phase: Phase) -> CollectiveGroup:

@@ -23,14 +23,16 @@ class Fetcher(Protocol):
         """Seed every generator first, so that the micro-batch is the same on every replica."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class IndexFetcher:
-    """Reads a data set with an index. ``batched``: the one item is a list of indices, of a batch sampler."""
+    """Reads a data set with an index, which is told the number of each pass where it has ``set_epoch``."""
 
     dataset: Any
     collate: Collate
     seed: int
-    batched: bool = False
+    batched: bool = False  # the one item of a micro-batch is a list of indices, of a batch sampler
+    pass_of: Callable[[int, int], int] | None = None  # if the data set has ``set_epoch``
+    _pass: int = -1  # that the data set was told last
 
     def read(self, step: int, items: Sequence[Any]) -> Any:
         indices = items[0] if self.batched else items
@@ -42,6 +44,9 @@ class IndexFetcher:
 
     def seeded(self, step: int, micro_batch: int, items: Sequence[Any]) -> Any:
         seed_everything(self.seed, step, micro_batch)
+        if self.pass_of is not None and self._pass != (number := self.pass_of(step, micro_batch)):
+            self._pass = number
+            self.dataset.set_epoch(number)
         return self.read(step, items)
 
 

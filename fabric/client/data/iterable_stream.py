@@ -1,6 +1,7 @@
 """Iterable data sets: every replica reads the stream from its beginning to the committed position.
 
 An iterable data set must give the same samples in the same order every time it is iterated, on every replica.
+A data set with ``set_epoch`` is told the number of the iteration first, so it may shuffle by that number.
 The iteration is repeated endlessly; position p is sample number p of the repetition. Step s covers the
 positions [s*G, (s+1)*G) for global batch size G. So the committed step gives the position, and no position is
 saved. A replica reads the whole global batch of a step, because it may inherit any part of it.
@@ -23,6 +24,7 @@ class IterableStream:
         self._dataset = dataset
         self._from = getattr(dataset, "iterate_from", None)
         self._iterator: Iterator[Any] | None = None
+        self._number = 0  # of the iteration
         self._next = 0  # the position that the iterator gives next
         self._kept: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -46,7 +48,13 @@ class IterableStream:
         if self._from is not None:
             self._iterator, self._next = iter(self._from(first)), first
         else:
-            self._iterator, self._next = iter(self._dataset), 0
+            self._iterator, self._next = self._iterate(0), 0
+
+    def _iterate(self, number: int) -> Iterator[Any]:
+        self._number = number
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(number)
+        return iter(self._dataset)
 
     def _draw(self) -> Any:
         """Return the next sample; after the last comes the first."""
@@ -58,7 +66,7 @@ class IterableStream:
                 f"iterate_from ended before position {self._next}: it must go on for ever (begin again after "
                 "the last sample)"
             )
-        self._iterator = iter(self._dataset)
+        self._iterator = self._iterate(self._number + 1)
         for sample in self._iterator:
             return sample
         raise ConfigError("the data set is empty: its iteration gives no sample")

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -309,7 +309,10 @@ def _fetcher(dataset: Any, plan: SamplePlan, collate_fn: Collate, options: Loade
             f"micro_batch_size is {plan.micro_batch_size}, but a batch of the batch_sampler is "
             "one: give micro_batch_size=1, and global_batch_size as a number of batches"
         )
-    return IndexFetcher(dataset, collate_fn, plan.seed, batched)
+    has_epochs = hasattr(dataset, "set_epoch") and not plan.shards
+    # Without the sampler the plan can go to a process that does not inherit it.
+    pass_of = replace(plan, order=None).pass_of if has_epochs else None
+    return IndexFetcher(dataset, collate_fn, plan.seed, batched, pass_of)
 
 
 def _workers(loader: Loader, count: int, options: WorkerOptions, replica: str) -> Workers | None:
@@ -322,6 +325,11 @@ def _workers(loader: Loader, count: int, options: WorkerOptions, replica: str) -
             raise ConfigError(
                 f"worker_init_fn goes with worker processes, and {kind} is read in the trainer's own "
                 "process: leave it out"
+            )
+        if isinstance(fetcher, IndexFetcher) and fetcher.pass_of is not None:
+            raise ConfigError(
+                "the data set has set_epoch, and threads that share it may be in two passes at once: give "
+                'workers="processes"'
             )
         return ReadingThreads(fetcher, loader.items, count)
     tries = loader.plan.steps_per_pass

@@ -79,7 +79,7 @@ class SamplerOrder:
     def indices(self, positions: Sequence[int]) -> list[int]:
         """Return the data set indices at ``positions``, those of a batch one by one.
 
-        A sampler whose entries are no numbers has positions instead.
+        A sampler that yields other things than numbers has positions instead.
         """
         entries = [x if isinstance(x, list | tuple) else [x] for x in self.items(positions)]
         indices = [i for entry in entries for i in entry]
@@ -140,8 +140,8 @@ class SamplerOrder:
         if _digest(self._iterate(0)) != self.digest:
             raise ConfigError(
                 f"the sampler {self.name} gives another order each time it begins, so replicas would get "
-                "different orders: let it draw from torch's, numpy's or random's generator, or from one with "
-                "a seed of its own"
+                "different orders: let it draw from the generator of torch, numpy or random, or from one "
+                "that is its attribute"
             )
         if second != self.size:
             raise ConfigError(

@@ -124,6 +124,10 @@ class SamplePlan:
         stop = start + self.micro_batch_size
         return range(start, stop if end is None else max(start, min(stop, end)))
 
+    def pass_of(self, step: int, micro_batch: int) -> int:
+        """Return the number of the pass in which a micro-batch begins; without shards."""
+        return self.positions(step, micro_batch).start // self.dataset_size
+
     def samples(self, step: int, micro_batch: int) -> list[int]:
         """Return the data set indices of one micro-batch, for the journal; of a stream the positions."""
         if self.shards:

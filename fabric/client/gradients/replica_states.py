@@ -4,11 +4,16 @@ The states travel with the gradients. A stand-in parameter has a row of bytes fo
 replica fills the row of its slot, and the sum over the replicas has the rows of all. So a step commits its
 gradient and its states together, and a replay of the gradient brings the states too. The rows are part of the
 shared state, where a replica that takes a slot over finds the slot's newest state.
+
+A state is compressed. Each number of the stand-in parameter carries two bytes of it. 65,535 survives the
+division by the weight and the multiplication after it.
 """
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from fabric.ckpt_server.state.training_state import capture, restore
@@ -16,8 +21,10 @@ from fabric.client.data.loader import data_slot_of
 from fabric.errors import ConfigError
 from fabric.runtime.config import Settings, parse_replicas
 
-ROW_BYTES = 32 * 1024
+# Bytes of a row: for a state with up to _WORKERS loader workers, and for each worker beyond.
+ROW_BYTES, WORKER_BYTES, _WORKERS = 64 * 1024, 16 * 1024, 4
 _LENGTH_BYTES = 4
+_MOST_BYTES = 1 << 26  # of a state that is not compressed
 NAME = "local_state"  # among the objects of the shared state
 
 
@@ -34,8 +41,11 @@ class ReplicaStates:
         self.handed_over = 0  # how many times a state of the job was loaded into the objects
         self._objects = dict(objects)
         self._slot = slot
-        self._rows = torch.zeros(slots if objects else 0, ROW_BYTES, dtype=torch.uint8)
-        stand_in = torch.nn.Parameter(torch.zeros(self._rows.shape, device=device))
+        workers = sum(max(0, int(getattr(x, "num_workers", 0)) - _WORKERS) for x in objects.values())
+        self._row_bytes = _LENGTH_BYTES + ROW_BYTES + WORKER_BYTES * workers
+        self._rows = torch.zeros(slots if objects else 0, self._row_bytes, dtype=torch.uint8)
+        numbers = torch.zeros(len(self._rows), self._row_bytes // 2, dtype=torch.float32, device=device)
+        stand_in = torch.nn.Parameter(numbers)
         self.stand_ins = [(NAME, stand_in)] if objects else []
 
     @classmethod
@@ -67,10 +77,10 @@ class ReplicaStates:
     def contribute(self) -> None:
         """Put the objects' states, as they are now, into the exchange. Raises ConfigError if too large."""
         for _, stand_in in self.stand_ins:
-            content = _content(self._objects)
-            row = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            content = _content(self._objects, self._row_bytes)
+            numbers = torch.from_numpy(np.frombuffer(content, "<u2").astype(np.float32))
             stand_in.grad = torch.zeros_like(stand_in)
-            stand_in.grad[self._slot, : len(row)] = row.to(stand_in.device, stand_in.dtype)
+            stand_in.grad[self._slot, : len(numbers)] = numbers.to(stand_in.device)
 
     @torch.no_grad()
     def commit(self, total_weight: float) -> None:
@@ -78,7 +88,8 @@ class ReplicaStates:
         for _, stand_in in self.stand_ins:
             assert stand_in.grad is not None
             # The gradient is the sum over the replicas, divided by the weight.
-            rows = torch.round(stand_in.grad * total_weight).to("cpu", torch.uint8)
+            numbers = torch.round(stand_in.grad * total_weight).to("cpu", torch.int32).numpy()
+            rows = torch.from_numpy(numbers.astype("<u2").view(np.uint8))
             stand_in.grad = None
             filled = (rows[:, :_LENGTH_BYTES] != 0).any(dim=1)
             self._rows[filled] = rows[filled]
@@ -95,7 +106,9 @@ class ReplicaStates:
         row = self._rows[self._slot].numpy().tobytes()
         length = int.from_bytes(row[:_LENGTH_BYTES], "little")
         if length:
-            restore(memoryview(bytearray(row[_LENGTH_BYTES : _LENGTH_BYTES + length])), self._objects)
+            packed = row[_LENGTH_BYTES : _LENGTH_BYTES + length]
+            content = zlib.decompressobj().decompress(packed, _MOST_BYTES)
+            restore(memoryview(bytearray(content)), self._objects)
         self.handed_over += 1
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -110,13 +123,16 @@ class ReplicaStates:
                 yield batch
 
 
-def _content(objects: Mapping[str, Any]) -> bytes:
+def _content(objects: Mapping[str, Any], row_bytes: int) -> bytes:
+    """Return the objects' states with their length in front, an even number of bytes."""
     view = capture(objects, 0)
     parts = [tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in view.tensors]
     content = b"".join([view.header, *parts])
-    if len(content) + _LENGTH_BYTES > ROW_BYTES:
+    packed = zlib.compress(content, 1)
+    if len(packed) + _LENGTH_BYTES > row_bytes or len(content) > _MOST_BYTES:
         raise ConfigError(
-            f"local_state has {len(content)} bytes, and {ROW_BYTES - _LENGTH_BYTES} fit: leave out what "
-            "every replica can compute"
+            f"local_state has {len(packed)} bytes after compression, and {row_bytes - _LENGTH_BYTES} fit: "
+            "leave out what every replica can compute, such as samples in a shuffle buffer"
         )
-    return len(content).to_bytes(_LENGTH_BYTES, "little") + content
+    framed = len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
+    return framed + bytes(len(framed) % 2)

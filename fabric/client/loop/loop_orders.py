@@ -12,6 +12,7 @@ from fabric.client.process.error_text import name_samples
 from fabric.client.process.step_clock import StepClock
 from fabric.client.process.wait_log import WaitLogger
 from fabric.errors import RoundsFailed
+from fabric.exit_codes import RESTART
 from fabric.protocol.messages import member_events as io
 
 # The orders that concern the user's loop.
@@ -34,6 +35,7 @@ class LoopOrders:
     ) -> None:
         # Returns the samples of a step's micro-batch, where the loop's data have a plan.
         self.samples: Callable[[int, int], list[int]] | None = None
+        self.held: io.Install | None = None  # a state to load in a later call of ``session.steps``
         self._engine = engine
         self._state = state
         self._replay = replay
@@ -42,21 +44,54 @@ class LoopOrders:
         self._clock = clock
         self._wait_logger = wait_logger
         self._rank = rank
+        self._has_begun = False  # whether this process has said where it begins
 
     def answer(self, event: io.Event) -> LoopOrder:
         """Post ``event``, and return the next order that concerns the user's loop."""
         self._engine.post(event)
         return self.next()
 
+    def at_boundary(self, ready: Callable[[], io.Event]) -> LoopOrder | io.Install:
+        """Answer with the event of ``ready``, or load the held state; return the next order for the loop.
+
+        A state at or beyond the end of this call of ``session.steps`` is held for a later call, because it
+        has the effect of the user's code between the calls already. The order to load it is returned then.
+        """
+        if self.held is None:
+            self._engine.post(ready())
+            return self._next(may_hold=True)
+        if self.held.step >= self._progress.until:
+            return self.poll() or self.held
+        self.load_held()
+        return self._next(may_hold=True)
+
+    def load_held(self) -> bool:
+        """Load the held state now; return whether there was one."""
+        held, self.held = self.held, None
+        if held is not None:
+            self._replay.install(held)
+        return held is not None
+
     def next(self) -> LoopOrder:
         """Wait for an order that concerns the user's loop; obey all orders before it."""
+        order = self._next(may_hold=False)
+        assert not isinstance(order, io.Install)
+        return order
+
+    def _next(self, may_hold: bool) -> LoopOrder | io.Install:
         if self._progress.left is not None:
             raise self._progress.left
         self._wait_logger.begin()
         while True:
             order = self._wait_logger.get(self._engine.orders)
             self._clock.wait_s += self._clock.lap()
+            if isinstance(order, io.Install) and self._holds(order, may_hold):
+                self.held = order
+                return order
             if (for_loop := self._take(order)) is not None:
+                if not self._has_begun and not isinstance(for_loop, io.Finish):
+                    self._has_begun = True
+                    self._shutdown.say_start(for_loop.step)
                 return for_loop
 
     def poll(self) -> LoopOrder | None:
@@ -91,6 +126,19 @@ class LoopOrders:
             self._obey(order)
             return None
         return order
+
+    def _holds(self, order: io.Install, may_hold: bool) -> bool:
+        """Whether this state is for a later call of ``session.steps``. For an earlier one leave the job."""
+        begin, until = self._progress.begin, self._progress.until
+        if begin < 0 or begin <= order.step < until:
+            return False
+        if order.step < begin or not may_hold:
+            self._shutdown.leave(
+                f"the job goes on from step {order.step}, and this session.steps call has the steps from "
+                f"{begin} to {until}: this process starts again",
+                RESTART,
+            )
+        return True
 
     def _obey(self, order: io.Effect | RoundsFailed) -> None:
         if isinstance(order, RoundsFailed):

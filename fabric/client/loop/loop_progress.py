@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass, field
 
 from fabric.errors import RoundsFailed
+from fabric.model import DataPlan
 
 
 @dataclass(slots=True)
@@ -11,7 +12,11 @@ class LoopProgress:
     """One per session; only the main thread writes it."""
 
     state_step: int = 0  # number of committed optimizer steps in the state in memory
-    until: int = sys.maxsize  # the step at which the user's loop ends
+    begin: int = -1  # the first step of the present call of ``session.steps``; -1: the loop makes none
+    until: int = sys.maxsize  # the step at which this call ends
+    news: DataPlan | None = None  # the data plan of this call, until the core knows it
+    bare: bool = False  # whether the newest step of the user's code has no micro-batch
+    source: str = ""  # where the loaded state came from
     left: RoundsFailed | None = None  # the error with which this process left the job before its end
     finished: bool = False  # whether the job is complete
     behind: bool = False  # true from a load or a replayed step until this replica contributes again
@@ -19,6 +24,11 @@ class LoopProgress:
     metrics: dict[str, float] = field(default_factory=dict)  # the user's sums of this step
     samples: dict[int, list[int]] = field(default_factory=dict)  # this step's samples by micro-batch
     loads: int = 0  # how often this process has loaded a fetched state
+
+    def take_news(self) -> DataPlan | None:
+        """Return the data plan that the core does not know yet; None where it knows it."""
+        news, self.news = self.news, None
+        return news
 
     def micro_batch(self) -> int:
         """Return the micro-batch that user code computes, or -1."""

@@ -63,6 +63,7 @@ class Replay:
         self._progress.state_step = order.step
         self._progress.loads += 1
         fetched = fetched_state.fetched
+        self._progress.source = ", ".join(sorted(fetched.sources)) or "this host"
         if not fetched_state.resharded:
             self._parts.snapshots.serve(fetched_state.slot, fetched.manifest)
         self._replayed = 0
@@ -78,7 +79,8 @@ class Replay:
         )
         digest = self._state.name_installed(digest)
         self._state.note(digest)
-        self._engine.post(io.Installed(order.step, digest, last=order.step >= self._progress.until))
+        news = self._progress.take_news()
+        self._engine.post(io.Installed(order.step, digest, order.step >= self._progress.until, news))
 
     def note_joined(self, prepared: io.PreparedRound) -> None:
         """Journal the first round of a replica that has caught up."""

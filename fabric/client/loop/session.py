@@ -21,7 +21,6 @@ from fabric.client.data.loader import (
     DataReader,
     Loader,
     SampleSlice,
-    describe_sharing,
     make_loader,
     parse_options,
 )
@@ -29,7 +28,6 @@ from fabric.client.data.randomness import seed_everything
 from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.bucket_stream import Overlap
 from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.client.gradients.nonfinite_metrics import finite, restored
 from fabric.client.loop.handover import Handover
 from fabric.client.loop.local_state import LocalState
@@ -38,18 +36,18 @@ from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.loop.model_watch import ModelWatch
 from fabric.client.loop.replay import Replay
 from fabric.client.loop.shutdown import Shutdown
-from fabric.client.loop.start import TrainingSetup, begin, digest_of_names, make_engine
+from fabric.client.loop.start import TrainingSetup, begin, make_engine
 from fabric.client.loop.step import Step
+from fabric.client.loop.step_data import StepData, described_as
 from fabric.client.process.excepthook import before_report
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
 from fabric.client.process.wait_log import FIRST_S, WaitLogger, describe_wait
 from fabric.client.state.durable_policy import StorageUnavailable, writer_of
-from fabric.client.state.small_entries import small_entries
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
 from fabric.health.work import WorkAmount
-from fabric.model import EVERYTHING, Sharing, StepTimes
+from fabric.model import EVERYTHING, DataPlan, Sharing
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.rank_layout import RankLayout, parse_layout
@@ -96,6 +94,7 @@ class Session(SessionCollectives):
         )
         self._process = process
         self.handover = Handover(settings.replica, parts, self._state)
+        self.overlap.stale = self.handover.stale
         self._clock = StepClock()
         if process.group is not None and settings.adapt != "off":
             self._clock.waits.install()
@@ -115,10 +114,9 @@ class Session(SessionCollectives):
             process.rank,
         )
         self.collectives: Collectives = make_collectives(self._engine, parts, self._clock.pause)
-        self._loader: Loader | None = None
+        self._data = StepData(describer.objects)
+        self._plan = DataPlan(0)
         self._sampler: StepSampler | None = None
-        self._presence: PresenceFactor | None = None
-        self._micro_batches = 0
         self._first_order: LoopOrder | None = None
 
     # --- reading ----------------------------------------------------------------------------------
@@ -130,8 +128,8 @@ class Session(SessionCollectives):
 
     @property
     def committed_step(self) -> int:
-        """Committed optimizer steps that this replica's state has."""
-        return self._progress.state_step
+        """Committed optimizer steps that this replica's state has, or will have once it is loaded."""
+        return self.orders.held.step if self.orders.held is not None else self._progress.state_step
 
     @property
     def loads(self) -> int:
@@ -150,7 +148,7 @@ class Session(SessionCollectives):
 
         All ranks of a replica get the same value.
         """
-        return writer_of(self._engine.current) == self.settings.replica
+        return self.orders.held is None and writer_of(self._engine.current) == self.settings.replica
 
     @property
     def layout(self) -> RankLayout:
@@ -206,31 +204,28 @@ class Session(SessionCollectives):
         self._sampler = sampler
         self.handover.randomness.seed = sampler.seed
 
-    def steps(self, data: Loader, until: int) -> Iterator[Step]:
-        """Yield steps, from the job's committed step to committed step ``until``; see Step."""
-        self._progress.until = until
+    def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[Step]:
+        """Yield steps, from the job's committed step to committed step ``until``; see Step.
+
+        Call it again for each epoch or stage; a call whose steps are over has none. ``first_step``: the step
+        at which the order of ``data`` begins, by default the first one of its first call.
+        """
+        self._begin_call(data, until, first_step)
         self.handover.randomness.follow_steps(data.plan.seed)
-        if not self._engine.is_running:
-            self._loader = data
-            plan = data.plan
-            self.orders.samples = plan.samples
-            objects = self._state.describer.objects
-            optimizers = [x for name, x in objects.items() if name.startswith("optimizer")]
-            self._presence = PresenceFactor(optimizers) if data.scale_lr else None
-            described = {**plan.describe(), **describe_sharing(data.sharing)}
-            self._start(described, {"until": until}, data.sharing, data.data_slot)
         while self._progress.state_step < until and not self._progress.finished:
             step = Step(self, self._progress.state_step)
-            order = self.orders.answer(self._ready())
+            order = self.orders.at_boundary(self._ready)
+            if isinstance(order, io.Install):  # this state is of a later call
+                self.collectives.members.leave("it catches up with the job, call after a step of its own")
+                return
             if isinstance(order, io.Finish):
                 if self._progress.state_step < until:
-                    # The weights here are not the job's final weights, so the user's code must not go on.
                     self.orders.too_late(order)
                 return
             self._first_order = order
             self.collectives.members.begin_step(order)
             data.sit(self._engine.current, self.settings.replica)
-            step.number = self._progress.state_step
+            step.number, self._progress.bare = self._state.hand_over(), isinstance(order, io.Apply)
             yield step
             if not step.done:
                 raise FabricError(
@@ -239,31 +234,44 @@ class Session(SessionCollectives):
                 )
             self._parts.points.hit("optimizer", step.number)
 
+    def _begin_call(self, data: Loader, until: int, first_step: int | None) -> None:
+        """Take the data of a call of ``steps``; the first call joins the job."""
+        progress, steps = self._progress, self._data
+        steps.enter(data, until, first_step)
+        progress.begin, progress.until = steps.begin, until
+        plan = steps.plan({"on_nan": self.settings.on_nan})
+        if not self._engine.is_running:
+            self.orders.samples = steps.samples
+            self._start(plan, steps.describe(), {"until": until}, data.sharing, data.data_slot)
+        elif plan.described != self._plan.described:
+            self._parts.journal.write("data", step=plan.begin, data=steps.describe())
+        self._plan = progress.news = plan
+
     def run_step(self, step: Step) -> Iterator[Any]:
-        """Yield the micro-batches of ``step``: own, then inherited from lost members. Only Step calls
-        this."""
-        assert self._loader is not None
-        order, crash_marker, plan = self._first_order, self._parts.crash_marker, self._loader.plan
+        """Yield the micro-batches of ``step``: own, then inherited ones. Only Step calls this."""
+        data, seed = self._data, self._data.loader.plan.seed
+        order, crash_marker = self._first_order, self._parts.crash_marker
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
-            self._loader.read_ahead(order.step, order.micro_batches)
-            filled = plan.with_samples(order.step, order.micro_batches)
+            data.read_ahead(self._state.hand_over(), order.micro_batches)
+            self._parts.buffers.begin_forward()
+            filled = data.with_samples(order.step, order.micro_batches)
             for left, micro_batch in enumerate(filled, 1 - len(filled)):
                 self._progress.at = (order.step, micro_batch)
                 crash_marker.at(order.step, micro_batch)
                 self._parts.points.hit("forward", order.step, self._progress.micro_batch)
-                samples = self._progress.samples[micro_batch] = plan.samples(order.step, micro_batch)
-                batch = self._loader.fetch(order.step, micro_batch)
-                seed_everything(plan.seed, order.step, micro_batch)
-                step.begin(self._loader.count(order.step, micro_batch))
+                samples = self._progress.samples[micro_batch] = data.samples(order.step, micro_batch)
+                batch = data.fetch(order.step, micro_batch)
+                seed_everything(seed, order.step, micro_batch)
+                step.weight.begin(data.count(order.step, micro_batch))
                 with self.overlap.micro_batch(last=left == 0):
                     yield batch
-                self._clock.count(micro_batch, step.take_work(len(samples)))
+                self._clock.count(micro_batch, step.weight.take_work(len(samples)))
             crash_marker.clear()
             self._progress.at = None
-            self._loader.expect(order.step + 1, following)
-            self._post_computed(order, step.take_weight())
+            data.expect(order.step + 1, following)
+            self._post_computed(order, step.weight.take(p for _, p in self._state.gradients.parameters))
             order = self.orders.next()
         self._end_step(step, order)
 
@@ -309,7 +317,9 @@ class Session(SessionCollectives):
         sampler = self._sampler
         data = sampler.describe() if sampler is not None else {"micro_batches": EXCHANGE_TOKENS}
         data_slot = sampler.part.data_slot if sampler is not None else -1
-        self._start(data, more, Sharing("shrink", data["micro_batches"]), data_slot)
+        described = described_as({**data, "on_nan": self.settings.on_nan})
+        self._plan = DataPlan(data["micro_batches"], described)
+        self._start(self._plan, data, more, Sharing("shrink", data["micro_batches"]), data_slot)
 
     def take_drawn(self) -> bool:
         """Return whether the data that the loop drew are those of this step. Raises ConfigError."""
@@ -334,6 +344,10 @@ class Session(SessionCollectives):
         step = Step(self, self._progress.state_step)
         self._end_step(step, order)
         return step
+
+    def say_in(self, words: Mapping[str, str]) -> None:
+        """Replace these words in the sentence that ends this process; for adapters."""
+        self._shutdown.words |= words
 
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
@@ -364,10 +378,10 @@ class Session(SessionCollectives):
             if self._parts.durable.is_due(self.committed_step, self._engine.current, last=True):
                 self._state.snapshot_by_policy(True, "")
                 self._parts.snapshot_worker.settle(within_s=60.0)
-            self._engine.post(io.Closing())
+            if not self.orders.load_held():
+                self._engine.post(io.Closing())
             self.orders.await_end()
-        if self._loader is not None:
-            self._loader.close()
+        self._data.close()
         self._parts.journal.write("finish", step=self.committed_step)
         self.collectives.close()
         self._engine.close()
@@ -377,6 +391,7 @@ class Session(SessionCollectives):
 
     def _start(
         self,
+        plan: DataPlan,
         data: Mapping[str, Any],
         more: Mapping[str, Any],
         sharing: Sharing = EVERYTHING,
@@ -385,7 +400,6 @@ class Session(SessionCollectives):
         """Open the leader session. It declares the data, so it opens only when the loop has named them."""
         settings, parts = self.settings, self._parts
         self._watch.begin()
-        self._micro_batches = int(data["micro_batches"])
         parts.buffers.begin()
         self._shutdown.watch_uncaught()
         parts.journal.start(settings.job, self._state.gradients.layout, data, data_slot)
@@ -398,23 +412,20 @@ class Session(SessionCollectives):
             # If the replicas' initial states differ, a new job may begin from this snapshot.
             self._state.snapshot(generation=0)
         parts.snapshot_worker.submit(parts.slots.reserve)
-        part = self._loader.slice.index if self._loader is not None else self._process.rank
+        is_sliced = self._data.until > 0  # else the loop calls ``exchange``
+        part = self._data.loader.slice.index if is_sliced else self._process.rank
         agreed = {**data, **more, "on_nan": settings.on_nan}  # settings that must be equal on all members
-        gradients = self._state.gradients
         setup = TrainingSetup(
-            micro_batches=self._micro_batches,
-            data=" ".join(f"{name} {value}" for name, value in agreed.items()),
-            layout=gradients.layout,
+            plan=plan,
+            data=described_as(agreed),
             digest=digest,
             part=part,
             sharing=sharing,
             data_slot=data_slot,
-            tensors=gradients.described,
-            names=digest_of_names(gradients.parameters),
             plane=parts.plane.kind,
             step=self.committed_step,
             cuts=parts.lanes.text if parts.lanes is not None else "",
-        )
+        ).with_parameters(self._state.gradients)
         try:
             begin(self._engine, parts, settings, self._process, setup)
         except StorageUnavailable as error:
@@ -425,14 +436,10 @@ class Session(SessionCollectives):
         self._replay.end()
         self._clock.end_update()
         digest, later = self._state.reach_boundary()
-        entries = small_entries(self._state.describer.objects) if digest else ()
-        return io.Ready(self.committed_step, digest, self._times(), later, entries)
-
-    def _times(self) -> StepTimes:
-        exchange = self._parts.exchange
-        times = self._clock.times(exchange.seconds, exchange.waiting_s, exchange.sending_s)
-        exchange.seconds, exchange.waiting_s, exchange.sending_s = 0.0, {}, {}
-        return times
+        plan = self._progress.take_news()
+        times = self._parts.exchange.take_times(self._clock)
+        entries = self._state.entries(digest)
+        return io.Ready(self._progress.state_step, digest, times, later, entries, plan)
 
     def _post_computed(self, order: io.Compute, weight: float) -> None:
         self._watch.check(order.step)
@@ -446,6 +453,7 @@ class Session(SessionCollectives):
         redo = self.overlap.end_order()
         self._parts.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
+        self._state.settle()
 
     def _end_step(self, step: Step, order: LoopOrder | None) -> None:
         """Put the committed gradient into ``.grad`` and hand over to the user's update code."""
@@ -462,10 +470,8 @@ class Session(SessionCollectives):
             held = self._parts.fetch_thread.as_prepared()
             self._replay.begin()
         self._journal_commit(order, held, replay=order.prepared is None)
-        counted = sum(len(ids) for _, ids in held.contributions)
         step.skipped = self.handover.give(order, held)
-        if self._presence is not None:
-            self._presence.present(counted, self._micro_batches)
+        self._data.present(order.step, [i for _, ids in held.contributions for i in ids])
         self._progress.state_step = order.step + 1
         self._state.digest_wanted = order.digest
         self._progress.samples.clear()
@@ -475,10 +481,10 @@ class Session(SessionCollectives):
 
     def _journal_commit(self, order: io.Apply, held: io.PreparedRound, replay: bool) -> None:
         times = self._clock.by_phase(self._parts.exchange.seconds)
-        has_plan = self._loader is not None or self._sampler is not None  # else samples are unknown
+        has_samples = self._data.until > 0 or self._sampler is not None
         self._parts.journal.commit(
             held,
-            self._micro_batches if has_plan else 0,
+            self._plan.micro_batches if has_samples else 0,
             times,
             generation=order.generation,
             contributed=order.contributed,

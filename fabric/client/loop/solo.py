@@ -12,7 +12,10 @@ from fabric.client.collectives.solo_collectives import SoloCollectives
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler
+from fabric.client.gradients.stale_gradients import StaleGradients
 from fabric.client.loop.handover import optimizers_in
+from fabric.client.loop.step_data import StepData
+from fabric.client.loop.step_weight import StepWeight, drop_gradients
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import FabricError
 from fabric.protocol.messages.rank_messages import replica_share
@@ -25,7 +28,7 @@ _ALONE = Settings(disable=True)
 class SoloStep:
     """As Step: iterate it, then ``.grad`` is the average over the global batch."""
 
-    def __init__(self, session: "SoloSession", number: int, data: Loader) -> None:
+    def __init__(self, session: "SoloSession", number: int, data: StepData) -> None:
         self.number = number
         self.contributed = True
         self.replayed = False
@@ -34,30 +37,38 @@ class SoloStep:
         self.done = False
         self._session = session
         self._data = data
-        self._samples = 0
-        self._weight = 0.0
+        self.weight = StepWeight()
 
     def __iter__(self) -> Iterator[Any]:
-        plan = self._data.plan
-        filled = plan.with_samples(self.number, range(plan.micro_batches))
+        plan, part = self._data.loader.plan, self._data.loader.slice
+        filled = self._data.with_samples(self.number, range(plan.micro_batches))
         self._data.read_ahead(self.number, filled)
         for micro_batch in filled:
             batch = self._data.fetch(self.number, micro_batch)
-            self._samples = self._data.count(self.number, micro_batch)
+            self.weight.begin(self._data.count(self.number, micro_batch))
             seed_everything(plan.seed, self.number, micro_batch)
             yield batch
-        self._session.average(self._weight, self._data.slice.index)
+        weight = self.weight.take(self._session.parameters)
         self._session.randomness.begin(self.number)
-        self.skipped = self._session.skips()
+        self.skipped = self._session.average(weight, part.index) or self._session.skips()
         self.metrics, self.done = self._session.take_metrics(), True
 
-    def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        (loss * self.add_weight(weight)).backward()  # type: ignore[no-untyped-call]
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: float | None = None,
+        work: float | Iterable[float] | None = None,
+        **options: Any,
+    ) -> None:
+        """As Step.backward."""
+        self._session.stale.begin(self.number)
+        share = self.add_weight(weight, work)
+        if share or self._session.layout.ranks > 1:
+            (loss * share).backward(**options)  # type: ignore[no-untyped-call]
 
-    def add_weight(self, weight: float | None = None) -> float:
-        share = float(self._samples if weight is None else weight)
-        self._weight += share
-        return share
+    def add_weight(self, weight: float | None = None, work: float | Iterable[float] | None = None) -> float:
+        """As Step.add_weight."""
+        return self.weight.add(weight, work)
 
 
 class SoloSession(SessionCollectives):
@@ -84,10 +95,12 @@ class SoloSession(SessionCollectives):
         self.committed_step = step
         self._on_nan = on_nan
         self._objects = objects
-        self._parameters = parameters
+        self._data = StepData({})
+        self.parameters = parameters
         self._metrics: dict[str, float] = {}
         self.collectives = SoloCollectives("replica0")
-        self.randomness = UpdateRandomness(optimizers_in(objects.values()))
+        optimizers = optimizers_in(objects.values())
+        self.randomness, self.stale = UpdateRandomness(optimizers), StaleGradients(optimizers)
 
     def digest(self) -> str:
         return capture(self._objects, self.committed_step).digest()
@@ -129,10 +142,12 @@ class SoloSession(SessionCollectives):
         self._sampler = sampler
         self.randomness.seed = sampler.seed
 
-    def steps(self, data: Loader, until: int) -> Iterator[SoloStep]:
+    def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[SoloStep]:
+        """As Session.steps."""
+        self._data.enter(data, until, first_step)
         self.randomness.follow_steps(data.plan.seed)
         while self.committed_step < until:
-            step = SoloStep(self, self.committed_step, data)
+            step = SoloStep(self, self.committed_step, self._data)
             yield step
             if not step.done:
                 raise FabricError(
@@ -141,8 +156,8 @@ class SoloSession(SessionCollectives):
                 )
             self.committed_step += 1
 
-    def average(self, weight: float, part: int) -> None:
-        """Divide the summed gradients by the total weight of all ranks.
+    def average(self, weight: float, part: int) -> bool:
+        """Divide the summed gradients by the total weight of all ranks; return whether there is no update.
 
         ``part``: the slice of the samples that this rank computed.
         """
@@ -152,18 +167,23 @@ class SoloSession(SessionCollectives):
             shares = [(x["weight"], tuple((k, v) for k, v in x["metrics"])) for x in ranks]
             weight, metrics = replica_share([x["part"] for x in ranks], shares)
             self._metrics = dict(metrics)
-        for parameter in self._parameters:
+        if not weight:  # a step without data, as in ``EmptySteps``
+            scales = any(isinstance(x, torch.amp.GradScaler) for x in self._objects.values())
+            drop_gradients(self.parameters, keep_zeros=scales)
+            return not scales
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(weight)
+        return False
 
     def skips(self) -> bool:
         """Whether ``on_nan`` skips this step's update because the gradient is not finite."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         if self._on_nan == "propagate" or all(bool(torch.isfinite(g).all()) for g in gradients):
             return False
         if self._on_nan == "stop":
             raise FabricError(f"the gradient of step {self.committed_step} is not finite, and on_nan is stop")
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
         return True
 

@@ -6,7 +6,7 @@ follow it.
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
@@ -16,7 +16,8 @@ from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
 from fabric.client.loop import job_end_note
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import ConfigError
-from fabric.model import EVERYTHING, LaunchedLayouts, RankAddress, Sharing, SnapshotRef
+from fabric.ftar.buckets import FlatGradients
+from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
 from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest
@@ -30,9 +31,8 @@ from fabric.transport.greeting import Greeting
 class TrainingSetup:
     """The values of this process that other members must know, or must have too."""
 
-    micro_batches: int  # number of micro-batches in a step
-    data: str  # the data settings that must be equal on all members, in words
-    layout: str  # digest of the parameters' names, shapes and types
+    plan: DataPlan  # the data of the first steps
+    data: str  # the data settings that must be equal on all members that begin at the same step, in words
     digest: str  # digest of the initial state; empty where digests are off
     part: int = 0  # number of the slice of a micro-batch that this rank computes
     sharing: Sharing = EVERYTHING  # how micro-batches are divided among the members
@@ -42,6 +42,12 @@ class TrainingSetup:
     step: int = 0  # step of the initial state
     cuts: str = ""  # the layout of ranks, where replicas may have unequal layouts
     names: str = ""  # digest of the parameters' names, equal at the ranks of one pipeline stage
+    layout: str = ""  # digest of the parameters' names, shapes and types
+
+    def with_parameters(self, gradients: FlatGradients) -> "TrainingSetup":
+        """Return this set-up with what it says of the model's parameters."""
+        names = digest_of_names(gradients.parameters)
+        return replace(self, layout=gradients.layout, tensors=gradients.described, names=names)
 
 
 def digest_of_names(parameters: Iterable[tuple[str, Any]]) -> str:
@@ -71,7 +77,7 @@ def begin(
     engine: Engine, parts: EngineParts, settings: Settings, process: ProcessIdentity, setup: TrainingSetup
 ) -> None:
     """Listen for peers and take part in the job. Raises FabricError where the start fails."""
-    config = _config(settings, parts.exchange.retain)
+    config = _config(settings, parts.exchange.retain, setup.plan)
     port = engine.listen(settings.bind, settings.ports)
     address = RankAddress(f"{advertised_host(settings)}:{port}", _ckpt(parts, process.rank))
     if process.group is None:
@@ -84,7 +90,7 @@ def begin(
         {
             "link": address.link,
             "ckpt": address.ckpt,
-            "work": [setup.micro_batches, setup.data, setup.step],
+            "work": [setup.plan.micro_batches, setup.data, setup.step],
             "layout": setup.layout,
             "digest": setup.digest,
             "part": setup.part,
@@ -131,7 +137,7 @@ def _follow(engine: FollowerEngine, settings: Settings, process: ProcessIdentity
     engine.join(head, greeting, settings.token)
 
 
-def _config(settings: Settings, retain: bool) -> MemberConfig:
+def _config(settings: Settings, retain: bool, plan: DataPlan) -> MemberConfig:
     offer = read_offer(settings.layout_orders)
     return MemberConfig(
         min_replicas=settings.min_replicas,
@@ -144,6 +150,7 @@ def _config(settings: Settings, retain: bool) -> MemberConfig:
         adapt=settings.adapt,
         launched=LaunchedLayouts(settings.layout, offer.allowed, offer.refused),
         retain=retain,
+        plan=plan,
     )
 
 
@@ -165,7 +172,7 @@ def _identity(
         incarnation=process.incarnation,
         link=address.link,
         ckpt=address.ckpt,
-        micro_batches=setup.micro_batches,
+        micro_batches=setup.plan.micro_batches,
         layout=layout,
         data=setup.data,
         predecessors=process.predecessors,

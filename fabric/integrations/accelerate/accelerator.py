@@ -41,6 +41,7 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
 
     busy_s = 3600.0  # how long the others wait for a save
     _replica: "AcceleratedReplica | None" = None  # none with FABRIC_DISABLE=1
+    _trackers: Any = None  # arguments of init_trackers, until the first log
 
     def __init__(
         self,
@@ -80,11 +81,11 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
             return data_loader
         self._replica.prepares = True
         try:
-            whole = super().prepare_data_loader(data_loader, *arguments, **named)
+            complete = super().prepare_data_loader(data_loader, *arguments, **named)
         finally:
             self._replica.prepares = False
-        own = self._replica.take_loader(data_loader, whole)
-        self._dataloaders[self._dataloaders.index(whole)] = own
+        own = self._replica.take_loader(data_loader, complete)
+        self._dataloaders[self._dataloaders.index(complete)] = own
         return own
 
     def prepare_optimizer(self, optimizer: Any, *arguments: Any, **named: Any) -> Any:
@@ -161,7 +162,7 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
             assert replica is not None
             if replica.trains_on(dataloader):
                 return dataloader
-            dataloader = dataloader.whole
+            dataloader = dataloader.complete
         return super().skip_first_batches(dataloader, num_batches)
 
     # --- a micro-batch ----------------------------------------------------------------------------------
@@ -233,15 +234,15 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         if self._replica is None:
             super().init_trackers(project_name, *arguments, **named)
         else:
-            self._replica.trackers = ((project_name, *arguments), named)
+            self._trackers = ((project_name, *arguments), named)
 
     def log(self, values: Any, *arguments: Any, **named: Any) -> None:
         """As Accelerator.log, on one replica."""
         if self._replica is not None:
             if not self.is_main_process:
                 return
-            if self._replica.trackers is not None:
-                (names, more), self._replica.trackers = self._replica.trackers, None
+            if self._trackers is not None:
+                (names, more), self._trackers = self._trackers, None
                 super().init_trackers(*names, **more)
         super().log(values, *arguments, **named)
 

@@ -17,7 +17,7 @@ from accelerate.utils import send_to_device
 
 import fabric.client
 from fabric.client.data.loader import data_slot_of
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED, RESTART
@@ -50,7 +50,6 @@ class AcceleratedReplica:
         self.open_reads = 0  # number of other DataLoaders that the script is reading
         self.evaluates = False  # the script has read another DataLoader since its last training batch
         self.triggers = Triggers()
-        self.trackers: Any = None  # arguments of init_trackers, until the first log
         self._accelerator, self._arguments = accelerator, arguments
         self._until, self._seed = until, seed
         self._loaders: list[JobDataLoader] = []
@@ -75,9 +74,9 @@ class AcceleratedReplica:
             if kind:
                 raise ConfigError(f"FabricAccelerator cannot keep replicas equal with the optimizer {kind}")
 
-    def take_loader(self, source: Any, whole: Any) -> JobDataLoader:
-        """Return a DataLoader of ours in place of the script's. ``whole``: as accelerate prepares it."""
-        self._loaders.append(JobDataLoader(source, whole, self))
+    def take_loader(self, source: Any, complete: Any) -> JobDataLoader:
+        """Return a DataLoader of ours in place of the script's. ``complete``: as accelerate prepares it."""
+        self._loaders.append(JobDataLoader(source, complete, self))
         return self._loaders[-1]
 
     def trains_on(self, loader: JobDataLoader) -> bool:
@@ -112,12 +111,11 @@ class AcceleratedReplica:
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler
         model, data = accelerator.unwrap_model(models[0]), loader.data
-        buffers = "average" if changing_buffers(model) else "refuse"
         self._session = fabric.client.attach(
             model,
             [x.optimizer for x in optimizers],
             state=state,
-            **{"step": self._step, "buffers": buffers, **self._arguments},
+            **{"step": self._step, "buffers": default_buffers(model), **self._arguments},
         )
         atexit.register(self._close_at_exit)
         knows_steps = _knows_steps()

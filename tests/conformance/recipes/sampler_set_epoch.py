@@ -1,0 +1,65 @@
+"""A curriculum: a sampler that set_epoch tells the pass."""
+
+import recipe
+import torch
+from torch.utils.data import Sampler
+
+AREA = "Samplers and data"
+
+torch.manual_seed(0)
+model = torch.nn.Linear(16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+loss_fn = torch.nn.functional.cross_entropy
+data = recipe.Samples(144)
+
+
+class Curriculum(Sampler):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 48
+
+    def __iter__(self):
+        return iter([(i * 7) % min(144, 48 + 12 * self.epoch) for i in range(48)])
+
+
+sampler = Curriculum()
+
+
+def update():
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+if recipe.FABRIC:
+    import fabric.client
+
+    session = fabric.client.attach(model, optimizer)
+    loader = session.loader(data, global_batch_size=recipe.GLOBAL_BATCH, micro_batch_size=4, sampler=sampler)
+    for step in session.steps(loader, until=recipe.STEPS):
+        for x, y in step:
+            loss = loss_fn(model(x), y)
+            step.backward(loss)
+            session.metrics(loss=loss.item() * len(x), samples=len(x))
+        update()
+        recipe.note(step.number, loss=step.metrics["loss"] / step.metrics["samples"])
+    session.close()
+else:
+    number = epoch = 0
+    while number < recipe.STEPS:
+        sampler.set_epoch(epoch)
+        indices = list(sampler)
+        steps = [indices[at : at + recipe.GLOBAL_BATCH] for at in range(0, len(indices), recipe.GLOBAL_BATCH)]
+        for indices in steps[: recipe.STEPS - number]:
+            recipe.saw(number, indices)
+            x, y = torch.utils.data.default_collate([data[i] for i in indices])
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            update()
+            recipe.note(number, loss=loss.item())
+            number += 1
+        epoch += 1
+recipe.report(model, optimizer)

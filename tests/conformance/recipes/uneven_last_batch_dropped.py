@@ -1,0 +1,51 @@
+"""The samples after the last whole step of each pass are dropped (drop_last)."""
+
+import recipe
+import torch
+from torch.utils.data import SubsetRandomSampler
+
+AREA = "Samplers and data"
+
+torch.manual_seed(0)
+model = torch.nn.Linear(16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+loss_fn = torch.nn.functional.cross_entropy
+data = recipe.Samples(53)
+sampler = SubsetRandomSampler(range(53), generator=torch.Generator().manual_seed(1))
+
+
+def update():
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+if recipe.FABRIC:
+    import fabric.client
+
+    session = fabric.client.attach(model, optimizer)
+    loader = session.loader(
+        data, global_batch_size=recipe.GLOBAL_BATCH, micro_batch_size=4, sampler=sampler, epoch_end="drop"
+    )
+    for step in session.steps(loader, until=recipe.STEPS):
+        for x, y in step:
+            loss = loss_fn(model(x), y)
+            step.backward(loss)
+            session.metrics(loss=loss.item() * len(x), samples=len(x))
+        update()
+        recipe.note(step.number, loss=step.metrics["loss"] / step.metrics["samples"])
+    session.close()
+else:
+    number = epoch = 0
+    while number < recipe.STEPS:
+        indices = list(sampler)
+        steps = [indices[at : at + recipe.GLOBAL_BATCH] for at in range(0, 48, recipe.GLOBAL_BATCH)]
+        for indices in steps[: recipe.STEPS - number]:
+            recipe.saw(number, indices)
+            x, y = torch.utils.data.default_collate([data[i] for i in indices])
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            update()
+            recipe.note(number, loss=loss.item())
+            number += 1
+        epoch += 1
+recipe.report(model, optimizer)

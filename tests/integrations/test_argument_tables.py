@@ -1,0 +1,127 @@
+"""A table accounts for every argument and overridable method; the rest is refused as unknown."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from fabric.errors import ConfigError
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, overridable, overridden
+
+
+class Framework:
+    def __init__(self, rate=0.1, seed=0, path=None, fancy=None, new=False):
+        self.rate = rate
+
+    def fit(self):
+        return self._loop()
+
+    def _loop(self):
+        return 0
+
+    @property
+    def device(self):
+        return "cpu"
+
+    level = 3
+
+
+@dataclass
+class Options:
+    names: list = field(default_factory=list)
+    rate: float = 0.1
+    made: int = field(default=0, init=False)
+
+
+TABLE = ArgumentTable(
+    "Framework",
+    "FabricTrainer",
+    {
+        "rate": Kept("recipe rates"),
+        "seed": Refusal(
+            "each replica would draw other numbers: leave it out", accepts=lambda seed: seed == 7
+        ),
+        "path": NoInfluence("it names a folder"),
+        "fancy": Refusal("it moves the weights: leave it out"),
+    },
+    {"fit": Kept("recipe rates"), "_loop": Refusal("fabric has a loop of its own: override fit")},
+)
+
+
+def test_kept_and_default_values_are_accepted():
+    TABLE.check(Framework, {"rate": 3, "path": "x", "seed": 0, "fancy": None, "new": False})
+    TABLE.check(Framework, {"seed": 7})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"seed": 3}, r"FabricTrainer refuses Framework\(seed=3\), because each replica would draw other"),
+        ({"fancy": np.zeros(3)}, r"refuses Framework\(fancy=array\("),
+        ({"fancy": "x" * 90}, r"refuses Framework\(fancy=<str>\), because it moves the weights"),
+        ({"new": True}, r"FabricTrainer does not know Framework\(new=True\), an argument of a newer release"),
+        ({"gone": 1}, r"does not know Framework\(gone=1\)"),
+    ],
+)
+def test_refused_and_unknown_values_are_refused_in_a_sentence(given, words):
+    with pytest.raises(ConfigError, match=words):
+        TABLE.check(Framework, given)
+
+
+def test_an_argument_of_a_new_release_is_noticed():
+    assert TABLE.unknown(Framework) == ["new"]
+    assert TABLE.unknown(Options) == ["names"], "a dataclass has fields, and one that is not given"
+    TABLE.check(Options, {"names": [], "rate": 2.0})
+
+
+def test_methods_and_properties_may_be_overridden_and_other_attributes_are_no_methods():
+    assert overridable(Framework) == ["_loop", "device", "fit"]
+    assert TABLE.unknown_methods(Framework, ignored=("device",)) == []
+
+
+def test_an_overridden_method_is_looked_up_by_the_class_that_replaces_it():
+    class Mixin:
+        def fit(self):
+            return 1
+
+        level = 4
+
+        def other(self):
+            return 1
+
+    class Mine(Mixin, Framework):
+        def __init__(self):
+            super().__init__()
+
+    assert overridden(Framework, Mine) == {"fit": Mixin}
+    TABLE.check_methods(Framework, Mine)
+
+    class Deep(Mine):
+        def _loop(self):
+            return 2
+
+    with pytest.raises(
+        ConfigError, match=r"FabricTrainer refuses Deep._loop, because fabric has a loop of its"
+    ):
+        TABLE.check_methods(Framework, Deep)
+
+    class Placed(Framework):
+        @property
+        def device(self):
+            return "cuda"
+
+    with pytest.raises(
+        ConfigError, match=r"does not know what Placed.device changes, which replaces that of"
+    ):
+        TABLE.check_methods(Framework, Placed)
+
+
+def test_the_table_is_written_for_a_page():
+    assert TABLE.markdown().splitlines() == [
+        "| argument | what fabric does |",
+        "|---|---|",
+        "| `fancy` | refused: it moves the weights: leave it out |",
+        "| `path` | no influence on the training: it names a folder |",
+        "| `rate` | kept (recipe rates) |",
+        "| `seed` | refused: each replica would draw other numbers: leave it out |",
+    ]

@@ -1,0 +1,189 @@
+"""A DataLoader is taken whole, or refused; every argument of the installed release has a row."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from fabric.client.loop.solo import SoloSession
+from fabric.errors import ConfigError
+from fabric.integrations.arguments import Kept
+from fabric.integrations.training_data import DATALOADER, TrainingData
+
+DATA = list(range(100, 123))
+
+
+def steps_of(loader, batches=1, steps=6, epoch_end="short"):
+    """The micro-batches of each step, of a job that takes ``batches`` batches of the DataLoader a step."""
+    data = TrainingData.of(loader)
+    session = SoloSession([], {})
+    made = data.loader(
+        session,
+        global_batch_size=data.batch_size * batches,
+        micro_batch_size=data.batch_size,
+        seed=0,
+        epoch_end=epoch_end,
+    )
+    return [[made.fetch(s, i) for i in made.plan.with_samples(s, range(batches))] for s in range(steps)]
+
+
+def passes_of(loader, number):
+    return [batch.tolist() for _ in range(number) for batch in loader]
+
+
+def flat(steps):
+    return [batch.tolist() for step in steps for batch in step]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 4},
+        {"batch_size": 5, "sampler": [3, 1, 2, 9, 9, 0, 4]},
+        {"batch_sampler": BatchSampler(SequentialSampler(DATA), 4, drop_last=False)},
+        {"batch_sampler": [[0, 1, 2], [3], [4, 5]]},
+        {"batch_size": None},
+        {"batch_size": None, "sampler": [3, 1, 2]},
+        {"batch_size": 4, "collate_fn": lambda samples: torch.tensor(samples) * 2},
+    ],
+)
+def test_a_loader_in_a_fixed_order_has_the_batches_that_it_has_without_fabric(arguments):
+    plain = DataLoader(DATA, **arguments)
+    if arguments.get("batch_size") is None and "batch_sampler" not in arguments:
+        expected = [x for _ in range(3) for x in plain]
+        assert [x for step in steps_of(plain, steps=len(expected)) for x in step] == expected
+        return
+    expected = passes_of(plain, 3)
+    assert flat(steps_of(DataLoader(DATA, **arguments), steps=len(expected))) == expected
+
+
+def test_a_loader_that_shuffles_with_a_generator_has_the_passes_that_it_has_without_fabric():
+    def make():
+        return DataLoader(DATA, 4, shuffle=True, generator=torch.Generator().manual_seed(8))
+
+    expected = passes_of(make(), 3)
+    assert flat(steps_of(make(), steps=len(expected))) == expected
+
+
+def test_drop_last_is_told_and_its_steps_are_whole():
+    data = TrainingData.of(DataLoader(DATA, 4, drop_last=True))
+    assert (data.drop_last, data.size, data.steps_per_pass(4, "drop"), data.steps_per_pass(4, "short")) == (
+        True,
+        23,
+        5,
+        6,
+    )
+    dropped = steps_of(DataLoader(DATA, 4, drop_last=True), steps=10, epoch_end="drop")
+    assert flat(dropped) == passes_of(DataLoader(DATA, 4, drop_last=True), 2)
+
+
+def test_a_job_of_several_replicas_takes_several_batches_a_step():
+    steps = steps_of(DataLoader(DATA, 4), batches=3, steps=2)
+    assert [[len(batch) for batch in step] for step in steps] == [[4, 4, 4], [4, 4, 3]]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+
+def test_a_stream_is_read_in_batches():
+    loader = DataLoader(Stream(), 3)
+    assert TrainingData.of(loader).is_stream
+    steps = steps_of(loader, steps=4, epoch_end="continue")
+    assert flat(steps) == [[0, 1, 2], [3, 4, 5], [6, 0, 1], [2, 3, 4]]
+
+
+class Replaced(DataLoader):
+    def __iter__(self):
+        return super().__iter__()
+
+
+class Named(DataLoader):
+    """A subclass that only adds things."""
+
+    name = "train"
+
+    def describe(self):
+        return self.name
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        ([1, 2], "got a list: give a torch.utils.data.DataLoader"),
+        (DataLoader(DATA, in_order=False, num_workers=1), r"refuses DataLoader\(in_order=False\), because"),
+        (Replaced(DATA), "does not know what Replaced.__iter__ changes, which replaces that of DataLoader"),
+        (
+            DataLoader(DATA, sampler=DistributedSampler(DATA, 3, 1)),
+            "the DistributedSampler gives part 1 of 3 of the data",
+        ),
+        (DataLoader(DATA, batch_sampler=itertools.repeat([1])), r"the sampler repeat has no len\(\)"),
+        (DataLoader((x for x in DATA), sampler=range(3)), "the data set is a generator, an iterator"),
+    ],
+)
+def test_a_loader_that_cannot_be_kept_is_refused_in_a_sentence(loader, words):
+    with pytest.raises(ConfigError, match=words):
+        TrainingData.of(loader)
+
+
+def test_a_subclass_that_only_adds_things_is_taken():
+    assert TrainingData.of(Named(DATA, 4)).size == len(DATA)
+
+
+def test_the_workers_of_a_loader_are_taken_with_their_options():
+    def tell(worker):
+        pass
+
+    loader = DataLoader(DATA, 4, num_workers=2, worker_init_fn=tell, prefetch_factor=3, timeout=9)
+    data = TrainingData.of(loader)
+    assert data.num_workers == 2
+    assert data.reading == {
+        "worker_init_fn": tell,
+        "prefetch_factor": 3,
+        "multiprocessing_context": None,
+        "pin_memory": False,
+        "timeout": 9,
+    }
+
+
+def test_a_subset_of_a_data_set_stays_a_subset():
+    """As for a split into training and validation."""
+    loader = DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(0, 23, 2)))
+    seen = [x - 100 for batch in flat(steps_of(loader, steps=6)) for x in batch]
+    assert sorted(seen) == sorted([*range(0, 23, 2)] * 2)
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+
+def loader_classes():
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError:
+        return [DataLoader]
+    return [DataLoader, StatefulDataLoader]
+
+
+@pytest.mark.parametrize("row", [x for x in DATALOADER.rows.values() if isinstance(x, Kept)], ids=str)
+def test_a_test_or_a_recipe_shows_each_argument_that_is_kept(row):
+    tests = Path(__file__).parent.parent
+    assert list(tests.glob(f"**/{row.shown_by}.py")), f"there is no {row.shown_by}"
+
+
+def test_the_page_has_the_table():
+    page = (Path(__file__).parent.parent.parent / "docs/adopt/dataloader.md").read_text()
+    assert DATALOADER.markdown() in page, "put this into the page:\n" + DATALOADER.markdown()
+
+
+@pytest.mark.parametrize("kind", loader_classes(), ids=lambda x: x.__name__)
+def test_every_argument_of_the_installed_release_has_a_row(kind):
+    assert DATALOADER.unknown(kind) == []

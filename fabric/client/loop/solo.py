@@ -126,12 +126,20 @@ class SoloSession(SessionCollectives):
         )
 
     def sampler(
-        self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
+        self,
+        size: int,
+        *,
+        global_batch_size: int,
+        seed: int = 0,
+        data_slot: int | None = None,
+        sampler: Any = None,
     ) -> StepSampler:
         """As Session.sampler. This process draws the whole global batch, in batches of any size."""
-        sampler = StepSampler(size, global_batch_size=global_batch_size, seed=seed, settings=_ALONE)
-        self.draw_from(sampler)
-        return sampler
+        drawn = StepSampler(
+            size, global_batch_size=global_batch_size, seed=seed, settings=_ALONE, sampler=sampler
+        )
+        self.draw_from(drawn)
+        return drawn
 
     def draw_from(self, sampler: StepSampler) -> None:
         """As Session.draw_from."""

@@ -12,7 +12,11 @@ from fabric.protocol.rules.lanes import lanes_of
 from fabric.protocol.rules.layout_text import read_layout
 
 # Data setting -> the name of the variable or argument with which the user chooses it.
-_LABELS = {"data_slots": "seats (FABRIC_REPLICAS)", "on_nan": "FABRIC_ON_NAN"}
+_LABELS = {
+    "data_slots": "seats (FABRIC_REPLICAS)",
+    "on_nan": "FABRIC_ON_NAN",
+    "order": "the order of the sampler (its digest)",
+}
 # Value of ``OpenSession.plane`` -> words for an error message.
 _PLANES = {"host": "in host memory", "device": "on a GPU", "nccl": "through NCCL"}
 

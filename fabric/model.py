@@ -41,6 +41,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def shortened(text: str, most: int) -> str:
+    """Return ``text`` in at most ``most`` characters: a longer one ends after a whole word, with "..."."""
+    if len(text) <= most:
+        return text
+    kept = text[: most - 3]
+    return (kept.rsplit(None, 1)[0] if " " in kept.strip() else kept).rstrip(" ,;:(") + "..."
+
+
 def apportion(total: int, shares: Sequence[int]) -> list[int]:
     """Split ``total`` into integers proportional to ``shares`` that sum to ``total``.
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from fabric.audit.journal import JournalLine, RecordedRun, ReplicaJournal, lines_of
 from fabric.audit.replica_walk import walk
-from fabric.audit.sample_order import DataOrder
+from fabric.audit.sample_order import DataOrder, StagedOrder
 from fabric.audit.skips import SkippedSamples
 
 # A state is (generation, step); a commit is (replica, generation, epoch, step).
@@ -59,16 +59,20 @@ class Evidence:
             newest[step] = lines[0]
         return dict(sorted(newest.items()))
 
-    def order(self) -> DataOrder | None:
+    def order(self) -> StagedOrder | None:
         """Return the data order, from the first start line; None where there is none."""
-        for journal in self.run.journals.values():
-            for line in lines_of(journal.lines, "start"):
-                order = DataOrder(line.fields["data"])
-                for listed in (x for lines in self.contributions.values() for x in lines):
-                    for micro_batch, samples in listed.fields["samples"].items():
-                        order.learn(listed.integer("step"), int(micro_batch), samples)
-                return order
-        return None
+        journals = self.run.journals.values()
+        starts = [line for journal in journals for line in lines_of(journal.lines, "start")]
+        if not starts:
+            return None
+        changes = (line for journal in journals for line in lines_of(journal.lines, "data"))
+        order = StagedOrder(starts[0].fields["data"], {x.integer("step"): x.fields["data"] for x in changes})
+        for lines in self.contributions.values():
+            for listed in lines:
+                step = listed.integer("step")
+                for micro_batch, samples in listed.fields["samples"].items():
+                    order.at(step).learn(step, int(micro_batch), samples)
+        return order
 
 
 def gather(run: RecordedRun) -> Evidence:
@@ -125,7 +129,7 @@ def count_samples(evidence: Evidence) -> SampleCount:
     skipped = repeated = 0
     lineage = evidence.lineage()
     for step in range(max(lineage, default=-1) + 1):
-        expected = Counter(order.step_samples(step))
+        expected = Counter(order.at(step).step_samples(step))
         counted: Counter[int] = Counter()
         if step in lineage:
             for replica, ids in lineage[step].fields["contributions"].items():
@@ -173,6 +177,7 @@ def _lives(journal: ReplicaJournal) -> list[str]:
 
 def _same_job(evidence: Evidence) -> list[str]:
     seen: dict[str, JournalLine] = {}
+    changes: dict[int, JournalLine] = {}
     broken: list[str] = []
     for journal in evidence.run.journals.values():
         for line in lines_of(journal.lines, "start"):
@@ -180,6 +185,10 @@ def _same_job(evidence: Evidence) -> list[str]:
                 first = seen.setdefault(name, line)
                 if first.fields.get(name) != line.fields.get(name):
                     broken.append(f"{line.place} has another {name} than {first.place}.")
+        for line in lines_of(journal.lines, "data"):
+            first = changes.setdefault(line.integer("step"), line)
+            if first.fields["data"] != line.fields["data"]:
+                broken.append(f"{line.place} changes to other data than {first.place}.")
     return broken
 
 
@@ -254,7 +263,7 @@ def _exactly_once(evidence: Evidence) -> list[str]:
     order = evidence.order()
     if order is None:
         return ["No journal has a start line that says what data the run was about."]
-    skips = SkippedSamples(evidence.run, order.data)
+    skips = SkippedSamples(evidence.run, order)
     for step, commit in evidence.lineage().items():
         counted = Counter(
             micro_batch for ids in commit.fields["contributions"].values() for micro_batch in ids
@@ -262,13 +271,13 @@ def _exactly_once(evidence: Evidence) -> list[str]:
         broken.extend(
             f"Micro-batch {micro_batch} of step {step} is counted {times} times."
             for micro_batch, times in counted.items()
-            if times > (0 <= micro_batch < order.micro_batches)
+            if times > (0 <= micro_batch < order.at(step).micro_batches)
         )
-        missing = [i for i in range(order.micro_batches) if not counted[i]]
+        missing = [i for i in range(order.at(step).micro_batches) if not counted[i]]
         broken.extend(skips.unexplained(commit, missing))
     for lines in evidence.contributions.values():
         for line in lines:
-            broken.extend(_prescribed(order, line))
+            broken.extend(_prescribed(order.at(line.integer("step")), line))
     return broken
 
 

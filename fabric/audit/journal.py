@@ -57,6 +57,7 @@ class RecordedData(msgspec.Struct):
 # Event -> the fields of its line, and their types.
 FIELDS: Mapping[str, Mapping[str, Any]] = {
     "start": {"pid": Count, "data": RecordedData},
+    "data": {"step": Count, "data": RecordedData},
     "contribute": {
         "generation": Count,
         "epoch": Count,

@@ -17,6 +17,7 @@ Other kinds of data have other rules:
 - ``sampler``: a pass is a whole number of steps.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,10 +44,11 @@ class DataOrder:
     def learn(self, step: int, micro_batch: int, samples: list[int]) -> None:
         """Believe the first list of a micro-batch's samples, where a sampler made the order."""
         if "order" in self.data:
-            self._learned.setdefault((step, micro_batch), samples)
+            self._learned.setdefault((step - self.data.get("first_step", 0), micro_batch), samples)
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
         """Return the dataset indices of micro-batch ``micro_batch`` of step ``step``, in order."""
+        step -= self.data.get("first_step", 0)
         if "order" in self.data:
             return self._learned.get((step, micro_batch), [])
         if "shards" in self.data:
@@ -99,3 +101,15 @@ class DataOrder:
             generator = np.random.Generator(np.random.PCG64([self.seed, number]))
             self._passes[number] = generator.permutation(self.dataset_size)
         return int(self._passes[number][offset])
+
+
+class StagedOrder:
+    """The data order of a job whose loop changes its data: each stage begins at a step."""
+
+    def __init__(self, first: Mapping[str, Any], later: Mapping[int, Mapping[str, Any]]) -> None:
+        self._orders = [DataOrder(first), *(DataOrder(later[begin]) for begin in sorted(later))]
+        self._begins = [0, *sorted(later)]
+
+    def at(self, step: int) -> DataOrder:
+        """Return the order of the stage that has ``step``."""
+        return self._orders[bisect_right(self._begins, step) - 1]

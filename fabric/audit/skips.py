@@ -9,20 +9,22 @@ list every skipped micro-batch.
 from collections.abc import Iterable, Mapping
 
 from fabric.audit.journal import JournalLine, RecordedRun, lines_of
+from fabric.audit.sample_order import StagedOrder
 from fabric.protocol.rules.spare import hosts_of
 
 
 class SkippedSamples:
-    """The reasons that the journals of one run give; ``data`` is the ``data`` field of a start line."""
+    """The reasons that the journals of one run give."""
 
-    def __init__(self, run: RecordedRun, data: Mapping[str, object]) -> None:
+    def __init__(self, run: RecordedRun, order: StagedOrder) -> None:
+        data = order.at(0).data
         self._poison: set[tuple[int, int]] = set()  # (step, micro-batch) of each poisoned micro-batch
         self._seats: dict[int, Mapping[str, int]] = {}  # epoch -> replica -> data slot
         self._policy = data.get("policy", "constant")
         self._readers = _integer(data, "redundancy")
         self._waits = data.get("on_loss", "shrink") != "shrink"
         self._count = _integer(data, "data_slots")
-        self._micro_batches = _integer(data, "micro_batches")
+        self._order = order
         for journal in run.journals.values():
             for line in lines_of(journal.lines, "epoch"):
                 self._seats[line.integer("epoch")] = line.fields.get("data_slots") or {}
@@ -53,7 +55,7 @@ class SkippedSamples:
         data_slots = self._seats.get(commit.integer("epoch"), {})
         there = {data_slots.get(name, -1) for name, ids in commit.fields["contributions"].items() if ids}
         count = max(self._count, *(data_slot + 1 for data_slot in data_slots.values()), 1)
-        home = _part_of(micro_batch, self._micro_batches, count)
+        home = _part_of(micro_batch, self._order.at(commit.integer("step")).micro_batches, count)
         hosts = hosts_of(home, count, self._readers) if self._policy == "constant" else (home,)
         return there.isdisjoint(hosts)
 

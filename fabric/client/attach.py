@@ -21,8 +21,9 @@ from fabric.client.control.failed_rounds import FailedRounds
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.averaged_buffers import AveragedBuffers, RankMeans, changing_buffers
+from fabric.client.gradients.buffer_choices import Buffers, check_choices, choose_buffers
 from fabric.client.gradients.exchange_thread import ExchangeThread
+from fabric.client.gradients.forward_buffers import ForwardBuffers, RankMeans
 from fabric.client.gradients.gradient_backend import (
     GradientBackend,
     choose_backend,
@@ -67,15 +68,13 @@ from fabric.runtime.rank_layout import parse_layout
 from fabric.transport.tcp import ListenerIdentity
 
 MAX_STEP = 1 << 60
-# The user's choices for buffers that forward changes.
-BUFFERS = ("refuse", "average", "ignore")
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The arguments of ``attach`` besides model, optimizer, state and settings. Raises ConfigError."""
 
-    buffers: str = "refuse"
+    buffers: Buffers = "refuse"
     snapshots: SnapshotPolicy | None = None
     unshared: str = "refuse"
     step: int = 0
@@ -84,8 +83,7 @@ class Choices:
     local_state: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.buffers not in BUFFERS:
-            raise ConfigError(f'buffers is "{self.buffers}": it must be "average", "ignore" or "refuse"')
+        check_choices(self.buffers)
         if self.unshared not in UNSHARED:
             raise ConfigError(f'unshared is "{self.unshared}": it must be "refuse" or "ignore"')
         if not 0 <= self.step <= MAX_STEP:
@@ -99,7 +97,7 @@ def attach(
     optimizer: Optimizers,
     *,
     state: Mapping[str, Any] | None = None,
-    buffers: str = "refuse",
+    buffers: Buffers = "refuse",
     snapshots: SnapshotPolicy | None = None,
     unshared: str = "refuse",
     step: int = 0,
@@ -112,8 +110,9 @@ def attach(
     ``optimizer``: one, several in a sequence, or several by name; all of them are part of the shared state.
     ``state``: further objects of the shared state: with ``state_dict`` and ``load_state_dict``, dicts, or
     instances of ``torch.Generator``.
-    ``buffers``: for buffers that forward passes change (BatchNorm). ``refuse`` them, ``average`` them by
-    weight at the commit (they are shared state then), or ``ignore`` them (each replica keeps its own).
+    ``buffers``: for tensors that forward passes change. For statistics (BatchNorm): ``refuse`` them,
+    ``average`` them by weight at the commit, take those of the ``first`` replica, or ``ignore`` them (each
+    replica keeps its own). Or by pattern of a name, as ``{"*.queue": "first"}``.
     ``snapshots``: a policy that says when to take a snapshot, instead of the settings' policy.
     ``unshared``: ``refuse`` or ``ignore`` a learning rate scheduler or scaler that is not in ``state``.
     ``step``: the step at which a new job begins, such as that of a checkpoint that you have loaded. A replica
@@ -169,7 +168,8 @@ def _attach(
     optimizers = optimizers_by_name(optimizer)
     group = RankGroup.find()
     layout = parse_layout(chosen.layout).over(group.size if group is not None else 1)
-    objects = shared_state(model, optimizers, state, choices.buffers)
+    buffers = choose_buffers(model, choices.buffers)
+    objects = shared_state(model, optimizers, state, buffers)
     outside = accept_optimizers(model, optimizers, state)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
@@ -182,12 +182,12 @@ def _attach(
             [p for _, p in parameters], objects, chosen.on_nan, replicas, group, choices.step, layout
         )
     check_serialisable(objects)
-    averaged = AveragedBuffers(model, changing_buffers(model) if choices.buffers == "average" else [])
+    averaged = ForwardBuffers(model, buffers)
     process = claim_identity(chosen, group)
     chosen = chosen.of_rank(process.rank)
     _set_up_logs(chosen, process)
     own_states = ReplicaStates.of(chosen, choices.local_state or {}, device_of(tuple(parameters)))
-    objects |= own_states.shared
+    objects |= own_states.shared | averaged.shared
     lanes = _lanes(chosen, process, parameters, averaged)
     entries = _ModuleEntries.gather(process, objects) if lanes is not None else None
     # Open the journal before the checkpoint server starts: a wrong path then leaves no server behind.
@@ -196,9 +196,7 @@ def _attach(
         settings=chosen,
         process=process,
         handle=_server(chosen, process),
-        gradients=_gradients(
-            [*parameters, *averaged.stand_ins, *own_states.stand_ins], lanes, choices.fragments
-        ),
+        gradients=_gradients(parameters, averaged, own_states, lanes, choices.fragments),
         lanes=lanes,
         entries=entries,
         content=_content(lanes, parameters, entries, objects),
@@ -261,7 +259,7 @@ def _lanes(
     settings: Settings,
     process: ProcessIdentity,
     parameters: list[tuple[str, torch.nn.Parameter]],
-    averaged: AveragedBuffers,
+    averaged: ForwardBuffers,
 ) -> LaneDirectory | None:
     """Return the layout that this replica announces, None where all replicas have equal layouts.
 
@@ -271,6 +269,12 @@ def _lanes(
         return None
     if settings.data_plane == "nccl":
         raise ConfigError("FABRIC_DATA_PLANE is nccl, which does not go with FABRIC_UNEQUAL: use auto or tcp")
+    if averaged.of_one:
+        name = min(averaged.of_one).partition(":")[2]
+        raise ConfigError(
+            f"FABRIC_UNEQUAL does not go with the values of one replica, which {name!r} takes: choose "
+            f'buffers={{"{name}": "ignore"}}, or turn FABRIC_UNEQUAL off'
+        )
     row = held_parameters([*parameters, *averaged.stand_ins])
     text = layout_text(ReplicaLayout((row,)))
     rows = [x["row"] for x in process.group.gather({"row": text})] if process.group is not None else [text]
@@ -283,10 +287,14 @@ def _lanes(
 
 def _gradients(
     parameters: list[tuple[str, torch.nn.Parameter]],
+    averaged: ForwardBuffers,
+    own_states: ReplicaStates,
     lanes: LaneDirectory | None,
     fragments: Mapping[str, int] | None,
 ) -> FlatGradients:
-    gradients = FlatGradients(parameters, any_layout=lanes is not None, fragments=fragments)
+    exchanged = [*parameters, *averaged.stand_ins, *own_states.stand_ins]
+    gradients = FlatGradients(exchanged, any_layout=lanes is not None, fragments=fragments)
+    gradients.of_one = averaged.of_one
     if lanes is not None:  # pipeline stages hold parts of the model, which members compare as a whole
         gradients.layout = lanes.model_name
         gradients.described = lanes.described if gradients.described else ()
@@ -344,7 +352,7 @@ class _Trainer:
     process: ProcessIdentity
     handle: ServerHandle
     gradients: FlatGradients
-    buffers: AveragedBuffers
+    buffers: ForwardBuffers
     own_states: ReplicaStates
     describer: StateDescriber
     policy: SnapshotPolicy

@@ -102,6 +102,8 @@ class FlatGradients:
         fragments = fragments or {}
         self.fragments = max(fragments.values(), default=0) + 1
         self.scale = 1.0  # factor for gradients when they are gathered
+        # Parameters whose sum is the value of one member: it is not divided by the weight.
+        self.of_one: frozenset[str] = frozenset()
         self.parameters: tuple[NamedParameter, ...] = tuple(
             (name, p) for name, p in parameters if p.requires_grad
         )
@@ -141,21 +143,23 @@ class FlatGradients:
             self.gather_bucket(bucket, into)
 
     @torch.no_grad()
-    def gather_bucket(self, bucket: Bucket, into: torch.Tensor) -> None:
-        """As ``gather``, for one bucket."""
+    def gather_bucket(self, bucket: Bucket, into: torch.Tensor, is_one: bool = True) -> None:
+        """As ``gather``, for one bucket. ``is_one``: this member has the values of ``of_one``."""
         self._check_buffer(into)
         for name, parameter in bucket.parameters:
             _check_gradient(name, parameter)
         into[bucket.gap : bucket.begin].zero_()
-        for view, parameter in bucket.views(into):
-            if parameter.grad is None:
+        presence = bucket.presence(into).fill_(1)
+        for place, ((name, parameter), (view, _)) in enumerate(
+            zip(bucket.parameters, bucket.views(into), strict=True)
+        ):
+            if parameter.grad is None or (name in self.of_one and not is_one):
                 view.zero_()
-            else:
-                view.copy_(_local(parameter.grad))
-                if self.scale != 1.0:
-                    view.mul_(self.scale)
-        if bucket.has_presence:
-            _write_presence(bucket, into)
+                presence[place : place + 1].zero_()
+                continue
+            view.copy_(_local(parameter.grad))
+            if self.scale != 1.0:
+                view.mul_(self.scale)
 
     def absent(self, buffer: torch.Tensor) -> frozenset[str]:
         """Return the names of the parameters for which no member has a gradient in ``buffer``, a sum.
@@ -178,7 +182,7 @@ class FlatGradients:
             if math.isfinite(bucket.view(buffer).sum(dtype=_wide(bucket.dtype)).item()):
                 continue
             for (name, _), (view, _) in zip(bucket.parameters, bucket.views(buffer), strict=True):
-                if not bool(torch.isfinite(view).all()):
+                if name not in self.of_one and not bool(torch.isfinite(view).all()):
                     nonfinite.add(name)
         return next((name for name, _ in self.parameters if name in nonfinite), "")
 
@@ -186,6 +190,8 @@ class FlatGradients:
     def first_nonfinite_own(self) -> str:
         """Name the first parameter whose own gradient, before the sum, has an infinity or NaN."""
         for name, parameter in self.parameters:
+            if name in self.of_one:
+                continue
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                 return name
         return ""
@@ -212,7 +218,9 @@ class FlatGradients:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 gradient = _local(parameter.grad)
-                if gradient.device.type == "cpu":
+                if name in self.of_one:
+                    gradient.copy_(view)
+                elif gradient.device.type == "cpu":
                     torch.div(view, weight, out=gradient)
                 else:
                     gradient.copy_(view)
@@ -284,13 +292,6 @@ def _lay_out(
                 buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment, has_presence))
                 gap, begin, members = end, end, []
     return buckets
-
-
-def _write_presence(bucket: Bucket, into: torch.Tensor) -> None:
-    presence = bucket.presence(into).fill_(1)
-    for place, (_, parameter) in enumerate(bucket.parameters):
-        if parameter.grad is None:
-            presence[place] = 0
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

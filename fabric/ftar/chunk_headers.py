@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import xxhash
 
 from fabric.errors import Mismatch, ProtocolError
+from fabric.model import shortened
 
 _LAYOUT = struct.Struct("<4sBBHHHIIQQQIQ")
 _DIGEST = struct.Struct("<Q")
@@ -137,7 +138,7 @@ def check_expected(got: ChunkHeader, expected: ChunkHeader) -> None:
 
 def notice(epoch: int, source: int, why: str, about: str) -> bytes:
     """Return the bytes that tell the previous member of an abort, its reason and the peer it is about."""
-    text = json.dumps([about, why[:_MAX_WHY_CHARACTERS]]).encode()
+    text = json.dumps([about, shortened(why, _MAX_WHY_CHARACTERS)]).encode()
     if len(text) > MAX_NOTICE_BYTES:
         text = json.dumps(["", why[:20]]).encode()
     header = ChunkHeader(ExchangeSpec(epoch, 0, 0, 0, 0, 0), ABORT, source, 0, len(text))

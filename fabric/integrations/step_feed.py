@@ -12,7 +12,7 @@ class StepFeed:
     """Goes through ``session.steps``. A step that this replica replays has no micro-batches."""
 
     def __init__(self, session: Session, data: Loader, until: int) -> None:
-        self.session = session
+        self.session, self.data = session, data
         self.step: Step | None = None  # the step under way; None after the job's last
         self._steps = session.steps(data, until)
         self._micro_batches: Iterator[Any] = iter(())

@@ -17,9 +17,10 @@ from transformers import Trainer
 
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
+from fabric.integrations.accelerate.one_process import one_process
+from fabric.integrations.huggingface.arguments import refuse
 from fabric.integrations.huggingface.checkpoints import CheckpointFiles
 from fabric.integrations.huggingface.job import MovedError, StoppedError, TrainerJob
-from fabric.integrations.optimizers import unequal_optimizer
 from fabric.integrations.versions import check_version
 from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas
@@ -35,13 +36,23 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
     devices. Every replica evaluates, and one replica writes files.
     """
 
+    control: Any  # the Trainer's TrainerControl
     busy_s = 3600.0  # how long the others wait for an evaluation or a save
     _job: "TrainerJob | None" = None  # none with FABRIC_DISABLE=1, and before train()
 
     def __init__(self, *arguments: Any, fabric: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._attach_arguments = dict(fabric or {})
-        self._files: CheckpointFiles | None = None
-        super().__init__(*arguments, **named)
+        if self._settings().disable:
+            super().__init__(*arguments, **named)
+        else:
+            with one_process("FabricTrainer"):
+                _find_device(arguments[1] if len(arguments) > 1 else named.get("args"))
+                super().__init__(*arguments, **named)
+        self._files = CheckpointFiles(self)
+
+    def _settings(self) -> Settings:
+        names = {x.name for x in fields(Settings)}
+        return config.settings(**{k: v for k, v in self._attach_arguments.items() if k in names})
 
     def shared_state(self) -> dict[str, Any]:
         """Return further objects of the shared state, such as a moving average. For subclasses."""
@@ -52,14 +63,12 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **named: Any) -> Any:
         """As Trainer.train. A new job begins at ``resume_from_checkpoint``; a running job is joined."""
         install_excepthook()
-        names = {x.name for x in fields(Settings)}
-        chosen = config.settings(**{k: v for k, v in self._attach_arguments.items() if k in names})
+        chosen = self._settings()
         if not chosen.disable:
             if self._job is not None:
                 raise ConfigError("FabricTrainer.train runs once in a process: start another process")
             check_version("transformers", LEAST, TESTED)
-            _refuse(self, trial)
-            self._files = CheckpointFiles(self)
+            refuse(self, FabricTrainer, bool(resume_from_checkpoint), trial)
             self._job = TrainerJob(self, parse_replicas(chosen.replicas)[1])
         return super().train(resume_from_checkpoint, trial, **named)
 
@@ -123,7 +132,7 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
             self.control.should_training_stop = True
 
     def _end_epoch(self, named: Mapping[str, Any]) -> None:
-        """End the epoch that a callback cuts short as the Trainer does; none is cut short before its first step."""
+        """End an epoch in which a callback has ended the training, after its first step or a later one."""
         assert self._job is not None
         if self.state.global_step % self._job.epochs.steps:
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
@@ -182,7 +191,7 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
             super().save_model(output_dir, _internal_call)
 
     def _get_output_dir(self, trial: Any) -> str:
-        if self._files is not None and self._files.staging is not None:
+        if self._files.staging is not None:
             return str(self._files.staging)
         return str(super()._get_output_dir(trial))
 
@@ -199,39 +208,17 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
         return self._job.busy(why, self.busy_s)
 
 
+def _find_device(args: Any) -> None:
+    """Let TrainingArguments look for the device again: they may have seen a launcher's process group."""
+    if args is not None and not args.accelerator_config.use_configured_state:
+        vars(args).pop("_setup_devices", None)
+        args.device  # noqa: B018
+
+
 def _unread(micro_batches: int) -> Any:
     """Return a DataLoader of this length, which the Trainer's loop skips in and never reads."""
     numbers: Any = range(micro_batches)
     return torch.utils.data.DataLoader(numbers)
-
-
-def _refuse(trainer: FabricTrainer, trial: Any) -> None:
-    """Raise ConfigError for what cannot be kept equal on all replicas, before anything is changed."""
-    args, name = trainer.args, str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    custom = type(trainer.optimizer) if trainer.optimizer is not None else None
-    if trainer.optimizer_cls_and_kwargs is not None:
-        custom = trainer.optimizer_cls_and_kwargs[0]
-    kind = f"{custom.__module__}.{custom.__qualname__}" if custom is not None else name
-    plugin = next((x for x in ("deepspeed", "fsdp") if getattr(trainer, f"is_{x}_enabled")), "")
-    refusals = {
-        f"{plugin} spreads a replica over several processes": bool(plugin),
-        "a model that is sharded when it is loaded spans several processes": bool(
-            getattr(trainer, "is_distributed_loading_by_transformers", False)
-        ),
-        f"a replica of {args.world_size} ranks": args.world_size > 1,
-        f"DataParallel over {args.n_gpu} GPUs: give each replica one by CUDA_VISIBLE_DEVICES": args.n_gpu > 1,
-        f'the optimizer {kind}: choose one such as optim="adamw_torch"': bool(unequal_optimizer(kind)),
-        "auto_find_batch_size": args.auto_find_batch_size,
-        f'train_sampling_strategy="{args.train_sampling_strategy}": choose "random"': (
-            args.train_sampling_strategy != "random"
-        ),
-        "average_tokens_across_devices=False": not args.average_tokens_across_devices,
-        "accelerator_config split_batches": args.accelerator_config.split_batches,
-        "a hyperparameter search": trial is not None,
-    }
-    reason = next((why for why, holds in refusals.items() if holds), None)
-    if reason is not None:
-        raise ConfigError(f"FabricTrainer cannot keep replicas equal with {reason}")
 
 
 __all__ = ["ConfigError", "FabricError", "FabricTrainer"]

@@ -5,14 +5,16 @@ import re
 import resource
 import threading
 
+import numpy as np
 import pytest
 import torch
 from server_support import fetch
 
 from fabric.ckpt_server.state.block_copy import CopyPass
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier
-from fabric.ckpt_server.state.training_state import StateDescriber, capture
+from fabric.ckpt_server.state.training_state import StateDescriber, StateView, capture
 from fabric.client.process.worker import Worker
+from fabric.client.state.mutation_guard import MEANWHILE, MutationGuard
 from fabric.client.state.snapshot_policy import EverySteps
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import StateError
@@ -192,32 +194,177 @@ def test_the_trainer_is_held_back_until_its_state_is_read(taken, keeper, model, 
     trainer.join()
 
 
+def served(handle):
+    return [s["step"] for s in fetch(handle.url, "/v1/snapshots").json]
+
+
+def counted(model):
+    with torch.no_grad():
+        model.weight.mul_(1.5)
+
+
+def in_place(model):
+    model.weight.data.mul_(1.5)
+
+
+def replaced(model):
+    model.weight.data = model.weight.data * 1.5
+
+
+WRITES = {"counted": counted, "in place": in_place, "replaced": replaced}
+
+
+@pytest.mark.parametrize("kind", WRITES)
 def test_a_state_that_changes_while_it_is_copied_is_refused_by_name_and_not_served(
-    taken, keeper, model, slow
+    taken, keeper, model, slow, kind
 ):
     snapshots, handle = taken
     said, done = [], threading.Event()
     snapshots.start(ref(1), keeper.submit, lambda event: (said.append(event), done.set()))
-    with torch.no_grad():
-        model.weight[0, 0] += 1.0
+    snapshots.expose()
+    WRITES[kind](model)
     slow.set()
-    with pytest.raises(StateError, match=f"{NAME} changed while forward and backward ran"):
+    with pytest.raises(StateError, match=f"{NAME} changed .*while forward and backward ran"):
         snapshots.wait_copied()
     assert done.wait(30) and said[0].digest == ""
-    assert fetch(handle.url, "/v1/snapshots").json == []
+    assert served(handle) == []
 
 
-def test_a_change_that_torch_does_not_count_is_found_where_the_digest_is_known(taken, keeper, model, slow):
+@pytest.fixture
+def half_slow(monkeypatch):
+    """The copy of the first block is done, all others wait for the event."""
+    first, go, take = threading.Event(), threading.Event(), CopyPass._take
+
+    def wait(self, block):
+        if block:
+            assert go.wait(30)
+        take(self, block)
+        first.set()
+
+    monkeypatch.setattr(CopyPass, "_take", wait)
+    go.first = first
+    yield go
+    go.set()
+
+
+@pytest.mark.parametrize("kind", ["counted", "in place", "replaced", "one row"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_copy_of_weights_that_were_moved_for_a_moment_is_not_served(
+    taken, keeper, model, half_slow, caplog, kind, known
+):
+    """As adversarial training moves an embedding and puts it back."""
+    snapshots, handle = taken
+    said, done = [], threading.Event()
+    kept, boundary = model.weight.detach().clone(), capture({"model": model}, 1).digest()
+    state = ref(1, boundary if known else "")
+    snapshots.start(state, keeper.submit, lambda event: (said.append(event), done.set()))
+    snapshots.begin_digest(1, copied=True)
+    snapshots.expose()
+    assert half_slow.first.wait(30)
+    if kind == "one row":
+        model.weight.data[-1] += 1.0
+    else:
+        WRITES[kind](model)
+    half_slow.set()
+    assert snapshots._taking.copied.wait(30)
+    if kind == "counted":
+        with torch.no_grad():
+            model.weight.copy_(kept)
+    elif kind == "replaced":
+        model.weight.data = kept.clone()
+    else:
+        model.weight.data.copy_(kept)
+    assert snapshots.take_digest(1) == boundary, "the digest is that of the state, not that of the copy"
+    snapshots.wait_copied()
+    assert done.wait(30) and said[0].digest == ""
+    assert served(handle) == []
+    told = [r.getMessage() for r in caplog.records if "for a moment" in r.getMessage()]
+    assert len(told) == 1 and "copies and digests its state before your code goes on" in told[0]
+
+    # From now on the state is read before user code goes on, and what it moves does no harm.
+    done.clear()
+    snapshots.start(ref(2), keeper.submit, lambda event: (said.append(event), done.set()))
+    snapshots.begin_digest(2, copied=False)
+    snapshots.expose()
+    assert done.wait(30), "it is served while user code runs"
+    counted(model)
+    with torch.no_grad():
+        model.weight.copy_(kept)
+    assert snapshots.take_digest(2) == capture({"model": model}, 2).digest() == said[1].digest
+    snapshots.wait_copied()
+    assert served(handle) == [2]
+
+
+def test_a_change_that_stays_is_refused_by_name_once_the_state_is_read_first(taken, keeper, model):
+    snapshots, _ = taken
+    snapshots.start(ref(1), keeper.submit, lambda event: None)
+    snapshots.expose()
+    with torch.no_grad():
+        model.weight[7, 0] += 0.0
+    snapshots.wait_copied()
+    snapshots.start(ref(2), keeper.submit, lambda event: None)
+    snapshots.expose()
+    with torch.no_grad():
+        model.weight[7, 0] += 1.0  # a few bytes, which no sample need show
+    with pytest.raises(StateError, match=f"{NAME} changed while forward and backward ran"):
+        snapshots.wait_copied()
+
+
+def test_a_few_bytes_that_torch_does_not_count_are_found_where_the_digest_is_known(
+    taken, keeper, model, slow
+):
     snapshots, handle = taken
     said, done = [], threading.Event()
     digest = capture({"model": model}, 1).digest()
     snapshots.start(ref(1, digest), keeper.submit, lambda event: (said.append(event), done.set()))
+    snapshots.expose()
     model.weight.data[5, 5] += 1.0
     slow.set()
-    with pytest.raises(StateError, match="a tensor was changed without torch's knowledge while forward"):
+    with pytest.raises(StateError, match="changed without torch's knowledge while forward"):
         snapshots.wait_copied()
     assert done.wait(30) and said[0].digest == ""
-    assert fetch(handle.url, "/v1/snapshots").json == []
+    assert served(handle) == []
+
+
+def test_a_copy_that_user_code_could_not_touch_is_served_at_once(taken, keeper, model):
+    """Members that wait for a newcomer serve their state while their own threads wait."""
+    snapshots, handle = taken
+    done = threading.Event()
+    snapshots.start(ref(1), keeper.submit, lambda event: done.set())
+    assert done.wait(30)
+    assert served(handle) == [1]
+
+
+def test_a_copy_beside_user_code_is_served_when_it_has_been_checked(taken, keeper, model, slow):
+    snapshots, handle = taken
+    done = threading.Event()
+    snapshots.start(ref(1), keeper.submit, lambda event: done.set())
+    snapshots.expose()
+    slow.set()
+    assert snapshots._taking.copied.wait(30)
+    keeper.settle(within_s=30)
+    assert served(handle) == []
+    snapshots.settle()
+    assert done.wait(30)
+    assert served(handle) == [1]
+
+
+def test_a_guard_touches_few_bytes_all_over_a_tensor():
+    tensor = torch.zeros(1 << 20)
+    view = StateView(b"", tuple((f"t{i}", tensor) for i in range(4)), 0, 1)
+    guard = MutationGuard(view)
+    places = [place for _, _, _, places, _ in guard._watched for place in places]
+    assert len(places) == 4 * 16
+    for _, _, _, of_one, _ in guard._watched:
+        assert [place // (tensor.nbytes // 16) for place in of_one] == list(range(16)), "one in each part"
+    many = StateView(b"", tuple((f"t{i}", tensor) for i in range(2000)), 0, 1)
+    assert sum(len(places) for _, _, _, places, _ in MutationGuard(many)._watched) == 2000
+    small = torch.zeros(100)
+    guard = MutationGuard(StateView(b"", (("small", small),), 0, 1))
+    for at in range(100):
+        small.numpy()[at] = 1.0
+        assert guard.changed(lambda: view) == f"small changed without torch's knowledge{MEANWHILE}"
+        small.numpy()[at] = 0.0
 
 
 def test_a_snapshot_is_published_under_the_digest_that_was_taken_before(taken, keeper, model):
@@ -228,21 +375,6 @@ def test_a_snapshot_is_published_under_the_digest_that_was_taken_before(taken, k
     snapshots.wait_copied()
     assert done.wait(30)
     assert [s["digest"] for s in fetch(handle.url, "/v1/snapshots").json] == [digest]
-
-
-def test_a_write_that_torch_does_not_count_is_found_without_a_digest_too(taken, keeper, model, slow):
-    """Fabric finds such a write only if it changes the tensor's first bytes, as writes to whole tensors
-    do.
-    """
-    snapshots, handle = taken
-    said, done = [], threading.Event()
-    snapshots.start(ref(1), keeper.submit, lambda event: (said.append(event), done.set()))
-    model.weight.data.mul_(1.5)
-    slow.set()
-    with pytest.raises(StateError, match=f"{NAME} changed without torch's knowledge while forward"):
-        snapshots.wait_copied()
-    assert done.wait(30) and said[0].digest == ""
-    assert fetch(handle.url, "/v1/snapshots").json == []
 
 
 # --- the digest that is compared at a step -----------------------------------------------------------------
@@ -295,16 +427,16 @@ def test_after_the_fence_the_digest_is_of_the_state_before_it(taken, keeper, mod
 
 
 @pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("kind", WRITES)
 def test_a_state_that_changes_while_it_is_digested_is_refused_by_name(
-    taken, keeper, model, slow, copied, counted
+    taken, keeper, model, slow, copied, kind
 ):
     snapshots, _ = taken
     if copied:
         snapshots.start(ref(1), keeper.submit, lambda event: None)
     snapshots.begin_digest(1, copied)
-    with torch.no_grad():
-        (model.weight if counted else model.weight.data).mul_(1.5)
+    snapshots.expose()
+    WRITES[kind](model)
     slow.set()
     with pytest.raises(StateError, match=f"{NAME} changed .*while forward and backward ran"):
         snapshots.take_digest(1)
@@ -343,6 +475,12 @@ class SlowLane:
     def hold(self, event):
         self.held.set()
 
+    def staging(self, nbytes):
+        return np.empty(nbytes, np.uint8)
+
+    def bring(self, tensors, memory):
+        memory[:] = torch.cat(tensors).numpy()
+
     def synchronize(self):
         assert self.go.wait(30)
         for tensors, memory in self._pending:
@@ -367,18 +505,24 @@ def on_device(attach, model):
     copier.close()
 
 
-def test_on_a_device_a_change_before_the_fence_is_refused_by_name_and_not_served(on_device, keeper, model):
+def test_on_a_device_a_counted_write_before_the_fence_is_not_served_and_then_refused_by_name(
+    on_device, keeper, model
+):
     """The device has not copied a byte yet, but the host knows which copies it has enqueued."""
     snapshots, handle, lane = on_device
     said, done = [], threading.Event()
-    snapshots.start(ref(1), keeper.submit, lambda event: (said.append(event), done.set()))
-    with torch.no_grad():
-        model.weight[0, 0] += 1.0
+    for step in (1, 2):
+        snapshots.start(ref(step), keeper.submit, lambda event: (said.append(event), done.set()))
+        snapshots.expose()
+        with torch.no_grad():
+            model.weight[0, 0] += 1.0
+        if step == 1:
+            snapshots.wait_copied()  # the host cannot know yet whether the change stays
+            lane.go.set()
+            assert done.wait(30) and said[0].digest == ""
+            assert served(handle) == []
     with pytest.raises(StateError, match=f"{NAME} changed while forward and backward ran"):
         snapshots.wait_copied()
-    lane.go.set()
-    assert done.wait(30) and said[0].digest == ""
-    assert fetch(handle.url, "/v1/snapshots").json == []
 
 
 def test_on_a_device_a_write_behind_the_fence_is_allowed(on_device, keeper, model):

@@ -28,7 +28,7 @@ class Replica:
         self.progress = LoopProgress(begin=0)
         self.engine = SimpleNamespace(orders=queue.SimpleQueue(), post=lambda event: None, echo=None)
         self.loaded = []
-        shutdown = SimpleNamespace(leave=self.leave, note_end=lambda order: None)
+        shutdown = SimpleNamespace(leave=self.leave, note_end=lambda order: None, say_start=lambda step: None)
         waits = SimpleNamespace(begin=lambda: None, get=self.next_order)
         clock = SimpleNamespace(wait_s=0.0, lap=lambda: 0.0, run_benchmark=lambda *_: None)
         state = SimpleNamespace(gradients=SimpleNamespace(parameters=()))

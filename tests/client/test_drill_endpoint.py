@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import torch
 
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.process.drill_endpoint import DrillEndpoint
+from fabric.client.process.drill_endpoint import DrillEndpoint, _HeldOrder
 from fabric.client.process.journal import Journal
 from fabric.drill.injection.point_order import SentOrder
 from fabric.errors import ProtocolError, Refused
@@ -30,7 +31,7 @@ FENCE = Fence("s", 1, 1)
 TRAINER = """
 import sys, time
 from pathlib import Path
-from fabric.client.process.drill_endpoint import DrillEndpoint
+from fabric.client.process.drill_endpoint import DrillEndpoint, _HeldOrder
 endpoint = DrillEndpoint(Path(sys.argv[1]))
 print("up", flush=True)
 for step in range(100000):
@@ -296,3 +297,16 @@ def test_a_clock_leaps_back_when_its_drill_is_gone(folder, endpoint):
     until(lambda: sent.look() or sent.hits)
     sent.close()
     until(lambda: time.time() - before < 3000)
+
+
+def test_a_thread_that_reaches_the_point_at_once_reports_after_the_answer():
+    """The drill reads the first line as the answer to its order."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        held = _HeldOrder(order(), theirs)
+        thread = threading.Thread(target=lambda: held.report(hit="ring", step=1))
+        thread.start()
+        held.accept()
+        thread.join()
+        theirs.close()
+        assert [json.loads(line) for line in ours.makefile()] == [{"ok": True}, {"hit": "ring", "step": 1}]

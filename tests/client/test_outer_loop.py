@@ -12,7 +12,7 @@ import fabric.client
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlot, GradientSlots
-from fabric.client.outer.global_parameters import GlobalParameters, refuse_model
+from fabric.client.outer.global_parameters import GlobalParameters, local_buffers
 from fabric.client.outer.outer_loop import make_outer_loop
 from fabric.client.outer.outer_schedule import OuterSchedule, cut_fragments
 from fabric.errors import ConfigError, FabricError
@@ -246,8 +246,8 @@ def test_buffers_that_inner_steps_change_stay_local_only_by_choice():
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
     for buffers in ("refuse", "average"):
         with pytest.raises(ConfigError, match=r"forward changes the buffer '1\.running_mean' in inner steps"):
-            refuse_model(model, buffers)
-    refuse_model(model, "ignore")
+            local_buffers(model, buffers)
+    local_buffers(model, "ignore")
 
 
 def test_a_mistake_ends_the_process_with_one_sentence(capsys):

@@ -23,7 +23,8 @@ from fabric.client.data.loader import (
 from fabric.client.data.orders import SamplerOrder
 from fabric.client.data.sample_plan import SamplePlan
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
+from fabric.client.gradients.buffer_choices import choose_buffers
+from fabric.client.gradients.forward_buffers import ForwardBuffers
 from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.client.loop.shared_state import shared_state
 from fabric.client.loop.solo import SoloSession
@@ -385,7 +386,8 @@ def test_what_has_no_state_is_refused_with_what_may_be_given():
 
 
 def shared_objects(state):
-    objects = shared_state(torch.nn.Linear(1, 1), {}, state, "refuse")
+    model = torch.nn.Linear(1, 1)
+    objects = shared_state(model, {}, state, choose_buffers(model, "refuse"))
     return {name: value for name, value in objects.items() if name != "model"}
 
 
@@ -398,7 +400,7 @@ def file_of(view):
 
 def normed():
     model = torch.nn.BatchNorm1d(2, momentum=0.5)
-    averaged = AveragedBuffers(model, changing_buffers(model))
+    averaged = ForwardBuffers(model, choose_buffers(model, "average"))
     averaged.begin()
     return model, averaged
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fabric.client.attach import _lanes, _ModuleEntries
-from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
+from fabric.client.gradients.buffer_choices import choose_buffers
+from fabric.client.gradients.forward_buffers import ForwardBuffers
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import ConfigError
 from fabric.protocol.rules.layout_text import read_layout
@@ -16,14 +17,14 @@ ALONE = ProcessIdentity(1, ())
 
 def test_a_communicator_of_nccl_is_refused():
     parameters = [("w", torch.nn.Parameter(torch.empty(2)))]
-    settings = SimpleNamespace(unequal=True, data_plane="nccl")
+    settings, bare = SimpleNamespace(unequal=True, data_plane="nccl"), torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="nccl, which does not go with FABRIC_UNEQUAL: use auto or tcp"):
-        _lanes(settings, ALONE, parameters, AveragedBuffers(torch.nn.Linear(1, 1), []))
+        _lanes(settings, ALONE, parameters, ForwardBuffers(bare, choose_buffers(bare, "average")))
 
 
 def test_averaged_buffers_are_part_of_the_announced_layout():
     model = torch.nn.BatchNorm1d(3)
-    averaged = AveragedBuffers(model, changing_buffers(model))
+    averaged = ForwardBuffers(model, choose_buffers(model, "average"))
     settings = SimpleNamespace(unequal=True, data_plane="auto", replica="r0")
     lanes = _lanes(settings, ALONE, list(model.named_parameters()), averaged)
     assert lanes is not None

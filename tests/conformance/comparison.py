@@ -15,10 +15,7 @@ ABSOLUTE = 1e-6
 
 def compare(recipe: Recipe, plain: Result, other: Result, way: str) -> None:
     """Assert that ``other`` is the training of ``plain``."""
-    reports = other.reports
-    assert len(reports) == len(other.codes), f"{way}: {len(reports)} of {len(other.codes)} reported their end"
-    for report in reports[1:]:
-        same(reports[0], report, f"{way}: replicas", exactly)
+    reports = compare_replicas(other, way)
     within = within_rounding(recipe.tolerance)
     same(plain.reports[0], reports[0], f"plain and {way}", within)
     compare_notes(plain, other, way, within)
@@ -26,6 +23,15 @@ def compare(recipe: Recipe, plain: Result, other: Result, way: str) -> None:
         assert other.samples == plain.samples, f"{way}: other samples than without fabric"
     for pattern in recipe.files:
         compare_files(pattern, plain, other, way, within)
+
+
+def compare_replicas(result: Result, way: str) -> list[dict[str, Any]]:
+    """Assert that all replicas have reported the same bits; return their reports."""
+    reports = result.reports
+    assert len(reports) == len(result.codes), f"{way}: {len(reports)} of {len(result.codes)} reported an end"
+    for report in reports[1:]:
+        same(reports[0], report, f"{way}: replicas", exactly)
+    return reports
 
 
 Equal = Callable[[float, float], bool]
@@ -135,7 +141,7 @@ def _curves(result: Result, pattern: str) -> dict[str, dict[str, dict[int, float
             if "per_second" not in tag and "runtime" not in tag
         }
         for tag, points in curves.items():
-            steps = [step for step, _ in points]
+            steps = [step for step, _ in points if not tag.endswith("epoch")]
             assert len(steps) == len(set(steps)), f"{folder}: {tag} has a step twice"
         found[folder.relative_to(result.folder / "out").as_posix()] = {
             t: dict(sorted(p)) for t, p in curves.items()

@@ -51,18 +51,20 @@ def plain_steps(
     global_batch: int = GLOBAL_BATCH,
     micro_batch: int | None = None,
     seed: int = 0,
+    shown_from: int = 0,
 ) -> Iterator[tuple[int, list[Any]]]:
     """Yield the number and the micro-batches of each step, in the documented order of ``session.loader``.
 
-    This is the DataLoader of a recipe without fabric. By default a step is one batch.
+    This is the DataLoader of a recipe without fabric. By default a step is one batch. ``shown_from``: the
+    step of the training at which this order begins.
     """
     size, micro_batch = len(data), micro_batch or global_batch
     for step in range(start, until):
         positions = range(step * global_batch, (step + 1) * global_batch)
         indices = [int(_pass(size, seed, p // size)[p % size]) for p in positions]
-        saw(step, indices)
+        saw(shown_from + step, indices)
         cuts = [indices[at : at + micro_batch] for at in range(0, global_batch, micro_batch)]
-        yield step, [torch.utils.data.default_collate([data[i] for i in cut]) for cut in cuts]
+        yield shown_from + step, [torch.utils.data.default_collate([data[i] for i in cut]) for cut in cuts]
 
 
 def saw(step: int, indices: Sequence[int]) -> None:
@@ -96,7 +98,7 @@ def report(
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     states = [x.state_dict() for x in optimizers if x is not None]
     body = {"weights": weights, "optimizer": states, "counters": counters}
-    torch.save(body, _EVIDENCE / f"{os.getpid()}.pt")
+    torch.serialization.save(body, _EVIDENCE / f"{os.getpid()}.pt")
 
 
 def _append(kind: str, line: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@
 """
 
 import pytest
-from comparison import compare
+from comparison import compare, compare_replicas
 from recipe_table import PAGE, page, read_recipes
 from ways import WAYS, run
 
@@ -29,7 +29,9 @@ def test_a_recipe_trains_the_same_or_is_refused(recipe, zygotes, tmp_path, reque
     for way in WAYS:
         results[way] = run(way, recipe, zygote, tmp_path / way)
         assert set(results[way].codes.values()) == {0}, f"{way}\n{results[way].output[-5000:]}"
-        if way != "plain" and way not in recipe.unlike:
+        if way in recipe.unlike:
+            compare_replicas(results[way], way)
+        elif way != "plain":
             compare(recipe, results["plain"], results[way], way)
 
 

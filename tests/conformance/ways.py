@@ -12,6 +12,9 @@ from job import Job, Zygote
 from recipe_table import Recipe
 from test_failures import check
 
+from fabric.audit.journal import read_run
+from fabric.audit.verify import judge
+
 HERE = Path(__file__).parent
 WAYS = ("plain", "disabled", "single", "killed")
 WRITER_KILLED, OTHER_KILLED = 5, 13  # the steps at which r0, the writer, and r2 are killed
@@ -88,7 +91,11 @@ def run(way: str, recipe: Recipe, zygote: Zygote, folder: Path) -> Result:
         job.start_all(kills if way == "killed" and not recipe.refused else None)
         job.finish()
         if not recipe.refused and set(job.codes.values()) == {0}:
-            check(job, recipe.steps)
+            if way in recipe.unlike:
+                # The recipe says why samples may be left out; all promises but this one hold.
+                assert not (broken := judge(read_run(job.folder)).broken), broken[:10]
+            else:
+                check(job, recipe.steps)
             if way == "killed":
                 assert (job.starts["r0"], job.starts["r2"]) == (2, 2), job.logs()
         output = "".join(job.said(f"r{i}") for i in range(replicas))

@@ -10,7 +10,8 @@ import torch
 from ftar.lane_harness import Process, start
 from ring_harness import WAIT_S
 
-from fabric.client.gradients.averaged_buffers import AveragedBuffers, RankMeans, changing_buffers
+from fabric.client.gradients.buffer_choices import choose_buffers
+from fabric.client.gradients.forward_buffers import ForwardBuffers, RankMeans
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.lanes.held_parameters import held_parameters
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout
@@ -46,7 +47,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.weight = torch.nn.Parameter(torch.zeros(self.rows[1], 2))
-        self.averaged = AveragedBuffers(self.model, changing_buffers(self.model))
+        self.averaged = ForwardBuffers(self.model, choose_buffers(self.model, "average"))
         self.averaged.begin()
         self.gradients = FlatGradients([("weight", self.weight), *self.averaged.stand_ins], any_layout=True)
         self.gradients.scale = self.scale
@@ -146,9 +147,10 @@ def test_equal_layouts_get_the_average_too():
 
 def test_a_pipeline_stage_without_the_buffer_does_not_count():
     group, model = Ranks(2), torch.nn.BatchNorm1d(2)
-    averaged = AveragedBuffers(model, changing_buffers(model))
+    averaged = ForwardBuffers(model, choose_buffers(model, "average"))
     averaged.begin()
-    bare = AveragedBuffers(torch.nn.Linear(1, 1), [])
+    stage = torch.nn.Linear(1, 1)
+    bare = ForwardBuffers(stage, choose_buffers(stage, "average"))
     layout = ReplicaLayout((held_parameters(averaged.stand_ins), ()))
     averaged.rank_means = bare.rank_means = RankMeans.of(group, layout)
     model(torch.randn(4, 2))

@@ -43,8 +43,8 @@ def test_two_members_that_disagree_about_the_state_stop(zygote, tmp_path):
         for replica in ("r0", "r1"):
             said = (job.folder / f"{replica}.log").read_text()
             assert "disagree about the state at step 7 and no other member can tell which is right" in said
-            assert "restart the job from a checkpoint and check these hosts' memory" in said
-            assert "; their learning rates and other numbers are equal, so a tensor differs" in said
+            assert "restart the job from a checkpoint; their numbers and the samples" in said
+            assert "so only a few bytes differ: check these hosts' memory" in said
             assert not [e for e in job.events(replica, "commit") if e["step"] > 7], "nothing after it"
 
 
@@ -94,7 +94,9 @@ def test_an_outvoted_replica_does_not_go_on_when_the_two_others_are_killed(zygot
         assert set(job.codes.values()) == {0}, job.logs()
         assert job.starts == {"r0": 2, "r1": 1, "r2": 2}
         whys = [e["why"] for e in job.told("evicting") if e["about"] == "r1"]
-        assert whys == ["r1 disagrees with the majority about the state at step 7"]
+        assert len(whys) == 1 and whys[0].startswith(
+            "r1 disagrees with the majority about the state at step 7"
+        )
         [cold] = [e["why"] for e in job.told("epoch") if e["why"].startswith("cold start")]
         assert cold.startswith("cold start from step 6 of generation 1, 1 step lost"), cold
         assert not [e for e in job.events("r1", "commit") if e["generation"] == 1 and e["step"] > 6]

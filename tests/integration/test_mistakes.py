@@ -162,7 +162,7 @@ ARGUMENTS = {
     "a state without state_dict": "without state_dict and load_state_dict: give an object that has both",
     "a state named model": 'state has the name "model", which is taken',
     "batch norm": "forward changes the buffer '1.running_mean' differently on every replica",
-    "another word for buffers": 'buffers is "averaged": it must be "average", "ignore" or "refuse"',
+    "another word for buffers": 'buffers is \'averaged\': it must be "average", "first" or "ignore"',
     "an unknown setting": "unknown setting lighthouses: known are adapt, advertise,",
     "no gradients": "the model has no parameter that requires a gradient",
     "sizes that do not divide": "global_batch_size 24 must be a multiple of micro_batch_size 5",
@@ -382,7 +382,8 @@ def test_a_model_that_changes_between_looks_is_left_out(zygote, tmp_path, what):
         assert re.search(r"^fabric: r2: the state of step \d+ does not fit: ", sentence(job, "r2"))
         assert BETWEEN[what] in sentence(job, "r2")
         told = [e["why"] for e in job.told("evicting")]
-        assert told == ["r2 disagrees with the majority about the state at step 6"]
+        assert len(told) == 1
+        assert told[0].startswith("r2 disagrees with the majority about the state at step 6")
 
 
 def test_a_state_that_can_no_longer_be_serialised(zygote, tmp_path):

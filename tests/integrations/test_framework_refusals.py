@@ -46,19 +46,23 @@ class Adam8bit(torch.optim.Adam):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"optim": "adamw_8bit"}, 'the optimizer adamw_8bit: choose one such as optim="adamw_torch"'),
-        ({"optim": "galore_adamw"}, "the optimizer galore_adamw"),
-        ({"optim": "schedule_free_adamw"}, "the optimizer schedule_free_adamw"),
+        ({"optim": "adamw_8bit"}, r"TrainingArguments\(optim=.*adamw_8bit.*choose one such as optim="),
+        ({"optim": "galore_adamw"}, r"TrainingArguments\(optim=.*galore_adamw"),
+        ({"optim": "schedule_free_adamw"}, r"TrainingArguments\(optim=.*schedule_free_adamw"),
         ({"more": {"optimizer_cls_and_kwargs": (Adam8bit, {})}}, r"the optimizer .*\.Adam8bit: choose"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
-        ({"train_sampling_strategy": "sequential"}, 'train_sampling_strategy="sequential": choose "random"'),
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
-        ({"accelerator_config": {"split_batches": True}}, "accelerator_config split_batches"),
+        ({"auto_find_batch_size": True}, r"TrainingArguments\(auto_find_batch_size=True\)"),
+        ({"train_sampling_strategy": "batch_rebalance"}, 'train_sampling_strategy="batch_rebalance"'),
+        ({"average_tokens_across_devices": False}, r"\(average_tokens_across_devices=False\)"),
+        ({"accelerator_config": {"split_batches": True}}, r"accelerator_config\(split_batches=True\)"),
+        ({"enable_jit_checkpoint": True}, r"TrainingArguments\(enable_jit_checkpoint=True\)"),
+        ({"save_on_each_node": True}, r"TrainingArguments\(save_on_each_node=True\)"),
     ],
 )
 def test_a_trainer_that_cannot_stay_equal_is_refused_before_anything_begins(replica, arguments, words):
     refused = trainer(replica, **arguments)
-    with pytest.raises(ConfigError, match=f"^FabricTrainer cannot keep replicas equal with {words}"):
+    with pytest.raises(
+        ConfigError, match=f"^FabricTrainer (refuses|cannot keep replicas equal with) .*{words}"
+    ):
         refused.train()
     assert refused.optimizer is None and not refused.is_in_train and not (replica / "run").exists()
 
@@ -131,12 +135,6 @@ def test_two_models_are_refused_before_one_is_prepared(replica):
         accelerator.prepare(torch.nn.Linear(2, 2))
 
 
-def test_two_shuffled_loaders_are_refused(replica):
-    accelerator, (model, optimizer, loader) = FabricAccelerator(), parts()
-    with pytest.raises(ConfigError, match="two shuffled DataLoaders, and the job has the order of one"):
-        accelerator.prepare(model, optimizer, loader, parts()[2])
-
-
 def test_an_optimizer_of_8_bits_is_refused_by_name(replica):
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError, match=r"cannot keep replicas equal with the optimizer .*\.Adam8bit"):
@@ -144,19 +142,14 @@ def test_an_optimizer_of_8_bits_is_refused_by_name(replica):
 
 
 def test_a_closure_and_a_batch_that_is_not_the_jobs_are_refused(replica):
-    accelerator, (model, optimizer, loader) = FabricAccelerator(), parts(shuffle=False)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator, (model, optimizer, loader) = FabricAccelerator(), parts()
+    model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, parts(False)[2])
     with pytest.raises(FabricError, match=r"optimizer.step got a closure"):
         optimizer.step(lambda: None)
-    [(x,), *_] = loader
-    with pytest.raises(FabricError, match="prepare the training DataLoader, with shuffle=True"):
+    [(x,), *_] = held_out
+    with pytest.raises(FabricError, match="a batch that is not of the job: prepare one DataLoader"):
         accelerator.backward(model(x).sum())
     assert model.weight.grad is None and not (replica / "run").exists()
-
-
-def test_averaged_buffers_are_refused(replica):
-    with pytest.raises(ConfigError, match=r'buffers="average" does not go with FabricAccelerator'):
-        FabricAccelerator(fabric={"buffers": "average"})
 
 
 def test_an_accelerate_that_is_too_old_is_refused_with_the_versions(replica, monkeypatch):

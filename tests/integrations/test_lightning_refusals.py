@@ -18,7 +18,7 @@ from fabric.integrations.adopt import frameworks
 from fabric.integrations.adopt.adoption import run_adopted
 from fabric.integrations.lightning import FabricStrategy, arguments
 from fabric.integrations.lightning.counters import set_counters, set_place
-from fabric.integrations.lightning.epochs import Epochs
+from fabric.integrations.lightning.epochs import EpochShape
 from fabric.integrations.lightning.manual import ManualSteps, check_closure
 
 DATA = TensorDataset(torch.ones(24, 2))
@@ -187,7 +187,7 @@ def test_half_precision_with_a_scaler_is_refused():
 def test_the_loops_go_on_at_the_jobs_step(step, epoch, within):
     own = trainer(max_epochs=9, accumulate_grad_batches=2)
     own.fit_loop._data_fetcher = SimpleNamespace(fetched=0)
-    epochs = Epochs(positions=14, batch_size=2, replicas=1, accumulation=2)  # 7 batches, 4 steps
+    epochs = EpochShape(positions=14, batch_size=2, replicas=1, accumulation=2)  # 7 batches, 4 steps
     set_counters(own, step, epochs)
     loop = own.fit_loop
     assert (own.global_step, loop.epoch_progress.current.processed) == (step, epoch)

@@ -17,7 +17,7 @@ from fabric.protocol.member.session import MAX_NAMED
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout
-from fabric.protocol.rules.layout_text import layout_text
+from fabric.protocol.rules.layout_text import layout_summary, layout_text
 from fabric.protocol.rules.tensor_region import TensorRegion
 
 SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
@@ -177,4 +177,6 @@ def test_a_layout_is_that_of_the_ranks_which_announce_it():
         ("A" * 70_000, "cuts must be at most"),
     ):
         with pytest.raises(ProtocolError, match=why):
+            if len(cuts) < 70_000:
+                layout_summary(cuts)  # as the thread does, before the session is taken
             decode_session(text(replace(good, cuts=cuts)))

@@ -247,10 +247,23 @@ def test_the_verdict_says_where_the_states_differ():
     reports["a"] = replace(reports["a"], parted="they differ in lr: 1 on a, 2 on b")
     undecidable = decide(record, reports, M)
     assert isinstance(undecidable, Undecidable)
-    assert undecidable.reason.endswith("check these hosts' memory; they differ in lr: 1 on a, 2 on b")
+    assert undecidable.reason.endswith("restart the job from a checkpoint; they differ in lr: 1 on a, 2 on b")
     reports["b"] = replace(reports["b"], unconfirmed=True)
     evicted = decide(record, reports, M)
     assert isinstance(evicted, Evict) and evicted.reason.endswith("; they differ in lr: 1 on a, 2 on b")
+
+
+def test_a_verdict_of_the_majority_says_where_the_state_differs():
+    record = record_of("a b c")
+    reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y", "c": "y"}.items()}
+    reports["a"] = replace(reports["a"], outvoted=True)
+    reports["b"] = replace(reports["b"], parted="the first tensor that differs is model/1.noisy")
+    evicted = decide(record, reports, M)
+    assert isinstance(evicted, Evict)
+    assert evicted.reason == (
+        "a disagrees with the majority about the state at step 7; the first tensor that differs is "
+        "model/1.noisy"
+    )
 
 
 def test_two_of_three_that_have_a_digest_are_judged_as_two():

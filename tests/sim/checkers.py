@@ -52,6 +52,7 @@ class Checks:
         self.min_replicas = min_replicas
         self.records: list[Record] = []
         self.by_epoch: dict[int, Record] = {}
+        self.is_restored = False  # whether the store was put back, and no epoch leads above all others yet
         # (generation, step) -> digest of the applied gradient
         self.gradients: dict[tuple[int, int], str] = {}
         self.states: dict[tuple[int, int], str] = {}
@@ -99,6 +100,8 @@ class Checks:
             raise Violation(f"complete at step {after.base.step}, but {self.newest} was committed")
         # The leader writes the end of the job, and overrides for newcomers, without a new epoch.
         within = after.complete or bool(after.failed) or (before is not None and after.names == before.names)
+        if self.is_restored and before is not None and after.epoch != before.epoch:
+            before = self._above_a_restored_store(before, after)
         if before is not None and after.epoch not in (before.epoch + 1, before.epoch + (0 if within else 1)):
             raise Violation(f"epoch {after.epoch} was written over {before.epoch}")
         if after.epoch > MOST_EPOCHS:
@@ -119,6 +122,17 @@ class Checks:
             self._forget_rounds(before, after)
         self.records.append(after)
         self.by_epoch[after.epoch] = after
+
+    def restored(self) -> None:
+        """The store holds an older copy of itself: the next epochs follow no record that the store holds."""
+        self.is_restored = True
+
+    def _above_a_restored_store(self, before: Record, after: Record) -> Record | None:
+        """Return ``before``, or None for the epoch that leads above all epochs that members know."""
+        if after.epoch <= max(self.by_epoch):
+            return before  # the leader has not heard yet of any member that knows more
+        self.is_restored = False
+        return None
 
     def _is_a_roster(self, record: Record) -> None:
         if not record.roster or len(set(record.names)) != len(record.names):

@@ -17,6 +17,7 @@ from sim import coverage
 from sim.adapt_worlds import AdaptWorld
 from sim.cold_worlds import cold_world
 from sim.data_worlds import CurriculumWorld, RebatchedWorld
+from sim.dispute_worlds import DisputeWorld
 from sim.durable_worlds import DurableWorld
 from sim.end_worlds import EndWorld
 from sim.late_worlds import late_world
@@ -54,6 +55,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "curriculum": CurriculumWorld,
     "rebatched": RebatchedWorld,
     "norm": NormWorld,
+    "dispute": DisputeWorld,
 }
 
 

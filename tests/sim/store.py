@@ -66,6 +66,11 @@ class Store:
         self.name, self.stored, self.holder = name, b"", ""
         self.revision += 1
 
+    def restore(self, copy: bytes) -> None:
+        """Replace the contents by an older copy of the same store, without an election key."""
+        self.stored, self.holder = copy, ""
+        self.revision += 1
+
     def _soon(self, action: Callable[[], None], lost: Callable[[], None]) -> None:
         """Perform the operation at the store, or call ``lost`` if the store has crashed meanwhile."""
         starts = self.starts

@@ -10,6 +10,7 @@ from sim.world import Settings, World
 
 from fabric.model import Record
 from fabric.protocol.leader.starts import Starts
+from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.membership import Membership
 
 # The rare events that must occur in a run over many of these worlds.
@@ -18,6 +19,7 @@ REQUIRED = (
     "store: wiped while no server held a state",
     "path: a job goes on in another store",
     "store: a lighthouse was stuck",
+    "store: restored over newer epochs",
     "path: sockets before timers",
 )
 
@@ -108,8 +110,43 @@ class DeposedWorld(World):
         self.clockwork.at(0.5, lambda: self.start_trainer("r1"))
 
 
+class RestoredWorld(World):
+    """An operator restores a copy of the store that is some epochs old. Then a member dies."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, faultless=True)
+        self.copy = b""
+        self.ends_early, self.until = False, 10**9
+        self.faults.not_before = 9.0
+        clockwork = self.clockwork
+        clockwork.at(clockwork.between(0.8, 2.5), self._copy)
+        for number in range(clockwork.random.randrange(1, 4)):
+            clockwork.at(2.0 + number * 0.7, self._lose_one)
+        self.restored_at = clockwork.between(3.0, 5.0)
+        clockwork.at(self.restored_at, self._restore)
+        if clockwork.chance(0.7):
+            clockwork.at(self.restored_at + clockwork.between(-0.5, 3.0), self._lose_one)
+
+    def _copy(self) -> None:
+        self.copy = self.store.stored
+
+    def _lose_one(self) -> None:
+        self.kill_trainer(self.clockwork.random.choice(sorted(self.hosts)))
+
+    def _restore(self) -> None:
+        record = self.store.record
+        if not self.copy or record is None:
+            return
+        self.store.restore(self.copy)
+        self.checks.restored()
+        self.clockwork.counts["store: restored from an older copy"] += 1
+        self.clockwork.counts["store: restored over newer epochs"] += self.store.record != record
+
+
 def store_world(seed: int) -> World:
-    """Return one world; every third is about a deposed leader."""
+    """Return one world; every third is about a deposed leader, every fourth about a restored store."""
+    if seed % 4 == 1:
+        return RestoredWorld(seed)
     return DeposedWorld(seed) if seed % 3 == 0 else WipedWorld(seed)
 
 
@@ -143,9 +180,21 @@ def answer_members_when_the_lease_has_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lighthouse, "holds", lambda self: self.core is not None)
 
 
+def number_epochs_by_a_restored_record(patch: pytest.MonkeyPatch) -> None:
+    """Bug: the next epoch follows the record, although members know newer epochs."""
+    patch.setattr(JobState, "named_by_sessions", lambda state: (0, 0))
+
+
+def wait_for_the_members_of_a_restored_record(patch: pytest.MonkeyPatch) -> None:
+    """Bug: the leader of a restored store goes on with the members that its record names."""
+    patch.setattr(Starts, "go_on_above", lambda starts, record: False)
+
+
 MUTATIONS = {
     mutation.__name__: mutation
     for mutation in (
+        number_epochs_by_a_restored_record,
+        wait_for_the_members_of_a_restored_record,
         compare_the_ids_of_stores,
         begin_at_the_first_epoch_in_an_empty_store,
         answer_members_when_the_lease_has_ended,

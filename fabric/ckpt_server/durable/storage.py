@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fabric.errors import StateError
 
 _PROBE = ".fabric-probe"
-# What storage says of a file or a name, and says again at every try.
+# Storage says this of a file or a name, and says it again at every try.
 _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError)
 
 

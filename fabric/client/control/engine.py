@@ -25,9 +25,9 @@ from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.link_echo import run_echo
 from fabric.client.control.peers import Peers
 from fabric.client.control.round_journal import RoundJournal
-from fabric.client.gradients.averaged_buffers import AveragedBuffers
 from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_thread import ExchangeThread
+from fabric.client.gradients.forward_buffers import ForwardBuffers, first_member
 from fabric.client.gradients.gradient_backend import GradientBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.gradients.replica_states import ReplicaStates
@@ -87,7 +87,7 @@ class EngineParts:
     points: Failpoints
     snapshots: Snapshots
     crash_marker: CrashMarker
-    buffers: AveragedBuffers
+    buffers: ForwardBuffers
     own_states: ReplicaStates
     durable: DurableCheckpoints
     failed_rounds: FailedRounds
@@ -284,7 +284,8 @@ class Engine:
 
     def crash(self, error: BaseException) -> None:
         """Stop this process for a defect in the core or a thread; its launcher starts it again."""
-        reason = f"internal error in {type(error).__name__}: {error}"
+        is_defect = isinstance(error, Exception)  # Ctrl-C may come while the main thread drives the core
+        reason = f"internal error in {type(error).__name__}: {error}" if is_defect else "interrupted"
         self._parts.crash_marker.clear()
         self._parts.journal.write("stop", code=RESTART, reason=reason)
         self.orders.put(io.Stop(RESTART, reason))
@@ -385,6 +386,8 @@ class Engine:
         own = self.member.view.own_contribution if self.member is not None else None
         if own is not None:  # None while backward still computes: the session passes the contribution later
             self._round_journal.note_contribution(own)
+        if self.epoch == effect.fence.epoch and first_member(self.current) == self._parts.peers.replica:
+            self._parts.exchange.give_values(effect.fence.epoch)
         if self.current is not None and len(self.current.roster) == 1 and not effect.streaming:
             self.orders.put(effect)
             return

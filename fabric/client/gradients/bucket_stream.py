@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from fabric.client.gradients.stale_gradients import StaleGradients
 from fabric.errors import RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
 
@@ -65,6 +66,7 @@ class Overlap:
         self.stream: BucketReadiness | None = None
         # A context manager around each micro-batch except the last: DDP's no_sync.
         self.without_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self.stale: StaleGradients | None = None  # set where the user's loop has optimizers
         self._parameters = [parameter for _, parameter in gradients.parameters]
         self._buckets = {id(p): bucket for bucket in gradients.buckets for _, p in bucket.parameters}
         self._announce = announce
@@ -102,6 +104,8 @@ class Overlap:
     @contextlib.contextmanager
     def backward(self, step: int, weight: float) -> Iterator[None]:
         """Enclose one backward that adds a gradient of this ``weight``."""
+        if self.stale is not None:
+            self.stale.begin(step)
         self._calls += 1
         self._weight += weight
         if (

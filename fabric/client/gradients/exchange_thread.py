@@ -7,6 +7,7 @@ round, and no thread wakes another.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -26,6 +27,8 @@ from fabric.ftar.plane import DataPlane
 from fabric.model import StepTimes
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
+
+_EPOCHS = 16
 
 
 class ExchangeThread:
@@ -58,6 +61,8 @@ class ExchangeThread:
         self._on_crash = on_crash
         self._round = threading.Lock()  # held during a round: an aborted round may end late
         self._newest: tuple[int, BucketReadiness | None] = (0, None)
+        # The newest epochs in which all members take the values of this one's buffers.
+        self._gives_in: deque[int] = deque(maxlen=_EPOCHS)
         self._dtypes = tuple(sorted({str(b.dtype).removeprefix("torch.") for b in gradients.buckets}))
         self.recorder = ExchangeRecorder()
         self.seconds = 0.0
@@ -77,6 +82,10 @@ class ExchangeThread:
             self._run(order, None, post)
         except Exception as error:  # noqa: BLE001  (ends the process as an error of the exchange thread does)
             self._on_crash(error)
+
+    def give_values(self, epoch: int) -> None:
+        """Note, before a round of ``epoch``, that all members take the values of this one's buffers."""
+        self._gives_in.append(epoch)
 
     def take_times(self, clock: StepClock) -> StepTimes:
         """Return the times of the step that has just ended, and count those of the next one from zero."""
@@ -225,7 +234,7 @@ class ExchangeThread:
 
     def _gather(self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor) -> None:
         self._points.hit("gather", order.step, lambda: bucket)
-        self._gradients.gather_bucket(bucket, flat)
+        self._gradients.gather_bucket(bucket, flat, order.fence.epoch in self._gives_in)
 
     def _free(self, bucket: Bucket) -> None:
         """Free the local gradients of a gathered bucket, unless they are kept until the commit."""

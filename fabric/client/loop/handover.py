@@ -7,6 +7,7 @@ import torch
 
 from fabric.client.control.engine import EngineParts
 from fabric.client.data.randomness import UpdateRandomness
+from fabric.client.gradients.stale_gradients import StaleGradients
 from fabric.client.loop.empty_steps import EmptySteps
 from fabric.client.loop.local_state import LocalState
 from fabric.protocol.messages import member_events as io
@@ -19,7 +20,9 @@ class Handover:
         self._parts = parts
         self._state = state
         self._empty = EmptySteps(replica, state.describer.objects.values())
-        self.randomness = UpdateRandomness(optimizers_in(state.describer.objects.values()))
+        optimizers = optimizers_in(state.describer.objects.values())
+        self.randomness = UpdateRandomness(optimizers)
+        self.stale = StaleGradients(optimizers)
 
     def give(self, order: io.Apply, held: io.PreparedRound) -> bool:
         """Put the committed gradient into ``.grad``. Return whether the step has no update instead."""
@@ -36,6 +39,7 @@ class Handover:
                 parts.buffers.drop()
                 parts.own_states.drop()
         if not order.contributed:
+            self.stale.end()
             parts.own_states.hand_over()
         self.randomness.begin(order.step)
         return skipped

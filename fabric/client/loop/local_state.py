@@ -12,11 +12,12 @@ from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.process.incarnation_lock import ProcessIdentity
-from fabric.client.state.small_entries import small_entries
+from fabric.client.state.small_entries import small_entries, tensor_entries
 from fabric.ftar.buckets import FlatGradients
 from fabric.model import SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import SnapshotDue
+from fabric.protocol.rules.divergence import Entries
 from fabric.runtime.config import Settings
 from fabric.runtime.priority import run_low_priority
 
@@ -120,7 +121,24 @@ class LocalState:
         digest = digest or self.digest()
         self._digest_begun = False
         self.note(digest)
-        return io.Digested(step, digest, small_entries(self.describer.objects))
+        return io.Digested(step, digest, self.entries(digest))
+
+    def entries(self, digest: str) -> Entries:
+        """Return the entries of the state that go with its ``digest``; none without a digest."""
+        numbers = small_entries(self.describer.objects) if digest else ()
+        if not digest or self._process.group is not None or self._content is not None:
+            return numbers
+        view = self.describer.capture(self._progress.state_step)
+        return (*numbers, *tensor_entries(self.describer.objects, view))
+
+    def hand_over(self) -> int:
+        """Note that user code runs from now on, beside a copy or digest of the state; return its step."""
+        self._parts.snapshots.expose()
+        return self._progress.state_step
+
+    def settle(self) -> None:
+        """Let a complete snapshot be served, after user code. Raises StateError, see ``Snapshots.settle``."""
+        self._parts.snapshots.settle()
 
     def wait_changeable(self) -> None:
         """Return when the state may change. Raises StateError, see ``Snapshots.wait_copied``."""

@@ -44,6 +44,7 @@ class LoopOrders:
         self._clock = clock
         self._wait_logger = wait_logger
         self._rank = rank
+        self._has_begun = False  # whether this process has said where it begins
 
     def answer(self, event: io.Event) -> LoopOrder:
         """Post ``event``, and return the next order that concerns the user's loop."""
@@ -88,6 +89,9 @@ class LoopOrders:
                 self.held = order
                 return order
             if (for_loop := self._take(order)) is not None:
+                if not self._has_begun and not isinstance(for_loop, io.Finish):
+                    self._has_begun = True
+                    self._shutdown.say_start(for_loop.step)
                 return for_loop
 
     def poll(self) -> LoopOrder | None:

@@ -15,7 +15,8 @@ class LoopProgress:
     begin: int = -1  # the first step of the present call of ``session.steps``; -1: the loop makes none
     until: int = sys.maxsize  # the step at which this call ends
     news: DataPlan | None = None  # the data plan of this call, until the core knows it
-    bare: bool = False  # whether the user's code has got no micro-batch since the last step began
+    bare: bool = False  # whether the newest step of the user's code has no micro-batch
+    source: str = ""  # where the loaded state came from
     left: RoundsFailed | None = None  # the error with which this process left the job before its end
     finished: bool = False  # whether the job is complete
     behind: bool = False  # true from a load or a replayed step until this replica contributes again

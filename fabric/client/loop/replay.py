@@ -63,6 +63,7 @@ class Replay:
         self._progress.state_step = order.step
         self._progress.loads += 1
         fetched = fetched_state.fetched
+        self._progress.source = ", ".join(sorted(fetched.sources)) or "this host"
         if not fetched_state.resharded:
             self._parts.snapshots.serve(fetched_state.slot, fetched.manifest)
         self._replayed = 0

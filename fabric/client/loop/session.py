@@ -44,7 +44,6 @@ from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
 from fabric.client.process.wait_log import FIRST_S, WaitLogger, describe_wait
 from fabric.client.state.durable_policy import StorageUnavailable, writer_of
-from fabric.client.state.small_entries import small_entries
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
 from fabric.health.work import WorkAmount
@@ -95,6 +94,7 @@ class Session(SessionCollectives):
         )
         self._process = process
         self.handover = Handover(settings.replica, parts, self._state)
+        self.overlap.stale = self.handover.stale
         self._clock = StepClock()
         if process.group is not None and settings.adapt != "off":
             self._clock.waits.install()
@@ -185,27 +185,12 @@ class Session(SessionCollectives):
         chosen = parse_options(options)
         return make_loader(dataset, sizes, collate_fn, num_workers, chosen, reader, SampleSlice.of(mesh))
 
-    def sampler(
-        self,
-        size: int,
-        *,
-        global_batch_size: int,
-        seed: int = 0,
-        data_slot: int | None = None,
-        sampler: Any = None,
-    ) -> StepSampler:
+    def sampler(self, size: int, *, global_batch_size: int, **options: Any) -> StepSampler:
         """Make the sampler of this replica's part of every step, for the DataLoader of a loop of your own.
 
-        The loop takes ``sampler.per_step`` indices, then calls ``exchange``. Arguments as for StepSampler.
+        The loop takes ``sampler.per_step`` indices, then calls ``exchange``. ``options``: as for StepSampler.
         """
-        drawn = StepSampler(
-            size,
-            global_batch_size=global_batch_size,
-            seed=seed,
-            data_slot=data_slot,
-            settings=self.settings,
-            sampler=sampler,
-        )
+        drawn = StepSampler(size, global_batch_size=global_batch_size, settings=self.settings, **options)
         self.draw_from(drawn)
         return drawn
 
@@ -236,7 +221,7 @@ class Session(SessionCollectives):
             self._first_order = order
             self.collectives.members.begin_step(order)
             data.sit(self._engine.current, self.settings.replica)
-            step.number, self._progress.bare = self._progress.state_step, True
+            step.number, self._progress.bare = self._state.hand_over(), isinstance(order, io.Apply)
             yield step
             if not step.done:
                 raise FabricError(
@@ -265,10 +250,11 @@ class Session(SessionCollectives):
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
-            data.read_ahead(order.step, order.micro_batches)
+            data.read_ahead(self._state.hand_over(), order.micro_batches)
+            self._parts.buffers.begin_forward()
             filled = data.with_samples(order.step, order.micro_batches)
             for left, micro_batch in enumerate(filled, 1 - len(filled)):
-                self._progress.at, self._progress.bare = (order.step, micro_batch), False
+                self._progress.at = (order.step, micro_batch)
                 crash_marker.at(order.step, micro_batch)
                 self._parts.points.hit("forward", order.step, self._progress.micro_batch)
                 samples = self._progress.samples[micro_batch] = data.samples(order.step, micro_batch)
@@ -354,6 +340,10 @@ class Session(SessionCollectives):
         step = Step(self, self._progress.state_step)
         self._end_step(step, order)
         return step
+
+    def say_in(self, words: Mapping[str, str]) -> None:
+        """Replace these words in the sentence that ends this process; for adapters."""
+        self._shutdown.words |= words
 
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
@@ -442,9 +432,9 @@ class Session(SessionCollectives):
         self._replay.end()
         self._clock.end_update()
         digest, later = self._state.reach_boundary()
-        entries = small_entries(self._state.describer.objects) if digest else ()
         plan = self._progress.take_news()
         times = self._parts.exchange.take_times(self._clock)
+        entries = self._state.entries(digest)
         return io.Ready(self._progress.state_step, digest, times, later, entries, plan)
 
     def _post_computed(self, order: io.Compute, weight: float) -> None:
@@ -459,6 +449,7 @@ class Session(SessionCollectives):
         redo = self.overlap.end_order()
         self._parts.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
+        self._state.settle()
 
     def _end_step(self, step: Step, order: LoopOrder | None) -> None:
         """Put the committed gradient into ``.grad`` and hand over to the user's update code."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fabric.ckpt_server.state.in_place import put
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import BufferChoices
 from fabric.errors import ConfigError
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
@@ -16,7 +16,7 @@ def shared_state(
     model: torch.nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
     state: Mapping[str, Any],
-    buffers: str,
+    buffers: BufferChoices,
 ) -> dict[str, object]:
     """Return the objects of the shared state by name. Raises ConfigError for one that cannot be shared."""
     state = {name: with_state(value) for name, value in state.items()}
@@ -28,15 +28,7 @@ def shared_state(
                 f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict: give "
                 "an object that has both, a dict or a torch.Generator"
             )
-    changing = changing_buffers(model)
-    if changing and buffers == "refuse":
-        raise ConfigError(
-            f"forward changes the buffer {changing[0]!r} differently on every replica: pass "
-            'buffers="average" to share their average, buffers="ignore" to keep them local, or use a layer '
-            "without running statistics"
-        )
-    local = changing if buffers == "ignore" else []
-    shared: object = WithoutBuffers(model, local) if local else model
+    shared: object = WithoutBuffers(model, buffers.local) if buffers.local else model
     for value in state.values():
         if isinstance(value, torch.amp.GradScaler):
             # A scaler makes its state when it first scales a loss, but a joining replica unscales first.
@@ -98,9 +90,9 @@ class SharedGenerator:
 class WithoutBuffers:
     """A module's state without the buffers that stay local."""
 
-    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
+    def __init__(self, model: torch.nn.Module, names: frozenset[str]) -> None:
         self._model = model
-        self._names = frozenset(names)
+        self._names = names
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The module's own parameters."""

@@ -16,11 +16,29 @@ from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import CollectiveFailed, FabricError, NotAMember
-from fabric.exit_codes import DEVICE_FAILED, FINISHED, RESTART
+from fabric.exit_codes import DEVICE_FAILED, FAILED, FINISHED, RESTART
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
 from fabric.runtime.layout_orders import write_order
+
+# The last words of a process whose user code raised without a micro-batch.
+BARE = (
+    "{reason}, at step {step}, for which this replica computed no micro-batch: every replica that catches up "
+    "has such steps, so use step.metrics, or `if step.contributed:`, for what the loop over micro-batches "
+    "has set; this replica ends alone, and the others go on"
+)
+
+
+def start_line(job: str, durable: bool, step: int, generation: int, progress: LoopProgress) -> str:
+    """Return one sentence: where a process begins, and with which state."""
+    where = f"job {job} at step {step}, generation {generation}"
+    if progress.source:
+        return f"goes on with {where}, with the state from {progress.source}"
+    if generation > 1:
+        return f"begins again with {where}, with its own initial state: no later state was left anywhere"
+    lost = "" if durable else "; FABRIC_DURABLE is not set, so a loss of all replicas' memory loses the run"
+    return f"begins {where}, with its own initial state{lost}"
 
 
 class Shutdown:
@@ -41,6 +59,7 @@ class Shutdown:
         self._progress = progress
         self._unheard: JobEnd | None = None  # the job's end, where no lighthouse knows of this end yet
         self._pid = os.getpid()
+        self.words: dict[str, str] = {}  # words of sentences -> those of the API that an adapter's user calls
         atexit.register(self._on_exit)
 
         def state() -> dict[str, object]:
@@ -60,6 +79,8 @@ class Shutdown:
 
     def leave(self, reason: str, code: int = FINISHED, layout: str = "") -> NoReturn:
         """End this process; print ``reason``, one sentence. ``layout``: order it from the launcher."""
+        for ours, theirs in self.words.items():
+            reason = reason.replace(ours, theirs)
         if layout and self._process.rank == 0:
             write_order(self._settings.layout_orders, layout)
         self._say(reason)
@@ -93,13 +114,21 @@ class Shutdown:
         self._parts.handle.close()
         self._parts.journal.close()
 
-    def depart(self, reason: str) -> None:
+    def say_start(self, step: int) -> None:
+        """Print where this process begins, and with which state; rank 0 speaks for all ranks."""
+        if not self._process.rank:
+            settings, engine = self._settings, self._engine
+            self._say(
+                start_line(settings.job, bool(settings.durable), step, engine.generation, self._progress)
+            )
+
+    def depart(self, reason: str, code: int = RESTART) -> None:
         """Leave the job as a death does, while other members go on.
 
         The lighthouse learns of it at once; of a replica of several ranks, when their processes have ended.
         The note of the micro-batch at hand stays, so that a second death at the micro-batch proves poison.
         """
-        self._parts.journal.write("stop", code=RESTART, reason=reason)
+        self._parts.journal.write("stop", code=code, reason=reason)
         self._engine.close()
         if not isinstance(self._engine, RankEngine):
             with contextlib.suppress(FabricError):
@@ -124,6 +153,10 @@ class Shutdown:
         samples = self._progress.samples.get(at[1], []) if at is not None else []
         reason = describe(error, at, samples)
         is_mistake = isinstance(error, FabricError) and not isinstance(error, CollectiveFailed | NotAMember)
+        if self._progress.bare and not is_mistake:
+            self._say(BARE.format(reason=reason, step=self._progress.state_step))
+            self.depart(reason, FAILED)
+            raise SystemExit(FAILED)
         if self._settings.on_exception == "restart" and not is_mistake:
             if at is not None or not raised_note.repeats(
                 self._settings.home, self._progress.state_step, reason

@@ -12,6 +12,7 @@ from fabric.client.collectives.solo_collectives import SoloCollectives
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler
+from fabric.client.gradients.stale_gradients import StaleGradients
 from fabric.client.loop.handover import optimizers_in
 from fabric.client.loop.step_data import StepData
 from fabric.client.loop.step_weight import StepWeight, drop_gradients
@@ -60,6 +61,7 @@ class SoloStep:
         **options: Any,
     ) -> None:
         """As Step.backward."""
+        self._session.stale.begin(self.number)
         share = self.add_weight(weight, work)
         if share or self._session.layout.ranks > 1:
             (loss * share).backward(**options)  # type: ignore[no-untyped-call]
@@ -97,7 +99,8 @@ class SoloSession(SessionCollectives):
         self.parameters = parameters
         self._metrics: dict[str, float] = {}
         self.collectives = SoloCollectives("replica0")
-        self.randomness = UpdateRandomness(optimizers_in(objects.values()))
+        optimizers = optimizers_in(objects.values())
+        self.randomness, self.stale = UpdateRandomness(optimizers), StaleGradients(optimizers)
 
     def digest(self) -> str:
         return capture(self._objects, self.committed_step).digest()
@@ -125,19 +128,10 @@ class SoloSession(SessionCollectives):
             dataset, sizes, collate_fn, num_workers, parse_options(options), reader, SampleSlice.of(mesh)
         )
 
-    def sampler(
-        self,
-        size: int,
-        *,
-        global_batch_size: int,
-        seed: int = 0,
-        data_slot: int | None = None,
-        sampler: Any = None,
-    ) -> StepSampler:
+    def sampler(self, size: int, *, global_batch_size: int, **options: Any) -> StepSampler:
         """As Session.sampler. This process draws the whole global batch, in batches of any size."""
-        drawn = StepSampler(
-            size, global_batch_size=global_batch_size, seed=seed, settings=_ALONE, sampler=sampler
-        )
+        options.pop("data_slot", None)
+        drawn = StepSampler(size, global_batch_size=global_batch_size, settings=_ALONE, **options)
         self.draw_from(drawn)
         return drawn
 

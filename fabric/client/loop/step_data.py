@@ -61,8 +61,8 @@ class StepData:
 
     def describe(self) -> dict[str, Any]:
         """Return the settings of the present call that determine its samples, for the journal."""
-        found = {**self.loader.plan.describe(), **describe_sharing(self.loader.sharing)}
-        return {**found, "first_step": self.first_step} if self.first_step else found
+        settings = {**self.loader.plan.describe(), **describe_sharing(self.loader.sharing)}
+        return {**settings, "first_step": self.first_step} if self.first_step else settings
 
     def plan(self, more: Mapping[str, Any]) -> DataPlan:
         """Return the data plan of the present call. ``more``: further settings that members compare."""

@@ -13,7 +13,7 @@ class StepWeight:
     """Sums the weights of a step's micro-batches, and keeps their declared work."""
 
     def __init__(self) -> None:
-        self._samples = 0
+        self.samples = 0  # number of samples of the micro-batch under way
         self._share: float | None = None  # weight of the micro-batch under way; None: not said yet
         self._order = 0.0  # sum of the weights since the last ``take``
         self._before = 0.0  # sum of the weights before that
@@ -22,7 +22,7 @@ class StepWeight:
 
     def begin(self, samples: int) -> None:
         """Begin a micro-batch of ``samples`` samples."""
-        self._samples, self._share, self._work = samples, None, None
+        self.samples, self._share, self._work = samples, None, None
 
     def add(self, weight: float | None, work: float | Iterable[float] | None) -> float:
         """Count the micro-batch once, and return its weight. Raises FabricError.
@@ -30,9 +30,9 @@ class StepWeight:
         ``weight`` None: as said before in this micro-batch, else its number of samples.
         """
         if work is not None:
-            self._work = _amount(work, self._samples)
+            self._work = _amount(work, self.samples)
         if weight is None:
-            share = float(self._samples) if self._share is None else self._share
+            share = float(self.samples) if self._share is None else self._share
         else:
             share = float(weight)
         if not 0 <= share < math.inf:
@@ -54,8 +54,8 @@ class StepWeight:
 
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> float:
         """Return the weight since the last call. Raises FabricError for a gradient without any weight."""
-        order, said = self._order, self._is_said
-        if not said and not self._before and any(_has_gradient(p) for p in parameters):
+        order, has_weight = self._order, self._is_said
+        if not has_weight and not self._before and any(_has_gradient(p) for p in parameters):
             raise FabricError(
                 "the micro-batches of this step have left a gradient and no weight: call step.backward(loss) "
                 "in place of loss.backward(), or step.add_weight() after it"

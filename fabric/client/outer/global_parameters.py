@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import Buffers, choose_buffers
 from fabric.client.gradients.gradient_backend import device_of
 from fabric.client.outer.outer_schedule import cut_fragments
 from fabric.errors import ConfigError
@@ -93,19 +93,23 @@ class GlobalParameters:
                 x.local.lerp_(x.shared, 1 - alpha) if alpha else x.local.copy_(x.shared)
 
 
-def refuse_model(model: torch.nn.Module, buffers: str) -> None:
-    """Raise ConfigError for a model whose parts cannot be shared by outer steps."""
+def local_buffers(model: torch.nn.Module, buffers: Buffers) -> dict[str, str]:
+    """Return the choice ``ignore`` for the buffers that inner steps change.
+
+    Raises ConfigError for a model whose parts cannot be shared by outer steps.
+    """
     trainable = tuple((name, p) for name, p in model.named_parameters() if p.requires_grad)
     if len({p.device for _, p in trainable}) > 1:
         device_of(trainable)  # raises an error that names two parameters
     if not trainable:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
-    changing = changing_buffers(model)
-    if changing and buffers != "ignore":
+    choices = choose_buffers(model, "average" if buffers == "refuse" else buffers)
+    for name in choices.carried:
         raise ConfigError(
-            f"forward changes the buffer {changing[0]!r} in inner steps, on each replica differently: pass "
-            'buffers="ignore" to keep such buffers local, or use a layer without running statistics'
+            f"forward changes the buffer {name!r} in inner steps, differently on each replica: "
+            'pass buffers="ignore" to keep such buffers local, or use a layer without running statistics'
         )
+    return dict.fromkeys(choices.local, "ignore")
 
 
 def _mirror(

@@ -17,7 +17,7 @@ from fabric.client.loop.model_watch import refuse_optimizers
 from fabric.client.loop.session import Session
 from fabric.client.loop.solo import SoloSession, SoloStep
 from fabric.client.loop.step import Step
-from fabric.client.outer.global_parameters import GlobalParameters, refuse_model
+from fabric.client.outer.global_parameters import GlobalParameters, local_buffers
 from fabric.client.outer.outer_rounds import JobRounds, OuterRounds, SoloRounds
 from fabric.client.outer.outer_schedule import OuterSchedule, is_whole
 from fabric.errors import ConfigError, FabricError
@@ -176,10 +176,10 @@ def make_outer_loop(
     if inner is outer:
         raise ConfigError("inner and outer are one optimizer: make two, each of model.parameters()")
     refuse_optimizers([inner, outer])
-    refuse_model(model, buffers)
+    local = local_buffers(model, buffers)
     shared = GlobalParameters(model, schedule.fragments, cuts)
     shared.move(outer)
-    choices = Choices(buffers, fragments=shared.fragments, **given)
+    choices = Choices(local, fragments=shared.fragments, **given)
     session = make_session(shared.module, outer, state, choices, settings)
     rounds: OuterRounds
     if isinstance(session, SoloSession):

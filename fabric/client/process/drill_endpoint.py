@@ -52,9 +52,20 @@ class _HeldOrder:
         self.obeyed = threading.Event()  # that thread has gone on, or will never stop there
         self.flipped_slots = 0  # slots that may hold a flipped snapshot
         self.lasting: ClockLeap | LinkDamage | None = None
+        self._answered = threading.Event()
         self._asking = asking
 
+    def accept(self) -> None:
+        """Answer that the order is taken, which comes before every report."""
+        self._send({"ok": True})
+        self._answered.set()
+
     def report(self, **body: object) -> None:
+        """Tell the drill; a thread may reach the point before the order is answered, and waits for that."""
+        self._answered.wait(_PEER_S)
+        self._send(body)
+
+    def _send(self, body: Mapping[str, object]) -> None:
         with contextlib.suppress(OSError):  # the drill is gone, and its order with it
             self._asking.sendall(json.dumps(body).encode() + b"\n")
 
@@ -143,7 +154,7 @@ class DrillEndpoint:
                 begin = _LASTING.get(held.order.action)
                 asking.settimeout(held.order.seconds if begin is not None else None)
                 held.lasting = begin() if begin is not None else None
-                held.report(ok=True)
+                held.accept()
                 if held.lasting is not None:
                     held.lasting.tell(held.report)
                 while asking.recv(MAX_ORDER_BYTES):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from fabric.model import Poison
+from fabric.model import Poison, shortened
 
 # Seconds for which a process whose loop has raised waits until the lighthouse acknowledges the error.
 TELL_S = 5.0
@@ -21,7 +21,7 @@ def describe(error: BaseException, at: tuple[int, int] | None, samples: Iterable
     """Return the exception in one line. ``at``: the step and micro-batch at which it was raised."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    text = text[:_MOST_CHARACTERS]
+    text = shortened(text, _MOST_CHARACTERS)
     return text if at is None else f"{text} (at micro-batch {at[1]}, {_listed(list(samples))})"
 
 

@@ -50,7 +50,9 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     # A move that a state machine forbids is a defect of fabric: show its traceback.
-    if isinstance(error, FabricError) and not isinstance(error, IllegalTransition):
+    if isinstance(error, KeyboardInterrupt) and on_uncaught:
+        sys.stderr.write("fabric: interrupted: this process leaves its job, and other replicas go on\n")
+    elif isinstance(error, FabricError) and not isinstance(error, IllegalTransition):
         sys.stderr.write(f"fabric: {error}\n")
     else:
         for wait in _waits:

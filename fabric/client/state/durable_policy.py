@@ -194,7 +194,7 @@ class DurableCheckpoints:
         Raises the StateError of ``read``, and StorageUnavailable where storage stays away.
         """
         limit_s = self._settings.contact_s
-        deadline, said = time.monotonic() + limit_s, False
+        deadline, is_told = time.monotonic() + limit_s, False
         while True:
             try:
                 return read()
@@ -204,8 +204,8 @@ class DurableCheckpoints:
                         f"{error}, for {limit_s:g} s: mend the storage, or correct FABRIC_DURABLE; this"
                         " process ends with code 75, to be started again"
                     ) from error
-                if not said:
-                    said = True
+                if not is_told:
+                    is_told = True
                     self._say(f"{error}: this replica tries again, up to {limit_s:g} s")
                 time.sleep(_LOOK_AGAIN_S)
 

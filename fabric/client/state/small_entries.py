@@ -1,13 +1,18 @@
-"""The small entries of a shared state, by path. When the states of members differ, they show where."""
+"""Entries of a shared state, by path: small ones, and samples of tensors. They show where states differ."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import xxhash
 
-from fabric.protocol.rules.divergence import MAX_ENTRIES, Entries, bounded
+from fabric.ckpt_server.state.training_state import StateView
+from fabric.client.state.mutation_guard import sample_count, samples
+from fabric.protocol.rules.divergence import MAX_NUMBERS, MAX_TENSORS, TENSOR_MARK, Entries, bounded
 
 _DEPTH = 4
+# Of the groups of tensors, as many are of the model.
+_MODEL_GROUPS = 48
 
 
 def small_entries(objects: Mapping[str, object]) -> Entries:
@@ -24,7 +29,7 @@ def small_entries(objects: Mapping[str, object]) -> Entries:
             groups = getattr(value, "state_dict", dict)()
         for entry in _walk(name, groups, 0):
             entries.append(entry)
-            if len(entries) == MAX_ENTRIES:
+            if len(entries) == MAX_NUMBERS:
                 return bounded(tuple(entries))
     return bounded(tuple(entries))
 
@@ -38,5 +43,39 @@ def _walk(path: str, value: object, depth: int) -> Iterator[tuple[str, str]]:
         for name, part in value.items():
             yield from _walk(f"{path}/{name}", part, depth + 1)
     elif isinstance(value, list | tuple) and depth < _DEPTH:
-        for number, part in enumerate(value[:MAX_ENTRIES]):
+        for number, part in enumerate(value[:MAX_NUMBERS]):
             yield from _walk(f"{path}/{number}", part, depth + 1)
+
+
+def tensor_entries(objects: Mapping[str, object], view: StateView) -> Entries:
+    """Return a hash of samples of each tensor on the host; of a large state for each few neighbours."""
+    count = sample_count(len(view.tensors))
+    parameters = {
+        f"{name}/{own}"
+        for name, value in objects.items()
+        for own, _ in (value.named_parameters() if hasattr(value, "named_parameters") else ())
+    }
+    of_model: list[tuple[str, str, bytes]] = []
+    others: list[tuple[str, str, bytes]] = []
+    for name, tensor in sorted(view.tensors, key=lambda pair: pair[0]):
+        if tensor.device.type != "cpu":
+            return ()
+        root = name.partition("/")[0]
+        if root == "model":
+            kind = "parameter" if name in parameters else "buffer"
+        else:
+            kind = "optimizer" if root.startswith("optimizer") else "object"
+        step = tensor.nbytes / count
+        places = sorted({min(int((at + 0.5) * step), max(0, tensor.nbytes - 1)) for at in range(count)})
+        (of_model if root == "model" else others).append((kind, name, samples(tensor, places)))
+    return (*_grouped(of_model, _MODEL_GROUPS), *_grouped(others, MAX_TENSORS - _MODEL_GROUPS))
+
+
+def _grouped(tensors: list[tuple[str, str, bytes]], most: int) -> Iterator[tuple[str, str]]:
+    length = -(-len(tensors) // most) or 1
+    for at in range(0, len(tensors), length):
+        group = tensors[at : at + length]
+        kind, first, _ = group[0]
+        until = f" to {group[-1][1]}" if len(group) > 1 else ""
+        digest = xxhash.xxh32(b"".join(part for _, _, part in group)).hexdigest()
+        yield f"{TENSOR_MARK}{kind} {first}{until}", digest

@@ -16,10 +16,11 @@ from fabric.ckpt_server.state.content_digest import ContentDigests
 from fabric.ckpt_server.state.snapshot import Copier, build_manifest
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
-from fabric.client.state.mutation_guard import UNNAMED, MutationGuard
+from fabric.client.state.mutation_guard import UNNAMED
 from fabric.client.state.snapshot_policy import SnapshotPolicy
 from fabric.client.state.snapshot_slots import SnapshotSlots
-from fabric.client.state.state_digest import Digests, PendingSnapshot
+from fabric.client.state.state_digest import CopiedState, Digests, PendingSnapshot
+from fabric.client.state.write_watch import WriteWatch
 from fabric.errors import FabricError, ServerLost, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.messages.member_events import Snapshotted
@@ -62,7 +63,8 @@ class Snapshots:
         self.job, self.replica = who
         self._taking: PendingSnapshot | None = None  # the snapshot that was begun last
         self._sized, self._nbytes = False, 0  # whether the size includes the optimizer's part
-        self._digests = Digests(describer, copier)
+        self._watch = WriteWatch(who[1], describer, self.digest)
+        self._digests = Digests(self._watch, copier, self._settle)
         self._on_device = on_device
         self._recover = recover
         self._rank = rank
@@ -91,6 +93,8 @@ class Snapshots:
         it, behind all enqueued work. The digest in ``state`` may be empty. ``durable``: the snapshot becomes
         a durable checkpoint. If the snapshot before still waits for the server's slot, this snapshot is given
         up. Raises StateError where user code changed the state of the snapshot before.
+
+        The copy runs beside user code, unless user code has written to the state before (``WriteWatch``).
         """
         self._wait_last()
         if self._is_copying:
@@ -99,11 +103,21 @@ class Snapshots:
         started, created = time.monotonic(), time.time()
         view = self._describer.capture(state.step)
         self._nbytes = view.nbytes
-        self._taking = taking = PendingSnapshot(state, started, created, MutationGuard(view))
+
+        def publish(copy: CopiedState | None) -> None:
+            self._publish(copy, taking, post)
+            if durable and self._rank is None:
+                self._persist(state.step, state.generation)
+
+        taking = PendingSnapshot(
+            state, started, created, self._watch.guard(view), lambda copy: submit(lambda: publish(copy))
+        )
+        self._taking = taking
         begun = self._begin(view, taking) if self._on_device else None
-        submit(lambda: self._take(view, taking, begun, post))
-        if durable and self._rank is None:
-            submit(lambda: self._persist(state.step, state.generation))
+        submit(lambda: self._take(view, taking, begun, publish))
+        if self._watch.reads_first and taking.wait_begun():
+            self._copier.fence()
+            taking.copied.wait()
 
     @property
     def _is_copying(self) -> bool:
@@ -117,6 +131,7 @@ class Snapshots:
         """Wait until the last copy is over. Raises StateError where user code changed its state meanwhile."""
         if self._taking is not None:
             self._taking.copied.wait()
+            self._settle(self._taking)
             self._taking.demand_unchanged()
 
     def _begin(self, view: StateView, taking: PendingSnapshot) -> int | FabricError:
@@ -166,56 +181,125 @@ class Snapshots:
         view: StateView,
         taking: PendingSnapshot,
         begun: int | FabricError | None,
-        post: Callable[[Snapshotted], None],
+        publish: Callable[[CopiedState | None], None],
     ) -> None:
-        """On the snapshot worker: start the copy unless ``begun``, wait for it, make the server serve it."""
-        generation, step = taking.state.generation, taking.state.step
-        digest, slot = "", -1
+        """On the snapshot worker: start the copy unless ``begun``, wait for it, and publish it.
+
+        If user code has run meanwhile, the trainer's thread checks the copy and lets it be published.
+        """
+        slot, copy, waits = -1, None, False
         try:
-            try:
-                begun = self._begin(view, taking) if begun is None else begun
-                if isinstance(begun, FabricError):
-                    raise begun
-                slot = begun
-                digests = self._copier.join()
-                if self.content is None and taking.state.digest not in ("", digests.digest):
-                    taking.refused = UNNAMED
-                taking.digest = digests.digest
-            finally:
-                taking.check_unchanged()
-                self._policy.taken(step, taking.started, time.monotonic() - taking.started)
-                taking.copied.set()
-            if taking.refused:
-                raise StateError(taking.refused)
-            manifest = build_manifest(
-                view,
-                digests,
-                job=self.job,
-                replica=self.replica,
-                generation=generation,
-                created=taking.created,
-            )
-            digest = digests.digest
-            if self.content is not None:
-                copy = self.slots.memory(slot, view.nbytes)[: view.nbytes]
-                digest = manifest["content"] = self.content.of_file(copy)
-            self.points.hit("publish", step, lambda: self.slots.memory(slot, view.nbytes)[: view.nbytes])
-            if self._rank is None:
-                self.slots.publish(slot, manifest)
-            else:
-                self.slots.keep_unnamed(generation, step, slot, manifest)
-            self._again_at, self._last_failure = None, ""
+            begun = self._begin(view, taking) if begun is None else begun
+            if isinstance(begun, FabricError):
+                raise begun
+            slot = begun
+            digests = self._copier.join()
+            taking.digest, taking.torn = digests.digest, taking.guard.written()
+            copy = CopiedState(view, slot, digests, self.slots.memory(slot, view.nbytes)[: view.nbytes])
         except FabricError as error:
-            # The event Snapshotted without a digest tells the core that this step has no snapshot.
             if slot >= 0:
                 self.slots.give_back(slot)
-            self._failed(step, error)
+            self._failed(taking.state.step, error)
             self._recover()
         finally:
-            taking.ended.set()
+            self._policy.taken(taking.state.step, taking.started, time.monotonic() - taking.started)
+            waits = taking.end_copy(None if self._on_device else copy)
+        if not waits:
+            if copy is not None and self._differs(taking):
+                taking.refused = UNNAMED
+            publish(copy)
+
+    def _differs(self, taking: PendingSnapshot) -> bool:
+        """Whether the copy has another digest than the state had."""
+        return self.content is None and taking.state.digest not in ("", taking.digest)
+
+    def _publish(
+        self, copy: CopiedState | None, taking: PendingSnapshot, post: Callable[[Snapshotted], None]
+    ) -> None:
+        """On the snapshot worker: let the server serve ``copy``, and say so, or that there is no snapshot."""
+        generation, step, digest = taking.state.generation, taking.state.step, ""
+        if copy is not None:
+            try:
+                digest = self._serve_copy(copy, taking)
+            except FabricError as error:
+                # The event Snapshotted without a digest tells the core that this step has no snapshot.
+                self.slots.give_back(copy.slot)
+                self._failed(step, error)
+                self._recover()
+        taking.ended.set()
         post(Snapshotted(step, digest, generation))
-        if digest and step > 0:  # at step 0 the state still lacks the optimizer's part
-            self.slots.prepare(view.nbytes)
+        if copy is not None and digest and step > 0:  # at step 0 the state still lacks the optimizer's part
+            self.slots.prepare(copy.view.nbytes)
+
+    def _serve_copy(self, copy: CopiedState, taking: PendingSnapshot) -> str:
+        """Let the server serve ``copy``, and return the state's digest; empty where it is not the state's.
+
+        Raises FabricError.
+        """
+        taking.demand_unchanged()
+        if taking.torn:
+            self.slots.give_back(copy.slot)
+            self._again_at = time.monotonic()
+            return ""
+        manifest = build_manifest(
+            copy.view,
+            copy.digests,
+            job=self.job,
+            replica=self.replica,
+            generation=taking.state.generation,
+            created=taking.created,
+        )
+        digest = copy.digests.digest
+        if self.content is not None:
+            digest = manifest["content"] = self.content.of_file(copy.memory)
+        generation, step = taking.state.generation, taking.state.step
+        self.points.hit("publish", step, lambda: copy.memory)
+        if self._rank is None:
+            self.slots.publish(copy.slot, manifest)
+        else:
+            self.slots.keep_unnamed(generation, step, copy.slot, manifest)
+        self._again_at, self._last_failure = None, ""
+        return digest
+
+    def expose(self) -> None:
+        """Note that user code runs from now on."""
+        self._digests.exposed = True
+        if self._taking is not None:
+            self._taking.expose()
+
+    def settle(self) -> None:
+        """Check a complete copy, and let the server serve it. Raises StateError as ``wait_copied`` does.
+
+        The calling thread is the trainer's, before its update, while no user code runs.
+        """
+        if self._taking is not None and self._taking.copied.is_set():
+            self._settle(self._taking)
+
+    def _settle(self, taking: PendingSnapshot) -> None:
+        if taking.settled:
+            return
+        taking.settled = True
+        taking.demand_unchanged()
+        copy, watch = taking.take_copy(), self._watch
+        try:
+            # A copy that was complete before user code went on has the digest of the state at its boundary.
+            name = watch.check(taking.guard, taking.state.step, "" if copy is not None else taking.digest)
+            if copy is not None:
+                if self._differs(taking):
+                    watch.check_known(taking.state.step, taking.state.digest)
+                    name = name or "a tensor"
+                name = name or watch.torn(copy.memory, copy.view)
+        except StateError as error:
+            taking.refused = str(error)
+            raise
+        else:
+            if name:
+                watch.note(name)
+                taking.torn = name
+        finally:
+            taking.guard.close()
+            if copy is not None:
+                taking.publish(copy)
 
     def wait_copied(self) -> None:
         """Return when the state may change. On a device, make the compute stream wait for the copy instead.
@@ -224,13 +308,12 @@ class Snapshots:
         changed the state already.
         """
         taking = self._taking
-        if taking is not None and not taking.copied.is_set():
-            taking.check_unchanged()
-            if taking.wait_begun():
+        if taking is not None:
+            if not taking.copied.is_set() and taking.wait_begun():
                 self._copier.fence()
                 if not self._on_device:
                     taking.copied.wait()
-        if taking is not None:
+            self._settle(taking)
             taking.demand_unchanged()
         self._digests.finish()
 

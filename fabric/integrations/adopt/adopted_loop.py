@@ -14,7 +14,7 @@ from typing import NoReturn
 import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.data.randomness import seed_everything
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
@@ -186,7 +186,7 @@ class AdoptedLoop:
         """Attach what the script has made by now."""
         objects = TrainingObjects.find()
         self.data.begin()
-        buffers = "average" if changing_buffers(objects.model) else "refuse"
+        buffers = default_buffers(objects.model)
         session = self._attach(
             objects.model, objects.optimizer, state=objects.state, buffers=buffers, step=self.number
         )

@@ -76,8 +76,8 @@ class CheckpointFiles:
                 trainer.state.best_model_checkpoint = str(folder)
             elif not is_writer:
                 raise FabricError(
-                    f"load_best_model_at_end: this replica has no {folder}, which another replica wrote; give all "
-                    "replicas one output_dir that they share"
+                    f"load_best_model_at_end: this replica has no {folder}, which another replica wrote: "
+                    "give all replicas one output_dir that they share"
                 )
         if not is_writer:
             args.save_total_limit = None

@@ -5,8 +5,10 @@ While a job runs, the Trainer's loop finds the job's methods in place of four of
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +16,12 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 import fabric.client
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.errors import ConfigError
 from fabric.integrations.huggingface.counters import TrainerCounters
 from fabric.integrations.huggingface.loss import LossRule, Rule, weight_of
+from fabric.integrations.huggingface.reporting import continue_curves
 from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.training_data import TrainingData
@@ -36,7 +40,7 @@ class TrainerJob:
 
     def __init__(self, trainer: Any, replicas: int) -> None:
         self.replicas = replicas
-        self.epochs = Epochs(1, 1)
+        self.epochs = Passes(1, 1)
         self.until = 0
         self.session: Any = None
         self.runs = False  # the session's loop is under way
@@ -57,20 +61,23 @@ class TrainerJob:
 
     def read_from(self, dataloader: Any) -> Any:
         """Read the data that the Trainer's DataLoader reads; return a description of an epoch."""
-        self._data, args = TrainingData.of(dataloader), self._trainer.args
-        if not self._data.size:
+        # The Trainer's DataLoader is that of accelerate, around one of torch.
+        self._data = data = TrainingData.of(getattr(dataloader, "base_dataloader", dataloader))
+        if data.is_stream:
             return dataloader
-        batch, accumulation = int(self._data.batch_size), args.gradient_accumulation_steps
-        micro_batches = max(1, math.ceil(self._data.size / batch))
-        self.epochs = Epochs(micro_batches, accumulation * self.replicas)
+        if data.drop_last:
+            full = _WholeBatches(data.sampler, data.batch_size)
+            self._data = data = replace(data, sampler=full, size=len(full))
+        accumulation = self._trainer.args.gradient_accumulation_steps
+        self.epochs = Passes(math.ceil(data.size / data.batch_size), accumulation * self.replicas)
         return _Epoch(dataloader.dataset, self.epochs.steps * accumulation)
 
     def plan(self, steps_per_epoch: int, until: int) -> None:
         """Take the number of steps that the Trainer has worked out. A stream is one long pass."""
         self.until = until
-        if not self._data.size:
+        if self._data.is_stream:
             per_step = self._trainer.args.gradient_accumulation_steps * self.replicas
-            self.epochs = Epochs(steps_per_epoch * per_step, per_step)
+            self.epochs = Passes(steps_per_epoch * per_step, per_step)
 
     def begin(self) -> None:
         """Attach, and begin at the job's step. The optimizer and the scheduler exist by now."""
@@ -81,18 +88,20 @@ class TrainerJob:
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
         optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        arguments = {"step": self._began_at, **trainer._attach_arguments}  # noqa: SLF001
+        chosen = {"step": self._began_at, "buffers": default_buffers(trainer.model)}
+        arguments = {**chosen, **trainer._attach_arguments}  # noqa: SLF001
         self.session = fabric.client.attach(trainer.model, optimizer, state=state, **arguments)
-        args, batch = trainer.args, int(self._data.batch_size)
+        args, batch = trainer.args, self._data.batch_size
         data = self._data.loader(
             self.session,
             global_batch_size=batch * args.gradient_accumulation_steps * self.replicas,
             micro_batch_size=batch,
             seed=args.data_seed if args.data_seed is not None else args.seed,
-            epoch_end="short",
+            epoch_end="continue" if self._data.is_stream else "short",
         )
         self._feed = StepFeed(self.session, data, self.until)
         self._take_over(optimizer)
+        continue_curves(trainer, self.session.settings.job)
         self._advance()
         self.runs = True
 
@@ -191,8 +200,8 @@ class TrainerJob:
         control, state = self._trainer.control, self._trainer.state
         if control.should_epoch_stop:
             raise ConfigError(
-                "a callback set control.should_epoch_stop, and FabricTrainer reads every epoch to its end: set "
-                "control.should_training_stop, or choose max_steps"
+                "a callback set control.should_epoch_stop, and FabricTrainer reads every epoch to its end: "
+                "set control.should_training_stop, or choose max_steps"
             )
         if control.should_training_stop and state.global_step < self.until:
             self.wants_stop, control.should_training_stop = True, False
@@ -211,24 +220,24 @@ class TrainerJob:
         trainer, own = self._trainer, type(self._trainer)
         assert self._begun is not None
         part = self.epochs.micro_batches(self._begun.number) / self.replicas
-        # The loss is divided by this number, where it is a mean: that of the micro-batches of one of R processes.
+        # The Trainer divides a mean by this number: the micro-batches of one of R processes.
         trainer.current_gradient_accumulation_steps = int(part) if part == int(part) else part
-        self._micro_batch = done = MicroBatch(self._loss.items(batch), part)
+        self._micro_batch = done = MicroBatch(self._loss, batch, part)
         seen, loss = trainer.state.num_input_tokens_seen, 0.0
         try:
             with self._figures.of_micro_batch() as sums:
                 flos = own.floating_point_ops(trainer, batch)
                 own._track_num_input_tokens(trainer, batch)  # noqa: SLF001
                 # Without a token to predict, the mean over the tokens does not exist.
-                if self._loss.rule is Rule.SUM or done.items is None or float(done.items):
+                if self._loss.rule is Rule.SUM or done.number != 0.0:
                     loss = float(own.training_step(trainer, model, batch, done.items))
         finally:
             self._micro_batch = None
         tokens, trainer.state.num_input_tokens_seen = trainer.state.num_input_tokens_seen - seen, seen
         if loss and not done.weight:
             raise ConfigError(
-                f"training_step of {own.__name__} computes a gradient without self.accelerator.backward(loss), so "
-                "FabricTrainer cannot weigh it: call that in place of loss.backward()"
+                f"training_step of {own.__name__} computes a gradient without self.accelerator.backward(loss)"
+                ", so FabricTrainer cannot weigh it: call that in place of loss.backward()"
             )
         sums |= {"loss": loss * done.factor * done.weight, "weight": done.weight}
         self.session.metrics(**sums, flos=flos, tokens=tokens)
@@ -238,16 +247,17 @@ class TrainerJob:
         done, scaler = self._micro_batch, self._trainer.accelerator.scaler
         assert self._begun is not None and done is not None
         self._loss.look_at(loss)
-        done.weight = weight_of(self._loss.rule, done.items)
-        done.factor = 1.0 if self._loss.rule is Rule.TOKENS and done.items is not None else done.part
+        done.weight = weight_of(self._loss.rule, done.number)
+        of_tokens = self._loss.rule is not Rule.SUM and done.number is not None
+        done.factor = 1.0 if of_tokens else done.part
         loss = loss.as_subclass(torch.Tensor) * done.factor
         self._begun.backward(scaler.scale(loss) if scaler is not None else loss, weight=done.weight)
 
     def _forbid_update(self, *_: Any) -> None:
         if self._micro_batch is not None:
             raise ConfigError(
-                f"training_step of {type(self._trainer).__name__} calls optimizer.step(): FabricTrainer updates the "
-                "weights once per step, after the replicas have averaged their gradients"
+                f"training_step of {type(self._trainer).__name__} calls optimizer.step(), and FabricTrainer "
+                "updates the weights after the replicas have averaged their gradients: leave the call out"
             )
 
     # --- evaluation -------------------------------------------------------------------------------------
@@ -271,16 +281,17 @@ class TrainerJob:
 
 
 class MicroBatch:
-    """What a micro-batch that is being computed adds to the step."""
+    """A micro-batch that is being computed, with its part of the step."""
 
-    def __init__(self, items: Any, part: float) -> None:
-        self.items = items  # as num_items_in_batch
+    def __init__(self, rule: LossRule, batch: Any, part: float) -> None:
+        self.items = rule.items(batch)  # as num_items_in_batch
+        self.number = rule.number
         self.part = part  # micro-batches of the step, per replica
         self.weight = 0.0  # in the step's average; 0 before its backward
         self.factor = 1.0  # by which the Trainer's loss is multiplied
 
 
-class Epochs:
+class Passes:
     """Passes over data of ``micro_batches`` micro-batches, of which a step has up to ``per_step``."""
 
     def __init__(self, micro_batches: int, per_step: int) -> None:
@@ -308,6 +319,20 @@ class EpochPlace(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Set the place in the epoch; the Trainer has set that of its own micro-batches."""
         state.epoch = self._job.epochs.place(state.global_step)
+
+
+class _WholeBatches:
+    """A sampler without the indices of its last batch, where the batch is not full."""
+
+    def __init__(self, sampler: Any, batch_size: int) -> None:
+        self.sampler = sampler
+        self._length = len(sampler) // batch_size * batch_size
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.sampler), self._length)
 
 
 class _Epoch:

@@ -1,12 +1,13 @@
 """How a Trainer's loss of one micro-batch enters the average of a step.
 
-The Trainer's own rule for R processes is: the gradient is the sum over the processes' micro-batches of what
-``backward`` gets, divided by R. A loss that is divided by ``num_items_in_batch`` is a sum over tokens divided by
-the tokens of the whole step. No replica knows that number before the step. So such a loss is divided by the
-micro-batch's own tokens, and weighed by them.
+The Trainer's rule for R processes: what their micro-batches give to ``backward`` is summed and divided by R.
+A loss that is divided by ``num_items_in_batch`` is a sum over tokens, divided by the tokens of the whole
+step. No replica knows that number before the step. So such a loss is divided by the micro-batch's own
+tokens, and weighed by them.
 """
 
 import enum
+import math
 from typing import Any
 
 import torch
@@ -53,13 +54,14 @@ class LossRule:
         # A Trainer may say it. Releases of transformers before 5.19 do not ask.
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         self.rule = {None: Rule.UNKNOWN, True: Rule.TOKENS, False: Rule.SUM}[is_scaled]
+        self.number: float | None = None  # num_items_in_batch of the micro-batch, or None
         self._count: torch.Tensor | None = None
 
     def items(self, batch: Any) -> Any:
         """Return ``num_items_in_batch`` of one micro-batch, as the loss is to get it."""
         trainer = self._trainer
         items = trainer._get_num_items_in_batch([batch], trainer.args.device)  # noqa: SLF001
-        self._count = None
+        self._count, self.number = None, None if items is None else float(items)
         if items is None or self.rule is not Rule.UNKNOWN or not torch.is_tensor(items):
             return items
         count = torch.as_tensor(items, dtype=torch.float32)
@@ -73,7 +75,8 @@ class LossRule:
         count, self._count = self._count, None
         if count is None:
             return
-        [slope] = torch.autograd.grad(loss, [count], retain_graph=True, allow_unused=True)
+        slopes: Any = torch.autograd.grad(loss, [count], retain_graph=True, allow_unused=True)
+        slope = slopes[0]
         name = type(self._trainer).__name__
         remedy = f"set loss_is_scaled_for_ga in {name}, as the Trainer's documentation of compute_loss says"
         if slope is None:
@@ -84,10 +87,10 @@ class LossRule:
                 )
             self.rule = Rule.SUM
             return
-        value, part = float(loss), float(slope) * float(count)
+        value, part = float(loss), float(slope) * (self.number or 0.0)
         if value == 0.0 or abs(value + part) <= 1e-3 * abs(value):
             self.rule = Rule.TOKENS  # loss = sum / count, whose slope is -loss / count
-        elif value == value:
+        elif not math.isnan(value):
             raise ConfigError(
                 f"{name} divides only a part of the loss by num_items_in_batch (as with a router's auxiliary "
                 "loss), which FabricTrainer cannot keep equal: turn the other part off, or divide all of it "
@@ -95,8 +98,6 @@ class LossRule:
             )
 
 
-def weight_of(rule: Rule, items: Any) -> float:
-    """Return the weight of a micro-batch in the step's average; 0 for one without a token to predict."""
-    if items is None or rule is Rule.SUM:
-        return 1.0
-    return float(items)
+def weight_of(rule: Rule, number: float | None) -> float:
+    """Return the weight of a micro-batch in the step's average."""
+    return 1.0 if number is None or rule is Rule.SUM else number

@@ -1,7 +1,8 @@
 """The trainers of trl: figures that they gather over their processes, and what they cannot keep equal.
 
-A trainer of trl has a list of numbers per figure in ``_metrics["train"]``, and logs the mean. A replica sees its
-own micro-batches. So each micro-batch's numbers travel in the step's sums, and every replica takes the mean.
+A trainer of trl has a list of numbers per figure in ``_metrics["train"]``, and logs the mean. A replica sees
+its own micro-batches. So each micro-batch's numbers travel in the step's sums, and every replica takes the
+mean.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ class TrlFigures:
 
     @contextlib.contextmanager
     def of_micro_batch(self) -> Iterator[dict[str, float]]:
-        """Take the numbers that a micro-batch adds out of the lists; they are in the yielded sums at the end."""
+        """Take the numbers that a micro-batch adds out of the lists, into the yielded sums."""
         sums: dict[str, float] = {}
         kept, tokens = self.state_dict(), self._tokens
         self._lists.clear()
@@ -82,10 +83,10 @@ class TrlFigures:
 
 def trl_class(trainer: Any) -> type | None:
     """Return the class of trl that ``trainer`` is an instance of, or None."""
-    found = (
+    classes = (
         x for x in type(trainer).__mro__ if x.__module__.startswith("trl.") and "_metrics" in vars(trainer)
     )
-    return next(found, None)
+    return next(classes, None)
 
 
 def refusals(trainer: Any) -> Iterator[str]:
@@ -101,8 +102,9 @@ def refusals(trainer: Any) -> Iterator[str]:
         return
     if args.steps_per_generation != 1:
         yield (
-            f"steps_per_generation={args.steps_per_generation}, whose completions wait in one replica: choose "
-            "steps_per_generation=1, and a per_device_train_batch_size that is a multiple of num_generations"
+            f"steps_per_generation={args.steps_per_generation}, whose completions wait in one replica: "
+            "choose steps_per_generation=1, and a per_device_train_batch_size that is a multiple of "
+            "num_generations"
         )
     for name, kept, remedy in _GRPO:
         if (given := getattr(args, name, kept[0])) not in kept:

@@ -1,7 +1,7 @@
 """Every argument, hook and callback of Lightning that a user may choose: kept, without influence, or refused.
 
 The names come from the installed release. A name without a row here is refused where it is used, so that a
-new release cannot change what is trained in silence. docs/adopt/lightning.md has the tables.
+new release cannot change what is trained in silence. docs/lightning.md has the tables.
 """
 
 import dataclasses
@@ -226,7 +226,7 @@ def check_trainer(trainer: Any, arguments: Mapping[str, Any]) -> None:
     _check_hooks("LightningModule", module, _pl.LightningModule, MODULE_HOOKS)
     if data is not None:
         _check_hooks("LightningDataModule", data, _pl.LightningDataModule, DATA_MODULE_HOOKS)
-    _check_optimization(trainer, arguments)
+    _check_optimization(trainer)
 
 
 def _check_arguments(trainer: Any) -> None:
@@ -245,9 +245,9 @@ def _check_arguments(trainer: Any) -> None:
             getattr(trainer, "_val_check_time_interval", None) is not None,
         ),
     }
-    for said, (name, holds) in refused.items():
+    for argument, (name, holds) in refused.items():
         if holds:
-            raise ConfigError(f"{_BY} refuses Trainer({said}), because {_why(TRAINER.rows[name])}")
+            raise ConfigError(f"{_BY} refuses Trainer({argument}), because {_why(TRAINER.rows[name])}")
     new = TRAINER.unknown(_pl.Trainer.__init__)
     TRAINER.check(_pl.Trainer.__init__, {x: getattr(trainer, x) for x in new if hasattr(trainer, x)})
 
@@ -319,13 +319,8 @@ CALLED = frozenset(
 )
 
 
-def _check_optimization(trainer: Any, arguments: Mapping[str, Any]) -> None:
+def _check_optimization(trainer: Any) -> None:
     module, optimizers = trainer.lightning_module, trainer.strategy.optimizers
-    if not module.automatic_optimization and arguments.get("buffers") == "average":
-        raise ConfigError(
-            'buffers="average" does not go with automatic_optimization = False, where a replayed step '
-            'computes a forward: choose "ignore"'
-        )
     if len(optimizers) != 1:
         raise ConfigError(
             f"FabricStrategy takes one optimizer, and configure_optimizers gives {len(optimizers)}: call "
@@ -343,7 +338,7 @@ def _why(row: Row) -> str:
 
 
 def tables() -> str:
-    """Return the tables of docs/adopt/lightning.md."""
+    """Return the tables of docs/lightning.md."""
     parts = (
         ("Arguments of Trainer", "argument", TRAINER.rows),
         ("Callbacks", "callback", CALLBACKS),

@@ -24,27 +24,32 @@ def saves_by_time(callback: Any) -> bool:
 
 
 class CallbackStates:
-    """The states of all callbacks of a Trainer that have one."""
+    """The states of all callbacks of a Trainer that have one, and the ``files`` to which their paths lead."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, files: Any) -> None:
+        self._files = files
         stateful = [x for x in trainer.callbacks if overrides(x, _pl.Callback, "state_dict")]
         shared = [x for x in stateful if not saves_by_time(x)]
         self._callbacks = {f"{n} {type(x).__name__}": x for n, x in enumerate(shared)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callbacks' states by name."""
-        return {
+        states = {
             name: _relative(x) if isinstance(x, _callbacks.ModelCheckpoint) else x.state_dict()
             for name, x in self._callbacks.items()
         }
+        return {"files": self._files.state_dict(), "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the callbacks' states."""
-        for name, callback in self._callbacks.items():
+        """Load the folders first, and then the callbacks' states."""
+        self._files.load_state_dict(state["files"])
+        for name, saved in state["states"].items():
+            callback = self._callbacks[name]
             if isinstance(callback, _callbacks.ModelCheckpoint):
-                callback.load_state_dict(_absolute(callback, state[name]))
+                callback.load_state_dict(_absolute(callback, saved))
+                callback.current_score = saved["current_score"]  # which Lightning leaves out
             else:
-                callback.load_state_dict(state[name])
+                callback.load_state_dict(saved)
 
 
 def averaged_models(trainer: Any) -> dict[str, Any]:
@@ -54,7 +59,7 @@ def averaged_models(trainer: Any) -> dict[str, Any]:
 
 
 class HookState:
-    """What a LightningModule brings into checkpoints and takes from them by its hooks."""
+    """The state that a LightningModule brings into checkpoints, and takes from them, by its hooks."""
 
     def __init__(self, module: Any, trainer: Any) -> None:
         self._module, self._trainer = module, trainer
@@ -68,9 +73,9 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """Return what the hook adds to a checkpoint."""
         checkpoint = self._checkpoint()
-        known = set(checkpoint)
+        before = set(checkpoint)
         self._module.on_save_checkpoint(checkpoint)
-        return {name: value for name, value in checkpoint.items() if name not in known}
+        return {name: value for name, value in checkpoint.items() if name not in before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hand what the hook of another replica has added to this one's hook."""

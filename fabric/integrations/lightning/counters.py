@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from fabric.integrations.lightning.epochs import Epochs
+from fabric.integrations.lightning.epochs import EpochShape
 
 
-def set_counters(trainer: Any, step: int, epochs: Epochs) -> None:
+def set_counters(trainer: Any, step: int, epochs: EpochShape) -> None:
     """Let the loops of ``trainer`` begin the epoch of ``step``; ``set_place`` gives the place in it."""
     loop = trainer.fit_loop
     inner, epoch = loop.epoch_loop, step // epochs.steps
@@ -21,7 +21,7 @@ def set_counters(trainer: Any, step: int, epochs: Epochs) -> None:
     inner._batches_that_stepped = step  # noqa: SLF001
 
 
-def set_place(trainer: Any, step: int, epochs: Epochs) -> None:
+def set_place(trainer: Any, step: int, epochs: EpochShape) -> None:
     """Let the epoch that has just begun go on at ``step``; for the first batch that its loop reads."""
     loop = trainer.fit_loop
     inner, within = loop.epoch_loop, step % epochs.steps

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Epochs:
+class EpochShape:
     """The shape of every epoch."""
 
     positions: int  # samples of a whole pass over the data

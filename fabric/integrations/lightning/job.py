@@ -11,12 +11,12 @@ import torch
 from torch.utils.data import Sampler
 
 import fabric.client
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.lightning.callback_states import CallbackStates, averaged_models, hook_states
 from fabric.integrations.lightning.counters import set_counters, set_place
-from fabric.integrations.lightning.epochs import Epochs
+from fabric.integrations.lightning.epochs import EpochShape
 from fabric.integrations.lightning.figures import JobFigures
 from fabric.integrations.lightning.manual import ManualSteps
 from fabric.integrations.lightning.release import ROOT
@@ -29,11 +29,21 @@ from fabric.runtime.config import parse_replicas
 if TYPE_CHECKING:
     from fabric.integrations.lightning.strategy import FabricStrategy
 
+# Sentences for a loop of one's own, in the words of Lightning.
+_WORDS = {
+    "this loop ended": "this Trainer stopped",
+    "let it count session.committed_step, so that all loops end at the same step": (
+        "let Trainer.should_stop follow a figure that training_step or validation_step logs, so that all "
+        "replicas stop at the same step"
+    ),
+    "give session.steps the same": "give Trainer.fit the same",
+    "session.loader": "the DataLoader",
+}
 _call: Any = importlib.import_module(f"{ROOT}.trainer.call")
 
 
 class LightningJob:
-    """What the strategy must know of the job's step under way. ``begin`` joins the job."""
+    """The job as the strategy sees it, and its step under way. ``begin`` joins the job."""
 
     session: Any
     _feed: StepFeed
@@ -61,10 +71,9 @@ class LightningJob:
         """Join the job, and let the Trainer begin at the job's step."""
         strategy, trainer, arguments = self._strategy, self._trainer, dict(self._arguments)
         state = {f"scheduler.{n}": x.scheduler for n, x in enumerate(strategy.lr_scheduler_configs)}
-        state |= {"callbacks": CallbackStates(trainer), "figures": self.figures, "files": self.files}
+        state |= {"callbacks": CallbackStates(trainer, self.files), "figures": self.figures}
         state |= {**averaged_models(trainer), **hook_states(trainer), **arguments.pop("state", {})}
-        if strategy.is_adopted and changing_buffers(trainer.lightning_module):
-            arguments.setdefault("buffers", "average")
+        arguments.setdefault("buffers", default_buffers(trainer.lightning_module))
         session = fabric.client.attach(
             trainer.lightning_module,
             strategy.optimizers[0],
@@ -73,6 +82,7 @@ class LightningJob:
         )
         assert isinstance(session, fabric.client.Session)
         self.session = session
+        session.say_in(_WORDS)
         data = self._source.loader(
             session,
             global_batch_size=self.epochs.step_samples,
@@ -105,6 +115,10 @@ class LightningJob:
         if not self._place_is_set:
             self._place_is_set = True
             set_place(self._trainer, step.number, self.epochs)
+        for parameter in self._parameters:
+            parameter.grad = (
+                None  # Lightning zeroes it with the first backward pass, which may be missing here
+            )
         self._log.turn(self.session.is_writer)
         self.figures.begin_step()
         return self.epochs.batches_of(step.number)
@@ -128,7 +142,7 @@ class LightningJob:
         batch, step = self._feed.micro_batch(), self._feed.step
         assert step is not None
         if batch is not None:
-            self.figures.samples = float(step._samples)  # noqa: SLF001
+            self.figures.samples = float(step.weight.samples)
         elif not self._ended:
             self._ended = True
             self.figures.commit(step.metrics)
@@ -149,7 +163,7 @@ class LightningJob:
         step, epochs = self._feed.step, self.epochs
         assert step is not None
         _, micro_batch = self.session._progress.at  # noqa: SLF001
-        weight = epochs.weight(step.number, micro_batch, step._samples)  # noqa: SLF001
+        weight = epochs.weight(step.number, micro_batch, step.weight.samples)
         divided = 1 if self.manual is not None else epochs.accumulation
         return step.add_weight(weight) * epochs.factor(step.number) * divided
 
@@ -219,16 +233,13 @@ class JobBatches:
         self._newest: Any = None
 
     def __len__(self) -> int:
-        return self._job.epochs.whole
-
-    def __iter__(self) -> Iterator[Any]:
-        """Join the job at the first call, when the Trainer has read all of its arguments."""
+        """Return the number of batches. The first call joins the job: the Trainer has read all data then."""
         if not self._has_begun:
             self._has_begun = True
             self._job.begin()
-        return self._epoch()
+        return self._job.epochs.whole
 
-    def _epoch(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         for _ in range(self._job.place(), self._job.epochs.steps):
             for _ in range(self._job.begin_step()):
                 self._newest = self._job.micro_batch(self._newest)
@@ -261,7 +272,7 @@ def _limited(source: TrainingData, samples: int) -> TrainingData:
     return dataclasses.replace(source, sampler=FirstOf(source.sampler, samples), size=samples)
 
 
-def _epochs(trainer: Any, source: TrainingData, replicas: int) -> Epochs:
+def _epochs(trainer: Any, source: TrainingData, replicas: int) -> EpochShape:
     """Return the shape of an epoch. Raises ConfigError where it has none, or would have no batch."""
     if source.is_stream:
         raise ConfigError(
@@ -269,7 +280,7 @@ def _epochs(trainer: Any, source: TrainingData, replicas: int) -> Epochs:
             "known length, so that a replica that joins could not find its place: give a data set with len() "
             "and an index"
         )
-    epochs = Epochs(
+    epochs = EpochShape(
         positions=source.size,
         batch_size=source.batch_size,
         replicas=replicas,

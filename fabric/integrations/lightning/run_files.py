@@ -1,4 +1,4 @@
-"""The files of a run: one folder and one log for the whole job, whichever replica writes.
+"""The files of a run: one folder and one log for the lines job, whichever replica writes.
 
 Lightning numbers the folder of a logger in each process. Here the number is shared state. A replica that
 becomes the writer goes on in the job's folder, and first writes what the writer before it may have missed.
@@ -78,6 +78,11 @@ def _files(number: int, callback: Any) -> set[str]:
     return {f"{number} {path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
 
 
+def write_nothing() -> None:
+    """Let this replica write neither folders nor logs, until a step shows that it is the writer."""
+    _ranks.rank = 1
+
+
 class LogWriter:
     """Lets one replica write the logs of ``trainer``, and another one go on where that replica ends."""
 
@@ -86,7 +91,6 @@ class LogWriter:
         self._missed: list[
             tuple[Any, Any, int | None]
         ] = []  # calls since the newest commit, where another writes
-        _ranks.rank = 1  # the first step shows which replica writes
         for logger in trainer.loggers:
             logger.log_metrics = self._watched(logger, logger.log_metrics)
 
@@ -130,10 +134,10 @@ def _go_on(logger: Any) -> set[tuple[int, str]]:
     if not aside.is_file():
         return set()
     content = aside.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]  # the writer before may have ended within a line
-    if whole != content:
-        aside.write_bytes(whole)
+    lines = content[: content.rfind(b"\n") + 1]  # the writer before may have ended within a line
+    if lines != content:
+        aside.write_bytes(lines)
     aside.replace(path)
-    rows = list(csv.DictReader(whole.decode().splitlines()))
+    rows = list(csv.DictReader(lines.decode().splitlines()))
     writer.metrics_keys = sorted(rows[0]) if rows else []
     return {(int(row["step"]), name) for row in rows for name, value in row.items() if value}

@@ -22,6 +22,7 @@ from fabric.integrations.lightning.arguments import check_trainer
 from fabric.integrations.lightning.job import JobBatches, LightningJob
 from fabric.integrations.lightning.manual import check_closure
 from fabric.integrations.lightning.release import LEAST, ROOT, TESTED
+from fabric.integrations.lightning.run_files import write_nothing
 from fabric.integrations.versions import check_version
 from fabric.runtime import config
 
@@ -37,7 +38,6 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
 
     strategy_name = "fabric"
     busy_s = 3600.0  # how long the others wait for a validation or a checkpoint
-    is_adopted = False  # made by --adopt, for a script that can give no arguments
 
     def __init__(self, device: Any = "cpu", **arguments: Any) -> None:
         super().__init__(device)
@@ -53,10 +53,16 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
 
     # --- the course of a training -----------------------------------------------------------------------
 
-    def setup(self, trainer: Any) -> None:
-        """Refuse what cannot be kept equal, before anything runs."""
+    def setup_environment(self) -> None:
+        """As Lightning's, which then makes the folders of the loggers."""
         install_excepthook()
         self._disabled = config.settings().disable
+        if not self._disabled and self.lightning_module.trainer.state.fn == "fit":
+            write_nothing()
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        """Refuse what cannot be kept equal, before anything runs."""
         super().setup(trainer)
         if not self._disabled and self.optimizers:
             check_version(ROOT.partition(".")[0], LEAST, TESTED)
@@ -189,7 +195,6 @@ def adopt_trainer(trainer: Any, hand_over: Callable[[], None]) -> Callable[[], N
             )
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
         strategy = FabricStrategy(device)
-        strategy.is_adopted = True
         make(self, *arguments, **{**named, "strategy": strategy})
 
     trainer.__init__ = make_adopted

@@ -1,7 +1,7 @@
 """The states of the torchmetrics in a LightningModule, which each replica changes by its own micro-batches.
 
-What a micro-batch adds to a state travels as a metric of the step. After the commit all replicas have the
-state before the step and what all micro-batches of the job have added.
+The change that a micro-batch makes to a state travels as a metric of the step. After the commit all replicas
+have the state before the step and what all micro-batches of the job have added.
 """
 
 import importlib

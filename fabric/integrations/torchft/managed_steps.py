@@ -19,7 +19,7 @@ from torch.futures import Future
 
 import fabric.client
 from fabric.client.attach import ends_with_a_sentence
-from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.loop_orders import LoopOrder
 from fabric.client.outer.outer_loop import OuterLoop
 from fabric.client.process import excepthook
@@ -370,7 +370,7 @@ class Manager:
                 model,
                 optimizers[0] if len(optimizers) == 1 else optimizers,
                 state={"torchft": self._registered},
-                buffers="average" if changing_buffers(model) else "refuse",
+                buffers=default_buffers(model),
                 unshared="ignore",  # the script's state_dict has its schedulers, where fabric cannot see them
                 step=self._first_step,
                 **self.settings,

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from fabric.errors import ProtocolError
-from fabric.model import MAX_INTEGER, Policy, Sharing
+from fabric.model import MAX_INTEGER, Policy, Sharing, shortened
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.rank_messages import MOST_TIMED_RANKS
-from fabric.protocol.rules.layout_text import MAX_CHARACTERS, check_layout
+from fabric.protocol.rules.layout_text import MAX_CHARACTERS, check_layout, known_layout
 from fabric.runtime.config import parse_replicas
 
 MAX_STATUS_BYTES = 64 * 1024
@@ -160,7 +160,7 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
     check_name("replica", session.replica)
     _check_length("link", session.link, MAX_ADDRESS)
     _check_ckpt(session.ckpt)
-    for name in ("digest", "layout", "roster", "plane"):
+    for name in ("digest", "layout", "roster", "plane", "store_id"):
         _check_length(name, getattr(session, name), MAX_DIGEST)
     _check_length("secret", session.secret, MAX_SECRET)
     _check_length("rack", session.rack, MAX_NAME)
@@ -207,7 +207,8 @@ def _check_session_ranks(session: m.OpenSession) -> None:
         raise ProtocolError(f"Session.launched must name at most {MAX_NAMES} layouts")
     for layout in (launched.layout, *launched.allowed, *launched.refused):
         _check_length("launched", layout, MAX_SETTINGS)
-    if session.cuts:
+    # Another layout is read outside of the loop, and this session is checked again then.
+    if session.cuts and known_layout(session.cuts) is not None:
         check_layout(session.replica, session.cuts, 1 + len(session.ranks))
 
 
@@ -273,4 +274,4 @@ def _is_sentence(text: str) -> bool:
 
 
 def _sentence(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text[:MAX_SENTENCE])
+    return "".join(c if c.isprintable() else " " for c in shortened(text, MAX_SENTENCE))

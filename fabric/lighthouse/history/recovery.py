@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from fabric.model import Record, incident_id_of
+from fabric.model import Record, incident_id_of, shortened
 from fabric.protocol.leader.view import EpochView, LeaderView
 from fabric.protocol.messages.wire import decode_value
 
@@ -143,7 +143,7 @@ class Recoveries:
             "death" if condemned else "abort",
             incident_id_of(view.record.epoch + 1 if view.record else 1),
         )
-        recovery = RecoveryRecord(event, kind, why[:1000], view.top_step(), now, incident_id=name)
+        recovery = RecoveryRecord(event, kind, shortened(why, 1000), view.top_step(), now, incident_id=name)
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 
@@ -162,9 +162,9 @@ class Recoveries:
         recovery.epoch_committed = now
         for member in before.roster:
             if not record.lists(member.replica, member.incarnation) and not member.leaving:
-                if recovery.kind == "abort" and recovery.why != record.reason[:1000]:
+                if recovery.kind == "abort" and recovery.why != shortened(record.reason, 1000):
                     # A peer noticed the failure first: put the epoch's reason before the peer's sentence.
-                    recovery.why = f"{record.reason} ({recovery.why})"[:1000]
+                    recovery.why = shortened(f"{record.reason} ({recovery.why})", 1000)
                 recovery.kind = "death"
                 self._supersede(member.replica, recovery)
                 recovery.incarnations[member.replica] = member.incarnation
@@ -179,7 +179,12 @@ class Recoveries:
     def _open_late(self, view: LeaderView, record: Record, event: int, now: float) -> RecoveryRecord:
         """Open a record for an eviction that began and ended within one event."""
         recovery = RecoveryRecord(
-            event, "abort", record.reason[:1000], view.top_step(), now, incident_id=record.incident_id
+            event,
+            "abort",
+            shortened(record.reason, 1000),
+            view.top_step(),
+            now,
+            incident_id=record.incident_id,
         )
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from fabric.model import shortened
 from fabric.protocol.messages.wire import decode_value
 
 # The number of newest records that are kept, in memory and in the store.
@@ -70,7 +71,7 @@ class SlowdownRecord:
         before = (self.scope, self.ranks, self.cause)
         is_worse = state.factor > self.factor
         if is_worse or (state.scope, list(state.ranks)) != before[:2]:
-            self.scope, self.ranks, self.cause = state.scope, list(state.ranks), state.cause[:1000]
+            self.scope, self.ranks, self.cause = state.scope, list(state.ranks), shortened(state.cause, 1000)
         self.factor = round(max(self.factor, state.factor), 3)
         self.steps, self.cost_s = state.steps, round(state.cost_s, 3)
         return (self.scope, self.ranks) != before[:2]

@@ -16,6 +16,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from fabric.errors import FabricError, ProtocolError, StoreUnavailable
 from fabric.lighthouse.connections.connection import MALFORMED, NOT_THE_LEADER, FrameCache, MemberConnection
 from fabric.lighthouse.connections.fast_frames import FastFrames
+from fabric.lighthouse.connections.layout_gate import LayoutGate
 from fabric.lighthouse.connections.validation import (
     MAX_STATUS_BYTES,
     decode_member,
@@ -49,6 +50,7 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     policy = parse_policy(request.query.get("replicas", ""), jobs.start_wait_s)
     socket, connection = await _accept(request, wire.MAX_BYTES)
     place = JobLookup(jobs, name)
+    gate = place.gate = LayoutGate(jobs.layouts, name, request.transport)
 
     def hear(text: str) -> bool:
         message = decode_member(text) if place.job else decode_session(text)
@@ -57,11 +59,15 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
             return True
         if place.job and not connection.is_of(message.replica, message.incarnation):
             raise ProtocolError("a session speaks for one process: open another one for another process")
+        if gate.reads(message.cuts, text, on_text, partial(_end_of, place, connection)):
+            return True
         return place.take().open(connection, message, policy)
 
     take = _guarded(place, connection, hear)
 
     def on_text(text: str) -> bool:
+        if connection.is_ending or gate.holds(text):
+            return not connection.is_ending
         if place.job is not None and place.job.defer(text, partial(take, text)):
             return True
         return take(text)
@@ -103,6 +109,7 @@ class JobLookup:
     def __init__(self, jobs: Jobs, name: str) -> None:
         self.name = name
         self.job: Job | None = None
+        self.gate: LayoutGate | None = None
         self._jobs = jobs
 
     def take(self) -> Job:
@@ -115,6 +122,8 @@ class JobLookup:
 
     def leave(self, on_end: Callable[[Job], None]) -> None:
         """Note that the connection is closed."""
+        if self.gate is not None:
+            self.gate.close()
         if self.job is not None:
             on_end(self.job)
             self._jobs.release(self.job)
@@ -210,7 +219,8 @@ async def _read(
         try:
             message = await socket.receive(wait_s)
         except TimeoutError:
-            if wait_s is None or place.job is None:
+            is_held = place.gate is not None and place.gate.is_shut
+            if wait_s is None or (place.job is None and not is_held):
                 connection.end(MALFORMED, "nothing was said for too long")
                 return
             wait_s = None  # the fast path has already read the first message

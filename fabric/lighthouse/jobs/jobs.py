@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fabric.errors import ProtocolError, Refused, StoreError, StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
+from fabric.lighthouse.connections.layout_gate import LayoutReader
 from fabric.lighthouse.connections.validation import MAX_REPLICAS, check_name
 from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
 from fabric.lighthouse.election.election import Term
@@ -72,6 +73,7 @@ class Jobs:
         self.by_name: dict[str, Job] = {}
         self.unreadable: dict[str, str] = {}
         self.loaded = asyncio.Event()
+        self.layouts = LayoutReader()
         self._store = store
         self._commit = commit or store.commit
         self._namespace = namespace

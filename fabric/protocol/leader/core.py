@@ -273,6 +273,7 @@ class LeaderCore:
         self._take_session(session, peer)
         self.state.liveness.peers[session.replica].policy = event.policy
         self.limits.hear(self.state.liveness.peers[session.replica])
+        self.state.note_named(self.state.liveness.peers[session.replica])
         self.admission.refuse_unlike(session)
         self.progress.note_step(self.state.liveness.peers[session.replica])
         if peer is None or peer.incarnation != session.incarnation:
@@ -395,6 +396,7 @@ class LeaderCore:
             # The work that the member announced has ended, or other work with a time limit of its own begins.
             self.evictions.stragglers.came(peer.session.replica)
         peer.beat = beat
+        self.state.note_named(peer)
         self.progress.record_empty_step(peer, beat)
         self.admission.note_return(peer, beat)
         if beat.times is not None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, counted
+from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, counted, shortened
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import network as m
@@ -60,7 +60,9 @@ class FailureEvidence:
         now = self.state.unix_now
         noted = {(x.replica, x.epoch) for x in self.failures}
         new = [
-            HostFailure(name, host_of(member), record.epoch, round(now, 1), why[:MAX_WHY_CHARACTERS])
+            HostFailure(
+                name, host_of(member), record.epoch, round(now, 1), shortened(why, MAX_WHY_CHARACTERS)
+            )
             for name, why in sorted(self.state.epoch.pending_evictions.items())
             if name not in self.state.epoch.not_counted_as_failure
             and (member := record.member(name)) is not None

@@ -34,6 +34,7 @@ class Serving:
     missed: set[str] = field(default_factory=set)
     has_sources: bool = False
     asked_at: float = 0.0
+    disputed: int = -1  # the newest step about which an event has named a dispute
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +125,7 @@ class Joins:
             epoch=record.epoch,
             tries=old.tries,
             again=old.again,
+            disputed=old.disputed,
             asked=names,
             asked_at=self.state.now,
         )
@@ -145,8 +147,29 @@ class Joins:
             if replica in serving.asked and replica not in serving.taken and self.state.record is not None:
                 self.outbox.send(replica, m.TakeSnapshotFor(self.state.record.fence, joiner, serving.step))
 
+    def _agreed_digest(self, record: Record, joiner: str, serving: Serving) -> str:
+        """The digest of most snapshots; empty after a dispute, in which no member can be believed.
+
+        Members of one layout took unequal snapshots of one step, so a state is wrong. Their next digests show
+        the wrong one. A newcomer that got a wrong state before would make it the majority.
+        """
+        cuts = {x.replica: x.cuts for x in record.roster}
+        alike = {(cuts.get(name, ""), digest) for name, digest in serving.taken.items()}
+        digest, times = Counter(serving.taken.values()).most_common(1)[0]
+        if len(alike) == len({cut for cut, _ in alike}) or 2 * times > len(serving.taken):
+            return digest
+        digests = ", ".join(f"{name} ({digest[:8]})" for name, digest in sorted(serving.taken.items())[:4])
+        why = f"members disagree about the state at step {serving.step}: {digests}; it gets none of them"
+        if serving.disputed != serving.step:
+            serving.disputed = serving.step
+            self.outbox.record_event("disputed", joiner, why)
+        return ""
+
     def _send_sources(self, record: Record, joiner: str, serving: Serving) -> None:
-        digest = Counter(serving.taken.values()).most_common(1)[0][0]
+        digest = self._agreed_digest(record, joiner, serving)
+        if not digest:
+            serving.taken, serving.missed = {}, set(serving.asked)  # ask for a later step in a moment
+            return
         holders = [self.state.addressed(x) for x in record.roster if serving.taken.get(x.replica) == digest]
         urls = tuple(a.ckpt for x in holders for a in x.addresses)
         serving.has_sources = True

@@ -60,6 +60,7 @@ SETTLED_RULES: tuple[PlanRule, ...] = (
 
 # The rules of one planning pass over a job that has a record and is not complete.
 PLAN_RULES: tuple[PlanRule, ...] = (
+    PlanRule("go on above a restored store", lambda leader, record: leader.starts.go_on_above(record)),
     PlanRule("write overrides", lambda leader, record: leader.writer.write_overrides(record)),
     PlanRule(
         "evict slow joiners", _and_go_on(lambda leader, record: leader.evictions.evict_slow_joiners(record))

@@ -82,7 +82,7 @@ class RecordWriter:
         incident_id: str = "",
         adaptation: Adaptation | None = None,
     ) -> None:
-        epoch = record.epoch + 1
+        epoch = self.state.next_epoch(record)
         adaptation = for_roster(adaptation or record.adaptation, roster)
         asked = [self.asked(record, x) for x in roster]
         proven = with_shares([self.state.proven(x) for x in roster], asked, adaptation)

@@ -48,6 +48,52 @@ class Starts:
         self.start(record)
         return True
 
+    def go_on_above(self, record: Record) -> bool:
+        """Go on with the members that the sessions show, because the store was restored from an older copy.
+
+        Members then know a newer epoch than the record, or another roster under the record's fence. They
+        would drop the epoch that follows the record.
+        """
+        if record.failed or not self._is_older_copy(record):
+            return False
+        live, now = self.state.liveness, self.state.now
+        there = [p for p in live.peers.values() if p.connected and p.session.known_generation]
+        if now < live.grace_until or any(p.beat is None for p in there):
+            return True
+        generation, epoch = self.state.named_by_sessions()
+        inside = [p for p in there if p.beat is not None and not p.beat.is_outside]
+        inside = [p for p in inside if p.generation == generation and not self.state.suspicion(p)]
+        if not inside:
+            return False
+        if generation > record.generation:
+            self.start(record)
+            return True
+        inside.sort(key=lambda p: p.session.replica)
+        since = max(epoch, record.epoch) + 1
+        roster = tuple(
+            replace(record.member(p.session.replica) or as_member(p.session), joining=False, leaving=False)
+            if record.lists(*p.process)
+            else replace(as_member(p.session), since=since)
+            for p in inside
+        )
+        why = f"the control store was restored from an older copy: its epoch {record.epoch} was over"
+        self.writer.write_epoch(record, roster, forced=True, why=why)
+        return True
+
+    def _is_older_copy(self, record: Record) -> bool:
+        """Whether a session names an epoch of this store that the record does not know."""
+        peers = self.state.liveness.peers
+        if self.state.named_by_sessions()[1] > record.epoch:
+            return True
+        # Two rosters under one fence: an epoch was written again after the store lost it.
+        return any(
+            (p.session.store_id, p.session.known_generation, p.session.epoch)
+            == (record.store_id, record.generation, record.epoch)
+            and p.session.roster not in ("", "none", record.roster_digest)
+            for p in (peers.values() if not self.state.is_large else ())
+            if p.connected and (p.beat is None or p.beat.epoch == record.epoch)
+        )
+
     def start(self, record: Record | None) -> None:
         """Begin a generation from the newest state that any server holds."""
         open_ = self.candidates()
@@ -68,7 +114,11 @@ class Starts:
                 "FABRIC_DURABLE to begin from nothing"
             )
             return
-        newest = self.newest_of_another_store() if record is None else (record.generation, record.epoch)
+        if record is None:
+            newest = self.newest_of_another_store()
+        else:
+            generation, _ = self.state.named_by_sessions()
+            newest = (max(record.generation, generation), self.state.next_epoch(record) - 1)
         highest = self.progress.highest_step
         self.bases.steps_lost = None if highest is None else max(0, highest - base.step)
         epoch = newest[1] + 1

@@ -83,6 +83,7 @@ class JobState:
         self.liveness = Liveness(config.liveness, now)
         self.epoch = EpochState(now)
         self.autonomy_s = 0.0  # the longest ``autonomy_s`` that any session has named
+        self.named = (0, 0)  # the newest generation and epoch of this store that a session has named
         self.now = now
         self.unix_offset_s = 0.0  # the time of day minus ``now``
 
@@ -113,6 +114,20 @@ class JobState:
         """
         named = self.record.autonomy_s if self.record is not None else 0.0
         return max(self.config.autonomy_s, self.autonomy_s, named) + self.config.autonomy_margin_s
+
+    def named_by_sessions(self) -> tuple[int, int]:
+        """The newest generation and epoch of this store that a session has named; zeros: none has."""
+        return self.named
+
+    def note_named(self, peer: Peer) -> None:
+        """Note the newest generation and epoch that this process knows."""
+        if peer.session.store_id == self.store_id:
+            generation, epoch = self.named
+            self.named = max(generation, peer.session.known_generation), max(epoch, peer.newest_epoch)
+
+    def next_epoch(self, record: Record) -> int:
+        """The number of the next epoch: above all that any session names, also after a restored store."""
+        return max(record.epoch, self.named_by_sessions()[1]) + 1
 
     def lists(self, replica: str) -> bool:
         return self.record is not None and self.record.member(replica) is not None
@@ -219,7 +234,7 @@ class JobState:
 
     def next_incident_id(self) -> str:
         """The id of an incident that no epoch has answered yet."""
-        return incident_id_of((self.record.epoch if self.record else 0) + 1)
+        return incident_id_of(self.next_epoch(self.record) if self.record else 1)
 
     @property
     def is_large(self) -> bool:

@@ -50,7 +50,9 @@ class CatchUp:
         if own.digest and (own.step, own.digest) == (theirs.step, theirs.digest):
             # This member's state equals the other members' state, although it is of another generation.
             self._memory.state = MemberState(newest.generation, own.step, own.digest)
-        if self._memory.state.generation != newest.generation or theirs.step > own.step:
+        # Another state at my step proves mine wrong: I may have been evicted for it without hearing why.
+        is_wrong = own.step == theirs.step and own.digest not in ("", theirs.digest)
+        if self._memory.state.generation != newest.generation or theirs.step > own.step or is_wrong:
             self._memory.state.generation = 0
             self.want(theirs, message.urls)
         else:

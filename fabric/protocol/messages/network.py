@@ -229,6 +229,7 @@ class OpenSession:
     launched: LaunchedLayouts = NOT_LAUNCHED
     known_generation: Int64 = 0  # the newest that the sender knows; its state may belong to none
     began: Int64 = 0  # the step at which the process began, before it loaded any state
+    store_id: str = ""  # the store of the newest epoch that the sender knows; empty: an older version
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +255,11 @@ class Heartbeat:
     def is_linking(self) -> bool:
         """Whether links of its epoch are still to be made. A member contributes nothing without them."""
         return LINKING in self.phase
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the sender takes part in no epoch."""
+        return self.phase.startswith("outside")
 
     @property
     def waits(self) -> bool:

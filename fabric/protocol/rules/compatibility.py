@@ -6,10 +6,8 @@ A difference that is noticed only after the join ends in rounds that can never b
 from collections.abc import Mapping
 from itertools import zip_longest
 
-from fabric.errors import FabricError
 from fabric.protocol.messages.network import OpenSession
-from fabric.protocol.rules.lanes import lanes_of
-from fabric.protocol.rules.layout_text import read_layout
+from fabric.protocol.rules import layout_text
 
 # Data setting -> the name of the variable or argument with which the user chooses it.
 _LABELS = {
@@ -52,10 +50,9 @@ def _model(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
     if a.layout != b.layout:
         return "parameters (names, shapes, dtypes or their order)", _tensor(a.tensors, b.tensors)
     if a.cuts != b.cuts:
-        try:
-            lanes_of({x.replica: read_layout(x.cuts) for x in (a, b)})
-        except FabricError as error:
-            return "parts of the parameters", f" ({error})"
+        difference = layout_text.difference(a.replica, a.cuts, b.replica, b.cuts)
+        if difference:
+            return "parts of the parameters", f" ({difference})"
     return None
 
 

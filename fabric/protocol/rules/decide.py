@@ -205,7 +205,9 @@ def _outvoted(record: Record, reports: Mapping[str, Report]) -> Evict | None:
     if not names:
         return None
     step = reports[names[0]].step
-    return Evict(names, _disagrees(names, f"the state at step {step}"), state=True)
+    parted = _parted(reports, step)
+    why = _disagrees(names, f"the state at step {step}")
+    return Evict(names, f"{why}; {parted}" if parted else why, state=True)
 
 
 def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Undecidable | None:
@@ -215,22 +217,34 @@ def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Unde
         if report.digest:
             alike.setdefault((report.step, cuts[name]), {})[name] = report.digest
     for (step, _), digests in sorted(alike.items()):
-        split = _minority(record, reports, digests, f"the state at step {step}")
+        parted = _parted(reports, step)
+        # Where the members know what differs, they say what to do.
+        advice = {"and_check": ""} if parted else {}
+        split = _minority(record, reports, digests, f"the state at step {step}", **advice)
         if split is not None:
-            parted = next((x.parted for x in reports.values() if x.parted and x.step == step), "")
             split = replace(split, reason=f"{split.reason}; {parted}") if parted else split
             return replace(split, state=True) if isinstance(split, Evict) else split
     return None
 
 
+def _parted(reports: Mapping[str, Report], step: int) -> str:
+    """Return where the members' states differ at ``step``, if a member knows it."""
+    return next((x.parted for x in reports.values() if x.parted and x.step == step), "")
+
+
 def _minority(
-    record: Record, reports: Mapping[str, Report], digests: Mapping[str, str], what: str
+    record: Record,
+    reports: Mapping[str, Report],
+    digests: Mapping[str, str],
+    what: str,
+    and_check: str = " and check these hosts' memory",
 ) -> Evict | Undecidable | None:
     """Evict the members that disagree with the majority.
 
     In a tie of more than two members the side with the shorter tenure goes. If the tenures are equal too, no
     member can tell which side is right. Of two members the newer one goes, unless a later state of it agreed
-    with another member: then the fault came after its join, and may be on either side.
+    with another member: then the fault came after its join, and may be on either side. ``and_check``: what to
+    do beside a restart where no side is right.
     """
     counts = Counter(digests.values())
     if len(counts) <= 1:
@@ -248,7 +262,7 @@ def _minority(
         names = " and ".join(f"{name} ({digest[:8]})" for name, digest in sorted(digests.items()))
         return Undecidable(
             f"{names} disagree about {what} and no other member can tell which is right: "
-            "restart the job from a checkpoint and check these hosts' memory"
+            f"restart the job from a checkpoint{and_check}"
         )
     losers = tuple(name for name, digest in digests.items() if digest != winners[0])
     return Evict(losers, _disagrees(losers, what))

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fabric.errors import ConfigError
-from fabric.protocol.rules.tensor_region import TensorRegion
+from fabric.protocol.rules.tensor_region import TensorRegion, TooManyComparisons, overlapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +216,21 @@ def _is_inside(parameter: HeldParameter) -> bool:
 
 
 def _check_parts(replica: str, parameter: HeldParameter, ranks: Mapping[TensorRegion, list[int]]) -> None:
-    regions = list(ranks)
-    for number, region in enumerate(regions):
-        for other in regions[:number]:
-            if region.common(other).elements:
-                raise ConfigError(
-                    f"ranks {ranks[other][0]} and {ranks[region][0]} of {replica} hold parts of "
-                    f"{parameter.name} that overlap and are not equal: cut it into parts that do not overlap"
-                )
-    count, covered = TensorRegion.whole(parameter.shape).elements, sum(r.elements for r in regions)
+    """Raises ConfigError unless these parts cover the parameter, without an overlap."""
+    try:
+        overlap = overlapping(list(ranks))
+    except TooManyComparisons as error:
+        raise ConfigError(
+            f"{replica} cuts {parameter.name} into {len(ranks)} parts that lie in too many ways beside each "
+            "other: cut it along fewer dimensions"
+        ) from error
+    if overlap is not None:
+        first, second = overlap
+        raise ConfigError(
+            f"ranks {ranks[first][0]} and {ranks[second][0]} of {replica} hold parts of "
+            f"{parameter.name} that overlap and are not equal: cut it into parts that do not overlap"
+        )
+    count, covered = TensorRegion.whole(parameter.shape).elements, sum(r.elements for r in ranks)
     if covered != count:
         raise ConfigError(
             f"the ranks of {replica} hold {covered} of the {count} elements of {parameter.name}: have every "

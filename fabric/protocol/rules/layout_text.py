@@ -5,19 +5,39 @@ The text is JSON, packed: a model has thousands of parameters, and their names a
 
 import base64
 import binascii
+import hashlib
 import json
 import zlib
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fabric.errors import ConfigError, ProtocolError
+from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, lanes_of
 from fabric.protocol.rules.tensor_region import TensorRegion
 
-# The longest packed text, and the longest JSON in it.
+# The longest packed text, and the longest JSON in it, with the most lists and objects in this JSON.
 MAX_CHARACTERS = 64 * 1024
-_MAX_JSON_BYTES = 16 << 20
+MAX_JSON_BYTES = 1 << 20
+MAX_CONTAINERS = 1 << 17
 _MAX_SIZE = 1 << 48
+_MAX_DIMENSIONS = 16
+# The number of layouts whose summaries are kept.
+MOST_KNOWN = 512
+# The difference between two layouts is named if they have at most this many parts.
+MOST_NAMED = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSummary:
+    """The facts that a leader needs of a layout that lays out a whole model."""
+
+    ranks: int
+    parts: int
+    model: str  # hash of the names, dtypes and shapes of the parameters
+
+
+_known: dict[str, LayoutSummary] = {}  # text -> its summary; only texts that were accepted
 
 
 def layout_text(layout: ReplicaLayout) -> str:
@@ -35,7 +55,7 @@ def layout_text(layout: ReplicaLayout) -> str:
     ]
     body = json.dumps({"parameters": list(numbers), "ranks": ranks}, separators=(",", ":"))
     text = base64.b64encode(zlib.compress(body.encode(), 9)).decode()
-    if len(text) > MAX_CHARACTERS or len(body) > _MAX_JSON_BYTES:
+    if len(text) > MAX_CHARACTERS or len(body) > MAX_JSON_BYTES:
         raise ProtocolError(
             f"the layout of {len(layout.ranks)} ranks takes {len(text)} characters and at most "
             f"{MAX_CHARACTERS} are sent: turn FABRIC_UNEQUAL off"
@@ -46,10 +66,14 @@ def layout_text(layout: ReplicaLayout) -> str:
 @lru_cache(maxsize=64)
 def read_layout(text: str) -> ReplicaLayout:
     """The layout in ``text``. Raises ProtocolError for text that is not a layout."""
+    return _read(text)
+
+
+def _read(text: str) -> ReplicaLayout:
     try:
         unpacker = zlib.decompressobj()
-        data = unpacker.decompress(base64.b64decode(text, validate=True), _MAX_JSON_BYTES)
-        if not unpacker.eof:
+        data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_JSON_BYTES)
+        if not unpacker.eof or data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
             raise ValueError("too long")
         body = json.loads(data)
         parameters = [(_word(name), _word(dtype), _sizes(shape)) for name, dtype, shape in body["parameters"]]
@@ -65,15 +89,47 @@ def read_layout(text: str) -> ReplicaLayout:
         raise ProtocolError(f"a member announced a layout that cannot be read ({error})") from error
 
 
+def known_layout(text: str) -> LayoutSummary | None:
+    """The summary of this layout if it has been read before."""
+    return _known.get(text)
+
+
+def layout_summary(text: str) -> LayoutSummary:
+    """Read this layout once. Raises ProtocolError for text that does not lay out a whole model."""
+    summary = _known.get(text)
+    if summary is None:
+        layout = _read(text)
+        try:
+            lanes_of({"this replica": layout})
+        except ConfigError as error:
+            raise ProtocolError(f"a member announced a layout that cannot be: {error}") from error
+        parameters = sorted({(p.name, p.dtype, p.shape) for row in layout.ranks for p in row})
+        model = hashlib.blake2b(repr(parameters).encode(), digest_size=16).hexdigest()
+        summary = LayoutSummary(len(layout.ranks), sum(map(len, layout.ranks)), model)
+        while len(_known) >= MOST_KNOWN:
+            _known.pop(next(iter(_known)), None)
+        _known[text] = summary
+    return summary
+
+
 def check_layout(replica: str, text: str, ranks: int) -> None:
     """Raises ProtocolError unless ``text`` lays the whole model out over ``ranks`` ranks of ``replica``."""
-    layout = read_layout(text)
-    if len(layout.ranks) != ranks:
-        raise ProtocolError(f"{replica} has {ranks} ranks and announced the layout of {len(layout.ranks)}")
+    summary = layout_summary(text)
+    if summary.ranks != ranks:
+        raise ProtocolError(f"{replica} has {ranks} ranks and announced the layout of {summary.ranks}")
+
+
+def difference(a: str, layout_of_a: str, b: str, layout_of_b: str) -> str:
+    """How the model of replica ``a`` differs from that of ``b``, in a sentence; empty: they are equal."""
     try:
-        lanes_of({replica: layout})
-    except ConfigError as error:
-        raise ProtocolError(f"{replica} announced a layout that cannot be: {error}") from error
+        ours, theirs = layout_summary(layout_of_a), layout_summary(layout_of_b)
+        if ours.model == theirs.model:
+            return ""
+        if max(ours.parts, theirs.parts) <= MOST_NAMED:
+            lanes_of({a: _read(layout_of_a), b: _read(layout_of_b)})
+    except FabricError as error:
+        return str(error)
+    return f"{a} and {b} have other parameters: start every replica with the same model"
 
 
 def _held(parameters: list[tuple[str, str, tuple[int, ...]]], entry: list[Any]) -> HeldParameter:
@@ -91,8 +147,8 @@ def _word(value: object) -> str:
 
 
 def _sizes(values: object) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise TypeError("a shape is a list")
+    if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
+        raise TypeError(f"a shape is a list of at most {_MAX_DIMENSIONS}")
     return tuple(map(_size, values))
 
 

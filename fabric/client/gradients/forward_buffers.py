@@ -1,0 +1,230 @@
+"""Tensors that forward changes, carried with the gradients: averaged by weight, or those of one member.
+
+All members begin a step with equal buffers; forward passes then change each member's copy. Every such buffer
+has a stand-in parameter, whose "gradient" is published, replayed and digested like any gradient. When a
+gradient is dropped, the buffers go back to their values before its forward passes.
+
+``average`` (BatchNorm's running statistics): the stand-in has the buffer times the member's weight. The sum,
+divided by the total weight, is the weighted average. An integer buffer (``num_batches_tracked``) becomes the
+value before the step plus the increments of all members, as in a single process.
+
+``first`` (queues, the vectors of a spectral norm): the first member of the roster by name puts its values in,
+and the sum is these values, bit by bit. If that member has no part in a step, all buffers stay as they were.
+
+Each rank of a replica has such buffers. Where replicas may have unequal layouts, the ranks of a replica first
+take the mean of their contributions. So all ranks of all replicas get the same average, in any layout.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fabric.client.gradients.buffer_choices import BufferChoices
+from fabric.client.gradients.buffer_watch import BufferWatch
+from fabric.client.gradients.exact_values import exact_values, write_exact
+from fabric.client.process.rank_group import RankGroup
+from fabric.errors import ConfigError
+from fabric.model import Record
+from fabric.protocol.rules.lanes import ReplicaLayout
+
+_PREFIX = "buffer:"
+NAME = "buffers"  # among the objects of the shared state
+
+
+def first_member(record: Record | None) -> str:
+    """Return the member whose values all take: of those with the job's state, the first by name."""
+    roster = record.roster if record is not None else ()
+    with_state = [x.replica for x in roster if not x.joining]
+    return min(with_state or [x.replica for x in roster], default="")
+
+
+@dataclass(frozen=True, slots=True)
+class RankMeans:
+    """Means of the stand-ins' gradients over the ranks of this replica that hold the buffer."""
+
+    group: RankGroup
+    sizes: Mapping[str, int]  # elements of each stand-in that any rank has, in one order at all ranks
+    holders: Mapping[str, int]  # the number of ranks that have it
+
+    @classmethod
+    def of(cls, group: RankGroup, layout: ReplicaLayout) -> "RankMeans | None":
+        """Return the means for the stand-ins in ``layout``, None where no rank has one."""
+        stand_ins = [x for row in layout.ranks for x in row if x.name.startswith(_PREFIX)]
+        sizes = {x.name: x.region.elements for x in stand_ins}
+        return cls(group, sizes, Counter(x.name for x in stand_ins)) if stand_ins else None
+
+    def take(self, stand_ins: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Replace each ``.grad`` by its mean. All ranks of the replica must call it."""
+        gradients = {name: stand_in.grad for name, stand_in in stand_ins if stand_in.grad is not None}
+        where = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
+        flat = torch.zeros(sum(self.sizes.values()), dtype=torch.float64, device=where)
+        parts = dict(zip(self.sizes, torch.split(flat, list(self.sizes.values())), strict=True))
+        for name, gradient in gradients.items():
+            parts[name].copy_(gradient.view(-1))
+        self.group.add(flat)
+        for name, gradient in gradients.items():
+            gradient.copy_((parts[name] / self.holders[name]).view(gradient.shape))
+
+
+@dataclass(slots=True)
+class _Carried:
+    """One tensor of the model and its stand-in."""
+
+    name: str
+    choice: str
+    module: torch.nn.Module
+    attribute: str
+    tensor: torch.Tensor  # the tensor that stays in the module, also if forward replaces it
+    persistent: bool
+    stand_in: torch.nn.Parameter
+    before: torch.Tensor  # the value at the step boundary
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, name: str, choice: str) -> "_Carried":
+        place, _, attribute = name.rpartition(".")
+        module = model.get_submodule(place)
+        tensor: torch.Tensor = getattr(module, attribute)
+        if choice == "first":
+            values = exact_values(tensor.detach())
+        else:
+            values = tensor.detach() if tensor.is_floating_point() else tensor.double()
+        persistent = attribute not in module._non_persistent_buffers_set  # noqa: SLF001
+        stand_in = torch.nn.Parameter(torch.zeros_like(values))
+        before = tensor.detach().clone()
+        return cls(name, choice, module, attribute, tensor, persistent, stand_in, before)
+
+    def take_back(self) -> None:
+        """Write a tensor with which forward has replaced this one into this one. Raises ConfigError."""
+        current = getattr(self.module, self.attribute)
+        if current is self.tensor:
+            return
+        if not isinstance(current, torch.Tensor) or current.shape != self.tensor.shape:
+            now = list(current.shape) if isinstance(current, torch.Tensor) else type(current).__name__
+            raise ConfigError(
+                f"forward has changed the shape of the buffer {self.name!r} from {list(self.tensor.shape)} "
+                f'to {now}: give it its shape before attach, or choose buffers={{"{self.name}": "ignore"}}'
+            )
+        self.tensor.copy_(current)
+        setattr(self.module, self.attribute, self.tensor)
+
+    def contribute(self, weight: float, scale: float) -> None:
+        """Put the value into the stand-in's gradient."""
+        if self.choice == "first":
+            self.stand_in.grad = exact_values(self.tensor.detach())
+        elif self.tensor.is_floating_point():
+            self.stand_in.grad = self.tensor.detach() * weight
+        else:
+            self.stand_in.grad = (self.tensor - self.before).to(self.stand_in.dtype) / scale
+
+    def commit(self, total_weight: float) -> None:
+        """Write the committed value into the tensor; keep the value before the step where there is none."""
+        values = self.stand_in.grad
+        if values is None:
+            self.tensor.copy_(self.before)
+        elif self.choice == "first":
+            write_exact(values, self.tensor)
+        elif self.tensor.is_floating_point():
+            self.tensor.copy_(values)
+        else:
+            increments = torch.round(values * total_weight).to(self.tensor.dtype)
+            self.tensor.copy_(self.before + increments)
+
+
+class ForwardBuffers:
+    """The tensors of ``model`` that ``choices`` carries."""
+
+    def __init__(self, model: torch.nn.Module, choices: BufferChoices) -> None:
+        self._carried = [_Carried.of(model, name, choice) for name, choice in choices.carried.items()]
+        self._places = self._addresses()
+        self._watch = BufferWatch(model, choices.named)
+        self._weight = 0.0
+        self.rank_means: RankMeans | None = None  # set where the ranks of a replica take means
+
+    @property
+    def stand_ins(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The stand-in parameters by name."""
+        return [(_PREFIX + x.name, x.stand_in) for x in self._carried]
+
+    @property
+    def of_one(self) -> frozenset[str]:
+        """The names of the stand-ins whose sum has the values of one member."""
+        return frozenset(_PREFIX + x.name for x in self._carried if x.choice == "first")
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """This object by its name in the shared state, if it has tensors that the model's state lacks."""
+        return {NAME: self} if any(not x.persistent for x in self._carried) else {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the model's own state lacks."""
+        return {x.name: x.tensor for x in self._carried if not x.persistent}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take the tensors over."""
+        with torch.no_grad():
+            for x in self._carried:
+                if not x.persistent:
+                    x.tensor.copy_(state[x.name])
+
+    def begin(self) -> None:
+        """Remember the buffers at a step boundary, before the forward passes of the next step change them."""
+        for x in self._carried:
+            x.before = x.tensor.detach().clone()
+        self._places = self._addresses()
+        self._weight = 0.0
+        self._watch.begin()
+
+    def begin_forward(self) -> None:
+        """Note that forward follows, after what the user's code has done since the step boundary."""
+        self._watch.begin()
+
+    def standing(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the value that ``tensor`` had when the step began, if it is one of these buffers.
+
+        Any other tensor is returned as it is. So the boundary's state can be read while the step runs.
+        """
+        carried = self._places.get(tensor.data_ptr()) if self._places else None
+        return carried.before if carried is not None and carried.before.shape == tensor.shape else tensor
+
+    @torch.no_grad()
+    def contribute(self, weight: float, scale: float = 1.0) -> None:
+        """Put the buffers into the exchange, times the weight of this replica's gradient so far.
+
+        ``scale``: the factor by which the exchange multiplies gradients; increments must not change by it.
+        All ranks of a replica must call it at the same point.
+        """
+        if weight > 0:
+            self._watch.check()
+        for x in self._carried:
+            x.take_back()
+        self._places = self._addresses()
+        if weight == 0 and self.rank_means is None:
+            return
+        self._weight += weight
+        for x in self._carried:
+            x.contribute(self._weight, scale)
+        if self.rank_means is not None:
+            self.rank_means.take(self.stand_ins)
+
+    @torch.no_grad()
+    def commit(self, total_weight: float) -> None:
+        """Write the committed values, which the stand-ins hold, into the buffers."""
+        for x in self._carried:
+            x.commit(total_weight)
+            x.stand_in.grad = None
+        self.begin()
+
+    def _addresses(self) -> dict[int, _Carried]:
+        """The carried tensors by their addresses: ``parameter.data = ...`` in forward changes an address."""
+        return {x.tensor.data_ptr(): x for x in self._carried}
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Restore the buffers to the step boundary: the kept gradient of these forward passes is dropped."""
+        for x in self._carried:
+            x.take_back()
+            x.tensor.copy_(x.before)
+            x.stand_in.grad = None
+        self._weight = 0.0

@@ -1,0 +1,237 @@
+"""The Accelerator of accelerate, as one replica of a job.
+
+The user's loop stays as it is. The training DataLoader that ``prepare`` returns yields the job's
+micro-batches, and ``backward`` adds their gradients. The last ``backward`` of a step exchanges the gradients.
+If a replica is lost, the loop gets a part of its micro-batches first. ``sync_gradients`` is false until the
+exchange, so clipping, the optimizer and the scheduler do nothing, as in an accumulation. With
+FABRIC_DISABLE=1 every method is the Accelerator's own.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+
+from fabric.client.process.excepthook import install_excepthook
+from fabric.errors import ConfigError, FabricError
+from fabric.integrations.accelerate.one_process import one_process
+from fabric.integrations.accelerate.prepared import JobDataLoader, JobScheduler
+from fabric.integrations.accelerate.replica import AcceleratedReplica
+from fabric.integrations.versions import check_version
+from fabric.runtime import config
+from fabric.runtime.config import Settings
+
+LEAST, TESTED = "1.10.0", "1.15.0"
+_ENDLESS = 1 << 40  # the step at which a loop ends that its script counts
+
+
+class FabricAccelerator(Accelerator):  # type: ignore[misc]
+    """As Accelerator. ``fabric``: arguments of ``fabric.client.attach``, such as ``{"buffers": "ignore"}``.
+
+    ``max_steps``: where the script counts its own steps up to a limit, that limit. The job's batch is that of
+    the training DataLoader times the accumulation, on each of the replicas with which the job starts.
+    """
+
+    busy_s = 3600.0  # how long the others wait for a save
+    _replica: "AcceleratedReplica | None" = None  # none with FABRIC_DISABLE=1
+
+    def __init__(
+        self,
+        *arguments: Any,
+        fabric: Mapping[str, Any] | None = None,
+        max_steps: int | None = None,
+        seed: int = 0,
+        **named: Any,
+    ) -> None:
+        install_excepthook()
+        given = dict(fabric or {})
+        names = {x.name for x in fields(Settings)}
+        chosen = config.settings(**{k: v for k, v in given.items() if k in names})
+        if chosen.disable:
+            super().__init__(*arguments, **named)
+            return
+        check_version("accelerate", LEAST, TESTED)
+        with one_process("FabricAccelerator"):
+            super().__init__(*arguments, **named)
+        _refuse(self)
+        self._replica = AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
+
+    # --- what the script prepares -----------------------------------------------------------------------
+
+    def prepare(self, *arguments: Any, device_placement: Any = None) -> Any:
+        """As Accelerator.prepare. Every replica reads the DataLoaders of evaluations whole."""
+        if self._replica is not None:
+            self._replica.check_prepared(arguments)
+        return super().prepare(*arguments, device_placement=device_placement)
+
+    def prepare_data_loader(self, data_loader: Any, *arguments: Any, **named: Any) -> Any:
+        """As Accelerator.prepare_data_loader; the DataLoader of the training becomes the job's."""
+        if self._replica is None:
+            return super().prepare_data_loader(data_loader, *arguments, **named)
+        if isinstance(data_loader, JobDataLoader):
+            return data_loader
+        self._replica.prepares = True
+        try:
+            whole = super().prepare_data_loader(data_loader, *arguments, **named)
+        finally:
+            self._replica.prepares = False
+        own = self._replica.take_loader(data_loader, whole)
+        self._dataloaders[self._dataloaders.index(whole)] = own
+        return own
+
+    def prepare_optimizer(self, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+        """As Accelerator.prepare_optimizer; a step with a closure is refused."""
+        prepared = super().prepare_optimizer(optimizer, *arguments, **named)
+        if self._replica is not None:
+            prepared.step = partial(_step, self._replica, prepared.step)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As Accelerator.prepare_scheduler: a step of the job is as many steps as the job has replicas."""
+        prepared = super().prepare_scheduler(scheduler)
+        if self._replica is None or isinstance(prepared, JobScheduler):
+            return prepared
+        own = JobScheduler(prepared, self._replica)
+        self._schedulers[self._schedulers.index(prepared)] = own
+        return own
+
+    @property
+    def num_processes(self) -> int:
+        """The number of replicas with which the job starts."""
+        if self._replica is None or self._replica.prepares:
+            return int(super().num_processes)
+        return self._replica.replicas
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this replica writes files and logs for all."""
+        return self._replica.is_writer if self._replica is not None else bool(super().is_main_process)
+
+    @property
+    def is_last_process(self) -> bool:
+        """As ``is_main_process``: one replica."""
+        return self.is_main_process if self._replica is not None else bool(super().is_last_process)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As Accelerator's. The training DataLoader begins where the job is, whatever ``num_batches``."""
+        if isinstance(dataloader, JobDataLoader):
+            replica = self._replica
+            assert replica is not None
+            if replica.trains_on(dataloader):
+                return dataloader
+            dataloader = dataloader.whole
+        return super().skip_first_batches(dataloader, num_batches)
+
+    # --- a micro-batch ----------------------------------------------------------------------------------
+
+    def _do_sync(self) -> None:
+        if self._replica is None or not self._replica.trains:
+            super()._do_sync()
+
+    def backward(self, loss: torch.Tensor, weight: float | None = None, **named: Any) -> None:
+        """As Accelerator.backward. ``weight``: the tokens that the loss is a mean over (default: samples)."""
+        if self._replica is None:
+            super().backward(loss, **named)
+        else:
+            self._replica.backward(loss, weight)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As Accelerator.clip_grad_norm_, once per step: an incomplete gradient is not clipped."""
+        if self._replica is not None and (self._replica.goes_over or not self.sync_gradients):
+            return torch.zeros((), device=self.device)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """As Accelerator.clip_grad_value_, once per step."""
+        if self._replica is None or (self.sync_gradients and not self._replica.goes_over):
+            super().clip_grad_value_(parameters, clip_value)
+
+    # --- files and trackers -----------------------------------------------------------------------------
+
+    def init_trackers(self, project_name: str, *arguments: Any, **named: Any) -> None:
+        """As Accelerator.init_trackers, at the first log of the replica that logs for all."""
+        if self._replica is None:
+            super().init_trackers(project_name, *arguments, **named)
+        else:
+            self._replica.trackers = ((project_name, *arguments), named)
+
+    def log(self, values: Any, *arguments: Any, **named: Any) -> None:
+        """As Accelerator.log, on one replica."""
+        if self._replica is not None:
+            if not self.is_main_process:
+                return
+            if self._replica.trackers is not None:
+                (names, more), self._replica.trackers = self._replica.trackers, None
+                super().init_trackers(*names, **more)
+        super().log(values, *arguments, **named)
+
+    def save(self, *arguments: Any, **named: Any) -> None:
+        """As Accelerator.save, on one replica."""
+        if self._replica is None or self.is_main_process:
+            super().save(*arguments, **named)
+
+    def save_model(self, *arguments: Any, **named: Any) -> Any:
+        """As Accelerator.save_model, on one replica."""
+        if self._replica is None or self.is_main_process:
+            return super().save_model(*arguments, **named)
+        return None
+
+    def save_state(self, output_dir: str | None = None, *arguments: Any, **named: Any) -> Any:
+        """As Accelerator.save_state, on one replica, which gives the folder its name when it is complete."""
+        replica, named_by_script = self._replica, not self.project_configuration.automatic_checkpoint_naming
+        if replica is None:
+            return super().save_state(output_dir, *arguments, **named)
+        if not replica.is_writer:
+            self.project_configuration.iteration += 0 if named_by_script else 1
+            return output_dir
+        with replica.busy("saving a checkpoint"):
+            if output_dir is None or not named_by_script:
+                folder = Path(super().save_state(output_dir, *arguments, **named))
+                replica.note_step(folder)
+                return str(folder)
+            final = Path(output_dir)
+            staging = final.with_name(f".{final.name}-writing")
+            shutil.rmtree(staging, ignore_errors=True)
+            super().save_state(str(staging), *arguments, **named)
+            replica.note_step(staging)
+            shutil.rmtree(final, ignore_errors=True)
+            staging.rename(final)
+            return str(final)
+
+    def load_state(self, input_dir: str | None = None, *arguments: Any, **named: Any) -> None:
+        """As Accelerator.load_state. A new job begins at the checkpoint's step; a running job is joined."""
+        super().load_state(input_dir, *arguments, **named)
+        if self._replica is not None and input_dir is not None:
+            self._replica.read_step(Path(input_dir))
+
+    def end_training(self) -> None:
+        """Wait for the end of the other replicas' loops, then end as Accelerator.end_training."""
+        if self._replica is not None:
+            self._replica.close()
+        super().end_training()
+
+
+def _step(replica: AcceleratedReplica, step: Any, closure: Any = None) -> None:
+    if closure is not None:
+        raise FabricError(
+            "optimizer.step got a closure, which computes gradients on one replica's own data: leave it out"
+        )
+    if not replica.goes_over:
+        step()
+
+
+def _refuse(accelerator: Any) -> None:
+    """Raise ConfigError for a plug-in that cannot be kept equal."""
+    kind = accelerator.distributed_type
+    if kind != DistributedType.NO:
+        raise ConfigError(
+            f"FabricAccelerator is one process per replica, and accelerate runs {kind.value}: start each "
+            "replica with fabric launch, without DeepSpeed, FSDP or several processes"
+        )
+    if accelerator.split_batches:
+        raise ConfigError("FabricAccelerator cannot split batches: give the batch size of one replica")

@@ -1,0 +1,403 @@
+"""The session of a FabricAccelerator, and the step that its script's loop is at.
+
+The loop of a replica that joins begins at its beginning, and the job is at a later step. So the loop goes
+over the steps that the job has made: it gets batches, computes nothing and changes nothing. The counters of
+the script are right when the loop comes to the job's step.
+"""
+
+import atexit
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import send_to_device
+
+import fabric.client
+from fabric.client.data.loader import data_slot_of
+from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.loop.step import Step
+from fabric.errors import ConfigError, FabricError
+from fabric.exit_codes import FAILED, RESTART
+from fabric.integrations.accelerate.prepared import JobDataLoader
+from fabric.integrations.accelerate.script_state import ScriptState
+from fabric.integrations.adopt.repeated_outputs import RepeatedOutputs
+from fabric.integrations.adopt.script_gradients import ScriptGradients
+from fabric.integrations.optimizers import unequal_optimizer
+from fabric.integrations.step_feed import StepFeed
+from fabric.integrations.training_data import TrainingData
+from fabric.runtime.config import Settings, parse_replicas
+
+STEP_FILE = "fabric.json"  # beside the files of save_state
+_TRIGGER = "fabric.trigger"  # metric: replicas whose script has called set_trigger in the step
+# Names in the code of a loop that knows that a step may have several micro-batches.
+_KNOWS_STEPS = {"accumulate", "sync_gradients"}
+
+
+class AcceleratedReplica:
+    """One replica: ``accelerator`` is its FabricAccelerator, ``arguments`` those of attach."""
+
+    def __init__(
+        self, accelerator: Any, chosen: Settings, arguments: dict[str, Any], until: int, seed: int
+    ) -> None:
+        self.replicas = parse_replicas(chosen.replicas)[1]
+        self.name, self.data_slot = chosen.replica, data_slot_of(chosen.replica, self.replicas, None)
+        self.prepares = False  # accelerate prepares a DataLoader that every replica reads as a whole
+        self.trains = False  # the loop computes a micro-batch of the training DataLoader
+        self.goes_over = False  # the loop is at a step that the job has made
+        self.open_reads = 0  # number of other DataLoaders that the script is reading
+        self.triggers = Triggers()
+        self.trackers: Any = None  # arguments of init_trackers, until the first log
+        self._accelerator, self._arguments = accelerator, arguments
+        self._until, self._seed = until, seed
+        self._loaders: list[JobDataLoader] = []
+        self._loader: JobDataLoader | None = None  # the training's, once the loop reads it
+        self._session: Any = None
+        self._loop: _ScriptLoop | None = None
+        self._step = 0  # step of the checkpoint that the script has loaded
+        self._closed = self._loop_ended = False
+
+    # --- the beginning ----------------------------------------------------------------------------------
+
+    def check_prepared(self, arguments: tuple[Any, ...]) -> None:
+        """Raise ConfigError for what cannot be kept equal, before accelerate prepares it."""
+        models = [x for x in arguments if isinstance(x, torch.nn.Module)]
+        if len({*models, *self._accelerator._models}) > 1:  # noqa: SLF001
+            raise ConfigError(
+                "the script prepares two models, and FabricAccelerator exchanges the gradients of one: make "
+                "them parts of one module"
+            )
+        for optimizer in (x for x in arguments if isinstance(x, torch.optim.Optimizer)):
+            kind = unequal_optimizer(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+            if kind:
+                raise ConfigError(f"FabricAccelerator cannot keep replicas equal with the optimizer {kind}")
+
+    def take_loader(self, source: Any, whole: Any) -> JobDataLoader:
+        """Return a DataLoader of ours in place of the script's. ``whole``: as accelerate prepares it."""
+        self._loaders.append(JobDataLoader(source, whole, self))
+        return self._loaders[-1]
+
+    def trains_on(self, loader: JobDataLoader) -> bool:
+        """Whether ``loader`` is the training's: the first one whose order changes, else the first.
+
+        A wrong guess is noticed: ``backward`` takes only the loss of a batch of this DataLoader.
+        """
+        if self._loader is None:
+            changing = [x for x in self._loaders if not x.is_in_order]
+            return loader is (changing or self._loaders)[0]
+        return loader is self._loader
+
+    @property
+    def accumulation(self) -> int:
+        """The number of micro-batches of a replica in a step."""
+        return int(self._accelerator.gradient_accumulation_steps)
+
+    def global_batch(self, data: TrainingData) -> int:
+        """The number of positions of a step."""
+        return data.batch_size * self.accumulation * self.replicas
+
+    def begin(self, loader: JobDataLoader) -> "_ScriptLoop":
+        """Attach what the script has prepared, at the first batch."""
+        if self._loop is not None:
+            return self._loop
+        accelerator, self._loader = self._accelerator, loader
+        models, optimizers = accelerator._models, accelerator._optimizers  # noqa: SLF001
+        if not models or not optimizers:
+            raise ConfigError("accelerator.prepare got no model or no optimizer before the first batch")
+        state = {f"scheduler.{i}": x for i, x in enumerate(accelerator._schedulers)}  # noqa: SLF001
+        state |= {f"registered.{i}": x for i, x in enumerate(accelerator._custom_objects)}  # noqa: SLF001
+        if accelerator.scaler is not None:
+            state["scaler"] = accelerator.scaler
+        model, data = accelerator.unwrap_model(models[0]), loader.data
+        self._session = fabric.client.attach(
+            model,
+            [x.optimizer for x in optimizers],
+            state=state,
+            **{"step": self._step, "buffers": default_buffers(model), **self._arguments},
+        )
+        atexit.register(self._close_at_exit)
+        knows_steps = _knows_steps()
+        if not knows_steps:
+            self._say(
+                "the loop does not use accelerator.accumulate, so it computes a batch for each step: if a "
+                "replica dies, its part of a step is left out until it is back"
+            )
+        dealt = data.loader(
+            self._session,
+            global_batch_size=self.global_batch(data),
+            micro_batch_size=data.batch_size,
+            seed=self._seed,
+            epoch_end=loader.epoch_end,
+            policy="constant" if knows_steps else "shrink",
+        )
+        feed = StepFeed(self._session, dealt, self._until)
+        self._loop = _ScriptLoop(self, models[0], feed, ScriptState(state, optimizers))
+        self._loop.number = self._step
+        feed.advance()
+        return self._loop
+
+    # --- micro-batches ----------------------------------------------------------------------------------
+
+    def micro_batches(self, loader: JobDataLoader, is_first: bool) -> Iterator[Any]:
+        """Return an iterator over what the loop gets in a pass."""
+        loop = self.begin(loader)
+        return self._pass(loop, loader.end_of_pass(loop.number, is_first))
+
+    def _pass(self, loop: "_ScriptLoop", end: float) -> Iterator[Any]:
+        self._loop_ended = False
+        while loop.number < end and loop.find_step(self._until):
+            yield from self._micro_batches_of(loop)
+        self._loop_ended = True
+
+    def _micro_batches_of(self, loop: "_ScriptLoop") -> Iterator[Any]:
+        gradient_state = self._accelerator.gradient_state
+        is_first = True
+        while not loop.is_complete:
+            # True in a step's first micro-batch, so that zero_grad at the top of the loop works.
+            gradient_state._set_sync_gradients(is_first)  # noqa: SLF001
+            self.trains, loop.waits = True, True
+            try:
+                yield send_to_device(loop.batch(), self._accelerator.device)
+            finally:
+                self.trains = False
+                gradient_state._set_sync_gradients(True)  # noqa: SLF001
+            if loop.waits:
+                raise FabricError(
+                    "the loop asked for a batch without accelerator.backward(loss) for the last one: call it "
+                    "once for each batch of the training DataLoader"
+                )
+            is_first = False
+
+    def backward(self, loss: torch.Tensor, weight: float | None) -> None:
+        """Add the micro-batch's gradient, and go on to the step's next one: after the last, exchange."""
+        loop, scaler = self._loop, self._accelerator.scaler
+        if loop is None or not self.trains:
+            raise FabricError(
+                "accelerator.backward got the loss of a batch that is not of the job: prepare one DataLoader "
+                "for the training, as the first one or the only one that shuffles or has a sampler"
+            )
+        if not loop.waits:
+            raise FabricError("accelerator.backward was called twice for one batch: add the losses up")
+        if self.open_reads:
+            raise ConfigError(
+                "the script reads another DataLoader along with the training's, and the job deals out one: "
+                "make one data set of both, whose samples are pairs"
+            )
+        loop.waits = False
+        self.triggers.send(self._session)
+        loop.backward(scaler.scale(loss) if scaler is not None and loop.computes else loss, weight)
+        if loop.is_complete:
+            self.triggers.receive(None if self.goes_over else loop.feed.step)
+        self._accelerator.gradient_state._set_sync_gradients(loop.is_complete)  # noqa: SLF001
+
+    # --- files and the end ------------------------------------------------------------------------------
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this replica writes for all; before the loop begins, the replica of data slot 0."""
+        if self._session is not None:
+            return bool(self._session.is_writer) and not self.goes_over
+        return self.data_slot == 0
+
+    def busy(self, why: str) -> Any:
+        """Tell the others what this replica does."""
+        return self._session.busy(why, self._accelerator.busy_s)
+
+    def note_step(self, folder: Path) -> None:
+        """Write the job's step beside a checkpoint of the Accelerator."""
+        step = self._session.committed_step if self._session is not None else self._step
+        (folder / STEP_FILE).write_text(json.dumps({"step": step}) + "\n")
+
+    def read_step(self, folder: Path) -> None:
+        """Read the step of the checkpoint that the script has just loaded."""
+        path = folder / STEP_FILE
+        if self._loop is not None:
+            raise ConfigError(
+                "accelerator.load_state was called after the first batch: load the state before it"
+            )
+        self._step = int(json.loads(path.read_text())["step"]) if path.exists() else 0
+
+    def close(self) -> None:
+        """Wait for the end of the other replicas' loops."""
+        if self._session is None or self._closed:
+            return
+        self._closed = True
+        assert self._loop is not None
+        if self.goes_over and self._loop.feed.step is not None:
+            self._say(
+                f"the script's loop ended at step {self._loop.number}, and the job is at step "
+                f"{self._loop.feed.step.number}: let the loop end by its own counters, because a replica "
+                "that joins has not measured the losses of these steps"
+            )
+            raise SystemExit(FAILED)
+        self._loop.outputs.close()
+        self._session.close()
+
+    def leave(self, step: int) -> NoReturn:
+        """End this process, because its loop is ahead of the job."""
+        assert self._loop is not None
+        self._say(
+            f"the job goes on from step {step} and the script's loop is at step {self._loop.number}, and "
+            "cannot go back: this process starts again"
+        )
+        raise SystemExit(RESTART)
+
+    def goes_over_from(self, number: int, step: int) -> None:
+        """Say that the loop goes over steps."""
+        self._say(
+            f"the job is at step {step}, and the script's loop goes over {step - number} steps without "
+            "computing them"
+        )
+
+    def _say(self, sentence: str) -> None:
+        sys.stderr.write(f"fabric: {self.name}: {sentence}\n")
+
+    def _close_at_exit(self) -> None:
+        # A script whose loop ran to its end may leave out end_training. Any other end is a death.
+        reached = self._session is not None and self._session.committed_step >= self._until
+        if self._loop_ended or reached:
+            self.close()
+
+
+class _ScriptLoop:
+    """The step that the script's loop is at, and where its gradient comes from."""
+
+    def __init__(self, replica: AcceleratedReplica, model: Any, feed: StepFeed, state: ScriptState) -> None:
+        self.number = 0  # number of steps that the loop has made
+        self.is_complete = True  # the gradient of the step is there
+        self.waits = False  # the loop has a micro-batch without a backward
+        self.computes = False  # the loop computes the gradient of the step
+        self.feed, self.outputs = feed, RepeatedOutputs()
+        self._replica, self._model, self._state = replica, model, state
+        self._gradients = ScriptGradients(model)
+        self._is_aside = False  # a gradient waits for its step
+        self._upcoming: Any = None  # the step's next micro-batch
+        self._left = 0  # number of batches that are left of a step that the loop does not compute
+        self._kept: Any = None  # a batch for such a step
+        self._finished: Step | None = None  # the newest step of the job that the loop has made
+
+    def find_step(self, until: int) -> bool:
+        """Go on to the loop's next step; return whether there is one."""
+        feed = self.feed
+        if not self.is_complete:  # the loop was left within the step
+            return True
+        step = feed.step
+        if step is not None and step is self._finished:
+            step = feed.advance()
+        if step is not None and not step.done and step.number == self.number:
+            self._upcoming = feed.micro_batch()
+            if self._upcoming is None:
+                self._set_aside()
+        job_at = until if step is None else step.number
+        if self.number == until:
+            return False
+        if self.number > job_at:
+            self._replica.leave(job_at)
+        self._begin_step(job_at)
+        return True
+
+    def _begin_step(self, job_at: int) -> None:
+        replica, over = self._replica, self.number < job_at
+        if over and not replica.goes_over:
+            replica.goes_over_from(self.number, job_at)
+            self._state.keep()
+        elif not over and replica.goes_over:
+            self._state.put_back()
+        replica.goes_over, self.is_complete = over, False
+        self.computes = not over and self._upcoming is not None
+        self._left = 0 if self.computes else replica.accumulation
+        if self.computes:
+            self.outputs.close()
+        else:
+            self.outputs.open(self._model)
+
+    def batch(self) -> Any:
+        """Return the batch that the loop gets next."""
+        if self.computes:
+            self._kept = self._upcoming
+        elif self._kept is None:
+            step = self.feed.step.number if self.feed.step is not None else 0
+            self._kept = self.feed.data.fetcher.read(step, self.feed.data.items(step, 0))
+        return self._kept
+
+    def backward(self, loss: torch.Tensor, weight: float | None) -> None:
+        """Add the gradient of the batch; after the step's last one ``.grad`` is the average."""
+        step = self.feed.step
+        if self.computes:
+            assert step is not None
+            step.backward(loss, weight)
+            self._upcoming = self.feed.micro_batch()
+            self.is_complete = self._upcoming is None
+        else:
+            self._left -= 1
+            self.is_complete = self._left == 0
+        if self.is_complete:
+            self._complete(step)
+
+    def _complete(self, step: Step | None) -> None:
+        replica = self._replica
+        if self.computes and step is not None and step.number != self.number:
+            # The replica was behind and has taken over a later state in this step.
+            if step.number < self.number:
+                replica.leave(step.number)
+            self._set_aside()
+            replica.goes_over_from(self.number, step.number)
+            self._state.keep()
+            replica.goes_over = True
+        self.number += 1
+        if replica.goes_over:
+            return
+        if self._is_aside:
+            self._gradients.bring_back()
+            self._is_aside = False
+            if step is not None:
+                self.feed.session.handover.resume(step.number)  # the loop has drawn random numbers since
+        self.outputs.close()  # an evaluation after the update is real
+        self._finished = step
+
+    def _set_aside(self) -> None:
+        self._gradients.set_aside()
+        self._is_aside = True
+
+
+class Triggers:
+    """``set_trigger`` of any replica, which every replica sees after the same step."""
+
+    def __init__(self) -> None:
+        self._own = False
+        self._jobs = False
+
+    def set(self) -> None:
+        """Set the trigger on this replica."""
+        self._own = True
+
+    def send(self, session: Any) -> None:
+        """Let the others know with the step under way."""
+        if self._own:
+            session.metrics(**{_TRIGGER: 1.0})
+            self._own = False
+
+    def receive(self, step: Step | None) -> None:
+        """Note what the replicas have set in a complete step; none: a step that the loop goes over."""
+        self._jobs = step is not None and step.metrics.get(_TRIGGER, 0.0) > 0
+
+    def check(self, trains: bool) -> bool:
+        """Return whether a trigger is set, once. Outside of the training all replicas have set the same."""
+        is_set = self._jobs or (self._own and not trains)
+        self._jobs = False
+        if not trains:
+            self._own = False
+        return is_set
+
+
+def _knows_steps() -> bool:
+    """Whether the script's code has a name by which loops see that a step has several micro-batches."""
+    frame: Any = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("accelerate", "fabric") and _KNOWS_STEPS & set(frame.f_code.co_names):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,240 @@
+"""The rows that say how FabricTrainer treats each argument and method of the Trainer of transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fabric.errors import ConfigError
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row
+from fabric.integrations.huggingface import trl
+from fabric.integrations.optimizers import unequal_optimizer
+
+BY = "FabricTrainer"
+
+
+def _rows(row: Row, names: str) -> dict[str, Row]:
+    return dict.fromkeys(names.split(), row)
+
+
+_ONE_PROCESS = "a replica is one process: choose FABRIC_LAYOUT and torchtitan for models that need several"
+_UNIT, _JOB = Kept("test_trainer_training"), Kept("test_transformers")
+_FILES = NoInfluence("it concerns files, logs or the screen")
+_SPEED = NoInfluence("it concerns speed and memory")
+_DDP = NoInfluence("no process group of torch has more than one process")
+
+
+def _is_off(value: Any) -> bool:
+    return not value
+
+
+ARGUMENTS = ArgumentTable(
+    "TrainingArguments",
+    BY,
+    {
+        **_rows(
+            _UNIT,
+            "per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type "
+            "lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon "
+            "gradient_accumulation_steps max_grad_norm bf16 activation_checkpointing label_smoothing_factor "
+            "activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs "
+            "logging_strategy logging_steps logging_first_step logging_nan_inf_filter eval_strategy "
+            "eval_steps eval_delay eval_on_start include_num_input_tokens_seen load_best_model_at_end "
+            "metric_for_best_model greater_is_better seed data_seed dataloader_drop_last "
+            "train_sampling_strategy length_column_name remove_unused_columns label_names save_strategy",
+        ),
+        **_rows(
+            _JOB,
+            "output_dir save_steps save_total_limit save_only_model resume_from_checkpoint "
+            "restore_callback_states_from_checkpoint use_cpu",
+        ),
+        "report_to": Kept("recipe trainer_tensorboard"),
+        "fp16": Kept("test_gpu"),
+        "neftune_noise_alpha": NoInfluence("as without fabric; the noise depends on seed and step"),
+        **_rows(Kept("test_training_data"), "dataloader_num_workers dataloader_multiprocessing_context"),
+        "optim": Refusal(
+            'its state or its update cannot be kept equal: choose one such as optim="adamw_torch"',
+            lambda given: not unequal_optimizer(str(getattr(given, "value", given))),
+        ),
+        "average_tokens_across_devices": Refusal("the tokens of all replicas weigh the same: choose True"),
+        "auto_find_batch_size": Refusal("all replicas need one batch size: choose it yourself"),
+        "save_on_each_node": Refusal("one replica writes the files: choose False, and a shared output_dir"),
+        "enable_jit_checkpoint": Refusal(
+            "a replica that gets SIGTERM leaves the job, and the others go on: choose False"
+        ),
+        "push_to_hub": Refusal("replicas would push at the same time: call trainer.push_to_hub() at the end"),
+        "parallelism_config": Refusal(_ONE_PROCESS),
+        "fsdp": Refusal(_ONE_PROCESS, _is_off),
+        "fsdp_config": NoInfluence("it goes with fsdp"),
+        "deepspeed": Refusal(_ONE_PROCESS),
+        "ignore_data_skip": NoInfluence("refused by train(resume_from_checkpoint=...)"),
+        "accelerator_config": NoInfluence("its own fields are accounted for"),
+        "optim_target_modules": NoInfluence("it goes with optimizers that are refused"),
+        **_rows(
+            _SPEED,
+            "bf16_full_eval fp16_full_eval tf32 torch_compile torch_compile_backend torch_compile_mode "
+            "use_liger_kernel liger_kernel_config use_cache torch_empty_cache_steps dataloader_pin_memory "
+            "dataloader_persistent_workers dataloader_prefetch_factor per_device_eval_batch_size "
+            "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
+            "full_determinism debug skip_memory_metrics dataloader_in_order",
+        ),
+        **_rows(
+            _FILES,
+            "log_on_each_node log_level log_level_replica disable_tqdm run_name project trackio_space_id "
+            "trackio_bucket_id trackio_static_space_id prediction_loss_only include_for_metrics hub_token "
+            "hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision do_train do_eval "
+            "do_predict",
+        ),
+        **_rows(
+            _DDP,
+            "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend "
+            "ddp_timeout local_rank",
+        ),
+    },
+)
+
+ACCELERATOR = ArgumentTable(
+    "accelerator_config",
+    BY,
+    {
+        "split_batches": Refusal("fabric deals out the batches: choose False"),
+        "dispatch_batches": Refusal("every replica reads its own part of the data: leave it out"),
+        "even_batches": _DDP,
+        "use_seedable_sampler": _UNIT,
+        "gradient_accumulation_kwargs": _UNIT,
+        "non_blocking": _SPEED,
+        "use_configured_state": NoInfluence("it says where the accelerator's state comes from"),
+    },
+)
+
+_DEALT = "FabricTrainer deals out the micro-batches of the whole job: leave it out"
+_COUNTED = "the number of steps is that of the whole job: leave it out"
+
+TRAINER = ArgumentTable(
+    "Trainer",
+    BY,
+    {
+        **_rows(
+            _UNIT,
+            "model args data_collator train_dataset eval_dataset processing_class compute_loss_func "
+            "compute_metrics callbacks optimizers optimizer_cls_and_kwargs model_init "
+            "preprocess_logits_for_metrics",
+        ),
+    },
+    {
+        **_rows(
+            _UNIT,
+            "compute_loss training_step create_optimizer create_scheduler create_optimizer_and_scheduler "
+            "get_train_dataloader _get_train_sampler _get_dataloader _prepare_inputs _prepare_input "
+            "_get_num_items_in_batch compute_loss_context_manager autocast_smart_context_manager "
+            "_clip_grad_norm _get_grad_norm get_optimizer_cls_and_kwargs get_decay_parameter_names "
+            "_get_collator_with_removed_columns _remove_unused_columns _set_signature_columns_if_needed "
+            "evaluate _evaluate evaluation_loop predict prediction_step get_eval_dataloader "
+            "get_test_dataloader _get_eval_sampler _determine_best_metric _maybe_log_save_evaluate log "
+            "store_flos floating_point_ops _track_num_input_tokens num_examples _get_learning_rate "
+            "call_model_init _load_best_model _move_model_to_device _wrap_model _validate_args train "
+            "_prepare_context_parallel_inputs _has_mixed_mesh_grads _mixed_mesh_grad_norm "
+            "create_accelerator_and_postprocess _build_accelerator_args add_callback pop_callback "
+            "remove_callback shared_state",
+        ),
+        **_rows(
+            _JOB,
+            "_save_checkpoint _save save_model _load_from_checkpoint _load_optimizer_and_scheduler "
+            "_load_scaler _save_scaler _save_optimizer_and_scheduler _load_callback_state",
+        ),
+        **_rows(Refusal(_DEALT), "get_batch_samples _run_epoch _inner_training_loop"),
+        **_rows(
+            Refusal(_COUNTED),
+            "set_initial_training_values get_total_train_batch_size _init_training_state "
+            "_prepare_for_training _finalize_training",
+        ),
+        **_rows(Refusal("one replica writes for all: leave it out"), "is_world_process_zero _get_output_dir"),
+        **_rows(
+            Refusal("FabricTrainer has a method of this name: choose another"), "_busy _end_epoch _settings"
+        ),
+        **_rows(NoInfluence("fabric seeds every micro-batch"), "_load_rng_state _save_rng_state"),
+        **_rows(
+            _FILES,
+            "create_model_card push_to_hub _push_from_checkpoint _finish_current_push init_hf_repo "
+            "log_metrics metrics_format save_metrics save_state is_local_process_zero "
+            "_issue_warnings_after_load end get_learning_rates get_num_trainable_parameters "
+            "get_optimizer_group",
+        ),
+        **_rows(
+            NoInfluence("train() refuses what needs it"),
+            "hyperparameter_search _hp_search_setup _report_to_hp_search _tune_save_checkpoint "
+            "_update_auto_batch_size _defer_fsdp_gradient_reduction _sync_replicated_trainable_parameters "
+            "get_cp_size get_sp_size get_tp_size",
+        ),
+    },
+)
+
+CALLBACK = ArgumentTable(
+    "TrainerCallback",
+    BY,
+    {
+        **_rows(
+            _UNIT,
+            "on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin "
+            "on_pre_optimizer_step on_optimizer_step on_substep_end on_step_end on_evaluate on_predict "
+            "on_save on_log on_prediction_step on_push_begin",
+        ),
+        **_rows(_UNIT, "should_training_stop should_log should_evaluate should_save"),
+        "should_epoch_stop": Refusal("every epoch is read to its end: set should_training_stop"),
+    },
+)
+
+
+def refuse(trainer: Any, base: type, resumes: bool, trial: Any) -> None:
+    """Raise ConfigError for what cannot be kept equal on all replicas, before anything is changed.
+
+    ``base``: the class whose methods the user's class may override.
+    """
+    args = trainer.args
+    of_framework = type(args).__module__.partition(".")[0] in ("transformers", "trl")
+    fields = {name: getattr(args, name) for name in ARGUMENTS.rows if hasattr(args, name)}
+    kind = next(x for x in type(args).__mro__ if x.__name__ == "TrainingArguments")
+    unknown = {name: getattr(args, name) for name in ARGUMENTS.unknown(kind)} if of_framework else {}
+    ARGUMENTS.check(kind, {**fields, **unknown})
+    config: Any = args.accelerator_config
+    ACCELERATOR.check(type(config), vars(config))
+    TRAINER.check_methods(base, type(trainer))
+    reason = next((why for why, holds in _conditions(trainer, resumes, trial).items() if holds), None)
+    reason = reason or next(trl.refusals(trainer), None)
+    if reason is not None:
+        raise ConfigError(f"FabricTrainer cannot keep replicas equal with {reason}")
+
+
+def _conditions(trainer: Any, resumes: bool, trial: Any) -> Mapping[str, bool]:
+    args = trainer.args
+    custom = type(trainer.optimizer) if trainer.optimizer is not None else None
+    if trainer.optimizer_cls_and_kwargs is not None:
+        custom = trainer.optimizer_cls_and_kwargs[0]
+    kind = f"{custom.__module__}.{custom.__qualname__}" if custom is not None else ""
+    plugin = next((x for x in ("deepspeed", "fsdp") if getattr(trainer, f"is_{x}_enabled")), "")
+    return {
+        f"{plugin} spreads a replica over several processes": bool(plugin),
+        "a model that is sharded when it is loaded spans several processes": bool(
+            getattr(trainer, "is_distributed_loading_by_transformers", False)
+        ),
+        f"a replica of {args.world_size} ranks": args.world_size > 1,
+        f"DataParallel over {args.n_gpu} GPUs: give each replica one by CUDA_VISIBLE_DEVICES": args.n_gpu > 1,
+        f'the optimizer {kind}: choose one such as optim="adamw_torch"': bool(unequal_optimizer(kind)),
+        'train_sampling_strategy="batch_rebalance", whose batches are those of ranks: choose "random"': (
+            args.train_sampling_strategy == "batch_rebalance"
+        ),
+        "ignore_data_skip=True at resume_from_checkpoint: leave it out, since skipping costs no time": (
+            resumes and args.ignore_data_skip
+        ),
+        "a hyperparameter search": trial is not None,
+    }
+
+
+def tables() -> str:
+    """Return the tables of docs/transformers.md."""
+    parts = (
+        ("TrainingArguments", "argument", ARGUMENTS.rows),
+        ("accelerator_config", "key", ACCELERATOR.rows),
+        ("Trainer", "argument", TRAINER.rows),
+        ("Methods of a subclass of Trainer", "method", TRAINER.methods),
+        ("TrainerCallback and TrainerControl", "event or flag", CALLBACK.rows),
+    )
+    return "\n".join(f"## {title}\n\n{TRAINER.markdown(heading, rows)}" for title, heading, rows in parts)

@@ -1,0 +1,83 @@
+"""A gradient that a loop keeps from one step to the next is refused at the update that would use it."""
+
+import pytest
+import torch
+
+import fabric.client
+from fabric.client.gradients.stale_gradients import StaleGradients
+from fabric.errors import ConfigError
+
+WORDS = "the gradient of the step before was still there"
+
+
+def loop(update, steps: int = 6) -> int:
+    """Train alone; ``update(number, optimizer)`` is the user's code after a step. Return the steps made."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = fabric.client.attach(model, optimizer, job="j", replica="r0", disable=True)
+    data = session.loader(torch.randn(8, 2), global_batch_size=4, micro_batch_size=2)
+    for step in session.steps(data, until=steps):
+        for x in step:
+            step.backward(model(x).square().mean())
+        update(step.number, optimizer)
+    return session.committed_step
+
+
+def test_an_accumulation_over_steps_is_refused_at_its_first_update():
+    made = []
+
+    def update(number, optimizer):
+        made.append(number)
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(ConfigError, match=WORDS):
+        loop(update)
+    assert made == [0, 1, 2, 3]
+
+
+def test_a_forgotten_zero_grad_is_refused_at_the_second_update():
+    made = []
+
+    def update(number, optimizer):
+        made.append(number)
+        optimizer.step()
+
+    with pytest.raises(ConfigError, match=WORDS):
+        loop(update)
+    assert made == [0, 1]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_gradient_that_is_none_or_zero_is_not_stale(to_none):
+    def update(number, optimizer):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+
+    assert loop(update) == 6
+
+
+def test_another_optimizers_gradient_may_stay_until_that_one_clears_it():
+    """As in a GAN: the generator's loss leaves gradients at the critic, whose turn clears them first."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    critic, generator = (torch.optim.SGD([p], lr=0.1) for p in parameters)
+    stale = StaleGradients([critic, generator])
+    for step in range(6):
+        turn = (critic, generator)[step % 2]
+        turn.zero_grad()
+        stale.begin(step)
+        for p in parameters:
+            p.grad = torch.ones(2)
+        turn.step()
+
+
+def test_a_replayed_step_writes_over_what_is_there():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    stale = StaleGradients([optimizer])
+    parameter.grad = torch.ones(2)
+    stale.begin(1)
+    stale.end()
+    optimizer.step()

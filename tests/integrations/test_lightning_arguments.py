@@ -1,0 +1,43 @@
+"""The tables of Lightning's arguments, callbacks and hooks, against the installed release and the docs."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pytorch_lightning")
+import pytorch_lightning
+from pytorch_lightning import callbacks
+
+from fabric.integrations.lightning import arguments
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "lightning.md"
+
+
+def test_each_argument_of_the_trainer_has_a_row():
+    assert arguments.TRAINER.unknown(pytorch_lightning.Trainer.__init__) == []
+
+
+def test_each_shipped_callback_has_a_row():
+    shipped = {name for name in dir(callbacks) if isinstance(getattr(callbacks, name), type)}
+    assert shipped == set(arguments.CALLBACKS)
+
+
+@pytest.mark.parametrize(
+    ("base", "rows"),
+    [
+        (pytorch_lightning.LightningModule, arguments.MODULE_HOOKS),
+        (pytorch_lightning.LightningDataModule, arguments.DATA_MODULE_HOOKS),
+        (pytorch_lightning.Callback, arguments.CALLBACK_HOOKS),
+    ],
+)
+def test_each_hook_has_a_row(base, rows):
+    assert set(arguments.hooks_of(base)) == set(rows)
+
+
+def test_each_key_of_a_scheduler_has_a_row():
+    assert set(arguments.scheduler_keys()) == set(arguments.SCHEDULER)
+
+
+def test_the_page_has_the_tables():
+    # Else put into the page what arguments.tables() returns.
+    assert arguments.tables() in PAGE.read_text()

@@ -1,0 +1,44 @@
+"""A Lightning user reads Lightning's words, also in the sentence of the job that ends a process."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("pytorch_lightning")
+from fabric.client.data import loader, sample_plan
+from fabric.client.loop.shutdown import Shutdown
+from fabric.integrations.lightning.job import _WORDS
+from fabric.protocol.leader import job_endings
+from fabric.protocol.member import ending
+from fabric.protocol.rules import data_plans
+
+
+def test_each_replaced_word_is_one_of_a_sentence():
+    sources = [Path(x.__file__).read_text() for x in (job_endings, ending, data_plans, loader, sample_plan)]
+    lines = " ".join(" ".join(sources).replace('"\n', "").split())
+    sentences = lines.replace(' f"', "").replace(' "', "")
+    assert [x for x in _WORDS if x not in sentences] == []
+
+
+def test_what_is_said_instead_names_nothing_of_a_session():
+    assert not [x for x in _WORDS.values() if "session" in x]
+
+
+def test_a_process_ends_with_the_words_of_its_adapter():
+    ended = []
+    parts = SimpleNamespace(journal=SimpleNamespace(write=lambda *_, **named: ended.append(named["reason"])))
+    shutdown = SimpleNamespace(
+        words=dict(_WORDS),
+        end=lambda finished: None,
+        _process=SimpleNamespace(rank=0),
+        _engine=SimpleNamespace(close=lambda: None),
+        _say=ended.append,
+        _parts=parts,
+    )
+    with pytest.raises(SystemExit):
+        Shutdown.leave(
+            shutdown, f"the job is complete at step 9, and this loop ended at step 5: {ending._ADVICE}", 1
+        )
+    assert len(set(ended)) == 1 and "session" not in ended[0]
+    assert "this Trainer stopped at step 5: let Trainer.should_stop follow a figure" in ended[0]

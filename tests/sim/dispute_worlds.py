@@ -1,0 +1,76 @@
+"""Worlds in which a bit of a member's state flips at a step without a digest, and a newcomer joins before the
+next digest. Two members cannot say which of their states is right, so the job must stop.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from sim.checkers import demand
+from sim.server import FLIPPED
+from sim.world import Settings, World
+
+from fabric.protocol.leader.joins import Joins, Serving
+from fabric.protocol.messages import leader_events
+
+DIGEST_EVERY = 10
+
+
+class DisputeWorld(World):
+    """``struck``: whether the bit has flipped. Replica r2 joins after that."""
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        self.struck, self.is_late = False, True
+        super().__init__(seed, tracing, faultless=True)
+        self.ends_early, self.until = False, 10**9
+        self.faults.not_before = 9.0
+
+    def choose(self) -> Settings:
+        settings = super().choose()
+        policy = replace(settings.leader.policy, min_replicas=1, start_replicas=2)
+        return replace(
+            settings,
+            replicas=3,
+            min_replicas=1,
+            micro_batches=6,
+            compute_s=0.06,
+            different_starts=False,
+            leader=replace(settings.leader, policy=policy),
+            member=replace(settings.member, min_replicas=1, digest_every=DIGEST_EVERY),
+        )
+
+    def start_trainer(self, name: str) -> None:
+        if name != "r2" or not self.is_late:
+            super().start_trainer(name)
+
+    def happened(self, what: str, host: str) -> None:
+        super().happened(what, host)
+        trainer = self.hosts[host].trainer if host in self.hosts else None
+        is_due = (what, host) == ("commit", "r0") and self.clockwork.now > 2.0 and not self.struck
+        if is_due and trainer is not None and trainer.main.step % DIGEST_EVERY == 1:
+            self.struck = self.flipped = True
+            trainer.main.digest += FLIPPED
+            self.is_late = False
+            self.clockwork.counts["dispute: a bit flipped before a join"] += 1
+            self.clockwork.at(0.0, lambda: self.start_trainer("r2"))
+
+    def told(self, effect: leader_events.RecordEvent) -> None:
+        super().told(effect)
+        if self.struck and effect.kind == "disputed":
+            self.clockwork.counts["dispute: a newcomer got no state"] += 1
+        is_fair = not (self.struck and effect.kind == "evicting" and effect.about == "r1")
+        demand(is_fair, f"the healthy member is evicted: {effect.why}")
+
+
+def play(seed: int) -> None:
+    """Play one world; raise the violation that it finds."""
+    DisputeWorld(seed).run()
+
+
+def serve_the_most_common_snapshot(patch: pytest.MonkeyPatch) -> None:
+    """Bug: of two snapshots that differ a newcomer gets the first one."""
+
+    def agreed(joins: Joins, record: object, joiner: str, serving: Serving) -> str:
+        return Counter(serving.taken.values()).most_common(1)[0][0]
+
+    patch.setattr(Joins, "_agreed_digest", agreed)

@@ -1,0 +1,27 @@
+"""Seeded worlds in which members disagree about the state while a newcomer joins."""
+
+from sim import dispute_worlds, noticing
+from sim.run import hunt
+
+SEEDS = 20
+
+
+def test_no_newcomer_makes_a_wrong_state_the_majority():
+    counts, failures = hunt(0, SEEDS, "dispute")
+    assert not failures, "\n".join(failures)
+    for name in (
+        "dispute: a bit flipped before a join",
+        "dispute: a newcomer got no state",
+        "path: stopped rather than guess",
+    ):
+        assert counts[name], name
+
+
+def test_the_simulator_notices_a_newcomer_with_a_disputed_state():
+    noticing.find(dispute_worlds.serve_the_most_common_snapshot, dispute_worlds.play, SEEDS)
+
+
+def test_a_replica_that_was_evicted_by_reports_loads_another_state():
+    """Its own state was wrong, and it came back with this state again and again."""
+    _, failures = hunt(179, 180, "stall")
+    assert not failures, "\n".join(failures)

@@ -479,7 +479,7 @@ def test_a_part_that_counts_twice_is_noticed_without_a_known_order(honest: Synth
     for line in (line for lines in entries.values() for line in lines):
         if line["event"] == "commit" and line["step"] == 0:
             first = next(iter(line["contributions"]))
-            line["contributions"] = {name: line["contributions"][first] for name in line["contributions"]}
+            line["contributions"] = dict.fromkeys(line["contributions"], line["contributions"][first])
     assert any("is counted" in sentence for sentence in judged(entries, honest.supervisor).broken)
 
 

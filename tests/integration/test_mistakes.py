@@ -430,7 +430,7 @@ def test_an_exception_in_the_users_loop(zygote, tmp_path):
         for replica in ("r0", "r1"):
             told = sentence(job, replica)
             assert "r2 failed at step 5: ValueError: the user's own mistake (at micro-batch " in told
-        said = (job.folder / "r2.log").read_text()
+        said = job.said("r2")
         assert said.startswith("Traceback") and said.endswith("ValueError: the user's own mistake\n"), said
         assert said.count("Traceback") == 1
         assert [e["step"] for e in job.events("r0", "commit")] == list(range(5))

@@ -29,13 +29,16 @@ Digits = Annotated[str, msgspec.Meta(pattern="^[0-9]+$")]
 
 
 class RecordedData(msgspec.Struct):
-    """The settings of the data order, as a ``start`` line has them."""
+    """The settings of the data order, as a ``start`` line has them.
 
-    dataset_size: Count
-    global_batch_size: Annotated[int, msgspec.Meta(gt=0, le=MAX_GLOBAL_BATCH)]
-    micro_batch_size: Count
-    seed: Count
+    A loop that reads its own data, with ``session.exchange`` and no sampler, has ``micro_batches`` alone.
+    """
+
     micro_batches: Count
+    dataset_size: Count | msgspec.UnsetType = msgspec.UNSET
+    global_batch_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_GLOBAL_BATCH)] = 0
+    micro_batch_size: Count = 0
+    seed: Count = 0
     shards: Annotated[int, msgspec.Meta(gt=0)] = 1
     sampler: Any = msgspec.UNSET
     epoch_end: Literal["short", "drop"] | msgspec.UnsetType = msgspec.UNSET
@@ -43,12 +46,18 @@ class RecordedData(msgspec.Struct):
     stream: Any = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        sized = 0 < self.dataset_size <= MAX_DATASET or self.stream is not msgspec.UNSET
+        size = self.dataset_size
+        if size is msgspec.UNSET:
+            if self.global_batch_size or self.micro_batch_size:
+                raise ValueError("a data order has the size of its data set")
+            return
+        sized = 0 < size <= MAX_DATASET or self.stream is not msgspec.UNSET
         whole_steps = self.sampler is not msgspec.UNSET or self.epoch_end == "drop"
         if (
             not sized
             or self.shards > self.micro_batches
-            or (whole_steps and self.global_batch_size > self.dataset_size)
+            or self.global_batch_size < 1
+            or (whole_steps and self.global_batch_size > size)
             or self.micro_batches * self.micro_batch_size != self.global_batch_size
         ):
             raise ValueError("these sizes fit no data order")

@@ -456,3 +456,38 @@ def test_losses_are_compared_step_by_step(tmp_path: Path) -> None:
         path.write_bytes(b"\n".join(keep) + b"\n")
     with pytest.raises(ConfigError, match="same steps"):
         compare_losses(first, shorter)
+
+
+def own_data(honest: SyntheticRun) -> Entries:
+    """The journals of the same run, had its loop read its own data by ``session.exchange``."""
+    entries = copy.deepcopy(honest.entries)
+    for line in (line for lines in entries.values() for line in lines):
+        if line["event"] == "start":
+            line["data"] = {"micro_batches": line["data"]["micro_batches"]}
+        elif line["event"] == "contribute":
+            line["samples"] = {}
+    return entries
+
+
+def test_a_loop_that_reads_its_own_data_is_no_broken_run(honest: SyntheticRun) -> None:
+    verdict = judged(own_data(honest), honest.supervisor)
+    assert verdict.broken == () and verdict.evidence.order() is None
+
+
+def test_a_part_that_counts_twice_is_noticed_without_a_known_order(honest: SyntheticRun) -> None:
+    entries = own_data(honest)
+    for line in (line for lines in entries.values() for line in lines):
+        if line["event"] == "commit" and line["step"] == 0:
+            first = next(iter(line["contributions"]))
+            line["contributions"] = {name: line["contributions"][first] for name in line["contributions"]}
+    assert any("is counted" in sentence for sentence in judged(entries, honest.supervisor).broken)
+
+
+@pytest.mark.parametrize("data", [{}, {"micro_batches": 4, "seed": 1, "global_batch_size": 8}])
+def test_half_of_a_data_order_is_refused(honest: SyntheticRun, data: dict[str, int]) -> None:
+    entries = copy.deepcopy(honest.entries)
+    for lines in entries.values():
+        for line in lines:
+            if line["event"] == "start":
+                line["data"] = data
+    assert any("no usable field 'data'" in sentence for sentence in judged(entries).broken)

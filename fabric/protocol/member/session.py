@@ -143,57 +143,57 @@ class LighthouseSession:
 
     def open(self, snapshots: tuple[SnapshotRef, ...]) -> None:
         """Begin a session; repeat the other messages that the leader must know."""
-        self.contact.connected, self.contact.changes = True, False
+        self.contact.connected = True
+        self.contact.changes = False
         self.contact.next_beat = self._context.now
-        me, state, newest = self._context.identity, self._memory.state, self._epochs.newest
-        self._context.emit(
-            io.SendLeader(
-                m.OpenSession(
-                    replica=me.replica,
-                    incarnation=me.incarnation,
-                    generation=state.generation,
-                    step=state.step,
-                    digest=state.digest,
-                    epoch=newest.epoch if newest is not None else 0,
-                    known_generation=newest.generation if newest is not None else 0,
-                    store_id=newest.store_id if newest is not None else "",
-                    link=me.link,
-                    ckpt=me.ckpt,
-                    micro_batches=me.micro_batches,
-                    layout=me.layout,
-                    tensors=me.tensors,
-                    plane=me.plane,
-                    durable=me.durable or (),
-                    ended=me.ended,
-                    data=me.data,
-                    began=self._memory.began,
-                    shares=me.shares,
-                    snapshots=snapshots,
-                    predecessors=me.predecessors,
-                    finished=self.contact.finished,
-                    sharing=me.sharing,
-                    data_slot=me.data_slot,
-                    rack=me.rack,
-                    adapt=self._context.config.adapt,
-                    cuts=me.cuts,
-                    launched=self._context.config.launched,
-                    ranks=me.ranks,
-                    spare=me.spare,
-                    secret=me.secret,
-                    replay=self._context.config.replay,
-                    exchange_s=self._context.config.exchange_s,
-                    user_code_s=self._context.config.user_code_s,
-                    autonomy_s=self._context.config.autonomy_s,
-                    roster=self._epochs.newest.roster_digest if self._epochs.newest is not None else "none",
-                )
-            )
-        )
+        self._context.emit(io.SendLeader(self._first_message(snapshots)))
         if self.contact.failed is not None:
             self._context.emit(io.SendLeader(self.contact.failed))
         if self.contact.unsaid:
             # The leader may have answered that abort already, without knowing that I was in the round.
             self.contact.unsaid = False
             self.repeat_aborted()
+
+    def _first_message(self, snapshots: tuple[SnapshotRef, ...]) -> m.OpenSession:
+        me, state, newest = self._context.identity, self._memory.state, self._epochs.newest
+        return m.OpenSession(
+            replica=me.replica,
+            incarnation=me.incarnation,
+            generation=state.generation,
+            step=state.step,
+            digest=state.digest,
+            epoch=newest.epoch if newest is not None else 0,
+            known_generation=newest.generation if newest is not None else 0,
+            store_id=newest.store_id if newest is not None else "",
+            link=me.link,
+            ckpt=me.ckpt,
+            micro_batches=me.micro_batches,
+            layout=me.layout,
+            tensors=me.tensors,
+            plane=me.plane,
+            durable=me.durable or (),
+            ended=me.ended,
+            data=me.data,
+            began=self._memory.began,
+            shares=me.shares,
+            snapshots=snapshots,
+            predecessors=me.predecessors,
+            finished=self.contact.finished,
+            sharing=me.sharing,
+            data_slot=me.data_slot,
+            rack=me.rack,
+            adapt=self._context.config.adapt,
+            cuts=me.cuts,
+            launched=self._context.config.launched,
+            ranks=me.ranks,
+            spare=me.spare,
+            secret=me.secret,
+            replay=self._context.config.replay,
+            exchange_s=self._context.config.exchange_s,
+            user_code_s=self._context.config.user_code_s,
+            autonomy_s=self._context.config.autonomy_s,
+            roster=self._epochs.newest.roster_digest if self._epochs.newest is not None else "none",
+        )
 
     def on_lost(self, _: io.LeaderLost) -> None:
         self.contact.connected = False

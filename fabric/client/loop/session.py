@@ -7,6 +7,7 @@ first step and after an eviction, a step has no micro-batches and its averaged g
 """
 
 import contextlib
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, make_engine
 from fabric.client.loop.step import Step
 from fabric.client.loop.step_data import StepData, described_as
+from fabric.client.loop.unset_names import refuse_unset_names
 from fabric.client.process.excepthook import before_report
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
@@ -206,6 +208,8 @@ class Session(SessionCollectives):
         Call it again for each epoch or stage; a call whose steps are over has none. ``first_step``: the step
         at which the order of ``data`` begins, by default the first one of its first call.
         """
+        if not self._engine.is_running:
+            refuse_unset_names(inspect.currentframe())
         self._begin_call(data, until, first_step)
         self.handover.randomness.follow_steps(data.plan.seed)
         while self._progress.state_step < until and not self._progress.finished:

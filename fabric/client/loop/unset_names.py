@@ -1,0 +1,343 @@
+"""Finds names that a loop of your own reads in a step without micro-batches, in which they are not set yet.
+
+``for batch in step: loss = ...`` followed by ``print(loss)`` raises NameError in a joining replica's first
+step, hours after the job began. So the first call of ``session.steps`` reads the source of the loop. The
+search names a read only where it is certain that the name is not set, and says nothing where it cannot know.
+"""
+
+import ast
+import builtins
+import inspect
+import linecache
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from fabric.errors import ConfigError
+
+_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+_EXITS = ast.Continue | ast.Break | ast.Return | ast.Raise
+_LOOPS = ast.For | ast.AsyncFor | ast.While
+_PLAIN_USES = {"number", "skipped"}  # attributes of a step that are the same with and without micro-batches
+_COUNTS = {"number", "committed_step"}
+_OF_FABRIC = {"backward", "metrics", "add_weight"}  # calls in the inner loop after which no test can ask
+_LOOKUPS = {"locals", "globals", "vars", "dir", "hasattr"}
+_PASS_ON = {
+    "enumerate",
+    "tqdm",
+    "iter",
+    "islice",
+    "track",
+}  # yield no item that their argument does not yield
+_PASS_ON_INNER = _PASS_ON | {"zip", "map", "filter"}
+_CATCHES = {"NameError", "UnboundLocalError", "Exception", "BaseException"}
+
+
+def refuse_unset_names(frame: FrameType | None) -> None:
+    """Raise ConfigError where the loop around ``session.steps`` reads a name that a bare step does not set.
+
+    ``frame``: that of ``steps`` itself. Generators that only pass steps on, as tqdm does, are left out.
+    """
+    caller = frame.f_back if frame is not None else None
+    while caller is not None:
+        code = caller.f_code
+        source = "".join(linecache.getlines(code.co_filename, caller.f_globals))
+        if code.co_flags & inspect.CO_GENERATOR and _passes_on(source, caller.f_lineno):
+            caller = caller.f_back
+            continue
+        bound = {*caller.f_globals, *dir(builtins)} - {*code.co_varnames, *code.co_cellvars}
+        for name, line in unbound_names(source, caller.f_lineno, bound | set(caller.f_locals)):
+            raise ConfigError(
+                f"{Path(code.co_filename).name}:{line} reads {name}, which only the loop over the "
+                "micro-batches sets, and a joining replica's first step has no micro-batches: use "
+                f"step.metrics, set {name} before the loops, or read it under `if step.contributed:`"
+            )
+        return
+
+
+def unbound_names(source: str, line: int, bound: Iterable[str]) -> list[tuple[str, int]]:
+    """Return each name, with the line that reads it, which is certainly not set in a bare first step.
+
+    ``line``: of the ``for`` statement over the steps. ``bound``: the names that are set before it.
+    """
+    tree, loop = _loop_at(source, line)
+    step = _step_name(loop.target, loop.iter) if loop is not None else ""
+    if tree is None or loop is None or not step:
+        return []
+    if any(isinstance(x, ast.Call) and _called(x) in ("exec", "eval") for x in ast.walk(loop)):
+        return []
+    declared = {name for x in ast.walk(tree) if isinstance(x, ast.Global | ast.Nonlocal) for name in x.names}
+    bare = _BareStep(loop, step, {*bound, *declared, *_stores([loop.target])})
+    bare.block(loop.body, quiet=False)
+    return list(bare.unbound.items())
+
+
+class _BareStep:
+    """Goes through the body of the loop over the steps as a step without micro-batches does."""
+
+    def __init__(self, loop: ast.For, step: str, bound: set[str]) -> None:
+        self.step = step
+        self.bound = bound  # names that may be set by now
+        self.unbound: dict[str, int] = {}  # name -> line of its first read
+        self.over = False  # a bare step may not come to the statements that follow
+        inner = [x for x in ast.walk(loop) if isinstance(x, ast.For) and self._is_inner(x)]
+        parts = [part for x in inner for part in (x.target, *x.body)]
+        self.candidates = set(_stores(parts))
+        self.answers = self.candidates | _changed(parts) - {step}  # names whose value tells a bare step
+        self.attributes = {
+            x.attr
+            for part in parts
+            for x in ast.walk(part)
+            if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store)
+        }
+        self.counts: set[str] = set()  # names of step numbers
+        inside = {id(x) for part in parts for x in ast.walk(part)}
+        self._derive([x for x in ast.walk(loop) if id(x) not in inside])
+
+    def _is_inner(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.For) and _iterates(node.iter, self.step)
+
+    def _derive(self, nodes: list[ast.AST]) -> None:
+        """Add names that the loop makes from what tells a bare step, and names of step numbers."""
+        size = -1
+        while size != len(self.answers) + len(self.counts):
+            size = len(self.answers) + len(self.counts)
+            for node in nodes:
+                if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+                    continue
+                if node.value is None:
+                    continue
+                if any(self._is_count(x) for x in ast.walk(node.value)):
+                    self.counts |= set(_stores([node]))
+                elif self.guards(node.value):
+                    self.answers |= set(_stores([node]))
+
+    # --- statements ---------------------------------------------------------------------------------
+
+    def block(self, statements: Iterable[ast.stmt], quiet: bool) -> None:
+        """Go through ``statements``. ``quiet``: a read here is not certain, or its error is caught."""
+        for statement in statements:
+            if self.over:
+                return
+            self._statement(statement, quiet)
+            if isinstance(statement, _EXITS):
+                return
+
+    def _statement(self, node: ast.stmt, quiet: bool) -> None:
+        if self._is_inner(node):
+            assert isinstance(node, ast.For)
+            self.block(node.orelse, quiet)
+        elif isinstance(node, ast.If | _LOOPS):
+            self._branch(node, quiet)
+        elif isinstance(node, ast.Try | ast.TryStar):
+            self._try(node, quiet)
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            for item in node.items:
+                self._read(item.context_expr, quiet)
+                self.bound |= set(_stores([item]))
+                quiet = quiet or (
+                    isinstance(item.context_expr, ast.Call) and _called(item.context_expr) == "suppress"
+                )
+            self.block(node.body, quiet)
+        elif isinstance(node, ast.Match):
+            self._read(node.subject, quiet)
+            tests = [node.subject, *(x.guard for x in node.cases if x.guard is not None)]
+            patterns = [x.pattern for x in node.cases]
+            self.bound |= set(_stores(patterns))
+            self._guarded([x.body for x in node.cases], quiet, any(map(self.guards, tests)))
+        elif isinstance(node, _SCOPES):
+            self.bound.add(node.name)
+        else:
+            self._read(node, quiet)
+            self.bound |= set(_stores([node]))
+            self.over = self.over or (isinstance(node, ast.Assert) and self.guards(node.test))
+
+    def _branch(self, node: ast.If | _LOOPS, quiet: bool) -> None:
+        test = node.test if isinstance(node, ast.If | ast.While) else node.iter
+        self._read(test, quiet)
+        if not isinstance(node, ast.If):  # a later pass may read what an earlier one has set
+            self.bound |= set(_stores([x for x in ast.walk(node) if self._is_outside(x)]))
+        self._guarded([node.body, node.orelse], quiet, self.guards(test))
+
+    def _is_outside(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.stmt) and not self._is_inner(node)
+
+    def _guarded(self, blocks: Iterable[list[ast.stmt]], quiet: bool, guarded: bool) -> None:
+        for statements in blocks:
+            self.block(statements, quiet or guarded)
+            self.over = self.over or (guarded and _leaves(statements))
+
+    def _try(self, node: ast.Try | ast.TryStar, quiet: bool) -> None:
+        catches = any(x.type is None or _names(x.type) & _CATCHES for x in node.handlers)
+        self.block(node.body, quiet or catches)
+        for handler in node.handlers:
+            self.bound |= {handler.name} if handler.name else set()
+            self.block(handler.body, quiet)
+        self.block(node.orelse, quiet or catches)
+        self.block(node.finalbody, quiet)
+        self.over = self.over or (catches and any(_leaves(x.body) for x in node.handlers))
+
+    # --- expressions --------------------------------------------------------------------------------
+
+    def _read(self, node: ast.AST, quiet: bool) -> None:
+        """Note the names that ``node`` reads; ``x += 1`` and ``del x`` read x."""
+        self.bound |= {x.target.id for x in ast.walk(node) if isinstance(x, ast.NamedExpr)}
+        self._expression(node, quiet)
+
+    def _expression(self, node: ast.AST, quiet: bool) -> None:
+        if isinstance(node, _SCOPES):
+            return
+        if isinstance(node, _COMPREHENSIONS):  # the rest is a scope of its own, and may not run
+            self._expression(node.generators[0].iter, quiet)
+        elif isinstance(node, ast.IfExp):
+            self._expression(node.test, quiet)
+            quiet = quiet or self.guards(node.test)
+            self._expression(node.body, quiet)
+            self._expression(node.orelse, quiet)
+        elif isinstance(node, ast.BoolOp):
+            for value in node.values:
+                self._expression(value, quiet)
+                quiet = quiet or self.guards(value)
+        elif isinstance(node, ast.Name):
+            if not isinstance(node.ctx, ast.Store):
+                self._name(node, quiet)
+        else:
+            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                self._name(node.target, quiet)
+            for child in ast.iter_child_nodes(node):
+                self._expression(child, quiet)
+
+    def _name(self, node: ast.Name, quiet: bool) -> None:
+        if not quiet and not self.over and node.id in self.candidates - self.bound:
+            self.unbound.setdefault(node.id, node.lineno)
+
+    def guards(self, test: ast.AST) -> bool:
+        """Return whether ``test`` may tell a bare step from another one."""
+        nodes = list(ast.walk(test))
+        plain = {id(x.value) for x in nodes if isinstance(x, ast.Attribute) and x.attr in _PLAIN_USES}
+        compared = {id(y) for x in nodes if _is_periodic(x) for y in ast.walk(x)}
+        for node in nodes:
+            if isinstance(node, ast.Name) and (
+                node.id in self.answers or (node.id == self.step and id(node) not in plain)
+            ):
+                return True
+            if isinstance(node, ast.Attribute) and node.attr in self.attributes:
+                return True
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value in self.candidates
+            ):
+                return True
+            if isinstance(node, ast.Call) and _called(node) in _LOOKUPS:
+                return True
+            if self._is_count(node) and id(node) not in compared:
+                return True
+        return False
+
+    def _is_count(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute):
+            return node.attr in _COUNTS
+        return isinstance(node, ast.Name) and node.id in self.counts
+
+
+# --- the parts of a source ----------------------------------------------------------------------------------
+
+
+def _loop_at(source: str, line: int) -> tuple[ast.Module | None, ast.For | None]:
+    """Return the source's tree, and the one ``for`` statement whose head has this line."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return None, None
+    loops = [
+        x
+        for x in ast.walk(tree)
+        if isinstance(x, ast.For) and x.lineno <= line <= (x.iter.end_lineno or x.lineno)
+    ]
+    return tree, loops[0] if len(loops) == 1 else None
+
+
+def _passes_on(source: str, line: int) -> bool:
+    """Return whether the loop at ``line`` yields what it iterates, as that of a progress bar does."""
+    _, loop = _loop_at(source, line)
+    return loop is not None and any(
+        isinstance(x, ast.Expr)
+        and isinstance(x.value, ast.Yield)
+        and isinstance(x.value.value, ast.Name)
+        and ast.unparse(x.value.value) == ast.unparse(loop.target)
+        for x in loop.body
+    )
+
+
+def _step_name(target: ast.expr, iterated: ast.expr) -> str:
+    """Return the name that each step gets; empty where the source does not show it."""
+    if isinstance(iterated, ast.Call) and _called(iterated) != "steps":
+        if _called(iterated) not in _PASS_ON or not iterated.args:
+            return ""
+        if _called(iterated) == "enumerate":
+            if not (isinstance(target, ast.Tuple) and len(target.elts) == 2):
+                return ""
+            target = target.elts[1]
+        return _step_name(target, iterated.args[0])
+    is_shown = isinstance(iterated, ast.Call | ast.Name | ast.Attribute)
+    return target.id if is_shown and isinstance(target, ast.Name) else ""
+
+
+def _iterates(iterated: ast.expr, step: str) -> bool:
+    """Return whether a loop over ``iterated`` has no pass in a step without micro-batches."""
+    if isinstance(iterated, ast.Call) and _called(iterated) in _PASS_ON_INNER:
+        return any(_iterates(x, step) for x in iterated.args)
+    return isinstance(iterated, ast.Name) and iterated.id == step
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+
+
+def _changed(parts: Iterable[ast.AST]) -> set[str]:
+    """Return the names of objects that these statements may change without setting a name."""
+    names = set()
+    for node in (x for part in parts for x in ast.walk(part)):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            names |= _names(node.value)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            names |= _names(node) if _called(node.value) not in _OF_FABRIC else set()
+    return names
+
+
+def _is_periodic(node: ast.AST) -> bool:
+    """Return whether a step number is only compared so that a joining replica's first step may pass."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Mod)
+    return isinstance(node, ast.Compare) and all(isinstance(x, ast.Gt | ast.GtE) for x in node.ops)
+
+
+def _leaves(statements: Iterable[ast.AST]) -> bool:
+    return any(isinstance(x, _EXITS) for statement in statements for x in ast.walk(statement))
+
+
+def _stores(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names that ``nodes`` set in their own scope."""
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            yield node.rest
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.name
+        if isinstance(node, _COMPREHENSIONS):
+            yield from (x.target.id for x in ast.walk(node) if isinstance(x, ast.NamedExpr))
+        elif isinstance(node, ast.AnnAssign) and node.value is None:
+            continue
+        elif not isinstance(node, _SCOPES):
+            yield from _stores(ast.iter_child_nodes(node))

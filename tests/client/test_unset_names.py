@@ -1,0 +1,225 @@
+"""A loop that reads what only its micro-batches set is refused before its first step, and no other loop."""
+
+import ast
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import fabric.client
+from fabric.client.loop.unset_names import unbound_names
+from fabric.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+SCRIPTS = [
+    *(ROOT / "examples").glob("*.py"),
+    *(ROOT / "tests" / "conformance" / "recipes").glob("*.py"),
+    *(ROOT / "tests" / "integration").glob("*_trainer.py"),
+]
+
+INNER = "for x in step:\n    loss = f(x)\n    step.backward(loss)\n"
+
+ALARMS = {
+    "read": INNER + "print(loss.item())",
+    "every few steps": INNER + "if step.number % 5 == 0:\n    print(loss)",
+    "after some steps": INNER + "if step.number > 5:\n    print(loss)",
+    "a flag of the user": INNER + "if args.verbose:\n    print(loss)",
+    "the writer alone": INNER + "if session.is_writer:\n    print(loss)",
+    "the loop's variable": INNER + "print(x)",
+    "del": INNER + "del loss",
+    "augmented": INNER + "loss += 1",
+    "own value": INNER + "loss = loss / 2",
+    "with": INNER + "with open(p) as file:\n    file.write(loss)",
+    "in a branch that a for-else has": INNER + "else:\n    print(loss)",
+    "two inner loops": INNER + "for y in step:\n    second = y\nprint(second)",
+    "enumerate": "for i, x in enumerate(step):\n    loss = x\nprint(loss)",
+    "starred": "for a, *b in step:\n    pass\nprint(b)",
+    "walrus": "for x in step:\n    f(y := x)\nprint(y)",
+    "match": INNER + "match kind:\n    case 1:\n        print(loss)",
+    "pattern": "for x in step:\n    match x:\n        case [head, *_]:\n            pass\nprint(head)",
+    "a try for another error": INNER + "try:\n    print(loss)\nexcept OSError:\n    pass",
+    "first iterable of a comprehension": "for x in step:\n    all_ = [x]\nprint([y for y in all_])",
+    "inner loop in with": "with scope():\n    for x in step:\n        loss = x\nprint(loss)",
+    "set too late": INNER + "print(loss)\nloss = None",
+    "or": INNER + "ready = step.number % 5 == 0 and print(loss)",
+    "skipped": INNER + "if not step.skipped:\n    print(loss)",
+}
+
+QUIET = {
+    "nothing read": INNER + "optimizer.step()",
+    "contributed": INNER + "if step.contributed:\n    print(loss)",
+    "not replayed": INNER + "if not step.replayed:\n    print(loss)",
+    "metrics": INNER + "if step.metrics:\n    print(loss)",
+    "conditional expression": INNER + "print(loss if step.contributed else 0)",
+    "and": INNER + "step.contributed and print(loss)",
+    "continue": INNER + "if not step.contributed:\n    continue\nprint(loss)",
+    "continue in with": INNER + "with a:\n    if step.replayed:\n        continue\nprint(loss)",
+    "assert": INNER + "assert step.contributed\nprint(loss)",
+    "the name itself": INNER + "if 'loss' in locals():\n    print(loss)",
+    "a derived flag": INNER + "fresh = step.contributed\nif fresh:\n    print(loss)",
+    "a flag of the inner loop": "seen = 0\n"
+    + "for x in step:\n    seen = 1\n    loss = x\nif seen:\n    print(loss)",
+    "a question about the step": INNER + "if has_any(step):\n    print(loss)",
+    "a list of the inner loop": "for x in step:\n    many.append(x)\n    loss = x\nif many:\n    print(loss)",
+    "an attribute": "for x in step:\n    self.seen = True\n    loss = x\nif self.seen:\n    print(loss)",
+    "first step": INNER + "if step.number == 0:\n    print(loss)",
+    "first step by name": INNER + "n = step.number\nif n == 0:\n    print(loss)",
+    "caught": INNER + "try:\n    print(loss)\nexcept NameError:\n    pass",
+    "caught by all": INNER + "try:\n    print(loss)\nexcept:\n    pass",
+    "caught, then left": INNER + "try:\n    a = loss\nexcept NameError:\n    continue\nprint(loss)",
+    "suppressed": INNER + "with suppress(NameError):\n    print(loss)",
+    "set before": "loss = 0\n" + INNER + "print(loss)",
+    "set in between": INNER + "loss = 1\nprint(loss)",
+    "may be set": INNER + "if a:\n    loss = 1\nprint(loss)",
+    "set by else": INNER + "else:\n    loss = 1\nprint(loss)",
+    "set by with": INNER + "with f() as loss:\n    print(loss)",
+    "set by import": "for x in step:\n    m = x\nimport m\nprint(m)",
+    "set by an exception": INNER + "try:\n    g()\nexcept OSError as loss:\n    print(loss)",
+    "set by a while": INNER + "while a:\n    if b:\n        print(loss)\n    loss = 1",
+    "set by a pattern": INNER + "match f():\n    case [loss, *_]:\n        print(loss)",
+    "set by walrus": INNER + "print(loss) if (loss := g()) else 0",
+    "set by def": INNER + "def loss(): pass\nprint(loss)",
+    "function": INNER + "def show():\n    print(loss)",
+    "lambda": INNER + "show = lambda: loss",
+    "comprehension": INNER + "print([loss for _ in range(0)])",
+    "own loop variable": INNER + "print([x for x in range(3)])",
+    "global": INNER + "def g():\n    global loss\n    loss = 1\ng()\nprint(loss)",
+    "exec": INNER + "exec('loss = 1')\nprint(loss)",
+    "other loop": "for x in more(step):\n    loss = x\nprint(loss)",
+    "known": INNER + "print(model)\nfor x in step:\n    model = 1",
+    "after a break": INNER + "break\nprint(loss)",
+}
+
+
+def in_loop(body, head="for step in session.steps(data, until=9):"):
+    return head + "\n" + textwrap.indent(body, "    ")
+
+
+@pytest.mark.parametrize("body", ALARMS.values(), ids=ALARMS)
+def test_a_name_that_a_bare_step_does_not_set_is_named(body):
+    assert unbound_names(in_loop(body), 1, {"model", "print"})
+
+
+@pytest.mark.parametrize("body", QUIET.values(), ids=QUIET)
+def test_a_loop_that_may_be_right_is_left_alone(body):
+    assert unbound_names(in_loop(body), 1, {"model", "print"}) == []
+
+
+@pytest.mark.parametrize("body", ALARMS.values(), ids=ALARMS)
+def test_each_alarm_is_an_error_of_python_in_a_step_without_micro_batches(body):
+    """Run the body with an empty step: where the branch is taken, the name is missing."""
+
+    class Anything:
+        number, skipped = 10, False
+
+        def __getattr__(self, _):
+            return Anything()
+
+        def __call__(self, *_):
+            return Anything()
+
+        def __iter__(self):
+            return iter(())
+
+        __enter__ = __call__
+
+        def __exit__(self, *_):
+            return None
+
+    names = {"step": Anything(), "kind": 1, "p": 0, **dict.fromkeys(("args", "session", "scope"), Anything())}
+    with pytest.raises(NameError):
+        exec(body, {**names, "open": Anything()})
+
+
+@pytest.mark.parametrize(
+    ("head", "is_found"),
+    [
+        ("for i, step in enumerate(session.steps(d, 9)):", True),
+        ("for step in tqdm(session.steps(d, 9), total=9):", True),
+        ("for step in steps:", True),
+        ("for step in next(steps):", False),
+        ("for a, step in zip(b, session.steps(d, 9)):", False),
+    ],
+)
+def test_heads_of_the_loop(head, is_found):
+    assert bool(unbound_names(in_loop(INNER + "print(loss)", head), 1, set())) is is_found
+
+
+@pytest.mark.parametrize("source", ["", "for step in", "x = 1", "for a in b: c\n\0"])
+def test_a_source_that_says_nothing_is_left_alone(source):
+    assert unbound_names(source, 1, set()) == []
+
+
+def blocks():
+    yield from ((p.name, p.read_text()) for p in SCRIPTS)
+    for page in PAGES:
+        found = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+        yield from ((page.name, text) for text in found)
+
+
+@pytest.mark.parametrize(("name", "source"), list(blocks()))
+def test_scripts_and_pages_of_the_project_are_left_alone(name, source):
+    if "``" in source or name == "bare_step.py":
+        return
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return
+    for loop in (x for x in ast.walk(tree) if isinstance(x, ast.For) and ".steps(" in ast.unparse(x.iter)):
+        assert unbound_names(source, loop.lineno, set()) == []
+
+
+def session_of(monkeypatch):
+    monkeypatch.setenv("FABRIC_DISABLE", "1")
+    model = torch.nn.Linear(2, 1)
+    session = fabric.client.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = session.loader(torch.arange(8.0).view(4, 2), global_batch_size=4, micro_batch_size=2)
+    return model, session, data
+
+
+loss = "set in the module, which is another variable than the function's"
+
+
+def test_the_first_call_refuses_such_a_loop_before_its_first_step(monkeypatch):
+    model, session, data = session_of(monkeypatch)
+    with pytest.raises(ConfigError, match=r"test_unset_names.py:\d+ reads loss, which only the loop over"):
+        for step in session.steps(data, until=2):
+            for x in step:
+                loss = model(x).sum()
+                step.backward(loss)
+            print(loss)
+    assert session.committed_step == 0
+
+
+def tqdm(steps):
+    for step in steps:
+        yield step
+        assert step.done
+
+
+def test_a_progress_bar_around_the_steps_hides_nothing(monkeypatch):
+    _, session, data = session_of(monkeypatch)
+    with pytest.raises(ConfigError, match="reads last"):
+        for step in tqdm(session.steps(data, until=2)):
+            for x in step:
+                last = x
+            print(last)
+
+
+def test_a_name_that_is_set_before_the_loop_is_no_mistake(monkeypatch):
+    _, session, data = session_of(monkeypatch)
+    last = None
+    for step in session.steps(data, until=2):
+        for x in step:
+            last = x
+        assert last is not None
+    assert session.committed_step == 2
+
+
+def test_an_adapter_that_asks_for_steps_one_by_one_is_not_read(monkeypatch):
+    _, session, data = session_of(monkeypatch)
+    steps = session.steps(data, until=2)
+    assert next(steps).number == 0

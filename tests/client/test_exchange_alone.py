@@ -93,3 +93,18 @@ def test_a_defect_ends_the_process_and_not_the_users_loop():
     exchange.run_alone(order(1), lambda event: crashes.append(AssertionError(event)))
     exchange.close()
     assert [str(error) for error in crashes] == ["the device is lost"]
+
+
+def test_a_member_gives_its_own_values_only_in_the_epochs_in_which_it_is_the_first():
+    exchange, gradients, slots = make_exchange(Plane())
+    gradients.of_one = frozenset({"bias"})
+    posted: list[io.Event] = []
+    exchange.give_values(2)
+    for epoch, step in ((1, 4), (2, 5), (3, 6)):
+        exchange.run_alone(io.StartExchange(Fence("", 1, epoch), step, 1.0), posted.append)
+    exchange.close()
+    given = []
+    for step in (4, 5, 6):
+        sums = dict(zip(("bias", "weight"), gradients.buckets[0].views(slots.find(step).buffer), strict=True))
+        given.append((sums["bias"][0].tolist(), sorted(slots.find(step).absent)))
+    assert given == [([0.0, 0.0], ["bias"]), ([2.0, 2.0], []), ([0.0, 0.0], ["bias"])]

@@ -127,6 +127,7 @@ def test_torchmetrics_add_up_over_the_replicas():
 def test_the_newest_figures_that_steer_are_shared():
     first, joining = (Replica(callbacks=[EarlyStopping("val_loss")]) for _ in range(2))
     first.trainer._logger_connector._callback_metrics["val_loss"] = torch.tensor(0.5)
+    first.begin()
     joining.figures.load_state_dict(first.figures.state_dict())
     assert joining.trainer.callback_metrics["val_loss"] == 0.5
 
@@ -169,3 +170,15 @@ def test_a_batch_that_is_none_of_the_jobs_gives_no_figure():
     replica.log("loss", torch.tensor(7.0))
     commit(replica)
     assert replica.seen().get("loss_step") is None
+
+
+def test_the_state_stands_while_a_step_is_computed():
+    replica = Replica()
+    replica.module.accuracy.update(torch.tensor([1]), torch.tensor([1]))
+    commit(replica)
+    replica.begin()
+    before = str(replica.figures.state_dict())
+    replica.module.accuracy.update(torch.tensor([1]), torch.tensor([0]))
+    assert str(replica.figures.state_dict()) == before
+    commit(replica)
+    assert str(replica.figures.state_dict()) != before

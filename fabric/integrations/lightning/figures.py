@@ -54,6 +54,7 @@ class JobFigures:
         self.totals: dict[str, list[float]] = {}  # name -> sum and weight since the epoch began
         self.results = JobResults(self)
         self.samples: float | None = None  # of the micro-batch under way; None while none is computed
+        self._standing: dict[str, Any] | None = None  # the state at the boundary, while a step is computed
         self.idle = False  # the loop's batch is none of the job's
         self.monitors = monitors_of(trainer)  # name of a figure -> the thing that it steers
         self._trainer = trainer
@@ -66,6 +67,7 @@ class JobFigures:
     def begin_step(self) -> None:
         """Remember the states of the module's metrics, which the step's micro-batches change."""
         self._states.begin()
+        self._standing = self._now()
 
     def note(self, item: Any, value: Any, batch_size: float) -> bool:
         """Take a figure that a hook logs; return whether this replica has it for itself.
@@ -105,6 +107,7 @@ class JobFigures:
 
     def commit(self, metrics: Mapping[str, float]) -> None:
         """Put the figures of a committed step into Lightning's results."""
+        self._standing = None
         values = self._states.commit(metrics)
         for name, total in metrics.items():
             if name.startswith(_PREFIX) and not name.endswith(_COUNT):
@@ -146,6 +149,10 @@ class JobFigures:
     # --- shared state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state at the step boundary; forward passes change what Lightning shows meanwhile."""
+        return self._standing if self._standing is not None else self._now()
+
+    def _now(self) -> dict[str, Any]:
         """Return the sums of the epoch, the states of metrics, and the newest figures that steer."""
         newest = self._trainer._logger_connector._callback_metrics  # noqa: SLF001
         steering = {name: float(newest[name]) for name in sorted(self.monitors) if name in newest}
@@ -154,6 +161,7 @@ class JobFigures:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the job's figures."""
+        self._standing = None
         self.totals = {name: list(sums) for name, sums in state["totals"].items()}
         self._states.load_state_dict(state["metrics"])
         for name in self.totals:

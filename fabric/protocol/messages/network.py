@@ -228,8 +228,8 @@ class OpenSession:
     cuts: str = ""  # as in ``Member.cuts``
     launched: LaunchedLayouts = NOT_LAUNCHED
     known_generation: Int64 = 0  # the newest that the sender knows; its state may belong to none
-    store_id: str = ""  # the store of the newest epoch that the sender knows; empty: an older version
     began: Int64 = 0  # the step at which the process began, before it loaded any state
+    store_id: str = ""  # the store of the newest epoch that the sender knows; empty: an older version
 
 
 @dataclass(frozen=True, slots=True)

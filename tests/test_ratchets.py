@@ -24,11 +24,11 @@ LIMITS = {
     "classes with more than 20 attributes": 0,
     "parameters that are tuples of unlike things": 0,
     "sentences that begin with a headless who or what": 0,
-    "locals with a vague name": 1,
+    "locals with a vague name": 0,
     "reads of a core's fields by a shell": 0,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 74_792,
+    "lines of fabric/": 82_500,
 }
 
 MAX_ATTRIBUTES = 20

@@ -26,6 +26,7 @@ from fabric.client.data.orders import SamplerOrder
 from fabric.client.data.sample_plan import SamplePlan
 from fabric.errors import ConfigError, FabricError
 from fabric.protocol.rules.assignment import cut
+from fabric.protocol.rules.compatibility import unequal_settings
 
 DATA = list(range(100, 130))
 
@@ -213,6 +214,16 @@ def test_a_later_pass_of_another_length_is_refused_by_its_number():
 
     with pytest.raises(FabricError, match="pass 3 of the sampler Late has 8 entries, and pass 0 had 7"):
         SamplerOrder(Late(7), 0).items([21])
+
+
+def test_replicas_with_unlike_orders_are_told_so_before_they_join():
+    described = [
+        SamplePlan(15, 4, 2, 0, order=SamplerOrder(RandomSampler(DATA, False, 15, seeded(k)), 0)).describe()
+        for k in (1, 2)
+    ]
+    ours, theirs = [{name: str(value) for name, value in x.items()} for x in described]
+    assert "the order of the sampler (its digest) is" in unequal_settings(ours, theirs)
+    assert unequal_settings(ours, ours) == ""
 
 
 # --- steps of whole passes ----------------------------------------------------------------------------------

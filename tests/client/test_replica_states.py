@@ -71,6 +71,13 @@ def test_a_loader_goes_on_where_the_hand_over_has_put_it():
     assert next(batches) == 7
 
 
+def test_batches_of_a_loader_that_is_no_local_state_are_refused():
+    """A replica that joins would read its data from the beginning."""
+    own = ReplicaStates({}, 0, 3, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"none is given: give attach local_state="):
+        next(own.batches([1, 2]))
+
+
 def test_a_state_that_is_too_large_or_no_state_is_refused():
     large = Counter([random.random() for _ in range(ROW_BYTES // 8)])
     with pytest.raises(ConfigError, match=r"local_state has \d+ bytes after compression, and 65536 fit"):

@@ -1,10 +1,13 @@
 """Streams, shards, the sampler's order, averaged buffers and the learning-rate factor, without processes."""
 
+from itertools import islice
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samplers import step_sampler
+from torch.utils.data import SequentialSampler, SubsetRandomSampler
 
 import fabric.client
 from fabric.audit.sample_order import DataOrder
@@ -17,12 +20,14 @@ from fabric.client.data.loader import (
     make_loader,
     parse_options,
 )
+from fabric.client.data.orders import SamplerOrder
 from fabric.client.data.sample_plan import SamplePlan
 from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.buffer_choices import choose_buffers
 from fabric.client.gradients.forward_buffers import ForwardBuffers
 from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.client.loop.shared_state import shared_state
+from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.step_data import StepData
 from fabric.errors import ConfigError, FabricError, StateError
 from fabric.model import Base, Member, Record
@@ -279,6 +284,39 @@ def test_alone_a_loop_of_any_batch_size_goes_through_the_passes_in_order(batch_s
         own = drawn[48 * number : 48 * (number + 1)]
         assert own == [i for step in range(3 * number, 3 * number + 3) for i in sampler.indices(step)]
         assert sorted(own) == list(range(48))
+
+
+def test_the_parts_of_a_step_are_cut_from_the_order_of_another_sampler():
+    """As for a training split; all replicas have the same order, and the audit compares their lists."""
+    order = SamplerOrder(SubsetRandomSampler(range(0, 60, 2)), 7)
+    samplers = [
+        StepSampler(
+            30,
+            global_batch_size=8,
+            seed=7,
+            settings=Settings(replica=f"r{slot}", replicas="2"),
+            sampler=SubsetRandomSampler(range(0, 60, 2)),
+        )
+        for slot in range(2)
+    ]
+    for step, start in ((0, 0), (2, 16), (3, 30), (7, 68)):  # a pass has three steps, and leaves six out
+        whole = [i for sampler in samplers for i in sampler.indices(step)]
+        assert whole == order.items(range(start, start + 8))
+    assert samplers[0].describe() == samplers[1].describe() and "order" in samplers[0].describe()
+    alone = SoloSession([], {}).sampler(30, global_batch_size=8, seed=7, sampler=SequentialSampler(range(30)))
+    assert [*islice(alone, 30)] == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (range(9), "has size 30, and a pass of the sampler range has 9 indices"),
+        ([[1, 2]] * 30, "the sampler list gives batches, and StepSampler cuts steps into single samples"),
+    ],
+)
+def test_another_sampler_that_does_not_fit_is_refused(other, words):
+    with pytest.raises(ConfigError, match=words):
+        StepSampler(30, global_batch_size=8, settings=Settings(replica="r0", replicas="2"), sampler=other)
 
 
 # --- a sampler that is made before the session ----------------------------------------------------------

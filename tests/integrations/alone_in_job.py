@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
@@ -46,6 +47,8 @@ class Tokens(torch.nn.Module):
 
     def forward(self, x, labels=None, **kwargs):
         logits = self.layers(x)
+        if labels is None:
+            return {"logits": logits}
         count = kwargs.get("num_items_in_batch")
         flat, reduction = logits.flatten(0, 1), "mean" if count is None else "sum"
         loss = torch.nn.functional.cross_entropy(flat, labels.flatten(), reduction=reduction)
@@ -95,9 +98,10 @@ def adopted(kind):
 
 
 def assert_same(one, other):
-    """Assert equal weights, and equal logs but for times."""
+    """Assert equal weights, and equal logs but for times; up to rounding."""
+    coarse = 100.0 if one.args.bf16 else 1.0
     for left, right in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(left, right, rtol=1e-5 * coarse, atol=1e-6 * coarse)
     logs = [
         [
             {k: v for k, v in x.items() if "runtime" not in k and "per_second" not in k}
@@ -109,6 +113,5 @@ def assert_same(one, other):
     for left, right in zip(*logs, strict=True):
         assert set(left) == set(right)
         for name in left:
-            torch.testing.assert_close(
-                left[name], right[name], rtol=1e-4, atol=1e-6, msg=f"{name} {left} {right}"
-            )
+            within = 1e-4 * coarse
+            assert float(right[name]) == pytest.approx(float(left[name]), rel=within, abs=within / 10), name

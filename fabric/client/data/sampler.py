@@ -2,7 +2,8 @@
 
 The sampler uses policy shrink: the global batch of a step is cut into one part per data slot. This replica
 draws the part of its data slot. The part of an absent replica is skipped, which the commit records. A pass
-over the data set has ``size // global_batch_size`` steps and leaves out the remaining samples.
+over the data set is a permutation, or the list that another sampler yields for this pass. It has ``size //
+global_batch_size`` steps and leaves out the remaining samples.
 
 A DataLoader draws ahead of the computation. The part of a data slot does not depend on the roster, so batches
 drawn ahead stay valid while this replica makes every step. After an absence the batches drawn for past steps
@@ -27,6 +28,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from fabric.client.data.loader import data_slot_of
+from fabric.client.data.orders import SamplerOrder
 from fabric.client.data.sample_plan import sample_indices
 from fabric.errors import ConfigError, FabricError
 from fabric.protocol.rules.assignment import cut
@@ -66,8 +68,11 @@ class StepSampler(torch.utils.data.Sampler[int]):
         seed: int = 0,
         data_slot: int | None = None,
         settings: Settings | None = None,
+        sampler: Any = None,
     ) -> None:
         """Make the sampler of a data set with ``size`` samples. Raises ConfigError.
+
+        ``sampler``: the order, by default a permutation for each pass; its pass has ``size`` indices.
 
         ``data_slot``: the number of the part, by default the number at the end of the replica's id.
         ``settings``: those that ``attach`` gets, by default those of the environment.
@@ -83,6 +88,7 @@ class StepSampler(torch.utils.data.Sampler[int]):
         if seed < 0:
             raise ConfigError("the seed must not be negative")
         self.size, self.global_batch_size, self.seed = size, global_batch_size, seed
+        self._given_order = _order_of(sampler, seed, size) if sampler is not None else None
         self.steps_per_pass = size // global_batch_size
         self.per_step = global_batch_size // data_slots
         self._range = cut(global_batch_size, [1] * data_slots)[self.part.data_slot]
@@ -152,7 +158,10 @@ class StepSampler(torch.utils.data.Sampler[int]):
         """Return the data set indices of this data slot's part of ``step``."""
         number, within = divmod(step, self.steps_per_pass)
         start = number * self.size + within * self.global_batch_size
-        batch = sample_indices(self.size, self.seed, start, self.global_batch_size)
+        if self._given_order is not None:
+            batch = [int(i) for i in self._given_order.items(range(start, start + self.global_batch_size))]
+        else:
+            batch = sample_indices(self.size, self.seed, start, self.global_batch_size)
         return batch[self._range.start : self._range.stop]
 
     def take(self, step: int) -> bool:
@@ -185,7 +194,8 @@ class StepSampler(torch.utils.data.Sampler[int]):
 
     def describe(self) -> dict[str, Any]:
         """Describe the sampler for the journal."""
-        return {
+        order = {} if self._given_order is None else {"order": self._given_order.digest}
+        return order | {
             "policy": "shrink",
             "sampler": 1,
             "dataset_size": self.size,
@@ -195,6 +205,21 @@ class StepSampler(torch.utils.data.Sampler[int]):
             "data_slots": self.part.data_slots,
             "micro_batches": self.part.data_slots,
         }
+
+
+def _order_of(sampler: Any, seed: int, size: int) -> SamplerOrder:
+    order = SamplerOrder(sampler, seed)
+    if order.size != size:
+        raise ConfigError(
+            f"StepSampler has size {size}, and a pass of the sampler {order.name} has {order.size} indices: "
+            "give len(sampler) as the size"
+        )
+    if isinstance(order.items([0])[0], list | tuple):
+        raise ConfigError(
+            f"the sampler {order.name} gives batches, and StepSampler cuts steps into single samples: give a "
+            "sampler of indices, or use session.loader(batch_sampler=)"
+        )
+    return order
 
 
 def _batch_sizes(sampler: StepSampler) -> list[int]:

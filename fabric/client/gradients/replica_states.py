@@ -113,6 +113,11 @@ class ReplicaStates:
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of ``loader``, pass after pass. After a hand-over go on from its place."""
+        if not self._objects:
+            raise ConfigError(
+                "session.batches goes through a loader of attach(..., local_state=), and none is given: give "
+                'attach local_state={"data": loader}, so that a replica that joins repeats no sample'
+            )
         while True:
             handed_over, drawn = self.handed_over, iter(loader)
             while self.handed_over == handed_over:

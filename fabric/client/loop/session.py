@@ -185,18 +185,14 @@ class Session(SessionCollectives):
         chosen = parse_options(options)
         return make_loader(dataset, sizes, collate_fn, num_workers, chosen, reader, SampleSlice.of(mesh))
 
-    def sampler(
-        self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
-    ) -> StepSampler:
+    def sampler(self, size: int, *, global_batch_size: int, **options: Any) -> StepSampler:
         """Make the sampler of this replica's part of every step, for the DataLoader of a loop of your own.
 
-        The loop takes ``sampler.per_step`` indices, then calls ``exchange``. Arguments as for StepSampler.
+        The loop takes ``sampler.per_step`` indices, then calls ``exchange``. ``options``: as for StepSampler.
         """
-        sampler = StepSampler(
-            size, global_batch_size=global_batch_size, seed=seed, data_slot=data_slot, settings=self.settings
-        )
-        self.draw_from(sampler)
-        return sampler
+        drawn = StepSampler(size, global_batch_size=global_batch_size, settings=self.settings, **options)
+        self.draw_from(drawn)
+        return drawn
 
     def draw_from(self, sampler: StepSampler) -> None:
         """Let ``exchange`` count the samples that ``sampler`` draws."""

@@ -128,13 +128,12 @@ class SoloSession(SessionCollectives):
             dataset, sizes, collate_fn, num_workers, parse_options(options), reader, SampleSlice.of(mesh)
         )
 
-    def sampler(
-        self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
-    ) -> StepSampler:
+    def sampler(self, size: int, *, global_batch_size: int, **options: Any) -> StepSampler:
         """As Session.sampler. This process draws the whole global batch, in batches of any size."""
-        sampler = StepSampler(size, global_batch_size=global_batch_size, seed=seed, settings=_ALONE)
-        self.draw_from(sampler)
-        return sampler
+        options.pop("data_slot", None)
+        drawn = StepSampler(size, global_batch_size=global_batch_size, settings=_ALONE, **options)
+        self.draw_from(drawn)
+        return drawn
 
     def draw_from(self, sampler: StepSampler) -> None:
         """As Session.draw_from."""

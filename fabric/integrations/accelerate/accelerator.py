@@ -8,20 +8,22 @@ FABRIC_DISABLE=1 every method is the Accelerator's own.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
+from fabric.integrations.accelerate.arguments import check_arguments, check_plugins, refused_methods
 from fabric.integrations.accelerate.one_process import one_process
 from fabric.integrations.accelerate.prepared import JobDataLoader, JobScheduler
 from fabric.integrations.accelerate.replica import AcceleratedReplica
+from fabric.integrations.arguments import Refusal
 from fabric.integrations.versions import check_version
 from fabric.runtime import config
 from fabric.runtime.config import Settings
@@ -39,6 +41,7 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
 
     busy_s = 3600.0  # how long the others wait for a save
     _replica: "AcceleratedReplica | None" = None  # none with FABRIC_DISABLE=1
+    _trackers: Any = None  # arguments of init_trackers, until the first log
 
     def __init__(
         self,
@@ -56,9 +59,10 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
             super().__init__(*arguments, **named)
             return
         check_version("accelerate", LEAST, TESTED)
+        check_arguments(arguments, named)
         with one_process("FabricAccelerator"):
             super().__init__(*arguments, **named)
-        _refuse(self)
+        check_plugins(self)
         self._replica = AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
 
     # --- what the script prepares -----------------------------------------------------------------------
@@ -77,11 +81,11 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
             return data_loader
         self._replica.prepares = True
         try:
-            whole = super().prepare_data_loader(data_loader, *arguments, **named)
+            complete = super().prepare_data_loader(data_loader, *arguments, **named)
         finally:
             self._replica.prepares = False
-        own = self._replica.take_loader(data_loader, whole)
-        self._dataloaders[self._dataloaders.index(whole)] = own
+        own = self._replica.take_loader(data_loader, complete)
+        self._dataloaders[self._dataloaders.index(complete)] = own
         return own
 
     def prepare_optimizer(self, optimizer: Any, *arguments: Any, **named: Any) -> Any:
@@ -117,6 +121,40 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         """As ``is_main_process``: one replica."""
         return self.is_main_process if self._replica is not None else bool(super().is_last_process)
 
+    @property
+    def process_index(self) -> int:
+        """The number of this replica: its data slot."""
+        if self._replica is None or self._replica.prepares:
+            return int(super().process_index)
+        return self._replica.data_slot
+
+    def on_main_process(self, function: Any = None) -> Any:
+        """As Accelerator.on_main_process: the function runs on the replica of ``is_main_process``."""
+        if not isinstance(self, FabricAccelerator) or self._replica is None:
+            return Accelerator.on_main_process(self, function)
+        return self._on(lambda: self.is_main_process, function)
+
+    def on_last_process(self, function: Any) -> Any:
+        """As ``on_main_process``: one replica."""
+        return super().on_last_process(function) if self._replica is None else self.on_main_process(function)
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """As Accelerator.on_process: the function runs on the replica with this data slot."""
+        if not isinstance(self, FabricAccelerator) or self._replica is None:
+            return Accelerator.on_process(self, function, process_index)
+        return self._on(lambda: self.process_index == process_index, function)
+
+    @staticmethod
+    def _on(is_here: Callable[[], bool], function: Any) -> Any:
+        if function is None:
+            return partial(FabricAccelerator._on, is_here)
+
+        @wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            return function(*arguments, **named) if is_here() else None
+
+        return call
+
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As Accelerator's. The training DataLoader begins where the job is, whatever ``num_batches``."""
         if isinstance(dataloader, JobDataLoader):
@@ -124,7 +162,7 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
             assert replica is not None
             if replica.trains_on(dataloader):
                 return dataloader
-            dataloader = dataloader.whole
+            dataloader = dataloader.complete
         return super().skip_first_batches(dataloader, num_batches)
 
     # --- a micro-batch ----------------------------------------------------------------------------------
@@ -151,6 +189,44 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         if self._replica is None or (self.sync_gradients and not self._replica.goes_over):
             super().clip_grad_value_(parameters, clip_value)
 
+    # --- figures ----------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerator.gather, outside of the training: every replica has the whole."""
+        if self._replica is not None:
+            self._replica.check_figure("gather")
+        return super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, *arguments: Any, **named: Any) -> Any:
+        """As ``gather``."""
+        if self._replica is not None:
+            self._replica.check_figure("gather_for_metrics")
+        return super().gather_for_metrics(input_data, *arguments, **named)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As Accelerator.reduce, for a mean outside of the training: every replica has the whole."""
+        if self._replica is not None:
+            self._replica.check_figure("reduce")
+            if reduction == "sum":
+                raise ConfigError(
+                    'accelerator.reduce with reduction="sum" would add what each replica has, and each '
+                    "replica evaluates all data: use gather_for_metrics, or the mean"
+                )
+        return super().reduce(tensor, reduction, scale)
+
+    def set_trigger(self) -> None:
+        """As Accelerator.set_trigger. After the step's last backward it acts with the next step."""
+        if self._replica is None:
+            super().set_trigger()
+        else:
+            self._replica.triggers.set()
+
+    def check_trigger(self) -> bool:
+        """As Accelerator.check_trigger: all replicas see a trigger after the same step."""
+        if self._replica is None:
+            return bool(super().check_trigger())
+        return not self._replica.goes_over and self._replica.triggers.check(self._replica.trains)
+
     # --- files and trackers -----------------------------------------------------------------------------
 
     def init_trackers(self, project_name: str, *arguments: Any, **named: Any) -> None:
@@ -158,15 +234,15 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         if self._replica is None:
             super().init_trackers(project_name, *arguments, **named)
         else:
-            self._replica.trackers = ((project_name, *arguments), named)
+            self._trackers = ((project_name, *arguments), named)
 
     def log(self, values: Any, *arguments: Any, **named: Any) -> None:
         """As Accelerator.log, on one replica."""
         if self._replica is not None:
             if not self.is_main_process:
                 return
-            if self._replica.trackers is not None:
-                (names, more), self._replica.trackers = self._replica.trackers, None
+            if self._trackers is not None:
+                (names, more), self._trackers = self._trackers, None
                 super().init_trackers(*names, **more)
         super().log(values, *arguments, **named)
 
@@ -221,17 +297,21 @@ def _step(replica: AcceleratedReplica, step: Any, closure: Any = None) -> None:
         raise FabricError(
             "optimizer.step got a closure, which computes gradients on one replica's own data: leave it out"
         )
-    if not replica.goes_over:
+    if replica.note_update():
         step()
 
 
-def _refuse(accelerator: Any) -> None:
-    """Raise ConfigError for a plug-in that cannot be kept equal."""
-    kind = accelerator.distributed_type
-    if kind != DistributedType.NO:
-        raise ConfigError(
-            f"FabricAccelerator is one process per replica, and accelerate runs {kind.value}: start each "
-            "replica with fabric launch, without DeepSpeed, FSDP or several processes"
-        )
-    if accelerator.split_batches:
-        raise ConfigError("FabricAccelerator cannot split batches: give the batch size of one replica")
+def _refused(name: str, row: Refusal) -> Any:
+    own = getattr(Accelerator, name)
+
+    @wraps(own)
+    def refuse(self: FabricAccelerator, *arguments: Any, **named: Any) -> Any:
+        if self._replica is None:
+            return own(self, *arguments, **named)
+        raise ConfigError(f"FabricAccelerator refuses accelerator.{name}, because {row.why}")
+
+    return refuse
+
+
+for _name, _row in refused_methods().items():
+    setattr(FabricAccelerator, _name, _refused(_name, _row))

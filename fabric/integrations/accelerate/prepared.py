@@ -1,4 +1,4 @@
-"""What ``prepare`` returns in place of a DataLoader and of a scheduler."""
+"""The DataLoaders and schedulers that ``prepare`` returns."""
 
 import math
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class JobDataLoader(DataLoader[Any]):
     """A DataLoader of the script: the training's follows the job's steps, any other stays whole.
 
-    ``whole``: the DataLoader as accelerate prepares it.
+    ``complete``: the DataLoader as accelerate prepares it.
     """
 
-    def __init__(self, source: Any, whole: Any, replica: "AcceleratedReplica") -> None:
+    def __init__(self, source: Any, complete: Any, replica: "AcceleratedReplica") -> None:
         super().__init__(source.dataset, source.batch_size, collate_fn=source.collate_fn)
-        self.source, self.whole, self._replica = source, whole, replica
+        self.source, self.complete, self._replica = source, complete, replica
         self._begun = False
 
     @property
@@ -38,7 +38,7 @@ class JobDataLoader(DataLoader[Any]):
 
     @property
     def epoch_end(self) -> str:
-        """What the last step of a pass has."""
+        """The form of a pass's last step, as ``session.loader`` names it."""
         data = self.data
         return "continue" if data.is_stream else "drop" if data.drop_last else "short"
 
@@ -49,7 +49,7 @@ class JobDataLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         if not self._replica.trains_on(self):
-            return len(self.whole)
+            return len(self.complete)
         if self.data.is_stream:
             return len(self.source)  # raises the TypeError of a stream without a length
         return self.steps_per_pass * int(self._replica.accumulation)
@@ -61,9 +61,9 @@ class JobDataLoader(DataLoader[Any]):
         return self._replica.micro_batches(self, first)
 
     def _read_whole(self) -> Iterator[Any]:
-        self._replica.open_reads += 1
+        self._replica.open_reads, self._replica.evaluates = self._replica.open_reads + 1, True
         try:
-            yield from self.whole
+            yield from self.complete
         finally:
             self._replica.open_reads -= 1
 
@@ -76,8 +76,8 @@ class JobDataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing for the training: the order of its data follows the job's step."""
-        if not self._replica.trains_on(self) and hasattr(self.whole, "set_epoch"):
-            self.whole.set_epoch(epoch)
+        if not self._replica.trains_on(self) and hasattr(self.complete, "set_epoch"):
+            self.complete.set_epoch(epoch)
 
     @property
     def total_batch_size(self) -> int:

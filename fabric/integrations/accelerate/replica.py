@@ -48,8 +48,8 @@ class AcceleratedReplica:
         self.trains = False  # the loop computes a micro-batch of the training DataLoader
         self.goes_over = False  # the loop is at a step that the job has made
         self.open_reads = 0  # number of other DataLoaders that the script is reading
+        self.evaluates = False  # the script has read another DataLoader since its last training batch
         self.triggers = Triggers()
-        self.trackers: Any = None  # arguments of init_trackers, until the first log
         self._accelerator, self._arguments = accelerator, arguments
         self._until, self._seed = until, seed
         self._loaders: list[JobDataLoader] = []
@@ -74,9 +74,9 @@ class AcceleratedReplica:
             if kind:
                 raise ConfigError(f"FabricAccelerator cannot keep replicas equal with the optimizer {kind}")
 
-    def take_loader(self, source: Any, whole: Any) -> JobDataLoader:
-        """Return a DataLoader of ours in place of the script's. ``whole``: as accelerate prepares it."""
-        self._loaders.append(JobDataLoader(source, whole, self))
+    def take_loader(self, source: Any, complete: Any) -> JobDataLoader:
+        """Return a DataLoader of ours in place of the script's. ``complete``: as accelerate prepares it."""
+        self._loaders.append(JobDataLoader(source, complete, self))
         return self._loaders[-1]
 
     def trains_on(self, loader: JobDataLoader) -> bool:
@@ -157,7 +157,7 @@ class AcceleratedReplica:
         while not loop.is_complete:
             # True in a step's first micro-batch, so that zero_grad at the top of the loop works.
             gradient_state._set_sync_gradients(is_first)  # noqa: SLF001
-            self.trains, loop.waits = True, True
+            self.trains, loop.waits, self.evaluates = True, True, False
             try:
                 yield send_to_device(loop.batch(), self._accelerator.device)
             finally:
@@ -200,6 +200,21 @@ class AcceleratedReplica:
         if self._session is not None:
             return bool(self._session.is_writer) and not self.goes_over
         return self.data_slot == 0
+
+    def note_update(self) -> bool:
+        """Note that the script's optimizer makes a step; return whether the step is real."""
+        if self._loop is not None:
+            self._loop.has_updated = True
+        return not self.goes_over
+
+    def check_figure(self, method: str) -> None:
+        """Raise ConfigError where ``method`` gets a figure of the training, which only this replica has."""
+        if self.trains and not self.evaluates:
+            raise ConfigError(
+                f"accelerator.{method} in the training loop cannot reach the other replicas, because one of "
+                f"them may have more batches in a step: leave {method} out, and log the loss of one "
+                "replica"
+            )
 
     def busy(self, why: str) -> Any:
         """Tell the others what this replica does."""
@@ -277,6 +292,7 @@ class _ScriptLoop:
         self._left = 0  # number of batches that are left of a step that the loop does not compute
         self._kept: Any = None  # a batch for such a step
         self._finished: Step | None = None  # the newest step of the job that the loop has made
+        self.has_updated = False  # the script's optimizer has made a step
 
     def find_step(self, until: int) -> bool:
         """Go on to the loop's next step; return whether there is one."""
@@ -285,6 +301,7 @@ class _ScriptLoop:
             return True
         step = feed.step
         if step is not None and step is self._finished:
+            self._check_update()
             step = feed.advance()
         if step is not None and not step.done and step.number == self.number:
             self._upcoming = feed.micro_batch()
@@ -297,6 +314,13 @@ class _ScriptLoop:
             self._replica.leave(job_at)
         self._begin_step(job_at)
         return True
+
+    def _check_update(self) -> None:
+        if not self.has_updated:
+            raise ConfigError(
+                f"the script makes no optimizer step after {self._replica.accumulation} of its batches: give "
+                "Accelerator the number of batches of a step, as gradient_accumulation_steps="
+            )
 
     def _begin_step(self, job_at: int) -> None:
         replica, over = self._replica, self.number < job_at
@@ -350,10 +374,10 @@ class _ScriptLoop:
         if replica.goes_over:
             return
         if self._is_aside:
+            assert step is not None
             self._gradients.bring_back()
             self._is_aside = False
-            if step is not None:
-                self.feed.session.handover.resume(step.number)  # the loop has drawn random numbers since
+            self.feed.session.handover.resume(step.number)  # the loop has computed a forward since
         self.outputs.close()  # an evaluation after the update is real
         self._finished = step
 

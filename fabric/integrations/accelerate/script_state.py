@@ -1,4 +1,4 @@
-"""What the script's loop advances at each step, while the loop goes over steps that the job has made."""
+"""The values that a loop advances at each step, while it goes over steps that the job has made."""
 
 import copy
 from collections.abc import Mapping

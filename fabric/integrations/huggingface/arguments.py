@@ -1,4 +1,4 @@
-"""What FabricTrainer does with every argument and overridable method of the Trainer of transformers."""
+"""The rows that say how FabricTrainer treats each argument and method of the Trainer of transformers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -189,10 +189,10 @@ def refuse(trainer: Any, base: type, resumes: bool, trial: Any) -> None:
     ``base``: the class whose methods the user's class may override.
     """
     args = trainer.args
-    known = type(args).__module__.partition(".")[0] in ("transformers", "trl")
+    of_framework = type(args).__module__.partition(".")[0] in ("transformers", "trl")
     fields = {name: getattr(args, name) for name in ARGUMENTS.rows if hasattr(args, name)}
     kind = next(x for x in type(args).__mro__ if x.__name__ == "TrainingArguments")
-    unknown = {name: getattr(args, name) for name in ARGUMENTS.unknown(kind)} if known else {}
+    unknown = {name: getattr(args, name) for name in ARGUMENTS.unknown(kind)} if of_framework else {}
     ARGUMENTS.check(kind, {**fields, **unknown})
     config: Any = args.accelerator_config
     ACCELERATOR.check(type(config), vars(config))

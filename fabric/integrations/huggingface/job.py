@@ -40,7 +40,7 @@ class TrainerJob:
 
     def __init__(self, trainer: Any, replicas: int) -> None:
         self.replicas = replicas
-        self.epochs = Epochs(1, 1)
+        self.epochs = Passes(1, 1)
         self.until = 0
         self.session: Any = None
         self.runs = False  # the session's loop is under way
@@ -66,10 +66,10 @@ class TrainerJob:
         if data.is_stream:
             return dataloader
         if data.drop_last:
-            whole = _WholeBatches(data.sampler, data.batch_size)
-            self._data = data = replace(data, sampler=whole, size=len(whole))
+            full = _WholeBatches(data.sampler, data.batch_size)
+            self._data = data = replace(data, sampler=full, size=len(full))
         accumulation = self._trainer.args.gradient_accumulation_steps
-        self.epochs = Epochs(math.ceil(data.size / data.batch_size), accumulation * self.replicas)
+        self.epochs = Passes(math.ceil(data.size / data.batch_size), accumulation * self.replicas)
         return _Epoch(dataloader.dataset, self.epochs.steps * accumulation)
 
     def plan(self, steps_per_epoch: int, until: int) -> None:
@@ -77,7 +77,7 @@ class TrainerJob:
         self.until = until
         if self._data.is_stream:
             per_step = self._trainer.args.gradient_accumulation_steps * self.replicas
-            self.epochs = Epochs(steps_per_epoch * per_step, per_step)
+            self.epochs = Passes(steps_per_epoch * per_step, per_step)
 
     def begin(self) -> None:
         """Attach, and begin at the job's step. The optimizer and the scheduler exist by now."""
@@ -281,7 +281,7 @@ class TrainerJob:
 
 
 class MicroBatch:
-    """What a micro-batch that is being computed adds to the step."""
+    """A micro-batch that is being computed, with its part of the step."""
 
     def __init__(self, rule: LossRule, batch: Any, part: float) -> None:
         self.items = rule.items(batch)  # as num_items_in_batch
@@ -291,7 +291,7 @@ class MicroBatch:
         self.factor = 1.0  # by which the Trainer's loss is multiplied
 
 
-class Epochs:
+class Passes:
     """Passes over data of ``micro_batches`` micro-batches, of which a step has up to ``per_step``."""
 
     def __init__(self, micro_batches: int, per_step: int) -> None:

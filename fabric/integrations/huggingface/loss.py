@@ -75,8 +75,8 @@ class LossRule:
         count, self._count = self._count, None
         if count is None:
             return
-        found: Any = torch.autograd.grad(loss, [count], retain_graph=True, allow_unused=True)
-        slope = found[0]
+        slopes: Any = torch.autograd.grad(loss, [count], retain_graph=True, allow_unused=True)
+        slope = slopes[0]
         name = type(self._trainer).__name__
         remedy = f"set loss_is_scaled_for_ga in {name}, as the Trainer's documentation of compute_loss says"
         if slope is None:

@@ -83,10 +83,10 @@ class TrlFigures:
 
 def trl_class(trainer: Any) -> type | None:
     """Return the class of trl that ``trainer`` is an instance of, or None."""
-    found = (
+    classes = (
         x for x in type(trainer).__mro__ if x.__module__.startswith("trl.") and "_metrics" in vars(trainer)
     )
-    return next(found, None)
+    return next(classes, None)
 
 
 def refusals(trainer: Any) -> Iterator[str]:

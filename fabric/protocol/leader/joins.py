@@ -158,8 +158,8 @@ class Joins:
         digest, times = Counter(serving.taken.values()).most_common(1)[0]
         if len(alike) == len({cut for cut, _ in alike}) or 2 * times > len(serving.taken):
             return digest
-        said = ", ".join(f"{name} ({digest[:8]})" for name, digest in sorted(serving.taken.items())[:4])
-        why = f"members disagree about the state at step {serving.step}: {said}; it gets none of these states"
+        digests = ", ".join(f"{name} ({digest[:8]})" for name, digest in sorted(serving.taken.items())[:4])
+        why = f"members disagree about the state at step {serving.step}: {digests}; it gets none of them"
         if serving.disputed != serving.step:
             serving.disputed = serving.step
             self.outbox.record_event("disputed", joiner, why)

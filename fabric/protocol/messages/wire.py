@@ -75,8 +75,8 @@ def check_version(version: object) -> None:
 
     The newer one is accepted too, because two sides that are one version apart each receive from the other.
     """
-    known = (PROTOCOL_VERSION - 1, PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
-    if isinstance(version, bool) or not isinstance(version, int) or version not in known:
+    neighbours = (PROTOCOL_VERSION - 1, PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
+    if isinstance(version, bool) or not isinstance(version, int) or version not in neighbours:
         raise ProtocolError(
             f"protocol version {_short(version)} cannot talk to version {PROTOCOL_VERSION}: "
             "upgrade one step at a time, the lighthouse first"

@@ -10,7 +10,11 @@ from fabric.protocol.messages.network import OpenSession
 from fabric.protocol.rules import layout_text
 
 # Data setting -> the name of the variable or argument with which the user chooses it.
-_LABELS = {"data_slots": "seats (FABRIC_REPLICAS)", "on_nan": "FABRIC_ON_NAN"}
+_LABELS = {
+    "data_slots": "seats (FABRIC_REPLICAS)",
+    "on_nan": "FABRIC_ON_NAN",
+    "order": "the order of the sampler (its digest)",
+}
 # Value of ``OpenSession.plane`` -> words for an error message.
 _PLANES = {"host": "in host memory", "device": "on a GPU", "nccl": "through NCCL"}
 

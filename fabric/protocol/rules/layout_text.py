@@ -30,7 +30,7 @@ MOST_NAMED = 2048
 
 @dataclass(frozen=True, slots=True)
 class LayoutSummary:
-    """What a leader needs to know of a layout that lays out a whole model."""
+    """The facts that a leader needs of a layout that lays out a whole model."""
 
     ranks: int
     parts: int
@@ -103,8 +103,8 @@ def layout_summary(text: str) -> LayoutSummary:
             lanes_of({"this replica": layout})
         except ConfigError as error:
             raise ProtocolError(f"a member announced a layout that cannot be: {error}") from error
-        whole = sorted({(p.name, p.dtype, p.shape) for row in layout.ranks for p in row})
-        model = hashlib.blake2b(repr(whole).encode(), digest_size=16).hexdigest()
+        parameters = sorted({(p.name, p.dtype, p.shape) for row in layout.ranks for p in row})
+        model = hashlib.blake2b(repr(parameters).encode(), digest_size=16).hexdigest()
         summary = LayoutSummary(len(layout.ranks), sum(map(len, layout.ranks)), model)
         while len(_known) >= MOST_KNOWN:
             _known.pop(next(iter(_known)), None)

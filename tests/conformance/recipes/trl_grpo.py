@@ -13,7 +13,7 @@ AREA = "trl"
 NEEDS = ("trl",)
 LAUNCH = "--adopt"
 UNLIKE = ("single", "killed")
-STEPS = 16
+STEPS = 24
 WORDS = [f"w{i}" for i in range(60)]
 
 vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}

@@ -10,7 +10,7 @@ AREA = "trl"
 NEEDS = ("trl",)
 LAUNCH = "--adopt"
 REFUSED = "steps_per_generation=2, whose completions wait in one replica"
-STEPS = 16
+STEPS = 24
 WORDS = [f"w{i}" for i in range(60)]
 
 vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}

@@ -1,0 +1,230 @@
+"""Every argument and method of the Accelerator: kept, without influence on the training, or refused."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+
+from fabric.errors import ConfigError
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row
+
+_BY = "FabricAccelerator"
+_SPREADS = Refusal(
+    "it spreads a replica over several processes, and FabricAccelerator is one process per replica"
+)
+_EPOCHS, _COUNTED = Kept("recipe accelerate_epochs"), Kept("recipe accelerate_counted")
+_EXAMPLE, _UNIT = Kept("test_accelerate"), Kept("test_accelerator_arguments")
+_READS = NoInfluence("it tells or undoes what prepare has done")
+_FILES = NoInfluence("it is about files")
+
+ACCELERATOR = ArgumentTable(
+    "Accelerator",
+    _BY,
+    {
+        "device_placement": NoInfluence("it says where tensors lie"),
+        "cpu": _EPOCHS,
+        "gradient_accumulation_steps": _EPOCHS,
+        "gradient_accumulation_plugin": _UNIT,
+        "step_scheduler_with_optimizer": _UNIT,
+        "dataloader_config": _UNIT,
+        "kwargs_handlers": _UNIT,
+        "mixed_precision": Refusal(
+            'fp8 has not been tried: choose "bf16"', lambda x: x in ("no", "fp16", "bf16")
+        ),
+        "split_batches": Refusal("batches are those of one replica: give its batch size"),
+        "rng_types": NoInfluence("fabric seeds each micro-batch"),
+        "log_with": _EXAMPLE,
+        "project_dir": _FILES,
+        "project_config": _FILES,
+        "dynamo_backend": Refusal("a compiled model has not been tried: leave it out"),
+        "dynamo_plugin": Refusal("a compiled model has not been tried: leave it out"),
+        "deepspeed_plugin": _SPREADS,
+        "deepspeed_plugins": _SPREADS,
+        "fsdp_plugin": _SPREADS,
+        "torch_tp_plugin": _SPREADS,
+        "megatron_lm_plugin": _SPREADS,
+        "parallelism_config": _SPREADS,
+    },
+)
+CONFIGURATIONS = (
+    (
+        DataLoaderConfiguration,
+        ArgumentTable(
+            "DataLoaderConfiguration",
+            _BY,
+            {
+                "split_batches": Refusal("batches are those of one replica: give its batch size"),
+                "dispatch_batches": NoInfluence("each replica reads its own batches"),
+                "even_batches": NoInfluence("each sample of a pass is used once"),
+                "use_seedable_sampler": NoInfluence("Accelerator(seed=) gives the order"),
+                "data_seed": NoInfluence("Accelerator(seed=) gives the order"),
+                "non_blocking": NoInfluence("it says how tensors are copied"),
+                "use_stateful_dataloader": NoInfluence("the committed step gives the position"),
+                "custom_classes": NoInfluence("it says which objects are moved to the device"),
+            },
+        ),
+    ),
+    (
+        GradientAccumulationPlugin,
+        ArgumentTable(
+            "GradientAccumulationPlugin",
+            _BY,
+            {
+                "num_steps": _EPOCHS,
+                "adjust_scheduler": NoInfluence("schedulers count updates"),
+                "sync_with_dataloader": Refusal("a step ends with its pass: leave it out"),
+                "sync_each_batch": NoInfluence("gradients are exchanged once for each step"),
+            },
+        ),
+    ),
+    (
+        ProjectConfiguration,
+        ArgumentTable(
+            "ProjectConfiguration",
+            _BY,
+            {
+                "project_dir": _FILES,
+                "logging_dir": _FILES,
+                "automatic_checkpoint_naming": _FILES,
+                "total_limit": _FILES,
+                "iteration": _FILES,
+                "save_on_each_node": Refusal("one replica writes the files: leave it out"),
+            },
+        ),
+    ),
+)
+# Handlers of ``kwargs_handlers`` by the names of their classes.
+HANDLERS: dict[str, Row] = {
+    "AutocastKwargs": NoInfluence("it is about a replica's own precision"),
+    "GradScalerKwargs": NoInfluence("the scaler is shared state"),
+    "InitProcessGroupKwargs": NoInfluence("accelerate makes no process group here"),
+    "ProfileKwargs": NoInfluence("it measures"),
+    "GradientAccumulationPlugin": _UNIT,
+    "DistributedDataParallelKwargs": NoInfluence("fabric averages the gradients"),
+}
+
+METHODS: dict[str, Row] = {
+    "accumulate": _EPOCHS,
+    "backward": _EPOCHS,
+    "clip_grad_norm_": _EPOCHS,
+    "clip_grad_value_": _UNIT,
+    "sync_gradients": _EPOCHS,
+    "gradient_accumulation_steps": _EPOCHS,
+    "no_sync": NoInfluence("an incomplete step is never exchanged"),
+    "autocast": NoInfluence("it is about a replica's own precision"),
+    "profile": NoInfluence("it measures"),
+    "unscale_gradients": NoInfluence("clipping and the optimizer do so too"),
+    "optimizer_step_was_skipped": _READS,
+    "prepare": _EPOCHS,
+    "prepare_data_loader": _EPOCHS,
+    "prepare_model": _EPOCHS,
+    "prepare_optimizer": _EPOCHS,
+    "prepare_scheduler": _EPOCHS,
+    "skip_first_batches": _EXAMPLE,
+    "gather": _UNIT,
+    "gather_for_metrics": _EPOCHS,
+    "reduce": _UNIT,
+    "pad_across_processes": NoInfluence("every replica has the whole"),
+    "split_between_processes": NoInfluence("every replica has the whole"),
+    "set_trigger": Kept("recipe accelerate_trigger"),
+    "check_trigger": Kept("recipe accelerate_trigger"),
+    "register_for_checkpointing": Kept("recipe accelerate_trigger"),
+    "wait_for_everyone": NoInfluence("replicas meet at each step"),
+    "main_process_first": NoInfluence("each replica prepares its own files"),
+    "local_main_process_first": NoInfluence("each replica prepares its own files"),
+    "num_processes": Kept("test_framework_refusals"),
+    "process_index": _UNIT,
+    "local_process_index": _READS,
+    "is_main_process": _EXAMPLE,
+    "is_local_main_process": _READS,
+    "is_last_process": _UNIT,
+    "on_main_process": _UNIT,
+    "on_last_process": _UNIT,
+    "on_process": _UNIT,
+    "on_local_main_process": _READS,
+    "on_local_process": _READS,
+    "print": NoInfluence("each replica prints"),
+    "log": _EXAMPLE,
+    "init_trackers": _EXAMPLE,
+    "get_tracker": _READS,
+    "end_training": _EXAMPLE,
+    "save": _FILES,
+    "save_model": _FILES,
+    "save_state": _EXAMPLE,
+    "load_state": _EXAMPLE,
+    "save_iteration": _FILES,
+    "should_save_model": _FILES,
+    "register_save_state_pre_hook": _FILES,
+    "register_load_state_pre_hook": _FILES,
+    "get_state_dict": _READS,
+    "unwrap_model": _EPOCHS,
+    "verify_device_map": _READS,
+    "clear": Refusal("a job is one training in one process: make a script of each"),
+    "free_memory": Kept("test_accelerator_arguments"),
+    "join_uneven_inputs": Refusal("replicas share the batches of a step evenly: leave it out"),
+    "trigger_sync_in_backward": Refusal("the last batch of a step is known before: use accumulate"),
+    "lomo_backward": Refusal("it updates parameters before their gradients are averaged: use backward"),
+    "maybe_context_parallel": _SPREADS,
+    "deepspeed_ulysses_dl_adapter": _SPREADS,
+    # what accelerate has found and was given
+    **dict.fromkeys(
+        (
+            *("device", "distributed_type", "project_dir", "logging_dir", "mixed_precision", "split_batches"),
+            *("dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking", "multi_device"),
+            *("use_stateful_dataloader", "use_distributed", "deepspeed_plugin", "fp8_backend", "is_fsdp2"),
+            *("is_composable_parallelism_enabled", "parallelism_config", "torch_device_mesh"),
+            *("context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank"),
+            *("pipeline_parallel_rank", "tensor_parallel_rank", "custom_classes"),
+        ),
+        _READS,
+    ),
+}
+
+
+def check_arguments(arguments: Iterable[Any], named: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument of Accelerator that cannot be kept equal."""
+    names = [name for name in Accelerator.__init__.__annotations__ if name != "return"]
+    given = {**dict(zip(names, arguments, strict=False)), **named}
+    ACCELERATOR.check(Accelerator, given)
+    for value in (*given.values(), *(given.get("kwargs_handlers") or ())):
+        for kind, table in CONFIGURATIONS:
+            if isinstance(value, kind):
+                table.check(kind, vars(value))
+    for handler in given.get("kwargs_handlers") or ():
+        name = type(handler).__name__
+        if name not in HANDLERS:
+            raise ConfigError(
+                f"{_BY} refuses {name} in kwargs_handlers, which has not been tried: leave it out"
+            )
+        hook = getattr(handler, "comm_hook", None)
+        if hook is not None and hook != type(handler)().comm_hook:
+            raise ConfigError(
+                f"{_BY} refuses a comm_hook, because fabric averages the gradients: leave it out"
+            )
+
+
+def check_plugins(accelerator: Any) -> None:
+    """Raise ConfigError for what accelerate has from its own environment, such as ``accelerate config``."""
+    kind = accelerator.distributed_type
+    if kind != DistributedType.NO:
+        raise ConfigError(
+            f"{_BY} is one process per replica, and accelerate runs {kind.value}: start each replica with "
+            "fabric launch, without DeepSpeed, FSDP or several processes"
+        )
+    accelerator_state = accelerator.state
+    ACCELERATOR.check(Accelerator, {"mixed_precision": accelerator_state.mixed_precision})
+
+
+def refused_methods() -> dict[str, Refusal]:
+    """Return the methods of the installed Accelerator that are refused, or that no row knows."""
+    unknown = Refusal("it is a method of a newer release that fabric does not know: leave it out")
+    rows = {
+        name: METHODS.get(name, unknown) for name in public_methods() if callable(getattr(Accelerator, name))
+    }
+    return {name: row for name, row in rows.items() if isinstance(row, Refusal)}
+
+
+def public_methods() -> list[str]:
+    """Return the public methods and properties of the installed Accelerator."""
+    return [name for name in dir(Accelerator) if not name.startswith("_")]

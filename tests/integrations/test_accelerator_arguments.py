@@ -1,0 +1,120 @@
+"""Each argument and method of the installed Accelerator has a row, and what is refused is refused."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+)
+from accelerate.utils.dataclasses import AORecipeKwargs, DDPCommunicationHookType
+
+from fabric.errors import ConfigError
+from fabric.integrations.accelerate import FabricAccelerator
+from fabric.integrations.accelerate.arguments import ACCELERATOR, CONFIGURATIONS, METHODS, public_methods
+
+
+@pytest.fixture(autouse=True)
+def replica(monkeypatch, tmp_path):
+    monkeypatch.setenv("FABRIC_LIGHTHOUSE", "http://127.0.0.1:9")
+    monkeypatch.setenv("FABRIC_REPLICA", "r1")
+    monkeypatch.setenv("FABRIC_REPLICAS", "3")
+    monkeypatch.setenv("FABRIC_RUN_DIR", str(tmp_path / "run"))
+
+
+def test_every_argument_of_the_installed_release_has_a_row():
+    assert not ACCELERATOR.unknown(Accelerator)
+    for kind, table in CONFIGURATIONS:
+        assert not table.unknown(kind), kind.__name__
+
+
+def test_every_method_of_the_installed_release_has_a_row():
+    assert not set(public_methods()) - set(METHODS)
+
+
+def test_a_method_of_a_newer_release_is_refused(monkeypatch):
+    monkeypatch.delitem(METHODS, "gather_for_metrics")
+    from fabric.integrations.accelerate.arguments import refused_methods
+
+    assert "newer release" in refused_methods()["gather_for_metrics"].why
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"dataloader_config": DataLoaderConfiguration(split_batches=True)},
+            "split_batches=True.* batch size",
+        ),
+        ({"split_batches": True}, r"Accelerator\(split_batches=True\)"),
+        ({"dynamo_backend": "eager"}, r"dynamo_backend='eager'"),
+        ({"mixed_precision": "fp8"}, 'choose "bf16"'),
+        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(2, sync_with_dataloader=False)}, "pass"),
+        ({"kwargs_handlers": [AORecipeKwargs.__new__(AORecipeKwargs)]}, "AORecipeKwargs in kwargs_handlers"),
+        (
+            {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)]},
+            "a comm_hook, because fabric averages",
+        ),
+        ({"fsdp_plugin": object()}, "spreads a replica over several processes"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_an_argument_that_cannot_be_kept_is_one_sentence(given, words):
+    with pytest.raises(ConfigError, match=f"^FabricAccelerator refuses .*{words}") as error:
+        FabricAccelerator(**given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["lomo_backward", "trigger_sync_in_backward", "join_uneven_inputs", "clear"])
+def test_a_method_that_cannot_be_kept_is_one_sentence(name):
+    with pytest.raises(ConfigError, match=f"^FabricAccelerator refuses accelerator.{name}, because "):
+        getattr(FabricAccelerator(cpu=True), name)()
+
+
+def test_disabled_every_method_is_the_accelerators_own(monkeypatch):
+    monkeypatch.setenv("FABRIC_DISABLE", "1")
+    accelerator = FabricAccelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    accelerator.prepare(model)
+    with accelerator.join_uneven_inputs([model]):
+        pass
+    accelerator.set_trigger()
+    assert accelerator.check_trigger() and accelerator.process_index == 0
+    assert accelerator.reduce(torch.ones(1)).item() == 1
+    assert accelerator.on_main_process(lambda: "ran")() == "ran"
+
+
+def test_functions_of_one_process_run_on_one_replica():
+    accelerator = FabricAccelerator(cpu=True)
+    assert (accelerator.process_index, accelerator.is_main_process) == (1, False)
+    assert accelerator.on_main_process(lambda: "ran")() is None
+    assert accelerator.on_last_process(lambda: "ran")() is None
+    assert accelerator.on_process(lambda: "ran", process_index=1)() == "ran"
+    assert accelerator.on_process(process_index=0)(lambda: "ran")() is None
+
+
+def test_figures_of_the_training_and_sums_are_refused():
+    accelerator = FabricAccelerator(cpu=True)
+    assert accelerator.reduce(torch.ones(2), "mean").sum() == 2
+    with pytest.raises(ConfigError, match=r'reduce with reduction="sum" would add'):
+        accelerator.reduce(torch.ones(2))
+    accelerator._replica.trains = True
+    for name in ("gather", "gather_for_metrics", "reduce"):
+        with pytest.raises(ConfigError, match=rf"accelerator\.{name} in the training loop cannot reach"):
+            getattr(accelerator, name)(torch.ones(2))
+    accelerator._replica.evaluates = True  # within the pass, after an update
+    assert accelerator.gather(torch.ones(2)).sum() == 2
+
+
+def test_a_scheduler_of_epochs_makes_one_step():
+    accelerator = FabricAccelerator(cpu=True, step_scheduler_with_optimizer=False)
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.5]
+    accelerator._replica.goes_over = True
+    scheduler.step()
+    optimizer.step()
+    assert scheduler.get_last_lr() == [0.5]

@@ -1,14 +1,20 @@
 """Collectives between replicas over real links, with real threads: results, failures, repeated calls."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from client.collective_party import Parties
+from protocol.makers import record_of
+from protocol.test_member import holding
 
+from fabric.client.collectives.members import CollectiveMembers
 from fabric.client.collectives.payload import Offer
 from fabric.errors import CollectiveFailed, ConfigError, Mismatch, NotAMember, RoundAborted
 from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages.prepared_round import PreparedRound
 
 NAMES = "a b c"
 
@@ -249,3 +255,56 @@ def test_no_member_and_no_tensor_are_refused_with_a_sentence(three):
 def test_before_the_first_step_there_are_no_members():
     with Parties("a") as parties, pytest.raises(NotAMember, match="the first step has not begun"):
         parties["a"].barrier()
+
+
+def after_a_rack_died(epochs):
+    """Return the members of "a" once it has learned of these epochs, and the Apply order of a decision.
+
+    "a" prepared step 0 in epoch 1 and waits for votes. The members of the rack die one by one, each in an
+    epoch of its own. The decision of the last epoch commits the prepared round.
+    """
+    trainer = holding()
+    members = CollectiveMembers(trainer.core.view, "a", 1)
+    members.note(trainer.core.view.current)
+    trainer.do(io.LinkLost("b", 1, "it died"))
+    for epoch in epochs:
+        trainer.leader(m.Epoch(record_of("a", epoch=epoch)))
+        for effect in trainer.found(io.LinkUp):
+            members.note(effect.record)
+    last = trainer.core.view.newest
+    trainer.leader(m.Resume(last.fence, 1, (m.Assignment("a", (0, 1, 2, 3)),), "g0"))
+    for effect in trainer.found(io.Switch):
+        members.note(effect.record)
+    (order,) = trainer.found(io.Apply)
+    return members, order
+
+
+@pytest.mark.parametrize("deaths", [1, 16, 400])
+def test_a_prepared_round_is_committed_after_any_number_of_forced_epochs(deaths):
+    members, order = after_a_rack_died(range(2, 2 + deaths))
+    members.end_step(order)
+    assert members.phase.epoch == 1 and [x.replica for x in members.phase.members] == ["a", "b"]
+
+
+def test_the_epochs_before_a_committed_step_are_forgotten():
+    members, order = after_a_rack_died(range(2, 42))
+    members.end_step(order)
+    assert sorted(members._records) == list(range(1, 42))
+    members.end_step(io.Apply(1, 1, PreparedRound(41, 1, "", 1.0, (), ()), contributed=True, digest=False))
+    assert sorted(members._records) == [41]
+
+
+def test_the_epochs_before_a_replayed_step_are_forgotten():
+    members, _ = after_a_rack_died(range(2, 42))
+    members.end_step(io.Apply(1, 0, None, contributed=False, digest=False))
+    assert sorted(members._records) == [41], "the epoch in force"
+
+
+def test_a_store_that_counts_its_epochs_anew_takes_no_record_away():
+    """A decision of the new store commits a step in its epoch 3; the old store had an epoch 3 too."""
+    members, order = after_a_rack_died(range(2, 42))
+    members.end_step(order)
+    for epoch in range(2, 5):
+        members.note(replace(record_of("a", epoch=epoch), store_id="another"))
+    members.end_step(io.Apply(1, 1, PreparedRound(3, 1, "", 1.0, (), ()), contributed=True, digest=False))
+    assert members.phase.members[0].replica == "a" and sorted(members._records) == [3, 4]

@@ -13,7 +13,6 @@ from fabric.errors import NotAMember
 from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io
 
-_KEPT_RECORDS = 16
 _NOT_STARTED = "the first step has not begun: call collectives inside the loop over session.steps, or after "
 _NOT_STARTED += "the first session.exchange"
 
@@ -34,7 +33,7 @@ class CollectiveMembers:
         self._engine = engine
         self.replica = replica
         self._incarnation = incarnation
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, Record] = {}  # the epochs in which a step may yet be committed, as announced
         self._committed: Record | None = None  # the epoch of the newest round that this process committed
         self._phase: Phase | None = None
         self._why_not = _NOT_STARTED
@@ -47,10 +46,15 @@ class CollectiveMembers:
         return self._phase
 
     def note(self, record: Record) -> None:
-        """Keep the record of an epoch that is announced or in force."""
+        """Keep the record of an epoch that is announced or in force.
+
+        A prepared round is a promise: a decision may commit it any number of epochs later. So the records
+        stay until the next step ends.
+        """
+        known = self._records.get(record.epoch)
+        if known is not None and known.fence != record.fence:
+            del self._records[record.epoch]  # the epoch of another store: a record that is announced anew
         self._records[record.epoch] = record
-        while len(self._records) > _KEPT_RECORDS:
-            del self._records[min(self._records)]
 
     def begin_step(self, order: io.Compute | io.Apply) -> None:
         """Begin the phase before the commit of a step of ``session.steps``."""
@@ -68,10 +72,20 @@ class CollectiveMembers:
     def end_step(self, order: io.Apply) -> None:
         """Begin the phase after the commit of a step."""
         if order.prepared is None:
+            if self._engine.current is not None:
+                self._forget_before(self._engine.current.epoch)
             self.leave(f"it replays step {order.step}, call collectives only where step.replayed is false")
             return
         self._committed = record = self._records[order.prepared.epoch]
         self._phase = Phase((order.step + 1, 0), record.epoch, record.roster)
+        self._forget_before(record.epoch)
+
+    def _forget_before(self, epoch: int) -> None:
+        """Forget the epochs announced before ``epoch``: later steps are committed in it or after it."""
+        announced = list(self._records)
+        if epoch in announced:
+            for earlier in announced[: announced.index(epoch)]:
+                del self._records[earlier]
 
     def leave(self, why: str) -> None:
         """Take part in no collective until the next step; ``why``, for the error of a call."""

@@ -135,6 +135,11 @@ class TrainerJob:
         state = trainer.state
         state.global_step = step.number
         state.epoch = self.epochs.place(step.number)
+        self._look_at_writer()
+
+    def _look_at_writer(self) -> None:
+        """Let the Trainer log and save where this replica writes for all."""
+        trainer, state = self._trainer, self._trainer.state
         writes = trainer.is_world_process_zero()
         if writes and not state.is_world_process_zero:
             self._show_progress()
@@ -183,6 +188,7 @@ class TrainerJob:
             if not self.wants_stop:
                 self._compute(model, batch)
         assert self._begun is not None
+        self._look_at_writer()  # the writer may have died in this step's exchange
         self._totals = dict(self._begun.metrics)
         if self._totals.get("stops"):
             model.zero_grad()

@@ -13,10 +13,12 @@ from fabric.errors import FabricError
 from fabric.exit_codes import DEVICE_FAILED, FAILED
 from fabric.runtime.config import refuse_unknown_variables, settings
 from fabric.runtime.priority import run_low_priority
+from fabric.runtime.process_environment import LAUNCH_MARK, process_environment
 
 # The longest time that a start waits for a lighthouse's status of the job.
 _LOOK_S = 2.0
 ADOPT = "--adopt"
+_INTERRUPTED = 130  # as a shell shows a program that Ctrl-C has ended
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -50,12 +52,16 @@ def run_program(words: list[str]) -> None:
         raise SystemExit(FAILED)
     # Numpy starts threads when it is imported, and numpy's threads keep the priority that they start with.
     importlib.import_module("numpy")
-    run_low_priority(_import)
+    try:
+        run_low_priority(_import)
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
     try:
         if adopts:
             adoption = importlib.import_module("fabric.integrations.adopt.adoption")
             adoption.run_adopted(functools.partial(_run, words))
         else:
+            _refuse_strangers()
             _run(words)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
@@ -68,6 +74,26 @@ def run_program(words: list[str]) -> None:
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(DEVICE_FAILED) from None
+
+
+def _refuse_strangers() -> None:
+    """Let a launched script that updates a model without a session end with one sentence."""
+    environment = process_environment()
+    if LAUNCH_MARK not in environment or environment.get("FABRIC_DISABLE", "0") not in ("", "0"):
+        return
+    optimizers = importlib.import_module("torch.optim.optimizer")
+    attach = importlib.import_module("fabric.client.attach")
+
+    def check(*_: object) -> None:
+        if attach.has_begun or any(name.startswith("fabric.integrations.") for name in sys.modules):
+            return
+        sys.stderr.write(
+            "fabric: the script updates its model and has not called fabric.client.attach, so each replica "
+            "would train a model of its own: call it before the first update, or launch with --adopt auto\n"
+        )
+        raise SystemExit(FAILED)
+
+    optimizers.register_optimizer_step_pre_hook(check)
 
 
 def _unknown_variable() -> str:

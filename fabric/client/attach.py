@@ -141,6 +141,9 @@ def ends_with_a_sentence() -> Iterator[None]:
         raise SystemExit(RESTART if isinstance(error, ServerLost) else FAILED) from None
 
 
+has_begun = False  # a session has been made in this process; ``fabric run`` ends a training without one
+
+
 def make_session(
     model: torch.nn.Module,
     optimizer: Optimizers,
@@ -149,6 +152,8 @@ def make_session(
     arguments: Mapping[str, Any],
 ) -> "Session | SoloSession":
     """As ``attach``, and raise its errors. ``choices``: the further arguments."""
+    global has_begun
+    has_begun = True
     session = _attach(model, optimizer, state, choices, arguments)
     if choices.sampler is not None:
         session.draw_from(choices.sampler)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fabric.runtime.priority import LOW_PRIORITY
+from fabric.runtime.process_environment import LAUNCH_MARK
 
 # This program prints the niceness of the thread that imports torch.
 WATCH = """
@@ -122,3 +123,48 @@ def test_an_adopted_script_without_settings_ends_with_one_sentence(folder, monke
     assert ended.stderr == (
         "fabric: no lighthouse is named: set FABRIC_LIGHTHOUSE=http://host:port (or FABRIC_DISABLE=1)\n"
     )
+
+
+STRANGER = """
+import sys, torch
+if "attached" in sys.argv:
+    sys.modules["fabric.client.attach"].has_begun = True
+weight = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+weight.grad = torch.ones(1)
+optimizer.step()
+print("updated")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "runs"),
+    [
+        ([], {LAUNCH_MARK: "x"}, False),
+        (["attached"], {LAUNCH_MARK: "x"}, True),
+        ([], {LAUNCH_MARK: "x", "FABRIC_DISABLE": "1"}, True),
+        ([], {}, True),
+    ],
+)
+def test_a_launched_script_that_trains_without_a_session_is_refused(
+    folder, words, environment, runs, monkeypatch
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (folder / "train.py").write_text(STRANGER)
+    ended = fabric_run(folder, str(folder / "train.py"), *words)
+    if runs:
+        assert (ended.returncode, ended.stdout) == (0, "updated\n"), ended.stderr
+    else:
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert ended.stderr.startswith("fabric: the script updates its model and has not called")
+        assert ended.stderr.count("\n") == 1 and "--adopt auto" in ended.stderr
+
+
+def test_ctrl_c_while_torch_is_imported_shows_no_traceback(folder):
+    (folder / "train.py").write_text("print('begun')")
+    words = f"import sys; sys.argv = ['fabric', 'run', {str(folder / 'train.py')!r}]\n"
+    words += "import fabric.cli.main, fabric.cli.run\ndef interrupted(): raise KeyboardInterrupt\n"
+    words += "fabric.cli.run._import = interrupted\nfabric.cli.main.main()"
+    ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

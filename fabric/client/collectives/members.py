@@ -51,9 +51,9 @@ class CollectiveMembers:
         A prepared round is a promise: a decision may commit it any number of epochs later. So the records
         stay until the next step ends.
         """
-        known = self._records.get(record.epoch)
-        if known is not None and known.fence != record.fence:
-            del self._records[record.epoch]  # the epoch of another store: a record that is announced anew
+        before = self._records.get(record.epoch)
+        if before is not None and before.fence != record.fence:
+            del self._records[record.epoch]  # another store counts its epochs from 1: this one is new
         self._records[record.epoch] = record
 
     def begin_step(self, order: io.Compute | io.Apply) -> None:

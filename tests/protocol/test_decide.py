@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol.makers import record_of, report_of
 
-from fabric.model import Base
+from fabric.model import Base, DataPlan, Sharing
 from fabric.protocol.messages.network import Resume
 from fabric.protocol.rules.decide import Evict, Undecidable, decide
 
@@ -138,6 +138,69 @@ def test_reports_of_members_without_a_state_of_the_generation_do_not_decide():
     decision = decide(record, reports, M)
     assert decision.step == 4
     assert table_of(decision) == {"a": (1, 2, 3), "b": ()}
+
+
+def shards_of(on_loss):
+    """Return three members of which two can read each of three parts; parts 0 and 1 lie with "a"."""
+    record = record_of("a b c", **{name: {"data_slot": n} for n, name in enumerate("abc")})
+    return replace(record, sharing=Sharing(data_slots=3, readers=2, on_loss=on_loss))
+
+
+def without(record, name):
+    return replace(record, roster=tuple(x for x in record.roster if x.replica != name))
+
+
+def computed_by(decision):
+    return sorted(i for ids in table_of(decision).values() for i in ids)
+
+
+@pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
+def test_after_a_commit_a_newcomer_computes_the_part_that_it_alone_can_read(on_loss):
+    record = without(shards_of(on_loss), "b")
+    reports = {
+        "a": report_of(record, 7, (1, 7, "a b"), prepared="g", have=(0, 1)),
+        "c": report_of(record, 0, generation=0),
+    }
+    decision = decide(record, reports, 6)
+    assert (decision.step, computed_by(decision)) == (8, [0, 1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
+def test_at_a_redo_a_member_that_is_behind_computes_the_part_that_it_alone_can_read(on_loss):
+    record = without(shards_of(on_loss), "b")
+    reports = {"a": report_of(record, 8, (1, 8, "a b"), have=(0, 1)), "c": report_of(record, 0, generation=0)}
+    decision = decide(record, reports, 6)
+    assert (decision.step, computed_by(decision)) == (8, [2, 3, 4, 5])
+
+
+@pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
+def test_a_step_that_nobody_has_begun_is_divided_with_the_only_reader(on_loss):
+    record = without(shards_of(on_loss), "b")
+    begun = DataPlan(6, until=8)
+    reports = {
+        "a": replace(report_of(record, 7, (1, 7, "a b"), prepared="g"), plan=begun),
+        "c": replace(report_of(record, 0, generation=0), plan=begun),
+    }
+    decision = decide(record, reports, 6)
+    assert decision.undivided and decision.idle == ()
+
+
+@pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
+def test_a_newcomer_whose_parts_others_can_read_computes_nothing_at_first(on_loss):
+    record = shards_of(on_loss)
+    reports = {n: report_of(record, 7, (1, 7, "a b"), prepared="g") for n in "ab"}
+    reports["c"] = report_of(record, 0, generation=0)
+    decision = decide(record, reports, 6)
+    assert computed_by(decision) == [0, 1, 2, 3, 4, 5] and not table_of(decision)["c"]
+
+
+@pytest.mark.parametrize("on_loss", ["shrink", "stop"])
+def test_a_part_that_nobody_in_the_roster_can_read_brings_no_member_in(on_loss):
+    record = shards_of(on_loss)
+    record = replace(record, sharing=replace(record.sharing, readers=1))
+    record = without(record, "c")
+    reports = {n: report_of(record, 7, (1, 7, "a b"), prepared="g") for n in "ab"}
+    assert computed_by(decide(record, reports, 6)) == [0, 1, 2, 3]
 
 
 def test_a_digest_minority_is_evicted_before_anything_else():

@@ -489,6 +489,9 @@ class Checks:
         parts = {i: n for n in range(data_slots) for i in range(bounds[n], bounds[n + 1])}
         hosts = [{n} for n in range(data_slots)]
         if sharing.policy == "constant":
+            if record.epoch in self.decisions:
+                # A decision gives a part also to a member that must catch up first.
+                there = {x.data_slot for x in record.roster}
             hosts = [set(readers_of(n, sharing)) for n in range(data_slots)]
         return [i for i in left if hosts[parts[i]] & there]
 

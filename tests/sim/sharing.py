@@ -105,3 +105,39 @@ class RackWorld(SharingWorld):
         super().run()
         if self.checks.skipped:
             raise Violation(f"with a rack away {sorted(self.checks.skipped)[:3]} were skipped")
+
+
+class NewReaderWorld(SharingWorld):
+    """Three replicas, of which two can read each shard. A reader of a shard dies at its vote in the round
+    before the epoch of a newcomer. So the newcomer is the only reader left. There are no other faults.
+    """
+
+    def __init__(self, seed: int, on_loss: str) -> None:
+        self.struck = False
+        super().__init__(seed, Sharing(readers=2, on_loss=on_loss), faultless=True)
+        self.clockwork.at(1.5, lambda: self._kill("r2", 0.3))
+
+    def choose(self) -> Settings:
+        settings = super().choose()
+        policy = replace(settings.leader.policy, min_replicas=1, start_replicas=3)
+        return replace(
+            settings,
+            replicas=3,
+            min_replicas=1,
+            micro_batches=6,
+            lighthouses=1,
+            sharing=replace(settings.sharing, data_slots=3),
+            leader=replace(settings.leader, policy=policy),
+            member=replace(settings.member, min_replicas=1),
+        )
+
+    def happened(self, what: str, host: str) -> None:
+        super().happened(what, host)
+        record = self.store.record
+        joins = record is not None and any(x.joining for x in record.roster)
+        if joins and not self.struck and (what, host) == ("commit vote", "r1"):
+            self.struck = True
+            self.clockwork.at(0.0, lambda: self._kill("r1", 1.0))
+
+    def _kill(self, host: str, back_in_s: float) -> None:
+        self.kill_trainer(host, back_in_s)

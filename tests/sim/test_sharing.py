@@ -4,7 +4,7 @@ micro-batches, and no third process gets a poison micro-batch.
 
 import pytest
 from sim.noticing import find
-from sim.sharing import RackWorld, SharingWorld
+from sim.sharing import NewReaderWorld, RackWorld, SharingWorld
 
 from fabric.model import Member, Sharing
 from fabric.protocol.leader import starts
@@ -156,3 +156,23 @@ def choose_data_slots_without_the_racks(patch):
 
 def test_a_leader_that_ignores_racks_is_noticed():
     find(choose_data_slots_without_the_racks, lambda seed: RackWorld(seed).run(), 10)
+
+
+@pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
+def test_a_newcomer_that_alone_can_read_a_part_computes_it(on_loss):
+    struck = 0
+    for seed in range(20):
+        world = NewReaderWorld(seed, on_loss)
+        world.run()
+        struck += world.struck
+    assert struck > 10
+
+
+def leave_out_a_reader_that_is_still_behind(patch):
+    patch.setattr(assignment, "widened", lambda sharing, roster, able: able)
+    patch.setattr(decide, "widened", lambda sharing, roster, able: able)
+
+
+@pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
+def test_a_leader_that_leaves_out_a_reader_that_is_still_behind_is_noticed(on_loss):
+    find(leave_out_a_reader_that_is_still_behind, lambda seed: NewReaderWorld(seed, on_loss).run(), 20)

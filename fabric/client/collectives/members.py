@@ -53,7 +53,7 @@ class CollectiveMembers:
         """
         before = self._records.get(record.epoch)
         if before is not None and before.fence != record.fence:
-            del self._records[record.epoch]  # the epoch of another store: a record that is announced again
+            del self._records[record.epoch]  # another store counts its epochs from 1: this one is new
         self._records[record.epoch] = record
 
     def begin_step(self, order: io.Compute | io.Apply) -> None:

@@ -119,6 +119,15 @@ def waits_for_data(sharing: Sharing, roster: Sequence[Member]) -> bool:
     return sharing.on_loss == "wait" and bool(lost_parts(sharing, roster))
 
 
+def widened(sharing: Sharing, roster: Sequence[Member], able: Sequence[Member]) -> Sequence[Member]:
+    """Return ``able``, or ``roster`` where only a member that is still behind can read a part.
+
+    The others then wait until this member has caught up. A part is left out only if nobody can read it.
+    """
+    lost = set(lost_parts(sharing, able))
+    return roster if lost and lost - set(lost_parts(sharing, roster)) else able
+
+
 def share_out(
     work: Work, roster: Sequence[Member], able: Sequence[Member], skip: Iterable[int] = ()
 ) -> dict[str, tuple[int, ...]]:
@@ -145,15 +154,11 @@ def hand_round(
 ) -> dict[str, tuple[int, ...]]:
     """Assign the ``missing`` micro-batches of a redone step to the ``able``, by ``load`` (how many each has).
 
-    Under ``shrink`` a member gets only micro-batches of its own part. If only a member that is still behind
-    can read a part, that member gets the part, and the others wait until it has caught up.
+    Under ``shrink`` a member gets only micro-batches of its own part. The ``able`` are `widened` first.
     """
-    sharing = work.sharing
-    if sharing.policy == "constant" and not sharing.readers:
+    if work.sharing.policy == "constant" and not work.sharing.readers:
         return spread(missing, able, load)
-    if not waits_for_data(sharing, roster) and waits_for_data(sharing, able):
-        able = roster
-    return _by_data_slot(work, roster, able, sorted(missing))
+    return _by_data_slot(work, roster, widened(work.sharing, roster, able), sorted(missing))
 
 
 def _by_data_slot(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from fabric.model import Member, Record
 from fabric.protocol.messages.network import Assignment, Report, Resume
-from fabric.protocol.rules.assignment import Work, hand_round, share_out, waits_for_data
+from fabric.protocol.rules.assignment import Work, hand_round, share_out, widened
 
 # A reason names at most this many members, and counts the others.
 _NAMED = 16
@@ -57,10 +57,8 @@ class WorkByStep:
         self, step: int, able: Sequence[Member], digest: str = "", reason: str = "", drop: bool = False
     ) -> Resume:
         """Let the ``able`` divide ``step`` when their loops come to it."""
-        roster, sharing = self.record.roster, self.record.sharing
-        if able and not waits_for_data(sharing, roster) and waits_for_data(sharing, able):
-            able = roster
-        names = {member.replica for member in able}
+        roster = self.record.roster
+        names = {member.replica for member in (widened(self.record.sharing, roster, able) if able else ())}
         idle = tuple(member.replica for member in roster if member.replica not in names)
         table = tuple(Assignment(member.replica, (), drop=True) for member in roster) if drop else ()
         return Resume(self.record.fence, step, table, digest, reason, undivided=True, idle=idle)
@@ -145,7 +143,7 @@ def _in_round(report: Report, record: Record) -> frozenset[str]:
 
 def _commit(record: Record, witnesses: Mapping[str, Report], step: int, work: WorkByStep) -> Resume:
     """Commit the newest round, which all its members have prepared, and go on with the next step."""
-    able = [m for m in record.roster if m.replica in witnesses]
+    able = widened(record.sharing, record.roster, [m for m in record.roster if m.replica in witnesses])
     digest = next(iter(witnesses.values())).gradient_digest
     names = sorted(witnesses)
     who = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} members"

@@ -10,8 +10,10 @@ from fabric.integrations.torchft.optim import OptimizerWrapper
 from fabric.integrations.torchft.process_group import (
     ProcessGroupBabyGloo,
     ProcessGroupBabyNCCL,
+    ProcessGroupBabyXCCL,
     ProcessGroupGloo,
     ProcessGroupNCCL,
+    ProcessGroupXCCL,
 )
 
 Optimizer = OptimizerWrapper
@@ -30,7 +32,9 @@ __all__ = [
     "PGTransport",
     "ProcessGroupBabyGloo",
     "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
+    "ProcessGroupXCCL",
     "WorldSizeMode",
 ]

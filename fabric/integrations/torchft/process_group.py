@@ -39,6 +39,14 @@ class ProcessGroupBabyNCCL(ProcessGroupGloo):
     """As ProcessGroupGloo; no further process is started."""
 
 
+class ProcessGroupXCCL(ProcessGroupGloo):
+    """As ProcessGroupGloo."""
+
+
+class ProcessGroupBabyXCCL(ProcessGroupGloo):
+    """As ProcessGroupGloo; no further process is started."""
+
+
 def check_group(group: Any) -> None:
     """Raise ConfigError for a group that is none of these names."""
     if not isinstance(group, ProcessGroupGloo):

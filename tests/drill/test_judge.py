@@ -283,9 +283,18 @@ def test_a_violated_expectation_is_the_only_one_that_a_late_return_breaks():
 
 
 def test_a_replica_that_never_returned_is_named_with_its_fault():
-    result = outcome(judge_drill(record(altered(never_return)), ["rejoined<=60s"]))
+    result = outcome(judge_drill(record(altered(never_return)), ["rejoined<=1s"]))
     assert result.why == f"{VICTIM} never returned after kill {VICTIM}"
     assert result.shown == "never"
+
+
+def test_a_job_that_ended_before_a_replica_could_be_back_is_named():
+    result = outcome(judge_drill(record(altered(never_return)), ["rejoined<=600s"]))
+    assert (
+        result.why.startswith("the job ended ")
+        and f" s after kill {VICTIM}, before {VICTIM} was back" in result.why
+    )
+    assert "give the job more steps" in result.why and result.shown == "never"
 
 
 # --- the drill's own mistakes ---------------------------------------------------------------------------

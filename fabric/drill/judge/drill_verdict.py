@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fabric.audit.audit import Evidence
+from fabric.audit.journal import lines_of
 from fabric.audit.summary import RunSummary
 from fabric.audit.verify import Verdict, judge
 from fabric.drill.judge.disagreements import disagreements
@@ -160,7 +161,7 @@ class _Measures:
         if wish.measure == "restarts" and value:
             return self._times.unexplained_ends()[0]
         if wish.measure == "rejoined" and math.isinf(value):
-            return self._missing()
+            return self._missing(wish)
         return f"{wish.measure} is {_shown(value, wish.unit)}, and {wish.text} was expected"
 
     def _rejoined_s(self, fault: InjectedFault, name: str) -> float:
@@ -168,11 +169,19 @@ class _Measures:
             return OutsideTimes(self._record).rejoined_s(fault, name)
         return self._times.rejoined_s(fault, name)
 
-    def _missing(self) -> str:
+    def _missing(self, wish: Expectation) -> str:
         faults = self._record.faults
         name, fault = next(
             (name, f) for f in faults for name in f.targets if math.isinf(self._rejoined_s(f, name))
         )
+        journals = self._record.run.journals.values()
+        finishes = [line for journal in journals for line in lines_of(journal.lines, "finish")]
+        after_s = max((line.t for line in finishes), default=math.inf) - fault.ended
+        if after_s < wish.bound:
+            return (
+                f"the job ended {after_s:.0f} s after {fault.title}, before {name} was back: give the job "
+                "more steps, or the fault an earlier time"
+            )
         return f"{name} never returned after {fault.title}"
 
 

@@ -68,13 +68,15 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's step calls hooks, which are user code."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks  # noqa: SLF001  (torch has no public way to ask)
-        or optimizer._optimizer_step_post_hooks  # noqa: SLF001
-        or torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001
-        or torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001
+    """Whether the optimizer's step calls hooks of the user. Those of fabric may run in any thread."""
+    tables: tuple[Any, ...] = (
+        optimizer._optimizer_step_pre_hooks,  # noqa: SLF001  (torch has no public way to ask)
+        optimizer._optimizer_step_post_hooks,  # noqa: SLF001
+        torch_optimizer._global_optimizer_pre_hooks,  # noqa: SLF001
+        torch_optimizer._global_optimizer_post_hooks,  # noqa: SLF001
     )
+    hooks = (hook for table in tables for hook in table.values())
+    return not all(str(getattr(hook, "__module__", "")).startswith("fabric.") for hook in hooks)
 
 
 def _is_in_a_mode() -> bool:

@@ -23,7 +23,7 @@ def test_two_members_stop_and_say_what_differs(zygote, tmp_path, what):
         job.finish()
         assert job.codes == {"r0": 1, "r1": 1}, job.logs()
         for replica in ("r0", "r1"):
-            said = (job.folder / f"{replica}.log").read_text()
+            said = job.said(replica)
             assert "disagree about the state at step 4" in said
             assert "restart the job from a checkpoint" in said
             assert NAMED[what] in said, said

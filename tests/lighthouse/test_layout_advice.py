@@ -132,7 +132,7 @@ def test_layouts_in_force_are_shown():
 
 def with_spare(fleet: Fleet) -> Fleet:
     session = SimpleNamespace(spare=True, launched=LaunchedLayouts(), micro_batches=12, ranks=())
-    fleet.view.peers["s0"] = SimpleNamespace(session=session, connected=True)
+    fleet.view.peers["s0"] = SimpleNamespace(session=session, connected=True, micro_batches=12)
     return fleet
 
 

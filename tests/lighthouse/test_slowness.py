@@ -48,7 +48,10 @@ class Fleet:
         )
         self.view = SimpleNamespace(
             record=self.record,
-            peers={name: SimpleNamespace(session=session, connected=True) for name in self.names},
+            peers={
+                name: SimpleNamespace(session=session, connected=True, micro_batches=session.micro_batches)
+                for name in self.names
+            },
             is_complete=False,
             adapt_mode=self.adapt,
             overrides=OperatorOverrides(),

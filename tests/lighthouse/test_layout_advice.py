@@ -26,7 +26,7 @@ class LaunchedFleet(RankedFleet):
         self.stages = stages
         for peer in self.view.peers.values():
             peer.session.launched, peer.session.ranks = launched, (None,) * 3
-            peer.session.micro_batches = 48
+            peer.session.micro_batches = peer.micro_batches = 48
         self.orders: list[LayoutAdvised] = []
 
     def run(self, steps: int, **factors: float) -> list[tuple[str, str]]:

@@ -58,6 +58,15 @@ def test_members_of_two_layouts_may_have_two_digests():
     assert take(lighthouse, "c", step, a="rounded", b="otherwise")
 
 
+def test_members_that_do_not_expect_equal_states_serve_one_of_them():
+    """FABRIC_REPRODUCIBLE=0: the others waited a minute for a newcomer that no member could be believed for."""
+    lighthouse = started("a b")
+    for peer in lighthouse.core.state.liveness.peers.values():
+        peer.session = replace(peer.session, replay=False)
+    step = asked_for(lighthouse, "c")
+    assert take(lighthouse, "c", step, a="drifted", b="otherwise")
+
+
 @pytest.mark.parametrize("theirs", ["other", "start"])
 def test_a_replica_outside_loads_the_others_state_where_its_own_differs_at_that_step(theirs):
     trainer = running()

@@ -140,10 +140,6 @@ class LocalState:
         """Let a complete snapshot be served, after user code. Raises StateError, see ``Snapshots.settle``."""
         self._parts.snapshots.settle()
 
-    def settle_whole(self) -> None:
-        """As ``settle``, when the copy is complete; call it where the trainer waits for the others."""
-        self._parts.snapshots.settle_whole()
-
     def wait_changeable(self) -> None:
         """Return when the state may change. Raises StateError, see ``Snapshots.wait_copied``."""
         self._parts.snapshots.wait_copied()

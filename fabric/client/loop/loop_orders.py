@@ -74,7 +74,6 @@ class LoopOrders:
 
     def next(self) -> LoopOrder:
         """Wait for an order that concerns the user's loop; obey all orders before it."""
-        self._state.settle_whole()  # a newcomer may wait for this snapshot, and the others for the newcomer
         order = self._next(may_hold=False)
         assert not isinstance(order, io.Install)
         return order

@@ -31,8 +31,6 @@ _PAUSE_S = 1.0  # pause after a failed snapshot
 _NUMBERS = re.compile(r"[\d.,]+")
 _log = logging.getLogger(__name__)
 
-_PATIENCE_S = 60.0  # a copy takes less; a snapshot that was given up meanwhile sets no event
-
 
 class Snapshots:
     """Takes one snapshot at a time.
@@ -276,12 +274,6 @@ class Snapshots:
         """
         if self._taking is not None and self._taking.copied.is_set():
             self._settle(self._taking)
-
-    def settle_whole(self) -> None:
-        """As ``settle``, when the copy under way is complete: the trainer only waits for the others now."""
-        if self._taking is not None and not self._taking.given_up:
-            self._taking.copied.wait(_PATIENCE_S)
-        self.settle()
 
     def _settle(self, taking: PendingSnapshot) -> None:
         if taking.settled:

@@ -151,12 +151,15 @@ class Joins:
         """The digest of most snapshots; empty after a dispute, in which no member can be believed.
 
         Members of one layout took unequal snapshots of one step, so a state is wrong. Their next digests show
-        the wrong one. A newcomer that got a wrong state before would make it the majority.
+        the wrong one. A newcomer that got a wrong state before would make it the majority. Members whose
+        settings turn replay off do not expect equal states.
         """
         cuts = {x.replica: x.cuts for x in record.roster}
         alike = {(cuts.get(name, ""), digest) for name, digest in serving.taken.items()}
         digest, times = Counter(serving.taken.values()).most_common(1)[0]
-        if len(alike) == len({cut for cut, _ in alike}) or 2 * times > len(serving.taken):
+        peers = self.state.liveness.peers
+        may_differ = all(not peers[name].session.replay for name in serving.taken if name in peers)
+        if may_differ or len(alike) == len({cut for cut, _ in alike}) or 2 * times > len(serving.taken):
             return digest
         digests = ", ".join(f"{name} ({digest[:8]})" for name, digest in sorted(serving.taken.items())[:4])
         why = f"members disagree about the state at step {serving.step}: {digests}; it gets none of them"

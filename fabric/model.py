@@ -42,11 +42,14 @@ def counted(count: int, noun: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return ``text`` in at most ``most`` characters: a longer one ends after a whole word, with "..."."""
+    """Return ``text`` in at most ``most`` characters: a longer one ends with "...", after a whole word unless that
+    word alone is longer than half of what is kept.
+    """
     if len(text) <= most:
         return text
     kept = text[: most - 3]
-    return (kept.rsplit(None, 1)[0] if " " in kept.strip() else kept).rstrip(" ,;:(") + "..."
+    whole = kept.rpartition(" ")[0]
+    return (whole if len(whole) > len(kept) // 2 else kept).rstrip(" ,;:(") + "..."
 
 
 def apportion(total: int, shares: Sequence[int]) -> list[int]:

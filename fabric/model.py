@@ -42,8 +42,9 @@ def counted(count: int, noun: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return ``text`` in at most ``most`` characters: a longer one ends with "...", after a whole word unless that
-    word alone is longer than half of what is kept.
+    """Return ``text`` in at most ``most`` characters. A longer one ends with "...", after a whole word.
+
+    A word that fills more than half of what is kept is cut.
     """
     if len(text) <= most:
         return text

@@ -49,8 +49,8 @@ def shortened(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     kept = text[: most - 3]
-    whole = kept.rpartition(" ")[0]
-    return (whole if len(whole) > len(kept) // 2 else kept).rstrip(" ,;:(") + "..."
+    words = kept.rpartition(" ")[0]
+    return (words if len(words) > len(kept) // 2 else kept).rstrip(" ,;:(") + "..."
 
 
 def apportion(total: int, shares: Sequence[int]) -> list[int]:

@@ -264,6 +264,7 @@ class Session(SessionCollectives):
                 samples = self._progress.samples[micro_batch] = data.samples(order.step, micro_batch)
                 batch = data.fetch(order.step, micro_batch)
                 seed_everything(seed, order.step, micro_batch)
+                self._parts.buffers.begin_micro_batch()
                 step.weight.begin(data.count(order.step, micro_batch))
                 with self.overlap.micro_batch(last=left == 0):
                     yield batch

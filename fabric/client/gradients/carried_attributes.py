@@ -29,13 +29,13 @@ def read_attributes(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, s
 
     The full name begins with the module's place in ``model``.
     """
-    known: dict[type, dict[str, int]] = {}
+    by_kind: dict[type, dict[str, int]] = {}
     for place, module in model.named_modules():
         kind = type(module)
-        if kind not in known:
-            known[kind] = _ForwardSource(kind).carried()
+        if kind not in by_kind:
+            by_kind[kind] = _ForwardSource(kind).carried()
         tensors = {*module._parameters, *module._buffers, *module._modules}  # noqa: SLF001
-        for name, changes in known[kind].items():
+        for name, changes in by_kind[kind].items():
             if name not in tensors:
                 yield module, name, f"{place}.{name}" if place else name, changes
 
@@ -116,10 +116,10 @@ def _parts(value: Any) -> list[Any]:
     return [x for part in (value.values() if isinstance(value, dict) else value) for x in _parts(part)]
 
 
-def _is_same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(
+def _is_same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(
         x is y if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor) else x == y
-        for x, y in zip(one, other, strict=True)
+        for x, y in zip(left, right, strict=True)
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 AREA = "torchft"
 NEEDS = ("torchdata",)
+QUICK = True
 UNLIKE = ("killed",)
 
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402

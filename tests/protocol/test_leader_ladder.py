@@ -279,3 +279,42 @@ def test_replicas_that_expect_no_equal_states_dispute_none():
         lighthouse.open(name, incarnation=2, predecessors=(1,), replay=False)
         lighthouse.status(name, incarnation=2, snapshots=[at(60, name)])
     assert lighthouse.record.base.step == 60
+
+
+OTHERS = SnapshotRef(7, 10, "another job's")
+
+
+def test_a_checkpoint_of_another_job_does_not_replace_newer_steps_in_memory():
+    record = all_dead(durable=[OTHERS], held=[NEW]).record
+    assert (record.base.step, record.generation) == (60, 2)
+    why = "step 10 of generation 7 is of another job, because this one has reached only generation 1"
+    assert why in record.reason
+
+
+def test_a_leader_that_has_heard_the_job_knows_checkpoints_of_another_one():
+    lighthouse = started(start_replicas=2)
+    lighthouse.beat("a", 117)
+    die_and_come_again(lighthouse, durable=[OLD, OTHERS])
+    assert lighthouse.record.base == Base(1, 40, "old", (DURABLE,))
+
+
+def test_after_a_restored_store_a_checkpoint_of_a_later_generation_is_the_jobs_own():
+    lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
+    lighthouse.open("a", store_id="s", known_generation=7, durable=(OTHERS,))
+    assert lighthouse.core.bases._foreign({OTHERS: {DURABLE}, NEW: {"http://a"}}, True) == {}
+
+
+def test_after_a_retry_checkpoints_that_only_gone_processes_named_are_forgotten():
+    lighthouse = all_dead(durable=[NEW])
+    for name in ("a", "b"):
+        fall(lighthouse, name)
+        lighthouse.wait(0.1)
+    for name in "ab":
+        lighthouse.status(name, "gone", incarnation=2)
+        lighthouse.do(io.SessionClosed(name, 2))
+    lighthouse.do(io.Operator("retry", "", "ann", "the storage is gone for good"))
+    for name in ("c", "d"):
+        lighthouse.open(name)
+        lighthouse.status(name)
+    lighthouse.wait(10.0)  # until the silent servers of a and b are given up
+    assert not lighthouse.record.failed and lighthouse.record.base.step == 0, lighthouse.record.reason

@@ -24,18 +24,20 @@ class BaseChoice:
     base_loaded_generation: int = 0  # the newest generation whose base a member has loaded
     steps_lost: int | None = None  # number of steps that the newest cold start lost; None: not known
 
-    def choose(self, peers: list[Peer]) -> tuple[Base | None, str]:
+    def choose(self, peers: list[Peer], is_heard: bool = False) -> tuple[Base | None, str]:
         """The state with the highest (generation, step); of equal ones memory comes before durable storage.
 
         Pass over states that members could not load before or called wrong, and those that holders dispute.
-        Return None when no other state is left. The text names the states that were passed over.
+        Pass over the checkpoints of another job. Return None when no other state is left. The text names the
+        states that were passed over. ``is_heard``: this leader has heard members of the record's generation.
         """
         states = self.held_states(peers)
         for ref in self.state.liveness.durable():
             states.setdefault(ref, set()).add(DURABLE)
+        foreign = self._foreign(states, is_heard)
         passed = {ref: f"could not be loaded: {why}" for ref, why in self.unusable.items()}
         disputed = self._disputed(states, peers)
-        passed |= disputed
+        passed |= disputed | foreign
         passed |= {ref: f"is not trusted: {why}" for ref, why in self.mistrusted.items() if ref in states}
         newest_first = sorted(passed, key=lambda ref: (-ref.generation, -ref.step))
         texts = (f"step {x.step} of generation {x.generation} {passed[x]}" for x in newest_first)
@@ -44,7 +46,7 @@ class BaseChoice:
         if any(ref.generation for ref in (*self.unusable, *disputed)):
             # The job has committed steps, so the initial state of new processes cannot replace its state.
             usable = {ref: urls for ref, urls in usable.items() if ref.generation}
-        if states and not usable:
+        if any(ref not in foreign for ref in states) and not usable:
             return None, skipped
         if not usable:  # no server holds a state: begin from the newest state that a trainer has said it has
             newest = max(peers, key=lambda p: (_own_state(p).generation, _own_state(p).step))
@@ -61,6 +63,21 @@ class BaseChoice:
             ),
         )
         return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), skipped
+
+    def _foreign(self, states: States, is_heard: bool) -> dict[SnapshotRef, str]:
+        """The checkpoints of a generation that this job has not reached -> why they are passed over.
+
+        An older copy of the store knows too low a generation, so a member or a state in memory must show it.
+        """
+        record, peers = self.state.record, self.state.liveness.peers.values()
+        if record is None:
+            return {}
+        newest = max([record.generation, *(max(p.generation, p.session.known_generation) for p in peers)])
+        in_memory = {ref.generation for ref, urls in states.items() if urls != {DURABLE}}
+        if not is_heard and newest not in in_memory:
+            return {}
+        why = f"is of another job, because this one has reached only generation {newest}"
+        return {ref: why for ref, urls in states.items() if ref.generation > newest and urls == {DURABLE}}
 
     def _disputed(self, states: States, peers: Sequence[Peer]) -> dict[SnapshotRef, str]:
         """The states that cannot be believed -> why.
@@ -120,9 +137,13 @@ class BaseChoice:
         self.mistrusted = {**earlier, **{ref: why for ref, where in held.items() if where <= urls}}
 
     def forgive(self) -> None:
-        """Let every state be tried again, because an operator restarts the job."""
+        """Let every state be tried again, because an operator restarts the job.
+
+        The processes that are there have read storage since, so what gone ones found there does not count.
+        """
         self.unusable.clear()
         self.mistrusted.clear()
+        self.state.liveness.forget_storage()
 
     def note_cannot_load(self, message: m.CannotContinue, record: Record) -> None:
         """Note that a member could not load the base, and which of its sources are not heard."""

@@ -107,7 +107,7 @@ class Starts:
             self.evidence.forgive_deaths()
         spares = [p for p in open_ if p.session.spare]
         peers = regular[: self.limits.most] + spares[: max(0, self.limits.full - len(regular))]
-        base, passed = self.bases.choose(peers)
+        base, passed = self.bases.choose(peers, self.progress.highest_step is not None)
         if base is None:
             self.endings.failure = (
                 f"no state is left that could be loaded: {passed}; mend the storage, or name another "

@@ -66,10 +66,11 @@ test: setup etcd chromium prometheus helm
 	for log in .late.log .parts.log .worlds.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"
 
-# Jobs under a real Ray and a real Slurm, drills of running jobs, and jobs whose slow replicas change or leave; and
-# every recipe of the conformance suite.
+# Jobs under a real Ray and a real Slurm, drills of running jobs, and jobs whose slow replicas change or leave; every
+# recipe of the conformance suite; and the search for the seeds that notice the deliberate bugs.
 long: setup etcd slurm conformance
 	$(PYTEST) $(LONG_JOBS)
+	$(PYTEST) tests/sim --hunt
 
 # Every recipe of docs/conformance.md, each in four ways: the same training with fabric as without it.
 conformance: setup

@@ -13,6 +13,9 @@ settings.load_profile("here")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-scenarios", action="store_true", help="write the golden scenarios again")
+    parser.addoption(
+        "--hunt", action="store_true", help="search again for seeds that notice the deliberate bugs"
+    )
     parser.addoption("--all-recipes", action="store_true", help="run every recipe of the conformance suite")
 
 

@@ -7,6 +7,7 @@ passes then show whether such a value comes from another micro-batch, or whether
 """
 
 import ast
+import contextlib
 import inspect
 import textwrap
 from collections import Counter
@@ -21,6 +22,7 @@ from fabric.errors import ConfigError
 
 _LOOKS = 8  # steps of this process that are looked at
 _GROWTHS = 3  # a value that is set under a condition, such as a cache, must change in that many micro-batches
+_FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "torchmetrics"}  # their methods carry nothing
 _BRANCHES = ast.If | ast.For | ast.While | ast.Try | ast.Match | ast.IfExp | ast.FunctionDef | ast.Lambda
 
 
@@ -51,6 +53,7 @@ class CarriedAttributes:
                 self._watched.setdefault(id(module), []).append((name, full))
                 self._needed[full] = changes
         self._batch = self._looks = 0
+        self._outer: torch.nn.Module | None = None  # the module whose training_step runs
         self._left: dict[str, tuple[int, list[Any]]] = {}  # the micro-batch of the last forward, its value
         self._came: dict[str, list[Any]] = {}  # values of another micro-batch with which a forward began
         self._changes: Counter[str] = Counter()
@@ -72,7 +75,7 @@ class CarriedAttributes:
             if changes >= self._needed[name]:
                 self._end()
                 raise ConfigError(
-                    f"forward carries {name!r} from one micro-batch to the next, and each replica would "
+                    f"the model carries {name!r} from one micro-batch to the next, and each replica would "
                     "carry another value: reset it in each micro-batch, make it a buffer (register_buffer) "
                     f'with a choice in buffers=, or say buffers={{"{name}": "ignore"}} where each may keep '
                     "its own"
@@ -81,6 +84,17 @@ class CarriedAttributes:
         if self._looks == _LOOKS:
             self._end()
 
+    @contextlib.contextmanager
+    def method_of(self, module: torch.nn.Module) -> Iterator[None]:
+        """Enclose a call of ``training_step``, which no hook of torch sees."""
+        self._before(module, None)
+        self._outer = module
+        try:
+            yield
+        finally:
+            self._outer = None
+        self._after(module)
+
     def _end(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -88,7 +102,7 @@ class CarriedAttributes:
         self._came.clear()
 
     def _before(self, module: torch.nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling() or not module.training:
+        if torch.compiler.is_compiling() or not module.training or module is self._outer:
             return
         for name, full in self._watched.get(id(module), ()):
             batch, value = self._left.get(full, (self._batch, []))
@@ -96,7 +110,7 @@ class CarriedAttributes:
                 self._came[full] = value
 
     def _after(self, module: torch.nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not module.training:
+        if torch.compiler.is_compiling() or not module.training or module is self._outer:
             return
         for name, full in self._watched.get(id(module), ()):
             value, came = _parts(module.__dict__.get(name)), self._came.pop(full, None)
@@ -133,7 +147,8 @@ class _ForwardSource:
         self._set: set[str] = set()  # attributes that every call sets
         self._me = ""
         self._fresh: set[str] = set()  # attributes that the method has set to a value without its old one
-        self.method("forward", guarded=False)
+        for entry in ("forward", "training_step"):
+            self.method(entry, guarded=False)
 
     def carried(self) -> dict[str, int]:
         """Return the attributes that forward may carry, with the changes that show it."""
@@ -146,7 +161,7 @@ class _ForwardSource:
         if name in self._seen or not isinstance(function, FunctionType):
             return
         self._seen.add(name)
-        if (function.__module__ or "").partition(".")[0] == "torch":
+        if (function.__module__ or "").partition(".")[0] in _FRAMEWORKS:
             return
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -163,6 +178,9 @@ class _ForwardSource:
     def _visit(self, node: ast.AST, guarded: bool) -> None:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             self._assignment(node, guarded)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and self._changes(node.value):
+            for part in (*node.value.args, *node.value.keywords):
+                self._visit(part, guarded)
         elif isinstance(node, ast.Attribute) and (name := self._own(node)):
             if not isinstance(node.ctx, ast.Store):
                 self._read_of(name, guarded)
@@ -191,6 +209,10 @@ class _ForwardSource:
         for part in (node.value, *targets):
             if part is not None:
                 self._visit(part, guarded)
+
+    def _changes(self, call: ast.Call) -> bool:
+        """Whether a call only changes an attribute, as ``self.losses.append(x)`` does."""
+        return isinstance(call.func, ast.Attribute) and bool(self._own(call.func.value))
 
     def _read_of(self, name: str, guarded: bool) -> None:
         if isinstance(getattr(self._kind, name, None), FunctionType):

@@ -96,7 +96,7 @@ class Session(SessionCollectives):
         )
         self._process = process
         self.handover = Handover(settings.replica, parts, self._state)
-        self.overlap.stale = self.handover.stale
+        self.stale = self.overlap.stale = self.handover.stale
         self._clock = StepClock()
         if process.group is not None and settings.adapt != "off":
             self._clock.waits.install()
@@ -250,7 +250,7 @@ class Session(SessionCollectives):
     def run_step(self, step: Step) -> Iterator[Any]:
         """Yield the micro-batches of ``step``: own, then inherited ones. Only Step calls this."""
         data, seed = self._data, self._data.loader.plan.seed
-        order, crash_marker, stale = self._first_order, self._parts.crash_marker, self.handover.stale
+        order, crash_marker, stale = self._first_order, self._parts.crash_marker, self.stale
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):

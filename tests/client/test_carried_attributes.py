@@ -52,6 +52,19 @@ class InPlace(Cell):
         return out
 
 
+class InPart(Cell):
+    """Keeps a list of tensors, and writes into one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = [torch.zeros(4), torch.zeros(4)]
+
+    def forward(self, x):
+        out = self.layer(x + self.kept[0])
+        self.kept[0].data[:] = x.detach().mean(0)
+        return out
+
+
 class Annealed(Cell):
     def __init__(self):
         super().__init__()
@@ -144,7 +157,7 @@ def run(model: nn.Module, batches: int, between=lambda: None, named=frozenset())
         watched.check()
 
 
-CARRIED = [Hidden, HiddenPair, InPlace, Annealed, Growing]
+CARRIED = [Hidden, HiddenPair, InPlace, InPart, Annealed, Growing]
 
 
 @pytest.mark.parametrize("kind", CARRIED)
@@ -203,6 +216,18 @@ def test_an_evaluation_between_two_micro_batches_carries_nothing():
         model.reset()
 
     run(model, 6, between=evaluate)
+
+
+def test_a_model_that_only_reads_its_attributes_is_not_watched():
+    class Sized(Cell):
+        def forward(self, x):
+            return self.layer(x) * self.size
+
+    model = Sized()
+    model.size = 2.0
+    before = len(nn.modules.module._global_forward_hooks)
+    CarriedAttributes(model, ())
+    assert len(nn.modules.module._global_forward_hooks) == before
 
 
 def test_the_hooks_are_gone_after_the_first_steps():

@@ -120,9 +120,11 @@ class CarriedAttributes:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return the numbers and tensors in ``value``, with the tensors' versions; for another value none."""
+    """Return the numbers and tensors in ``value``, with versions and sums of tensors; for others none."""
     if isinstance(value, torch.Tensor):
-        return [value, 0 if value.is_inference() else value._version]  # noqa: SLF001
+        is_plain = value.layout == torch.strided and value.is_floating_point() and not value.is_meta
+        total = float(value.detach().sum()) if is_plain else 0.0  # a write through .data counts no version
+        return [value, 0 if value.is_inference() else value._version, total]  # noqa: SLF001
     if isinstance(value, bool) or not isinstance(value, int | float | list | tuple | dict):
         return []
     if isinstance(value, int | float):
@@ -145,6 +147,7 @@ class _ForwardSource:
         self._seen: set[str] = set()
         self._read: set[str] = set()  # attributes that are read before they are surely set
         self._set: set[str] = set()  # attributes that every call sets
+        self._changed: set[str] = set()  # attributes that a call may set or change
         self._me = ""
         self._fresh: set[str] = set()  # attributes that the method has set to a value without its old one
         for entry in ("forward", "training_step"):
@@ -152,7 +155,7 @@ class _ForwardSource:
 
     def carried(self) -> dict[str, int]:
         """Return the attributes that forward may carry, with the changes that show it."""
-        return {name: 1 if name in self._set else _GROWTHS for name in sorted(self._read)}
+        return {name: 1 if name in self._set else _GROWTHS for name in sorted(self._read & self._changed)}
 
     def method(self, name: str, guarded: bool) -> None:
         """Go through a method. ``guarded``: its call depends on a condition."""
@@ -178,13 +181,15 @@ class _ForwardSource:
     def _visit(self, node: ast.AST, guarded: bool) -> None:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             self._assignment(node, guarded)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and self._changes(node.value):
-            for part in (*node.value.args, *node.value.keywords):
+        elif isinstance(node, ast.Expr) and (call := self._change(node.value)) is not None:
+            for part in (*call.args, *call.keywords):
                 self._visit(part, guarded)
         elif isinstance(node, ast.Attribute) and (name := self._own(node)):
             if not isinstance(node.ctx, ast.Store):
                 self._read_of(name, guarded)
-            elif not guarded:
+                return
+            self._changed.add(name)
+            if not guarded:
                 self._set.add(name)
                 self._fresh.add(name)
         elif isinstance(node, _BRANCHES):
@@ -192,6 +197,11 @@ class _ForwardSource:
             for child in ast.iter_child_nodes(node):
                 self._visit(child, guarded or child is not first)
         else:
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                self._changed.add(self._root(node))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                # A call of an attribute's method may change it where torch's names say so: ``copy_``.
+                self._changed |= {self._root(node.func.value)} if node.func.attr.endswith("_") else set()
             for child in ast.iter_child_nodes(node):
                 self._visit(child, guarded)
 
@@ -205,14 +215,25 @@ class _ForwardSource:
                 if name != own:
                     self._read_of(name, guarded)
             self._set |= set() if guarded else {own}
+            self._changed.add(own)
             return
         for part in (node.value, *targets):
             if part is not None:
                 self._visit(part, guarded)
 
-    def _changes(self, call: ast.Call) -> bool:
-        """Whether a call only changes an attribute, as ``self.losses.append(x)`` does."""
-        return isinstance(call.func, ast.Attribute) and bool(self._own(call.func.value))
+    def _change(self, node: ast.AST) -> ast.Call | None:
+        """Return a call that only changes an attribute, as ``self.losses.append(x)`` does as a statement."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = self._root(node.func.value)
+            self._changed.add(name)
+            return node if name else None
+        return None
+
+    def _root(self, node: ast.AST) -> str:
+        """Return the attribute in which ``self.hidden[0].data`` lies; empty for another expression."""
+        while isinstance(node, ast.Attribute | ast.Subscript) and not self._own(node):
+            node = node.value
+        return self._own(node)
 
     def _read_of(self, name: str, guarded: bool) -> None:
         if isinstance(getattr(self._kind, name, None), FunctionType):

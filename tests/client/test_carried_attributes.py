@@ -52,6 +52,19 @@ class InPlace(Cell):
         return out
 
 
+class InPart(Cell):
+    """Keeps a list of tensors, and writes into one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = [torch.zeros(4), torch.zeros(4)]
+
+    def forward(self, x):
+        out = self.layer(x + self.kept[0])
+        self.kept[0].data[:] = x.detach().mean(0)
+        return out
+
+
 class Annealed(Cell):
     def __init__(self):
         super().__init__()
@@ -105,6 +118,35 @@ class Cached(Cell):
         return self.layer(x + self.kept[: len(x), None])
 
 
+class Collecting(Cell):
+    """Collects its losses for the end of an epoch, as modules of Lightning do."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.kept.append(out.detach().mean())
+        return out
+
+
+class Stepping(Cell):
+    """As a module of Lightning: its training_step counts, and steers by the count."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = 0
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def training_step(self, x):
+        out = self(x)
+        self.kept = self.kept + 1
+        return out.mean() * min(1.0, self.kept / 100)
+
+
 def run(model: nn.Module, batches: int, between=lambda: None, named=frozenset()) -> None:
     """Go through so many micro-batches, each the only one of its step."""
     watched = CarriedAttributes(model, named)
@@ -115,13 +157,14 @@ def run(model: nn.Module, batches: int, between=lambda: None, named=frozenset())
         watched.check()
 
 
-CARRIED = [Hidden, HiddenPair, InPlace, Annealed, Growing]
+CARRIED = [Hidden, HiddenPair, InPlace, InPart, Annealed, Growing]
 
 
 @pytest.mark.parametrize("kind", CARRIED)
 def test_a_value_that_forward_reads_and_changes_is_refused(kind):
     model = nn.Sequential(kind(), nn.Linear(4, 1))
-    with pytest.raises(ConfigError, match=r"forward carries '0.kept' .* buffers=\{\"0.kept\": \"ignore\"\}"):
+    words = r"the model carries '0.kept' .* buffers=\{\"0.kept\": \"ignore\"\}"
+    with pytest.raises(ConfigError, match=words):
         run(model, 5)
 
 
@@ -148,7 +191,7 @@ def test_a_hidden_state_within_one_micro_batch_is_no_fault():
         watched.check()
 
 
-@pytest.mark.parametrize("kind", [Attention, Counted])
+@pytest.mark.parametrize("kind", [Attention, Counted, Collecting])
 def test_a_value_that_forward_does_not_read_is_no_fault(kind):
     run(kind(), 10)
 
@@ -175,6 +218,18 @@ def test_an_evaluation_between_two_micro_batches_carries_nothing():
     run(model, 6, between=evaluate)
 
 
+def test_a_model_that_only_reads_its_attributes_is_not_watched():
+    class Sized(Cell):
+        def forward(self, x):
+            return self.layer(x) * self.size
+
+    model = Sized()
+    model.size = 2.0
+    before = len(nn.modules.module._global_forward_hooks)
+    CarriedAttributes(model, ())
+    assert len(nn.modules.module._global_forward_hooks) == before
+
+
 def test_the_hooks_are_gone_after_the_first_steps():
     before = len(nn.modules.module._global_forward_hooks)
     run(Hidden().eval(), 7)
@@ -191,3 +246,14 @@ def test_a_pattern_may_fit_a_buffer_and_an_attribute():
     assert choose_buffers(model, {"kept*": "ignore"}).named == {"kept", "kept_long"}
     with pytest.raises(ConfigError, match="the pattern 'kept', and no buffer"):
         choose_buffers(model, {"kept": "first"})
+
+
+def test_a_training_step_that_carries_a_count_is_refused():
+    model = Stepping()
+    watched = CarriedAttributes(model, ())
+    with pytest.raises(ConfigError, match="the model carries 'kept'"):
+        for _ in range(3):
+            watched.next_batch()
+            with watched.method_of(model):
+                model.training_step(torch.randn(2, 4))
+            watched.check()

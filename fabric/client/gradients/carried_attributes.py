@@ -7,6 +7,7 @@ passes then show whether such a value comes from another micro-batch, or whether
 """
 
 import ast
+import contextlib
 import inspect
 import textwrap
 from collections import Counter
@@ -21,6 +22,7 @@ from fabric.errors import ConfigError
 
 _LOOKS = 8  # steps of this process that are looked at
 _GROWTHS = 3  # a value that is set under a condition, such as a cache, must change in that many micro-batches
+_FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "torchmetrics"}  # their methods carry nothing
 _BRANCHES = ast.If | ast.For | ast.While | ast.Try | ast.Match | ast.IfExp | ast.FunctionDef | ast.Lambda
 
 
@@ -51,6 +53,7 @@ class CarriedAttributes:
                 self._watched.setdefault(id(module), []).append((name, full))
                 self._needed[full] = changes
         self._batch = self._looks = 0
+        self._outer: torch.nn.Module | None = None  # the module whose training_step runs
         self._left: dict[str, tuple[int, list[Any]]] = {}  # the micro-batch of the last forward, its value
         self._came: dict[str, list[Any]] = {}  # values of another micro-batch with which a forward began
         self._changes: Counter[str] = Counter()
@@ -72,7 +75,7 @@ class CarriedAttributes:
             if changes >= self._needed[name]:
                 self._end()
                 raise ConfigError(
-                    f"forward carries {name!r} from one micro-batch to the next, and each replica would "
+                    f"the model carries {name!r} from one micro-batch to the next, and each replica would "
                     "carry another value: reset it in each micro-batch, make it a buffer (register_buffer) "
                     f'with a choice in buffers=, or say buffers={{"{name}": "ignore"}} where each may keep '
                     "its own"
@@ -81,6 +84,17 @@ class CarriedAttributes:
         if self._looks == _LOOKS:
             self._end()
 
+    @contextlib.contextmanager
+    def method_of(self, module: torch.nn.Module) -> Iterator[None]:
+        """Enclose a call of ``training_step``, which no hook of torch sees."""
+        self._before(module, None)
+        self._outer = module
+        try:
+            yield
+        finally:
+            self._outer = None
+        self._after(module)
+
     def _end(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -88,7 +102,7 @@ class CarriedAttributes:
         self._came.clear()
 
     def _before(self, module: torch.nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling() or not module.training:
+        if torch.compiler.is_compiling() or not module.training or module is self._outer:
             return
         for name, full in self._watched.get(id(module), ()):
             batch, value = self._left.get(full, (self._batch, []))
@@ -96,7 +110,7 @@ class CarriedAttributes:
                 self._came[full] = value
 
     def _after(self, module: torch.nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not module.training:
+        if torch.compiler.is_compiling() or not module.training or module is self._outer:
             return
         for name, full in self._watched.get(id(module), ()):
             value, came = _parts(module.__dict__.get(name)), self._came.pop(full, None)
@@ -106,9 +120,11 @@ class CarriedAttributes:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return the numbers and tensors in ``value``, with the tensors' versions; for another value none."""
+    """Return the numbers and tensors in ``value``, with versions and sums of tensors; for others none."""
     if isinstance(value, torch.Tensor):
-        return [value, 0 if value.is_inference() else value._version]  # noqa: SLF001
+        is_plain = value.layout == torch.strided and value.is_floating_point() and not value.is_meta
+        total = float(value.detach().sum()) if is_plain else 0.0  # a write through .data counts no version
+        return [value, 0 if value.is_inference() else value._version, total]  # noqa: SLF001
     if isinstance(value, bool) or not isinstance(value, int | float | list | tuple | dict):
         return []
     if isinstance(value, int | float):
@@ -131,13 +147,15 @@ class _ForwardSource:
         self._seen: set[str] = set()
         self._read: set[str] = set()  # attributes that are read before they are surely set
         self._set: set[str] = set()  # attributes that every call sets
+        self._changed: set[str] = set()  # attributes that a call may set or change
         self._me = ""
         self._fresh: set[str] = set()  # attributes that the method has set to a value without its old one
-        self.method("forward", guarded=False)
+        for entry in ("forward", "training_step"):
+            self.method(entry, guarded=False)
 
     def carried(self) -> dict[str, int]:
         """Return the attributes that forward may carry, with the changes that show it."""
-        return {name: 1 if name in self._set else _GROWTHS for name in sorted(self._read)}
+        return {name: 1 if name in self._set else _GROWTHS for name in sorted(self._read & self._changed)}
 
     def method(self, name: str, guarded: bool) -> None:
         """Go through a method. ``guarded``: its call depends on a condition."""
@@ -146,7 +164,7 @@ class _ForwardSource:
         if name in self._seen or not isinstance(function, FunctionType):
             return
         self._seen.add(name)
-        if (function.__module__ or "").partition(".")[0] == "torch":
+        if (function.__module__ or "").partition(".")[0] in _FRAMEWORKS:
             return
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -163,10 +181,15 @@ class _ForwardSource:
     def _visit(self, node: ast.AST, guarded: bool) -> None:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             self._assignment(node, guarded)
+        elif isinstance(node, ast.Expr) and (call := self._change(node.value)) is not None:
+            for part in (*call.args, *call.keywords):
+                self._visit(part, guarded)
         elif isinstance(node, ast.Attribute) and (name := self._own(node)):
             if not isinstance(node.ctx, ast.Store):
                 self._read_of(name, guarded)
-            elif not guarded:
+                return
+            self._changed.add(name)
+            if not guarded:
                 self._set.add(name)
                 self._fresh.add(name)
         elif isinstance(node, _BRANCHES):
@@ -174,6 +197,11 @@ class _ForwardSource:
             for child in ast.iter_child_nodes(node):
                 self._visit(child, guarded or child is not first)
         else:
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                self._changed.add(self._root(node))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                # A call of an attribute's method may change it where torch's names say so: ``copy_``.
+                self._changed |= {self._root(node.func.value)} if node.func.attr.endswith("_") else set()
             for child in ast.iter_child_nodes(node):
                 self._visit(child, guarded)
 
@@ -187,10 +215,25 @@ class _ForwardSource:
                 if name != own:
                     self._read_of(name, guarded)
             self._set |= set() if guarded else {own}
+            self._changed.add(own)
             return
         for part in (node.value, *targets):
             if part is not None:
                 self._visit(part, guarded)
+
+    def _change(self, node: ast.AST) -> ast.Call | None:
+        """Return a call that only changes an attribute, as ``self.losses.append(x)`` does as a statement."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = self._root(node.func.value)
+            self._changed.add(name)
+            return node if name else None
+        return None
+
+    def _root(self, node: ast.AST) -> str:
+        """Return the attribute in which ``self.hidden[0].data`` lies; empty for another expression."""
+        while isinstance(node, ast.Attribute | ast.Subscript) and not self._own(node):
+            node = node.value
+        return self._own(node)
 
     def _read_of(self, name: str, guarded: bool) -> None:
         if isinstance(getattr(self._kind, name, None), FunctionType):

@@ -23,6 +23,7 @@ class Handover:
         optimizers = optimizers_in(state.describer.objects.values())
         self.randomness = UpdateRandomness(optimizers)
         self.stale = StaleGradients(optimizers)
+        self.attributes = parts.buffers.attributes
 
     def give(self, order: io.Apply, held: io.PreparedRound) -> bool:
         """Put the committed gradient into ``.grad``. Return whether the step has no update instead."""

@@ -94,14 +94,19 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         if self._job is None:
             return super().training_step(*arguments, **named)
         if self._job.manual is not None:
-            return self._job.manual.training_step(super().training_step, *arguments, **named)
+            return self._job.manual.training_step(self._compute, *arguments, **named)
         self._job.more = arguments[1:]
         if not self._job.has_batch:
             return torch.zeros((), device=self.root_device, requires_grad=True)
-        output = super().training_step(*arguments, **named)
+        output = self._compute(*arguments, **named)
         if output is None or (isinstance(output, dict) and output.get("loss") is None):
             self._job.scale()  # the micro-batch counts, and adds no gradient
         return output
+
+    def _compute(self, *arguments: Any, **named: Any) -> Any:
+        assert self._job is not None and self.lightning_module is not None
+        with self._job.session.handover.attributes.method_of(self.lightning_module):
+            return super().training_step(*arguments, **named)
 
     def backward(self, closure_loss: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
         """Add the micro-batch's gradient, scaled by its number of samples."""

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 AREA = "Plain scripts with --adopt"
 LAUNCH = "--adopt"
+QUICK = True
 UNLIKE = ("killed",)
 
 torch.manual_seed(0)

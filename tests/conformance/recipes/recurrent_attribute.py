@@ -4,7 +4,7 @@ import recipe
 import torch
 
 AREA = "Buffers that forward changes"
-REFUSED = "forward carries 'hidden' from one micro-batch to the next"
+REFUSED = "the model carries 'hidden' from one micro-batch to the next"
 
 
 class Reader(torch.nn.Module):

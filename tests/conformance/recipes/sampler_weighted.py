@@ -5,7 +5,6 @@ import torch
 from torch.utils.data import WeightedRandomSampler
 
 AREA = "Samplers and data"
-QUICK = True
 
 torch.manual_seed(0)
 model = torch.nn.Linear(16, 4)

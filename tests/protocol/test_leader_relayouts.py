@@ -267,3 +267,24 @@ def test_a_spare_that_a_missing_member_needs_replaces_no_slow_one():
     lighthouse.open("s", generation=1, step=1, epoch=1, adapt="act", micro_batches=12, spare=True, cuts="x")
     advise(lighthouse, layout="")
     assert kept(lighthouse) == ["no spare stands by for b"] and not leaving(lighthouse)
+
+
+def test_while_one_replica_is_away_in_another_layout_no_other_one_leaves():
+    """Two of three could be ordered away one after the other, and the job went on with one."""
+    away = LayoutChange("c", 1, ORDER, "ranks=2", UNIX_S, "rank 1 of c is slow")
+    lighthouse = acting("a b", changes=(away,))
+    advise(lighthouse)
+    why = "c is not back yet in its ordered layout, and one member leaves at a time"
+    assert not leaving(lighthouse) and kept(lighthouse) == [why]
+    lighthouse.core.state.unix_offset_s += TRIAL_S  # a replica that never returns keeps nobody
+    lighthouse.wait(1.0)
+    assert leaving(lighthouse) == {"b": ORDER}
+
+
+def test_the_mode_is_that_of_the_most_senior_member_in_any_ring_order():
+    lighthouse = acting("a b", adapt="act")
+    record = lighthouse.record
+    lighthouse.do(session("b", record, adapt="off", cuts="x"))
+    for roster in (record.roster, record.roster[::-1]):
+        lighthouse.core.state.record = replace(record, roster=roster)
+        assert lighthouse.core.adaptations.mode == "act"

@@ -489,9 +489,8 @@ class Checks:
         parts = {i: n for n in range(data_slots) for i in range(bounds[n], bounds[n + 1])}
         hosts = [{n} for n in range(data_slots)]
         if sharing.policy == "constant":
-            if record.epoch in self.decisions:
-                # A decision gives a part also to a member that must catch up first.
-                there = {x.data_slot for x in record.roster}
+            # A part goes also to a member that must catch up first, if no other member can read it.
+            there = {x.data_slot for x in record.roster}
             hosts = [set(readers_of(n, sharing)) for n in range(data_slots)]
         return [i for i in left if hosts[parts[i]] & there]
 

@@ -31,14 +31,18 @@ class Adaptations:
 
     @property
     def mode(self) -> str:
-        """The mode of the job: the operator's, else that of its most senior member; empty: not known yet."""
+        """The mode of the job: the operator's, else that of its most senior member; empty: not known yet.
+
+        The order of the roster is that of the ring, which changes. So tenure and name say which is senior.
+        """
         if self.limits.overrides.adapt:
             return self.limits.overrides.adapt
         record, peers = self.state.record, self.state.liveness.peers
-        for member in record.roster if record is not None else ():
-            if (peer := peers.get(member.replica)) is not None:
-                return peer.session.adapt or OFF
-        return ""
+        senior = min(record.roster, key=lambda x: (x.since, x.replica), default=None) if record else None
+        peer = peers.get(senior.replica) if senior is not None else None
+        if senior is None or peer is None or peer.incarnation != senior.incarnation:
+            return ""
+        return peer.session.adapt or OFF
 
     def on_advised(self, event: io.SharesAdvised) -> None:
         self.advice = event
@@ -262,6 +266,14 @@ class Relayouts:
         least = max(1, self.job.limits.least)
         if len(others) < least:
             return f"without {name} the job has {len(others)} of the {least} members that it needs"
+        now, trial_s = self.job.state.unix_now, self.job.state.config.trial_s
+        away = [
+            x.replica
+            for x in record.adaptation.layouts
+            if record.member(x.replica) is None and now - x.at < trial_s
+        ]
+        if away:
+            return f"{away[0]} is not back yet in its ordered layout, and one member leaves at a time"
         lost = set(lost_parts(record.sharing, others)) - set(lost_parts(record.sharing, record.roster))
         return f"no other member can read shard {min(lost)}" if lost else ""
 

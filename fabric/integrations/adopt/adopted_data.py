@@ -252,11 +252,10 @@ class AdoptedData:
         """Name the data for a sentence."""
         if self.sampler is None or self._loader is None:
             return "the batches that the loop makes, with generators seeded for each step and replica"
-        size = self._loader.batch_size
-        times = f" times {self._batches} batches" if self._batches > 1 else ""
+        parts = f" in {self._batches} batches" if self._batches > 1 else ""
         dataset = type(self._loader.dataset).__name__
         return (
-            f"the DataLoader over {dataset} ({size}{times} samples a step here, "
+            f"the DataLoader over {dataset} ({self.weight:.0f} samples a step here{parts}, "
             f"{self.sampler.global_batch_size} in the job)"
         )
 

@@ -115,12 +115,17 @@ def _tell_watches(leaving: SystemExit) -> None:
 def _run(words: list[str]) -> None:
     if words[0] == "-m":
         sys.argv[:] = words[1:]
-        sys.path[0] = str(Path.cwd())
+        _import_first_from(Path.cwd())
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     sys.argv[:] = words
-    sys.path[0] = str(Path(words[0]).resolve().parent)
+    _import_first_from(Path(words[0]).resolve().parent)
     runpy.run_path(words[0], run_name="__main__")
+
+
+def _import_first_from(folder: Path) -> None:
+    """Let imports look into ``folder`` first, in the place of the folder of this command."""
+    sys.path[: 0 if sys.flags.safe_path else 1] = [str(folder)]
 
 
 def why_refused() -> str:

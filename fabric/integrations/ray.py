@@ -35,7 +35,7 @@ from fabric.runtime import config
 from fabric.runtime.http.lighthouse_client import Lighthouses
 from fabric.runtime.parent_death import die_with
 from fabric.runtime.private_folder import make_private, open_private
-from fabric.runtime.process_environment import add_to_environment, process_environment
+from fabric.runtime.process_environment import add_to_environment, own_program, process_environment
 
 LEAST, TESTED = "2.50", "2.60.0"
 _LOOK_S = 1.0  # seconds from one look at Ray's nodes to the next
@@ -285,7 +285,7 @@ def _call(work: Callable[[], Any]) -> Any:
 def _start(*words: str) -> "subprocess.Popen[bytes]":
     """Start a command of fabric that ends with this actor."""
     return subprocess.Popen(
-        [sys.executable, "-m", "fabric.cli.main", *words],
+        own_program("fabric.cli.main", *words),
         stdin=subprocess.DEVNULL,
         preexec_fn=die_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509  (it makes two system calls)
     )

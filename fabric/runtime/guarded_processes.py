@@ -18,6 +18,7 @@ from pathlib import Path
 
 import fabric
 from fabric.runtime.marked_processes import MarkedProcesses
+from fabric.runtime.process_environment import own_program
 
 MARK = "FABRIC_GUARD_MARK"
 
@@ -33,8 +34,8 @@ class Processes:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, name: str, module: Sequence[str], log: Path, **environment: str) -> None:
-        """Run ``python -m module...`` as ``name``, its output appended to ``log``."""
-        self.start_program(name, [sys.executable, "-m", *module], log, **environment)
+        """Run ``python -P -m module...`` as ``name``, its output appended to ``log``."""
+        self.start_program(name, own_program(*module), log, **environment)
 
     def start_program(self, name: str, command: Sequence[str], log: Path, **environment: str) -> None:
         """Run ``command`` as ``name``, its output appended to ``log``."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 
 # A launcher sets this variable, with a value of its own, in every process that the launcher starts.
@@ -12,6 +13,14 @@ LAUNCH_RESTARTS = "FABRIC_LAUNCH_RESTARTS"
 # The variables by which frameworks notice the other processes of a launcher.
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _WORLDS_OF_MPI = ("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "MPI_LOCAL")
+
+
+def own_program(module: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command line of a module of fabric or torch, which does not import from the working folder.
+
+    The working folder may have a folder ``fabric`` of its own, such as that of a checkout.
+    """
+    return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def process_environment() -> dict[str, str]:

@@ -425,8 +425,10 @@ def refused(*words: str, **environment: str) -> str:
         (["no-such.py"], {}, "there is no script no-such.py"),
         (["--no-python", "no-such-program"], {}, "there is no program no-such-program"),
         (["--no-python", "-m", "sh"], {}, "contradict each other"),
-        (["-m", "this"], {}, "no lighthouse is named: set FABRIC_LIGHTHOUSE"),
-        (["--lighthouse", "http://h:1", "-m", "this"], {}, 'FABRIC_REPLICA is ""'),
+        (["-m", "this"], {}, "no lighthouse is named: set --lighthouse=http://"),
+        (["--lighthouse", "http://h:1", "-m", "this"], {}, '--replica is ""'),
+        (["--replicas", "3:2", "-m", "this"], {"FABRIC_REPLICAS": "3"}, '--replicas is "3:2"'),
+        (["-m", "this"], {"FABRIC_REPLICAS": "3:2"}, 'FABRIC_REPLICAS is "3:2"'),
         (["--lighthouse", "h:1", "-m", "this"], {}, "give URLs such as"),
         (["--ranks", "4:1", "-m", "this"], {"FABRIC_DISABLE": "1"}, 'the number of ranks is "4:1"'),
         (["--ranks", "3", "--layout", "tp=2", "-m", "this"], {"FABRIC_DISABLE": "1"}, "no layout of"),
@@ -440,6 +442,23 @@ def refused(*words: str, **environment: str) -> str:
 )
 def test_a_mistake_is_one_sentence_before_any_rank_starts(words, environment, says):
     assert says in refused(*words, **environment)
+
+
+def test_a_folder_of_fabrics_name_in_the_working_folder_is_not_imported(tmp_path):
+    (tmp_path / "fabric").mkdir()
+    (tmp_path / "beside.py").write_text("told = 'ran'")
+    (tmp_path / "train.py").write_text("import beside, fabric.errors; print(beside.told)")
+    for words in (["train.py"], ["-m", "train"]):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "fabric.cli.main", "launch", *words],
+            cwd=tmp_path,
+            env={**os.environ, "FABRIC_DISABLE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
 
 
 def test_a_script_that_has_its_own_settings_is_not_checked(play):

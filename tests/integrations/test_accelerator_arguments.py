@@ -94,6 +94,14 @@ def test_functions_of_one_process_run_on_one_replica():
     assert accelerator.on_process(process_index=0)(lambda: "ran")() is None
 
 
+@pytest.mark.parametrize(("name", "printed"), [("r0", "hello\n"), ("r1", "")])
+def test_print_acts_on_the_replica_of_is_main_process(monkeypatch, capsys, name, printed):
+    monkeypatch.setenv("FABRIC_REPLICA", name)
+    accelerator = FabricAccelerator(cpu=True)
+    accelerator.print("hello")
+    assert capsys.readouterr().out == printed and accelerator.is_main_process == bool(printed)
+
+
 def test_figures_of_the_training_and_sums_are_refused():
     accelerator = FabricAccelerator(cpu=True)
     assert accelerator.reduce(torch.ones(2), "mean").sum() == 2

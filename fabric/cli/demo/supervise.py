@@ -163,6 +163,7 @@ class _Supervisor:
             out / "log" / f"{name}.log",
             FABRIC_JOB=JOB,
             FABRIC_REPLICA=name,
+            PYTHONSAFEPATH="1",  # the working folder may have a folder of the name of this package
             FABRIC_REPLICAS=str(options.replicas),
             FABRIC_LIGHTHOUSE=self._lighthouse,
             FABRIC_TOKEN_FILE=str(out / "token"),

@@ -1,5 +1,6 @@
 """``fabric launch``: its options, and the checks of them before a rank starts."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,8 +11,8 @@ import click
 from fabric.cli.launch.launcher import LaunchPlan, launch
 from fabric.errors import ConfigError
 from fabric.runtime import logs
-from fabric.runtime.config import Settings, settings
-from fabric.runtime.process_environment import process_environment
+from fabric.runtime.config import Settings, given_text, settings
+from fabric.runtime.process_environment import own_program, process_environment
 from fabric.runtime.rank_layout import candidates, parse_layout
 
 # Options that set a variable of the trainer's environment.
@@ -56,7 +57,10 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
     if options["adopt"]:
         command = _adopting(command, no_python=options["no_python"])
     environment = _environment(options)
-    chosen = _checked_settings(environment, check=not options["no_check"])
+    try:
+        chosen = _checked_settings(environment, check=not options["no_check"])
+    except ConfigError as error:
+        raise ConfigError(_in_options(str(error), options)) from None
     logs.set_up("launcher", chosen.log)
     logs.describe(job=chosen.job, replica=chosen.replica)
     layouts, log_dir = options["layouts"] or environment.get("FABRIC_LAYOUT", "").split(), options["log_dir"]
@@ -93,6 +97,14 @@ def _checked_settings(environment: dict[str, str], *, check: bool) -> Settings:
     return chosen
 
 
+def _in_options(sentence: str, options: dict[str, Any]) -> str:
+    """Return the sentence with options in the place of variables that the user has not set."""
+    unset = (name for name in _VARIABLES if options[name] or not given_text(name))
+    for name in unset:
+        sentence = re.sub(rf"\bFABRIC_{name.upper()}\b", f"--{name.replace('_', '-')}", sentence)
+    return sentence
+
+
 def _command(script: str, arguments: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:
     """Return the command line of every rank. Raises ConfigError where the script does not exist."""
     if no_python:
@@ -102,7 +114,7 @@ def _command(script: str, arguments: tuple[str, ...], *, module: bool, no_python
             raise ConfigError(f"there is no program {script}: correct the command after --no-python")
         return (script, *arguments)
     # `fabric run` imports torch at low priority, and does not start a trainer in a job that has failed.
-    fabric_run = (sys.executable, "-m", "fabric.cli.main", "run")
+    fabric_run = own_program("fabric.cli.main", "run")
     if module:
         return (*fabric_run, "-m", script, *arguments)
     if not Path(script).is_file():

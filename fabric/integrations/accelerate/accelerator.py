@@ -229,6 +229,11 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
 
     # --- files and trackers -----------------------------------------------------------------------------
 
+    def print(self, *arguments: Any, **named: Any) -> None:
+        """As Accelerator.print, on the replica of ``is_main_process``."""
+        if self._replica is None or self.is_main_process:
+            super().print(*arguments, **named)
+
     def init_trackers(self, project_name: str, *arguments: Any, **named: Any) -> None:
         """As Accelerator.init_trackers, at the first log of the replica that logs for all."""
         if self._replica is None:

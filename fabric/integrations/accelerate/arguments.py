@@ -144,7 +144,7 @@ METHODS: dict[str, Row] = {
     "on_process": _UNIT,
     "on_local_main_process": _READS,
     "on_local_process": _READS,
-    "print": NoInfluence("each replica prints"),
+    "print": _UNIT,
     "log": _EXAMPLE,
     "init_trackers": _EXAMPLE,
     "get_tracker": _READS,

@@ -94,13 +94,13 @@ def _picture(lighthouses: Lighthouses, answer: Any, width: int) -> RenderableTyp
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> RenderableType:
-    table = Table("job", "epoch", "step", "members", "sessions", "waiting for")
+    table = Table("job", "epoch", "step", "sessions", "replicas", "waiting for")
     for job in jobs:
         if "error" in job:
             table.add_row(*_cells(job["job"], "", "", "", "", job["error"]))
         else:
-            names = ("job", "epoch", "step", "members", "sessions", "waiting_for")
-            table.add_row(*_cells(*(job[name] for name in names)))
+            names = ("job", "epoch", "step", "sessions", "headline", "waiting_for")
+            table.add_row(*_cells(*(job.get(name, "") for name in names)))
     return table if jobs else Text("This lighthouse knows no job.")
 
 
@@ -110,6 +110,9 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     because = f" ({record['reason']})" if record.get("reason") else ""
     rows = [(member, _role(member)) for member in job["members"]]
     rows += [(joiner, "spare" if joiner.get("spare") else "outside") for joiner in job["joiners"]]
+    shown = {entry["replica"] for entry, _ in rows}
+    absent = job.get("absent", ())  # a lighthouse of an older release has none
+    rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
     wide = width >= _WIDE
     speeds = _speeds(job)
     columns = ["replica", "role", "phase", "step", *(["speed", "share"] if speeds else [])]
@@ -124,7 +127,12 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     led = f"led by {lighthouse['url']} over store {store['id']}"
     lines = [title + because]
     if not job["complete"]:
-        lines += [f"waiting for {job['waiting_for']}", f"recoverable: {recoverable(job['recoverable'])}"]
+        waits = (
+            []
+            if absent and job["waiting_for"].startswith("nothing")
+            else [f"waiting for {job['waiting_for']}"]
+        )
+        lines += [*waits, f"recoverable: {recoverable(job['recoverable'])}"]
     if job.get("durable"):
         newest = job["durable"]
         behind = counted(newest["steps_behind"], "step")
@@ -141,7 +149,16 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     # Addresses are not wrapped, so that people can copy them.
     below = [] if wide else [_address(entry) for entry, _ in rows if entry["ckpt"]]
     addresses = (Text(line, no_wrap=True, overflow="ignore") for line in below)
-    return Group(*map(Text, lines), table, *addresses, Text(led, style="dim"))
+    head = [Text(job["headline"], style="bold red" if absent else "bold green")] if "headline" in job else []
+    return Group(*head, *map(Text, lines), table, *addresses, Text(led, style="dim"))
+
+
+def _absent(absence: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a replica without a session."""
+    since = time.strftime("%H:%M:%S", time.gmtime(absence["since"]))
+    verdict = f"{absence['why']}, since {since} UTC" + (f", {absence['host']}" if absence["host"] else "")
+    nothing = {"phase": "", "step": None, "session_age_s": None, "connected": True, "trainer_status": None}
+    return {"replica": absence["replica"], **nothing, "verdict": verdict, "ckpt": ""}
 
 
 def recoverable(state: dict[str, Any] | None) -> str:

@@ -106,7 +106,9 @@ async def test_a_process_that_is_lost_is_back_only_when_it_knows_that_it_was_out
     assert before == 1
     await beat_step(members[1], 3, 7)
     (record,) = await recoveries(http, lighthouse.url, job)
-    assert record["lost"]["r1"] == {"started": 0.0, "has_state": 0.0, "joined": 0.0}
+    back = record["lost"]["r1"]
+    assert (back["started"], back["has_state"], back["joined"]) == (0.0, 0.0, 0.0)
+    assert back["host"] == "127.0.0.1" and "stopped" in back["why"]
     assert record["incarnations"] == {"r1": 1}
     async with http.get(f"{lighthouse.url}/v1/jobs/{job}", headers=headers()) as answer:
         (joiner,) = (await answer.json())["joiners"]
@@ -238,7 +240,7 @@ def test_only_the_newest_are_kept_and_a_loss_is_waited_for_once():
         [RecoveryRecord(i, "death", "", 1, 1.0, lost={"r0": ReplicaReturn()}) for i in range(CAPACITY + 5)]
     )
     assert len(log.kept) == CAPACITY and log.kept[0].id == 5
-    log._supersede("r0", log.kept[-1])
+    log._supersede(started("r0").record.roster[0], log.kept[-1], "killed")
     assert [r.id for r in log.kept if "r0" in r.lost] == [CAPACITY + 4]
 
 

@@ -73,6 +73,27 @@ def time_of_day(due: float, now: float) -> str:
     return datetime.fromtimestamp(time.time() + due - now, UTC).strftime("%H:%M:%S UTC")
 
 
+def outside_because(view: LeaderView, peer: Peer, now: float) -> str:
+    """Say why the process of this session is not in the roster."""
+    session = peer.session
+    if view.record is None:
+        return "waits for the first start"
+    if session.replica in view.finished:
+        return f"has finished at step {view.finished[session.replica]}"
+    if view.record.complete:
+        return "the job is complete"
+    if why := view.liveness.suspicion(session, now) or view.admission_refusal(peer):
+        return why
+    if now < (backoff := view.readmission_backoff(peer)).until:
+        again, times = time_of_day(backoff.until, now), counted(backoff.times, "time")
+        return f"is not admitted before {again}: evicted {times}, and waits longer every time"
+    if view.was_evicted_in_user_code(peer):
+        return "was evicted for its user code, and is not admitted before it comes back from there"
+    if peer.generation != view.record.generation:
+        return "has no state of this generation yet"
+    return f"catches up: {counted(max(0, view.top_step() - peer.step), 'step')} behind"
+
+
 def waiting_for(view: LeaderView, now: float) -> str:
     """Say what the leader waits for before its next move."""
     record = view.record

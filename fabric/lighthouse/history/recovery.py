@@ -7,10 +7,12 @@ learnt of the event: it learns of the first step after a failure from a heartbea
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from fabric.model import Record, incident_id_of, shortened
+from fabric.model import Member, Record, incident_id_of, shortened
+from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.leader.view import EpochView, LeaderView
 from fabric.protocol.messages.wire import decode_value
 
@@ -22,6 +24,7 @@ NAMED = 100
 # With more members than this, open records are updated at intervals and not after every event.
 _MANY = 100
 _LOOK_S = 0.05
+DOWN, OUTSIDE, LEFT = "down", "outside", "left"
 
 
 @dataclass(slots=True)
@@ -31,6 +34,8 @@ class ReplicaReturn:
     started: float = 0.0  # when a new process opened its session, or the evicted process learned of it
     has_state: float = 0.0
     joined: float = 0.0  # the time of the replica's first round
+    why: str = ""  # why the replica was lost
+    host: str = ""  # where the lost process ran
 
 
 @dataclass(slots=True)
@@ -71,6 +76,25 @@ class RecoveryRecord:
         return body
 
 
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """A replica of the job that does not train with the others."""
+
+    replica: str
+    state: str  # down: no live process; outside: its process waits to join; left: it was drained
+    why: str
+    since: float  # Unix seconds
+    host: str
+    is_member: bool  # whether the roster still lists it
+
+    @property
+    def sentence(self) -> str:
+        """Return the replica, since when it is away, why, and its host."""
+        at = datetime.fromtimestamp(self.since, UTC).strftime("%H:%M:%S UTC")
+        details = ", ".join(filter(None, (self.why, self.host)))
+        return f"{self.replica} {self.state} since {at}" + (f" ({details})" if details else "")
+
+
 _FIELDS = tuple(f.name for f in fields(RecoveryRecord))
 
 
@@ -87,6 +111,7 @@ class Recoveries:
         self._pending: list[
             RecoveryRecord
         ] = []  # the open records among ``kept``, which the lighthouse examines after every event
+        self.left: dict[str, Absence] = {}  # the drained replicas that are away, as this leader saw them
         self._record: Record | None = None
         self._looked = 0.0
 
@@ -111,6 +136,7 @@ class Recoveries:
         record = view.record
         changed: dict[int, RecoveryRecord] = {}
         if record is not None and record is not self._record:
+            self._note_departures(record, now)
             for recovery in self._on_record(view, record, event, now):
                 changed[recovery.id] = recovery
             self._record = record
@@ -129,6 +155,15 @@ class Recoveries:
         if changed:
             self._pending = [recovery for recovery in self.kept if recovery.is_open]
         return list(changed.values())
+
+    def _note_departures(self, record: Record, now: float) -> None:
+        before = self._record.roster if self._record is not None else ()
+        for member in before:
+            if member.leaving and not record.lists(member.replica, member.incarnation):
+                why = self._record.reason if self._record is not None else record.reason
+                self.left[member.replica] = Absence(member.replica, LEFT, why, now, host_of(member), False)
+        for member in record.roster:
+            self.left.pop(member.replica, None)
 
     def _unanswered(self) -> RecoveryRecord | None:
         """Return the newest recovery if no epoch has answered it yet."""
@@ -166,7 +201,7 @@ class Recoveries:
                     # A peer noticed the failure first: put the epoch's reason before the peer's sentence.
                     recovery.why = shortened(f"{record.reason} ({recovery.why})", 1000)
                 recovery.kind = "death"
-                self._supersede(member.replica, recovery)
+                self._supersede(member, recovery, _why_lost(member.replica, before, record))
                 recovery.incarnations[member.replica] = member.incarnation
         if record.generation != before.generation:
             recovery.kind = "cold start"
@@ -189,12 +224,19 @@ class Recoveries:
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 
-    def _supersede(self, replica: str, recovery: RecoveryRecord) -> None:
+    def _supersede(self, member: Member, recovery: RecoveryRecord, why: str) -> None:
         """End the wait of older records for a replica that is lost again."""
+        replica = member.replica
         for older in self.kept:
             if older is not recovery and replica in older.lost and not older.lost[replica].joined:
                 del older.lost[replica]
-        recovery.lost[replica] = ReplicaReturn()
+        recovery.lost[replica] = ReplicaReturn(why=shortened(why, 200), host=host_of(member))
+
+
+def _why_lost(replica: str, before: Record, record: Record) -> str:
+    """Return why ``record`` leaves this member of ``before`` out."""
+    whys = (x.why for x in record.failures if x.replica == replica and x.epoch == before.epoch)
+    return next(whys, record.reason)
 
 
 def _has_failed(epoch: EpochView) -> bool:

@@ -3,12 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
+from fabric.lighthouse.diagnosis.absences import headline
 from fabric.lighthouse.diagnosis.server_states import silence
 from fabric.lighthouse.diagnosis.shard_readers import shard_readers
-from fabric.lighthouse.diagnosis.status_text import time_of_day, waiting_for
+from fabric.lighthouse.diagnosis.status_text import outside_because, waiting_for
 from fabric.lighthouse.history.recovery import recoverable
 from fabric.lighthouse.jobs.job import Job
-from fabric.model import Member, Record, counted
+from fabric.model import Member, Record
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.server_statuses import LastStatus
 from fabric.protocol.leader.view import LeaderView
@@ -27,6 +28,7 @@ def job_line(job: Job) -> dict[str, Any]:
         "complete": bool(record and record.complete),
         "paused": record.overrides.paused if record else "",
         "failed": job.view.failed_reason,
+        "headline": headline(job.view, job.absences()),
         "waiting_for": waiting_for(job.view, job.now),
     }
 
@@ -46,6 +48,7 @@ def job_view(job: Job) -> dict[str, Any]:
         "penalties": [asdict(penalty) for penalty in view.penalties()],
         "hosts": view.hosts_that_failed(),
         "members": [_member_view(view, member, now) for member in roster],
+        "absent": [asdict(absence) for absence in job.absences()],
         "joiners": [_joiner_view(view, peer, now) for peer in outside if peer.connected],
         "checkpoint_servers": [
             {"replica": name, "rank": rank, "incarnation": status.incarnation, **_status_view(status, now)}
@@ -118,27 +121,6 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
 def _joiner_view(view: LeaderView, peer: Peer, now: float) -> dict[str, Any]:
     session = peer.session
     status = view.liveness.statuses().get(session.replica)
-    if view.record is None:
-        verdict = "waits for the first start"
-    elif session.replica in view.finished:
-        verdict = f"has finished at step {view.finished[session.replica]}"
-    elif view.record.complete:
-        verdict = "the job is complete"
-    elif doubt := view.liveness.suspicion(session, now):
-        verdict = doubt
-    elif view.admission_refusal(peer):
-        verdict = view.admission_refusal(peer)
-    elif now < (backoff := view.readmission_backoff(peer)).until:
-        again, times = time_of_day(backoff.until, now), backoff.times
-        verdict = (
-            f"is not admitted before {again}: evicted {counted(times, 'time')}, and waits longer every time"
-        )
-    elif view.was_evicted_in_user_code(peer):
-        verdict = "was evicted for its user code, and is not admitted before it comes back from there"
-    elif peer.generation != view.record.generation:
-        verdict = "has no state of this generation yet"
-    else:
-        verdict = f"catches up: {counted(max(0, view.top_step() - peer.step), 'step')} behind"
     return {
         "replica": session.replica,
         "incarnation": session.incarnation,
@@ -147,7 +129,7 @@ def _joiner_view(view: LeaderView, peer: Peer, now: float) -> dict[str, Any]:
         "spare": session.spare,
         **_session_view(peer, now),
         "trainer_status": _status_of(status, session.incarnation, now),
-        "verdict": verdict,
+        "verdict": outside_because(view, peer, now),
     }
 
 

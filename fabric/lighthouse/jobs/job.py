@@ -16,13 +16,14 @@ from functools import partial
 from fabric.errors import StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
 from fabric.lighthouse.connections.connection import MemberConnection, WorkQueue, notice_of, text_frame
+from fabric.lighthouse.diagnosis.absences import absences, counts
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
 from fabric.lighthouse.diagnosis.server_states import CheckpointServers
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
 from fabric.lighthouse.history.ledger import GoodputLedger
-from fabric.lighthouse.history.recovery import Recoveries, recoverable
+from fabric.lighthouse.history.recovery import LEFT, Absence, Recoveries, recoverable
 from fabric.lighthouse.history.slowdowns import Slowdowns
 from fabric.lighthouse.jobs.drills import Drills
 from fabric.lighthouse.jobs.job_connections import JobConnections
@@ -135,6 +136,9 @@ class Job:
         view = self.view
         record, state = view.record, recoverable(view, self.now)
         roster = record.roster if record else ()
+        absent = self.absences()
+        training, wanted = counts(view, absent)
+        missing = max(0, wanted - training - sum(absence.state == LEFT for absence in absent))
         seen = [p.seen for x in roster if (p := view.peers.get(x.replica)) is not None]
         return JobGauges(
             heartbeat_age_s=self.now - min(seen, default=self.now),
@@ -145,6 +149,8 @@ class Job:
             epoch=record.epoch if record else 0,
             step=view.top_step(),
             members=len(record.roster) if record else 0,
+            missing=missing if record and not (record.complete or record.failed) else 0,
+            absent=absent,
             sessions=len(self.connections.sessions),
             recoverable_step=None if state is None else state["step"],
             recoverable_age_s=None if state is None else state["age_s"],
@@ -156,6 +162,10 @@ class Job:
             slowdowns=dict(self.history.slowdowns.counts),
         )
 
+    def absences(self) -> list[Absence]:
+        """Return the replicas that the job misses now."""
+        return absences(self.view, self.history.recoveries, self.now)
+
     def look_at_ledger(self) -> GoodputLedger:
         """Return the goodput ledger, up to now."""
         self.servers.look(self.view, self.now, self.note)
@@ -165,6 +175,7 @@ class Job:
         """Lead this job from ``record``, which the store holds now."""
         self._record = record
         self.history.begin(record)
+        self._context.metrics.evicted(self.name, 0)  # a counter that begins at 0 shows its first increase
         self._driver = Driver(
             self.core, self._perform, tick=io.LeaderTick(), on_crash=self._remake, clock=self._context.clock
         )

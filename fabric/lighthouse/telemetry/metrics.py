@@ -3,7 +3,7 @@
 A registry of its own keeps metrics of the process and of other libraries out.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fabric.health.localise import Scope
-from fabric.lighthouse.history.recovery import RecoveryRecord
+from fabric.lighthouse.history.recovery import DOWN, Absence, RecoveryRecord
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,6 +32,8 @@ class JobGauges:
     step: int
     members: int
     sessions: int
+    missing: int = 0  # how many replicas fewer train than the job wants
+    absent: Sequence[Absence] = ()
     recoverable_step: int | None = None
     recoverable_age_s: float | None = None
     heartbeat_age_s: float = 0.0
@@ -135,6 +137,7 @@ class LighthouseMetrics:
 _OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
     ("sessions", "Open sessions of trainers.", lambda job: job.sessions),
     ("members", "Members of the roster.", lambda job: job.members),
+    ("replicas_missing", "Replicas fewer than the job wants.", lambda job: job.missing),
     ("epoch", "The epoch in force.", lambda job: job.epoch),
     ("steps", "The highest committed step.", lambda job: job.step),
     ("recoverable_step", "Step of the freshest recoverable state.", lambda job: job.recoverable_step),
@@ -191,6 +194,17 @@ class _Gauges(Collector):
                 if (value := value_of(job)) is not None:
                     family.add_metric([job.job], value)
             yield family
+        down = GaugeMetricFamily(
+            _PREFIX + "replica_down",
+            "1 for each lost replica without a live process; why is the reason in a sentence.",
+            labels=["job", "replica", "host", "why"],
+        )
+        for job in jobs:
+            for absence in job.absent:
+                # A member's reason may change with the time, and a new label would be a new series.
+                if absence.state == DOWN and not absence.is_member:
+                    down.add_metric([job.job, absence.replica, absence.host, absence.why], 1.0)
+        yield down
         ledger = CounterMetricFamily(
             _PREFIX + "job_seconds",
             "The job's time by state: training, degraded, recovering, stalled.",

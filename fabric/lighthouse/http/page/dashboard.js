@@ -133,7 +133,9 @@ function showJob(job) {
   state.view = job;
   $("main").hidden = false;
   const waiting = job.waiting_for;
-  say($("waiting"), waiting.startsWith("nothing: ") ? waiting.slice(9) : `Waiting for ${waiting}`);
+  const nothing = waiting.startsWith("nothing: ");
+  say($("headline"), job.headline, job.absent.length ? "headline bad" : "headline good");
+  say($("waiting"), !nothing ? `Waiting for ${waiting}` : job.absent.length ? "" : waiting.slice(9));
   const facts = [["step", job.step], ["epoch", job.epoch], ["generation", job.generation],
     ["members", job.members.length], ["sessions", job.sessions], ["needs at least", job.policy.min_replicas],
     ["may have", job.policy.max_replicas]];
@@ -162,6 +164,9 @@ function showJob(job) {
   const penalised = new Set(job.penalties.map((p) => p.about));
   const rows = [...job.members.map((m) => [m, m.leaving ? "leaving" : m.joining ? "new member" : "member"]),
     ...job.joiners.map((j) => [j, j.spare ? "spare" : "outside"])];
+  const shown = new Set(rows.map(([entry]) => entry.replica));
+  rows.push(...job.absent.filter((a) => !shown.has(a.replica)).map((a) => [{ replica: a.replica, phase: "",
+    connected: true, verdict: [a.why, `since ${clock(a.since)}`, a.host].filter(Boolean).join(", ") }, a.state]));
   showRows(rows, penalised, job.complete);
   noteSteps(rows.map(([entry]) => entry), job.epoch);
 }
@@ -236,7 +241,7 @@ function fillRow(tr, entry, role, penalised, over) {
     [entry.verdict, isFine(entry) || over ? "good" : "warn"]];
   values.forEach(([text, className], index) => say(tr.cells[index], text, className));
   const outside = role === "outside" || role === "spare";
-  const actions = over ? [] : !outside ? ["drain", "evict"] : penalised.has(entry.replica) ? ["admit", "drain"] : ["drain"];
+  const actions = over || role === "down" || role === "left" ? [] : !outside ? ["drain", "evict"] : penalised.has(entry.replica) ? ["admit", "drain"] : ["drain"];
   placeActions(tr, actions, entry.replica);
 }
 

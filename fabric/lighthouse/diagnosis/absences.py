@@ -1,0 +1,75 @@
+"""The replicas that a job misses, and the sentence about them.
+
+Status, page, metrics and alerts all read ``absences``, so that they agree.
+"""
+
+import time
+from collections.abc import Sequence
+
+from fabric.lighthouse.diagnosis.status_text import outside_because
+from fabric.lighthouse.history.recovery import DOWN, LEFT, OUTSIDE, Absence, Recoveries
+from fabric.model import counted
+from fabric.protocol.leader.evidence import host_of
+from fabric.protocol.leader.view import LeaderView
+
+_NAMED = 8  # the headline names this many replicas and counts the others
+
+
+def absences(view: LeaderView, recoveries: Recoveries, now: float) -> list[Absence]:
+    """Return the replicas that a running job misses, by name: the failed members, the lost, the drained."""
+    record = view.record
+    if record is None or record.complete or record.failed:
+        return []
+    by_name = {}
+    for member in record.roster:
+        liveness, pending = view.liveness, view.epoch.pending_evictions
+        if why := pending.get(member.replica) or liveness.failure_reason(member, now):
+            since = time.time() - (now - liveness.last_contact(member, now))
+            by_name[member.replica] = Absence(member.replica, DOWN, why, since, host_of(member), True)
+    for recovery in recoveries.kept:
+        for name, back in recovery.lost.items():
+            if not back.joined and record.member(name) is None:
+                why = back.why or recovery.why
+                by_name[name] = _outside(view, name, why, recovery.detected, back.host, now)
+    by_name = {**{x: gone for x, gone in recoveries.left.items() if record.member(x) is None}, **by_name}
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def _outside(view: LeaderView, name: str, why: str, since: float, host: str, now: float) -> Absence:
+    """Describe a lost replica by its new process, if it has one."""
+    peer = view.peers.get(name)
+    if peer is None or not peer.connected or view.liveness.suspicion(peer.session, now):
+        return Absence(name, DOWN, why, since, host, False)
+    return Absence(name, OUTSIDE, outside_because(view, peer, now), since, host, False)
+
+
+def counts(view: LeaderView, absent: Sequence[Absence]) -> tuple[int, int]:
+    """Return how many replicas train, and how many the job wants.
+
+    The job wants as many as it starts with, and those it lost, up to the maximum that is in force.
+    """
+    record = view.record
+    if record is None:
+        return view.startable(), view.policy.start_replicas
+    training = len(record.roster) - sum(absence.is_member for absence in absent)
+    lost = sum(absence.state != LEFT for absence in absent)
+    wanted = min(view.max_members, max(view.policy.start_replicas, training + lost))
+    return training, max(training, wanted)
+
+
+def headline(view: LeaderView, absent: Sequence[Absence]) -> str:
+    """Say how many replicas train, and name each missing one with its time, reason and host."""
+    record = view.record
+    if record is not None and record.complete:
+        return f"complete at step {record.base.step}"
+    if record is not None and record.failed:
+        return f"failed: {record.failed}"
+    training, wanted = counts(view, absent)
+    text = f"{training} of {counted(wanted, 'replica')}"
+    named = [absence for absence in absent if absence.state != LEFT or training < wanted]
+    text += "".join(f"; {absence.sentence}" for absence in named[:_NAMED])
+    if len(named) > _NAMED:
+        return f"{text}; and {len(named) - _NAMED} more"
+    if record is not None and (unknown := wanted - training - len(named)) > 0:
+        text += f"; {counted(unknown, 'replica')} not seen since this lighthouse leads"
+    return text

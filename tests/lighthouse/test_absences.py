@@ -1,0 +1,117 @@
+"""The headline names each replica that a job misses; status, table and metrics agree with it."""
+
+import json
+import random
+import re
+
+from lighthouse_support import WireStatus, headers, start_job
+from protocol.test_leader import runs, started
+from rich.console import Console
+
+from fabric.cli.status import _job
+from fabric.lighthouse.diagnosis.absences import absences, headline
+from fabric.lighthouse.history.recovery import Recoveries, from_json
+from fabric.model import Policy
+from fabric.protocol.leader.core import LeaderConfig, LeaderCore
+from fabric.protocol.messages import leader_events as io
+
+
+async def view_of(http, url: str, job: str) -> dict:
+    async with http.get(f"{url}/v1/jobs/{job}", headers=headers()) as answer:
+        return await answer.json()
+
+
+async def test_status_table_and_metrics_name_the_replica_that_is_down(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, job=job)
+    body = await view_of(http, lighthouse.url, job)
+    assert (body["headline"], body["absent"]) == ("3 of 3 replicas", [])
+    async with http.get(f"{lighthouse.url}/metrics", headers=headers()) as answer:
+        assert f'fabric_lighthouse_evictions_total{{job="{job}"}} 0.0' in await answer.text()
+    status = await WireStatus(http, lighthouse.url, "r1", job).open()
+    await status.beat()
+    members[1].cut()
+    await status.beat("gone")
+    await members[0].epoch(2)
+    body = await view_of(http, lighthouse.url, job)
+    (absent,) = body["absent"]
+    assert (absent["replica"], absent["state"]) == ("r1", "down")
+    said = r"2 of 3 replicas; r1 down since \d\d:\d\d:\d\d UTC \(.*gone.*\)"
+    assert re.fullmatch(said, body["headline"])
+    async with http.get(f"{lighthouse.url}/v1/jobs", headers=headers()) as answer:
+        lines = {line["job"]: line["headline"] for line in await answer.json()}
+    assert lines[job] == body["headline"]
+    async with http.get(f"{lighthouse.url}/metrics", headers=headers()) as answer:
+        metrics = await answer.text()
+    assert f'fabric_lighthouse_replicas_missing{{job="{job}"}} 1.0' in metrics
+    assert re.search(
+        rf'fabric_lighthouse_replica_down{{host="[^"]*",job="{job}",replica="r1",why="[^"]*gone', metrics
+    )
+    assert f'fabric_lighthouse_evictions_total{{job="{job}"}} 1.0' in metrics
+    console = Console(width=200, record=True)
+    console.print(_job(body, 200))
+    text = console.export_text()
+    assert text.startswith("2 of 3 replicas; r1 down since")
+    assert re.search(r"r1 +│ down +│", text), "the table has a row for a replica without a session"
+
+
+class Watched:
+    """A running job of ``names`` and its recovery records."""
+
+    def __init__(self, names: str = "a b c", **policy: int) -> None:
+        self.job, self.log = started(names, **policy), Recoveries()
+        self.log.begin(self.job.record)
+        runs(self.job, names, 5)
+
+    @property
+    def said(self) -> str:
+        """The headline, without the time of day."""
+        self.log.observe(self.job.core.view, 1, self.job.now)
+        text = headline(self.job.core.view, absences(self.job.core.view, self.log, self.job.now))
+        return re.sub(r"\d\d:\d\d:\d\d UTC", "TIME", text)
+
+    def evict(self, name: str) -> None:
+        self.job.status(name, "gone")
+        self.job.wait(1.0)
+
+
+def test_a_job_that_has_not_started_counts_its_replicas():
+    core = LeaderCore("job", LeaderConfig(policy=Policy(1, 4, 3)), random.Random(1), 0.0)
+    core.handle(io.Elected("store", None), 0.0)
+    assert headline(core.view, absences(core.view, Recoveries(), 0.0)) == "0 of 3 replicas"
+
+
+def test_a_member_whose_trainer_is_gone_is_down_before_the_next_epoch():
+    watched = Watched(start_replicas=3)
+    assert watched.said == "3 of 3 replicas"
+    watched.job.commits = False
+    watched.job.status("c", "gone")
+    assert watched.said.startswith("2 of 3 replicas; c down since TIME (")
+
+
+def test_a_lost_replica_stays_in_the_headline_under_the_next_leader():
+    watched = Watched(start_replicas=3)
+    watched.evict("c")
+    assert watched.said.startswith("2 of 3 replicas; c down since TIME (")
+    reason = watched.log.kept[-1].lost["c"].why
+    after = Recoveries()
+    after.restore([from_json(json.dumps(x.to_json()).encode()) for x in watched.log.kept])
+    watched.log = after
+    assert f"c down since TIME ({reason}" in watched.said
+
+
+def test_a_lost_replica_that_is_back_stands_outside_until_it_joins():
+    watched = Watched(start_replicas=3)
+    watched.evict("c")
+    assert "c down" in watched.said
+    watched.job.open("c", incarnation=2)
+    assert watched.said.startswith("2 of 3 replicas; c outside since TIME (")
+
+
+def test_a_drained_replica_is_named_and_a_scaled_one_is_not_wanted():
+    watched = Watched(start_replicas=3)
+    watched.job.do(io.Operator("drain", "c", "me", "its host is hot"))
+    assert watched.said == "3 of 3 replicas", "it trains until the next step boundary"
+    runs(watched.job, "a b c", 6)
+    assert watched.said.startswith("2 of 3 replicas; c left since TIME (c is being drained: drained by me")
+    watched.job.do(io.Operator("scale", "", "me", "night", None, 2))
+    assert watched.said == "2 of 2 replicas"

@@ -1,8 +1,12 @@
 """Sources that are silent, slow or hard to reach delay a fetch only for a bounded time."""
 
 import contextlib
+import json
 import socket
 import threading
+from contextlib import suppress
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from ckpt_server.test_fetch import BLOCK, Memory, Origin, fetcher, origins, ref, with_gradient  # noqa: F401
@@ -10,7 +14,13 @@ from ckpt_server.test_fetch import BLOCK, Memory, Origin, fetcher, origins, ref,
 from fabric.ckpt_server.fetch import gradient_fetch, http_source, multi_source
 from fabric.ckpt_server.fetch.http_source import HttpAccess, HttpAddress, HttpConnection
 from fabric.ckpt_server.fetch.range_queue import RangeQueue
-from fabric.errors import StateError
+from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
+from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.reading import state_source
+from fabric.client import restore_values
+from fabric.errors import StateError, Unreachable
+from fabric.integrations.torchft import HTTPTransport
+from fabric.model import SnapshotRef
 from fabric.runtime.http.token_file import TokenFile
 
 FOREVER_S = 600.0
@@ -215,3 +225,61 @@ def test_a_manifest_that_is_mostly_empty_lists_is_refused_before_it_is_parsed(or
     with pytest.raises(StateError, match="made of too many lists and objects"):
         fetcher().fetch_state([only.url], ref(only), Memory())
     assert not parsed
+
+
+class Trickler(BaseHTTPRequestHandler):
+    """A checkpoint server that sends one byte of an endless body at a time, at ``slow`` or below it."""
+
+    slow = ""
+
+    def do_GET(self) -> None:
+        self.send_response(206 if "/data" in self.path else 200)
+        manifest = json.dumps(self.server.manifest).encode()
+        is_slow = self.slow in self.path
+        body = b"[" * 10_000_000 if is_slow else manifest
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if not is_slow:
+            self.wfile.write(body)
+            return
+        with suppress(OSError):
+            while True:
+                self.wfile.write(b" ")
+                if self.server.go.wait(0.01):
+                    return
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(params=["/manifest", "/data"])
+def trickler(request):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Slow", (Trickler,), {"slow": request.param}))
+    server.go = threading.Event()
+    digests = BlockDigests()
+    digests.update(memoryview(b"x" * 1000))
+    digest = digest_of_blocks(1000, digests.blocks())
+    snapshot = SnapshotRef(1, 5, digest)
+    server.manifest = make_manifest(snapshot, 1000, digests.blocks(), job="j", replica="r0", created=1.0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.go.set()
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def test_a_state_that_trickles_is_given_up_by_everything_that_reads_one(trickler, monkeypatch):
+    """A source of a byte a second held restore_values, and pull, inspect and diff, for ever."""
+    monkeypatch.setattr(http_source, "LEAST_BYTES_PER_S", 1e9)
+    monkeypatch.setattr(state_source, "_TIMEOUT_S", 0.2)
+    with pytest.raises(Unreachable):
+        restore_values(trickler)
+    with pytest.raises(Unreachable):
+        HTTPTransport().recv_checkpoint(0, trickler, 5, timedelta(seconds=60))
+
+
+def test_a_received_checkpoint_takes_no_longer_than_its_timeout(trickler):
+    with pytest.raises(Unreachable):
+        HTTPTransport().recv_checkpoint(0, trickler, 5, timedelta(seconds=0.2))

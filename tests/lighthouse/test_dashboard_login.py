@@ -1,76 +1,127 @@
-"""The page's login cookie is valid for a limited time and for the page alone, and the login limits
-guesses.
-"""
+"""The page's login is valid for a limited time and in the page alone, and guesses of tokens are slowed."""
 
+import asyncio
+import logging
 import time
 
+import aiohttp
 import pytest
-from aiohttp.test_utils import make_mocked_request
+from aiohttp import web
+from aiohttp.test_utils import TestServer, make_mocked_request
 from in_process import TroubledStore, lighthouse_on
 from memory_store import MemorySpace
 
 from fabric.lighthouse.http import dashboard
-from fabric.lighthouse.http.login_limit import MOST_FAILURES, WITHIN_S, LoginTries, TooManyTries
+from fabric.lighthouse.http.login_limit import MOST_FAILURES, MOST_WAITING, WITHIN_S, TokenTries
 from fabric.lighthouse.http.tokens import Tokens
 
 TOKENS = Tokens("own")
 
 
-def scope(expires: float, path: str = "/v1/jobs", **headers: str):
+def scope(expires: float, path: str = "/v1/jobs", scheme: str = "Page"):
     stamp = str(int(expires))
-    cookie = f"{dashboard.COOKIE}={stamp}.{dashboard._proof(stamp, '', 'own')}."
-    request = make_mocked_request("GET", path, headers={"Host": "lh:8600", "Cookie": cookie, **headers})
-    return dashboard.scope_of_cookie(request, TOKENS)
+    login = f"{stamp}.{dashboard._proof(stamp, '', 'own')}."
+    request = make_mocked_request("GET", path, headers={"Authorization": f"{scheme} {login}"})
+    return dashboard.scope_of_login(request, TOKENS)
 
 
-def test_a_cookie_is_good_until_it_ends():
+def test_a_login_is_good_until_it_ends():
     assert scope(time.time() + 60) is None
-    assert scope(time.time() + dashboard.COOKIE_S) is None
+    assert scope(time.time() + dashboard.LOGIN_S) is None
     assert scope(time.time() - 5) is False
+    assert scope(time.time() + 60, scheme="Bearer") is False
 
 
-def test_a_cookie_that_was_made_under_a_wrong_clock_is_not_good_for_years():
+def test_a_login_that_was_made_under_a_wrong_clock_is_not_good_for_years():
     assert scope(time.time() + 10 * 365 * 86400) is False
 
 
-def test_a_cookie_opens_no_sockets_of_processes():
+def test_a_login_opens_no_sockets_of_processes():
     for path in ("/v1/jobs/gpt/session", "/v1/jobs/gpt/trainer-status"):
         assert scope(time.time() + 60, path) is False
     assert scope(time.time() + 60, "/v1/jobs/gpt/live") is None
 
 
-@pytest.mark.parametrize(
-    ("origin", "opens"),
-    [("http://lh:8600", True), ("https://lh:8600", True), ("http://evil:8600", False), ("null", False)],
-)
-def test_a_cookie_is_accepted_from_the_lighthouses_own_page_only(origin, opens):
-    assert scope(time.time() + 60, Origin=origin) is (None if opens else False)
+async def test_another_port_of_the_host_gets_no_login(http):
+    """A cookie goes to every port of its host, so a neighbour's server once got the operator's rights."""
+    seen = []
+
+    async def note(request: web.Request) -> web.Response:
+        seen.append({name: request.headers.get(name) for name in ("Cookie", "Authorization")})
+        return web.Response()
+
+    neighbour = web.Application()
+    neighbour.router.add_get("/", note)
+    async with (
+        lighthouse_on(TroubledStore(MemorySpace()), lease_s=60, tokens=Tokens("own")) as lighthouse,
+        aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as browser,
+        TestServer(neighbour) as server,
+    ):
+        async with browser.post(f"{lighthouse.url}/login", json={"token": "own"}) as answer:
+            login = (await answer.json())["page"]
+            assert "Set-Cookie" not in answer.headers
+        async with browser.get(server.make_url("/")):
+            assert seen == [{"Cookie": None, "Authorization": None}]
+        assert await status_of(browser, lighthouse.url, f"Page {login}") == 200
+        assert await status_of(browser, lighthouse.url, f"Bearer {login}") == 401
+        assert await status_of(browser, lighthouse.url, None) == 401
 
 
-def test_an_address_may_try_a_bounded_number_of_wrong_tokens():
+async def status_of(http: aiohttp.ClientSession, url: str, authorization: str | None) -> int:
+    headers = {"Authorization": authorization} if authorization else {}
+    async with http.get(f"{url}/v1/jobs", headers=headers) as answer:
+        return answer.status
+
+
+async def test_the_tokens_of_a_guessing_address_wait_and_only_a_few_at_a_time(caplog):
     now = [0.0]
-    tries = LoginTries(lambda: now[0])
+    tries = TokenTries(lambda: now[0], pause_s=60.0)
     for _ in range(MOST_FAILURES):
-        tries.check("a")
+        await tries.pause("a")
         tries.failed("a")
-    with pytest.raises(TooManyTries, match="wait 60 s"):
-        tries.check("a")
-    tries.check("b")
+    waiting = [asyncio.ensure_future(tries.pause("a")) for _ in range(MOST_WAITING)]
+    await asyncio.sleep(0)
+    assert not any(pause.done() for pause in waiting)
+    with pytest.raises(web.HTTPTooManyRequests):
+        await tries.pause("a")
+    await tries.pause("b")
     now[0] += WITHIN_S
-    tries.check("a")
+    await tries.pause("a")
+    for pause in waiting:
+        pause.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert not tries._waiting
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told == ["a wrong token came from a", "20 wrong tokens came from a: its tokens wait from now on"]
 
 
 def test_addresses_are_forgotten_before_they_cost_memory():
-    tries = LoginTries()
+    tries = TokenTries()
     for i in range(10_000):
         tries.failed(str(i))
     assert len(tries._failures) < 5000
 
 
-async def test_the_login_answers_429_after_too_many_guesses(http):
+@pytest.mark.parametrize("path", ["/login", "/v1/jobs"])
+async def test_a_guesser_is_slowed_and_locks_out_no_right_token(http, path, monkeypatch):
+    """Guesses by a header had no limit, and the login refused a right token after 20 guesses."""
+    paused = []
+    pause = TokenTries.pause
+
+    async def noted(tries: TokenTries, address: str) -> None:
+        paused.append(len(tries._failures.get(address, ())) >= MOST_FAILURES)
+        tries._pause_s = 0.0
+        await pause(tries, address)
+
+    monkeypatch.setattr(TokenTries, "pause", noted)
     async with lighthouse_on(TroubledStore(MemorySpace()), lease_s=60, tokens=Tokens("own")) as lighthouse:
-        for status in [401] * MOST_FAILURES + [429]:
-            async with http.post(f"{lighthouse.url}/login", json={"token": "guess"}) as answer:
-                assert answer.status == status
-        async with http.post(f"{lighthouse.url}/login", json={"token": "own"}) as answer:
-            assert answer.status == 429 and "Retry-After" in answer.headers
+
+        async def tried(token: str) -> int:
+            if path == "/login":
+                async with http.post(f"{lighthouse.url}/login", json={"token": token}) as answer:
+                    return answer.status
+            return await status_of(http, lighthouse.url, f"Bearer {token}")
+
+        assert [await tried(f"guess {i}") for i in range(MOST_FAILURES + 1)] == [401] * (MOST_FAILURES + 1)
+        assert await tried("own") == 200
+        assert paused == [False] * MOST_FAILURES + [True] * 2

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import aiohttp
 import pytest
 from lighthouse_support import (
     TOKEN,
@@ -103,14 +102,16 @@ async def test_a_jobs_token_lists_that_job_alone(shared, http):
     for given, seen in ((TOKENS["a"], ["a"]), (TOKENS["b"], ["b"]), (TOKEN, ["a", "b"])):
         status, jobs = await get(http, f"{shared.url}/v1/jobs", given)
         assert status == 200 and [job["job"] for job in jobs] == seen
-    # The page's login trades a job's token for a cookie that opens that job.
-    async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as page:
-        async with page.post(f"{shared.url}/login", json={"token": TOKENS["a"]}) as answer:
-            assert answer.status == 200
-        assert [job["job"] for job in (await get(page, f"{shared.url}/v1/jobs", None))[1]] == ["a"]
-        assert (await get(page, f"{shared.url}/v1/jobs/a", None))[0] == 200
-        assert (await get(page, f"{shared.url}/v1/jobs/b", None))[0] == 401
-        assert (await post(page, f"{shared.url}/v1/jobs/b/pause", ANN, None))[0] == 401
+    # The page's login trades a job's token for a credential that opens that job.
+    async with http.post(f"{shared.url}/login", json={"token": TOKENS["a"]}) as answer:
+        page = {"Authorization": f"Page {(await answer.json())['page']}"}
+    for path, status in (("/v1/jobs/a", 200), ("/v1/jobs/b", 401)):
+        async with http.get(shared.url + path, headers=page) as answer:
+            assert answer.status == status
+    async with http.get(f"{shared.url}/v1/jobs", headers=page) as answer:
+        assert [job["job"] for job in await answer.json()] == ["a"]
+    async with http.post(f"{shared.url}/v1/jobs/b/pause", json=ANN, headers=page) as answer:
+        assert answer.status == 401
     await close_all(members)
 
 

@@ -20,6 +20,7 @@ from in_process import Instance, TroubledStore, lighthouse_on
 from lighthouse_support import DEADLINE_S, WireMember, start_job
 from memory_store import MemorySpace
 
+from fabric.lighthouse.connections.validation import MOST_BYTES
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
@@ -221,7 +222,7 @@ def test_a_status_about_another_replica_harms_no_job(world, statuses):
 @pytest.mark.parametrize(
     ("frame", "code", "words"),
     [
-        (b"\x81\xff" + struct.pack(">QI", wire.MAX_BYTES + 1, 0), 1009, "over"),
+        (b"\x81\xff" + struct.pack(">QI", MOST_BYTES + 1, 0), 1009, "over"),
         (b"\x81\xff" + struct.pack(">QI", 2**62, 0), 1009, "over"),
         (b"\xf1\x80\0\0\0\0", 1002, "no frame of a WebSocket"),
         (_frame("text", b"\xff\xfe"), 1007, "not UTF-8"),

@@ -18,6 +18,7 @@ from lighthouse_support import (
 )
 
 from fabric.lighthouse.connections.connection import MALFORMED, REFUSED, REPLACED
+from fabric.lighthouse.connections.validation import MOST_BYTES
 from fabric.model import Fence
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta, wire
@@ -243,7 +244,7 @@ async def test_a_message_over_the_limit_ends_the_connection(lighthouse, http, jo
     member = await WireMember(http, lighthouse.url, "r0", job=job).open()
     # The server closes while the test still sends: the test gets either the close code or a reset.
     try:
-        await member.socket.send_str("x" * (wire.MAX_BYTES + 1))
+        await member.socket.send_str("x" * (MOST_BYTES + 1))
         code, _ = await member.close_reason()
         assert code in (aiohttp.WSCloseCode.MESSAGE_TOO_BIG, aiohttp.WSCloseCode.ABNORMAL_CLOSURE)
     except ConnectionError:

@@ -113,6 +113,7 @@ def test_an_etcd_of_your_own_replaces_the_charts():
         store="etcds://etcd-0.example.com:2379",
         storeCaSecret="ca",
         tokenSecret="mine",
+        jobTokensSecret="jobs",
         monitoring__enabled=True,
     )
     assert not [name for _, name in found if "etcd" in name]
@@ -125,7 +126,7 @@ def test_an_etcd_of_your_own_replaces_the_charts():
         volume["name"]: volume["secret"]["secretName"]
         for volume in found["StatefulSet", "fabric-lighthouse"]["spec"]["template"]["spec"]["volumes"]
     }
-    assert secrets == {"token": "mine", "etcd-ca": "ca"}
+    assert secrets == {"token": "mine", "job-tokens": "jobs", "etcd-ca": "ca"}
     assert {mount["name"] for mount in lighthouse["volumeMounts"]} == set(secrets)
 
 

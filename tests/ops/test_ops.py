@@ -92,6 +92,23 @@ def test_our_own_parser_takes_every_command_line(name, arguments):
     command.make_context(arguments[0], list(arguments[1:]))
 
 
+def test_a_trainer_gets_the_token_of_its_own_job_alone():
+    """Every trainer had the lighthouse's own token, which opens every job."""
+    (job,) = [document for document in documents(JOB) if document["kind"] == "Job"]
+    mounted = [m["secret"] for m in walk(job) if isinstance(m.get("secret"), dict)]
+    name = job["metadata"]["name"]
+    assert [(x["secretName"], x["items"]) for x in mounted] == [
+        ("fabric-job-tokens", [{"key": name, "path": "token"}])
+    ]
+    lighthouses = [words for file, words in command_lines() if file == "lighthouse.yaml"]
+    assert lighthouses and all("--job-tokens=/run/fabric-jobs" in words for words in lighthouses)
+
+
+def test_no_recipe_and_no_page_puts_a_secret_on_a_command_line():
+    for path in (*(p for p in OPS.rglob("*") if p.is_file()), *DOCS.rglob("*.md"), OPS.parent / "README.md"):
+        assert "--from-literal" not in path.read_text(), path
+
+
 def test_trainers_are_started_by_the_launcher_that_knows_their_exit_codes():
     """torchrun turns every exit code into 1."""
     for path in FILES:

@@ -18,14 +18,12 @@ from typing import Any
 
 from fabric.ckpt_server.fetch.gradient_fetch import GradientFetcher, GradientMeta
 from fabric.ckpt_server.fetch.http_source import (
-    LEAST_BYTES_PER_S,
     TRANSIENT,
     HttpAccess,
     HttpAddress,
     HttpConnection,
     IdleConnections,
     SourceRefused,
-    read_json,
     refusal,
 )
 from fabric.ckpt_server.fetch.local_source import HostMemory
@@ -280,10 +278,7 @@ class StateFetcher:
                     response = line.get(path)
                     if response.status != 200:
                         raise refusal(response)
-                limit_s = self._access.timeout_s + (response.length or 0) / LEAST_BYTES_PER_S
-                with line.within(limit_s):
-                    body = read_json(response, _MAX_MANIFEST_BYTES)
-                manifest = check_manifest(body, self._max_nbytes)
+                manifest = check_manifest(line.read_json(response, _MAX_MANIFEST_BYTES), self._max_nbytes)
                 if (manifest["step"], manifest["generation"]) != (step, generation):
                     raise SourceRefused("it answers with another step or generation")
                 manifest.pop("tensors", None)  # the loader reads the tensors from the file's own header

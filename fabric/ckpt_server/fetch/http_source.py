@@ -27,6 +27,7 @@ from fabric.runtime.http.token_file import TokenFile
 CONNECT_S = 5.0
 # A transfer slower than this fails, because a job cannot use such a link.
 LEAST_BYTES_PER_S = 20e3
+_JSON_PIECE = 1 << 18
 _MOST_IDLE = 32
 _MAX_ERROR_BYTES = 64 << 10
 _FEW_CONTAINERS, _BYTES_PER_CONTAINER = 64, 24
@@ -182,6 +183,26 @@ class HttpConnection:
             timer.cancel()
         if over.is_set():  # after a time-out, a truncated message may look complete
             raise TimeoutError
+
+    def at_least_rate(self, nbytes: int) -> contextlib.AbstractContextManager[None]:
+        """Raise TimeoutError where the block, which reads ``nbytes``, is slower than the least rate."""
+        return self.within(self._access.timeout_s + nbytes / LEAST_BYTES_PER_S)
+
+    def read_json(self, response: http.client.HTTPResponse, most: int) -> Any:
+        """Return the JSON body of at most ``most`` bytes. Raises SourceRefused for a larger or malformed one,
+        IntegrityError for one that does not match its ETag, and TimeoutError for one that trickles."""
+        body = bytearray()
+        while len(body) <= most:
+            with self.at_least_rate(_JSON_PIECE):
+                piece = response.read(min(_JSON_PIECE, most + 1 - len(body)))
+            if not piece:
+                break
+            body += piece
+        if len(body) > most:
+            raise SourceRefused(f"its answer is larger than {most} bytes")
+        if response.length:
+            raise ConnectionError("its answer ended too early")
+        return _parsed(bytes(body), response.getheader("ETag"))
 
     def _ask(
         self, sock: socket.socket, path: str, headers: dict[str, str], wait_s: float
@@ -350,15 +371,7 @@ def read_exactly(response: http.client.HTTPResponse, into: memoryview) -> None:
         filled += count
 
 
-def read_json(response: http.client.HTTPResponse, most: int) -> Any:
-    """Return the JSON body of at most ``most`` bytes. Raises SourceRefused for a larger or malformed one, and
-    IntegrityError for one that does not match its ETag."""
-    body = response.read(most + 1)
-    if len(body) > most:
-        raise SourceRefused(f"its answer is larger than {most} bytes")
-    if response.length:
-        raise ConnectionError("its answer ended too early")
-    tag = response.getheader("ETag")
+def _parsed(body: bytes, tag: str | None) -> Any:
     if tag is not None and tag != etag(bytes_digest(memoryview(body))):
         raise IntegrityError("its answer is not what its ETag says")
     # A list takes dozens of bytes in memory, and three in JSON text. Manifests of fabric have few lists.

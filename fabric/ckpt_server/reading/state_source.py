@@ -1,10 +1,10 @@
 """Reads a state piece by piece: a file, a durable checkpoint, or a snapshot on a checkpoint server."""
 
 import mmap
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -22,7 +22,6 @@ from fabric.ckpt_server.fetch.http_source import (
     HttpAddress,
     HttpConnection,
     read_exactly,
-    read_json,
     refusal,
 )
 from fabric.ckpt_server.format.digest import block_digest, file_digest
@@ -73,24 +72,29 @@ class ReadableState(Protocol):
 
 
 @contextmanager
-def open_state(name: str, token: str, tls: Tls | None = None) -> Iterator[ReadableState]:
-    """The state that ``name`` (a path or URLs) stands for. Raises FabricError."""
+def open_state(
+    name: str, token: str, tls: Tls | None = None, timeout_s: float | None = None
+) -> Iterator[ReadableState]:
+    """The state that ``name`` (a path or URLs) stands for. Raises FabricError.
+
+    ``timeout_s``: how long reading from checkpoint servers may take."""
     with ExitStack() as stack:
         if _is_file(name):
             yield stack.enter_context(closing(FileState(name)))
         else:
-            yield open_manifested(name, token, stack, tls)
+            yield open_manifested(name, token, stack, tls, timeout_s)
 
 
 def open_manifested(
-    name: str, token: str, stack: ExitStack, tls: Tls | None = None
+    name: str, token: str, stack: ExitStack, tls: Tls | None = None, timeout_s: float | None = None
 ) -> "BlockState | MergedState":
     """Open a state with a manifest: a checkpoint server's, or a durable one, which ``stack`` closes.
 
     ``name`` may name all ranks of a state: then it is the merged state. Raises FabricError."""
     parts: list[BlockState]
     if name.startswith(("http://", "https://")):
-        parts = [stack.enter_context(closing(RemoteState(url, token, tls))) for url in name.split(",")]
+        urls = name.split(",")
+        parts = [stack.enter_context(closing(RemoteState(url, token, tls, timeout_s))) for url in urls]
     else:
         url, mark, rank = name.partition("#")
         if mark and not (rank.isascii() and rank.isdecimal() and len(rank) < 10):
@@ -273,13 +277,18 @@ class SnapshotAddress:
 class RemoteState(BlockState):
     """A snapshot on a checkpoint server."""
 
-    def __init__(self, url: str, token: str, tls: Tls | None = None) -> None:
+    def __init__(self, url: str, token: str, tls: Tls | None = None, timeout_s: float | None = None) -> None:
+        """``timeout_s``: how long all reads together may take."""
         self.name = url
         where = SnapshotAddress.parse(url)
         self._tls = tls or Tls()
         self._connection = HttpConnection(
             where.server, HttpAccess(TokenFile.of(token), _TIMEOUT_S, self._tls.client_context())
         )
+        self._deadline = threading.Timer(timeout_s or 0.0, self._connection.retire)
+        self._deadline.daemon = True
+        if timeout_s is not None:
+            self._deadline.start()
         try:
             manifest = check_manifest(self._ask(f"{_SNAPSHOTS}{where.step}/manifest{where.query}"))
             self._path = f"{_SNAPSHOTS}{manifest['step']}/data?generation={manifest['generation']}"
@@ -292,15 +301,16 @@ class RemoteState(BlockState):
         """Return some blocks, in one request: between two requests the server could reuse the slot."""
         is_complete = False
         try:
-            response = self._connection.get(
-                self._path, (self._place(first)[0], self._place(first + count - 1)[1])
-            )
-            if response.status != 206:
-                raise refusal(response)
+            wanted = self._place(first)[0], self._place(first + count - 1)[1]
+            with self._connection.at_least_rate(0):
+                response = self._connection.get(self._path, wanted)
+                if response.status != 206:
+                    raise refusal(response)
             for index in range(first, first + count):
                 begin, end = self._place(index)
                 data = memoryview(bytearray(end - begin))
-                read_exactly(response, data)
+                with self._connection.at_least_rate(len(data)):
+                    read_exactly(response, data)
                 if block_digest(data) != self.manifest["blocks"][index]:
                     raise IntegrityError(
                         f"block {index} of {self.name} does not match its digest: fetch it again"
@@ -315,22 +325,24 @@ class RemoteState(BlockState):
 
     def _ask(self, path: str) -> Any:
         try:
-            response = self._connection.get(path)
-            if response.status != 200:
-                raise self._refused(response)
-            return read_json(response, _MAX_MANIFEST_BYTES)
+            with self._connection.at_least_rate(0):
+                response = self._connection.get(path)
+                refused = refusal(response) if response.status != 200 else None
+            if refused is not None:
+                raise self._refused(refused)
+            return self._connection.read_json(response, _MAX_MANIFEST_BYTES)
         except TRANSIENT as error:
             raise Unreachable(
                 f"{self.name} does not answer: {describe(error, self.name, self._tls)}"
             ) from error
 
-    def _refused(self, response: HTTPResponse) -> StateError:
+    def _refused(self, refused: StateError) -> StateError:
         """Return the reason for a missing manifest; /healthz shows whether another service answers there."""
-        refused = refusal(response)
         self._connection.close()
-        health = self._connection.get("/healthz")
+        with self._connection.at_least_rate(0):
+            health = self._connection.get("/healthz")
         with suppress(StateError):
-            answer = read_json(health, _MAX_HEALTH_BYTES)
+            answer = self._connection.read_json(health, _MAX_HEALTH_BYTES)
             if isinstance(answer, dict) and "ok" in answer and "is_leader" not in answer:
                 return type(refused)(f"{self.name}: {refused}")
         return StateError(
@@ -338,4 +350,5 @@ class RemoteState(BlockState):
         )
 
     def close(self) -> None:
+        self._deadline.cancel()
         self._connection.close()

@@ -31,7 +31,11 @@ class RestoredValues:
 
 
 def restore_values(
-    source: str | Path, *, digest: str | None = None, token_file: str | Path | None = None
+    source: str | Path,
+    *,
+    digest: str | None = None,
+    token_file: str | Path | None = None,
+    timeout_s: float | None = None,
 ) -> RestoredValues:
     """Read a snapshot, verify it, and return its values, with tensors on the CPU.
 
@@ -41,14 +45,15 @@ def restore_values(
     URLs with commas between them, one of each rank. One URL of a replica of several ranks, or ``FOLDER#1``,
     gives the part of that rank. ``digest``: refuse a state with another digest. A file has no digest of its
     own: without ``digest`` only its structure is checked. ``token_file``: for URLs; default
-    FABRIC_TOKEN_FILE. TLS follows FABRIC_TLS_CERT, FABRIC_TLS_KEY and FABRIC_TLS_CA.
+    FABRIC_TOKEN_FILE. TLS follows FABRIC_TLS_CERT, FABRIC_TLS_KEY and FABRIC_TLS_CA. ``timeout_s``: how long
+    checkpoint servers may take; without it one that sends at less than 20 kB/s is lost.
 
     Raises a FabricError of one sentence: ConfigError for a source that cannot be read, Unreachable for a
     server that is lost, StateError for a state that is damaged or missing, IntegrityError for a wrong digest.
     """
     token, tls = reader_access(token_file)
     name = str(source)
-    with open_state(name, token, tls) as state:
+    with open_state(name, token, tls, timeout_s) as state:
         file = _read(state)
         promised = state.manifest["digest"] if isinstance(state, BlockState | MergedState) else state.digest
     if digest is not None and digest != promised:

@@ -64,8 +64,8 @@ class _Sent:
 class HTTPTransport(CheckpointTransport[T]):
     """Serves states from a checkpoint server of its own, beside this process. Not thread-safe.
 
-    ``timeout`` and ``num_chunks`` change nothing: fabric reads blocks of 4 MiB, each bounded in time. The
-    address, token and TLS follow the settings of this replica. States are nested lists, dicts and tensors.
+    The constructor's ``timeout`` and ``num_chunks`` change nothing: fabric reads blocks of 4 MiB. Address,
+    token and TLS follow the settings of this replica. States are nested lists, dicts and tensors.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60), num_chunks: int = 0) -> None:
@@ -108,8 +108,11 @@ class HTTPTransport(CheckpointTransport[T]):
     def recv_checkpoint(
         self, src_rank: int, metadata: str, step: int, timeout: timedelta = timedelta(seconds=60)
     ) -> T:
-        """Return the state of ``step``, verified, with tensors on the CPU. Raises FabricError."""
-        restored = restore_values(f"{metadata}/v1/snapshots/{step}")
+        """Return the state of ``step``, verified, with tensors on the CPU. Raises FabricError.
+
+        A sender that has not sent all of it within ``timeout`` is lost.
+        """
+        restored = restore_values(f"{metadata}/v1/snapshots/{step}", timeout_s=timeout.total_seconds())
         try:
             value: T = restored.values["state"]["value"]
         except (LookupError, TypeError) as error:

@@ -20,7 +20,9 @@ MAX_STATUS_BYTES = 64 * 1024
 # A report may list every micro-batch of a step. A session names all ranks. A heartbeat lists the seconds of
 # each micro-batch.
 MAX_MESSAGE_BYTES = 64 * 1024
-_MORE_BYTES = {m.OpenSession: 256 * 1024, m.Heartbeat: 256 * 1024, m.Report: wire.MAX_BYTES}
+# One message holds the loop of all jobs while it is decoded and handled: 2 MiB take some 30 ms.
+MOST_BYTES = 2 << 20
+_MORE_BYTES = {m.OpenSession: 256 * 1024, m.Heartbeat: 256 * 1024, m.Report: MOST_BYTES}
 # The reasons in these messages may be long, a user's exception for instance; they are cut at once.
 _MORE_BYTES |= dict.fromkeys((m.Aborted, m.LoopFailed, m.CannotContinue, m.RequestState), 1 << 20)
 MAX_ADDRESS = 300
@@ -40,7 +42,8 @@ MAX_DESCRIPTION = 64 * 1024
 # The most ranks of one replica.
 MAX_RANKS = 65_536
 MAX_SNAPSHOTS = 64
-MAX_MICRO_BATCHES = 1_000_000
+# A decision of the leader divides all micro-batches of a step in one turn of the loop.
+MAX_MICRO_BATCHES = 60_000
 # The default of ``--max-replicas``.
 MAX_REPLICAS = 1024
 # The most that ``--max-replicas`` accepts: a record of some 35,000 replicas fills a store's longest value.
@@ -78,7 +81,7 @@ def parse_policy(text: str, start_wait_s: float) -> Policy:
 
 def decode_session(data: str) -> m.OpenSession:
     """Decode the first message of a session. Raises ProtocolError."""
-    message = wire.decode(_short(data, m.OpenSession))
+    message = wire.decode(data, most_bytes)
     if not isinstance(message, m.OpenSession):
         raise ProtocolError(f"a session begins with a Session, not with a {type(message).__name__}")
     return _checked_session(message)
@@ -86,9 +89,7 @@ def decode_session(data: str) -> m.OpenSession:
 
 def decode_member(data: str) -> m.MemberMessage:
     """Decode a later message of a session, with its sentences cut. Raises ProtocolError."""
-    message = wire.decode(data)
-    if len(data) > MAX_MESSAGE_BYTES:
-        _short(data, type(message))
+    message = wire.decode(data, most_bytes)
     if type(message) is m.Heartbeat:
         return _checked_beat(message)
     if not isinstance(message, _MEMBER_KINDS):
@@ -113,7 +114,7 @@ def decode_member(data: str) -> m.MemberMessage:
 
 def decode_status(data: str) -> m.TrainerStatus:
     """Decode a trainer status of a checkpoint server. Raises ProtocolError."""
-    message = wire.decode(data)
+    message = wire.decode(data, most_bytes)
     if not isinstance(message, m.TrainerStatus):
         raise ProtocolError(f"a checkpoint server sends a TrainerStatus, not a {type(message).__name__}")
     check_name("replica", message.replica)
@@ -233,14 +234,9 @@ def _check_snapshots(message: m.OpenSession | m.TrainerStatus) -> None:
         _check_length("digest", ref.digest, MAX_DIGEST)
 
 
-def _short(data: str, kind: type) -> str:
-    """Return ``data``. Raises ProtocolError where it is too long for a message of this kind."""
-    most = _MORE_BYTES.get(kind, MAX_MESSAGE_BYTES)
-    if len(data) > most:
-        raise ProtocolError(
-            f"a {kind.__name__} of {len(data)} characters is over the limit of {most}: send a shorter one"
-        )
-    return data
+def most_bytes(kind: type) -> int:
+    """Return the length of the longest message of this kind that the lighthouse takes."""
+    return _MORE_BYTES.get(kind, MAX_MESSAGE_BYTES)
 
 
 def _check_ckpt(url: str) -> None:
@@ -259,8 +255,8 @@ def _check_names(what: str, names: tuple[str, ...], most: int, longest: int = MA
 def _check_report(report: m.Report) -> None:
     for name in ("digest", "gradient_digest", "committed_digest"):
         _check_length(name, getattr(report, name), MAX_DIGEST)
-    _check_names("round_roster", report.round_roster, MOST_REPLICAS)
-    _check_names("round_lacked", report.round_lacked or (), MOST_REPLICAS)
+    _check_names("round_roster", report.round_roster, MOST_REPLICAS, MAX_NAME)
+    _check_names("round_lacked", report.round_lacked or (), MOST_REPLICAS, MAX_NAME)
     if len(report.have) > MAX_MICRO_BATCHES:
         raise ProtocolError(f"have must be a list of at most {MAX_MICRO_BATCHES}")
     if report.plan is not None:

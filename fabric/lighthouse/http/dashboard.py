@@ -1,9 +1,9 @@
-"""The page at ``/``: four files without data, a login that exchanges the token for a cookie, a live stream.
+"""The page at ``/``: four files without data, a login that trades the token for a credential, a live stream.
 
-A browser cannot send the token with every request, and a page must not keep it. So the page sends it once.
-The answer is a cookie that no script can read and no other site can make the browser send. Its value is a
-time of expiry and an HMAC of it, with the token as key. So the lighthouse stores no logins, and a cookie is
-void when its token is replaced.
+The page must not keep the token. So it sends the token once, and gets a credential that it keeps in its tab
+and sends as ``Authorization: Page``. A cookie would go to every port of the host. The credential is a time of
+expiry and an HMAC of it, with the token as key. So the lighthouse stores no logins, and a credential is void
+when its token is replaced.
 """
 
 import asyncio
@@ -17,21 +17,19 @@ from importlib.resources import files
 
 from aiohttp import web
 
-from fabric.errors import ProtocolError, Unauthorized
-from fabric.lighthouse.http.login_limit import LoginTries, TooManyTries
+from fabric.errors import ProtocolError
+from fabric.lighthouse.http.login_limit import TokenTries
 from fabric.lighthouse.http.status_cache import StatusCache
-from fabric.lighthouse.http.tokens import Scope, Tokens
+from fabric.lighthouse.http.tokens import Scope, Tokens, scope_of
 from fabric.lighthouse.jobs.job import Job
-from fabric.runtime.http.browser_guard import is_own_page
-from fabric.runtime.http.http_service import Handler, json_error, read_body
+from fabric.runtime.http.http_service import Handler, read_body
 from fabric.runtime.http.token_file import is_same
 
-COOKIE = "fabric-page"
 LOGIN = "/login"
-COOKIE_S = 12 * 3600
+LOGIN_S = 12 * 3600
 # The clocks of lighthouses that succeed each other may differ by this many seconds.
 _CLOCK_S = 300
-# Paths of WebSockets for trainers and checkpoint servers, which no cookie opens.
+# Paths of WebSockets for trainers and checkpoint servers, which no login opens.
 _FOR_PROCESSES = ("/session", "/trainer-status")
 _KINDS = {
     "index.html": "text/html",
@@ -55,23 +53,23 @@ _SILENCE_S = 5.0
 _MAX_LOGIN_BYTES = 8192
 
 
-def add_routes(app: web.Application, tokens: Tokens) -> None:
+def add_routes(app: web.Application, tokens: Tokens, tries: TokenTries) -> None:
     """Add ``/``, its script and style, and ``/login``."""
     for name, kind in _KINDS.items():
         app.router.add_get("/" if name == "index.html" else f"/{name}", _file(name, kind))
-    app.router.add_post(LOGIN, _login(tokens))
+    app.router.add_post(LOGIN, _login(tokens, tries))
 
 
-def scope_of_cookie(request: web.Request, tokens: Tokens) -> Scope | bool:
-    """Return the scope that the request's cookie opens; False without a valid cookie or from a foreign
-    page."""
-    expires, _, rest = request.cookies.get(COOKIE, "").partition(".")
+def scope_of_login(request: web.Request, tokens: Tokens) -> Scope | bool:
+    """Return the scope that the request's login opens; False without a valid one."""
+    scheme, _, login = request.headers.get("Authorization", "").partition(" ")
+    expires, _, rest = login.partition(".")
     proof, _, job = rest.partition(".")
-    # A cookie that expires later than a new cookie would expire was made while a clock was wrong.
-    now = time.time()
-    if not expires.isdecimal() or len(expires) > 12 or not now <= int(expires) <= now + COOKIE_S + _CLOCK_S:
+    if scheme.lower() != "page" or request.path.endswith(_FOR_PROCESSES):
         return False
-    if not is_own_page(request) or request.path.endswith(_FOR_PROCESSES):
+    # A login that expires later than a new one would expire was made while a clock was wrong.
+    now = time.time()
+    if not expires.isdecimal() or len(expires) > 12 or not now <= int(expires) <= now + LOGIN_S + _CLOCK_S:
         return False
     if not any([_is_proof(proof, expires, job, token) for token in tokens.keys(job)]):  # noqa: C419
         return False
@@ -83,7 +81,7 @@ def _is_proof(given: str, expires: str, job: str, token: str) -> bool:
 
 
 def _proof(expires: str, job: str, token: str) -> str:
-    """Return the cookie's HMAC, which no longer fits when the token is replaced."""
+    """Return the login's HMAC, which no longer fits when the token is replaced."""
     return hmac.new(token.encode(), f"page {expires} {job}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -96,14 +94,11 @@ def _file(name: str, kind: str) -> Handler:
     return answer
 
 
-def _login(tokens: Tokens) -> Handler:
-    tries = LoginTries()
-
+def _login(tokens: Tokens, tries: TokenTries) -> Handler:
     async def answer(request: web.Request) -> web.Response:
-        """Exchange ``{"token": ...}`` for a cookie."""
-        response = web.json_response({"ok": True})
+        """Exchange ``{"token": ...}`` for a login of the page."""
         if tokens.is_open:
-            return response
+            return web.json_response({"ok": True})
         if (request.content_length or 0) > _MAX_LOGIN_BYTES:
             raise ProtocolError("a login is a small JSON object")
         try:
@@ -112,28 +107,13 @@ def _login(tokens: Tokens) -> Handler:
             given = None
         if not isinstance(given, str):
             raise ProtocolError('send a JSON object such as {"token": "..."}')
-        try:
-            tries.check(request.remote or "")
-        except TooManyTries as error:
-            return json_error(429, str(error), headers={"Retry-After": "10"})
+        await tries.pause(request.remote or "")
         await tokens.refresh()
-        try:
-            scope = tokens.scope(given := given.strip())
-        except Unauthorized:
-            tries.failed(request.remote or "")
-            raise
+        scope = scope_of(tokens, tries, request, given := given.strip())
         job = min(scope) if scope is not None else ""
-        expires = str(int(time.time()) + COOKIE_S)
-        response.set_cookie(
-            COOKIE,
-            f"{expires}.{_proof(expires, job, given)}.{job}",
-            max_age=COOKIE_S,
-            httponly=True,
-            samesite="Strict",
-            secure=request.secure,
-            path="/",
-        )
-        return response
+        expires = str(int(time.time()) + LOGIN_S)
+        page = f"{expires}.{_proof(expires, job, given)}.{job}"
+        return web.json_response({"ok": True, "page": page}, headers={"Cache-Control": "no-store"})
 
     return answer
 

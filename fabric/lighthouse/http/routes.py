@@ -21,6 +21,7 @@ from fabric.lighthouse.election.store_probe import WriteProbe
 from fabric.lighthouse.http import dashboard, websockets
 from fabric.lighthouse.http.drill_routes import add_drills
 from fabric.lighthouse.http.job_status import job_line, job_view
+from fabric.lighthouse.http.login_limit import TokenTries
 from fabric.lighthouse.http.operator_routes import add_commands, find_job
 from fabric.lighthouse.http.status_cache import StatusCache
 from fabric.lighthouse.http.tokens import Tokens, is_in_scope, token_required
@@ -102,12 +103,12 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
 
     ``names``: its host names besides loopback.
     """
-    tokens = tokens or Tokens(None)
+    tokens, tries = tokens or Tokens(None), TokenTries()
     app = web.Application(
         middlewares=[
             errors_as_json,
             *([pages_kept_out(names)] if tokens.is_open else []),
-            token_required(tokens, OPEN_PATHS, dashboard.scope_of_cookie),
+            token_required(tokens, OPEN_PATHS, dashboard.scope_of_login, tries),
             _leader_only(parts),
         ],
         client_max_size=MAX_BODY_BYTES,
@@ -128,7 +129,7 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     add("/v1/jobs/{job}/live", routes.live)
     add("/v1/jobs/{job}/session", routes.session)
     add("/v1/jobs/{job}/trainer-status", routes.trainer_status)
-    dashboard.add_routes(app, tokens)
+    dashboard.add_routes(app, tokens, tries)
     add_commands(app, lambda: parts.jobs)
     add_drills(app, lambda: parts.jobs, tokens)
     return app

@@ -22,6 +22,7 @@ from aiohttp.typedefs import Middleware
 
 from fabric.errors import ConfigError, ProtocolError, StoreUnavailable, Unauthorized
 from fabric.lighthouse.connections.validation import check_name
+from fabric.lighthouse.http.login_limit import TokenTries
 from fabric.runtime.http.http_service import Handler, bearer_of
 from fabric.runtime.http.token_file import LOOK_S, TokenFile, is_same, read_tokens
 
@@ -203,11 +204,14 @@ def _read(file: Path, stamp: tuple[int, int, int]) -> _TokenEntry:
 
 
 def token_required(
-    tokens: Tokens, open_paths: frozenset[str], cookie: Callable[[web.Request, Tokens], Scope | bool]
+    tokens: Tokens,
+    open_paths: frozenset[str],
+    login: Callable[[web.Request, Tokens], Scope | bool],
+    tries: TokenTries,
 ) -> Middleware:
-    """Make a middleware that admits a request whose token or ``cookie`` opens the job of its path.
+    """Make a middleware that admits a request whose token or ``login`` opens the job of its path.
 
-    ``cookie`` returns False for a cookie that is not valid. For a path without a job the handler calls
+    ``login`` returns False where it is not valid. For a path without a job the handler calls
     ``is_in_scope``.
     """
 
@@ -216,13 +220,14 @@ def token_required(
         await tokens.refresh()
         if tokens.is_open or request.path in open_paths:
             return await handler(request)
-        scope = cookie(request, tokens)
+        await tries.pause(request.remote or "")
+        scope = login(request, tokens)
         if isinstance(scope, bool):
             given = bearer_of(request.headers.get("Authorization", ""))
             if is_of_drills(request) and tokens.may_drill(given):
                 request["scope"], request["may_reach_servers"] = None, False
                 return await handler(request)
-            scope = tokens.scope(given)
+            scope = scope_of(tokens, tries, request, given)
         job = request.match_info.get("job")
         if scope is not None and job is not None and job not in scope:
             raise Unauthorized(
@@ -233,6 +238,15 @@ def token_required(
         return await handler(request)
 
     return check
+
+
+def scope_of(tokens: Tokens, tries: TokenTries, request: web.Request, given: str) -> Scope:
+    """Return the scope of the token that the request shows, and count a wrong one."""
+    try:
+        return tokens.scope(given)
+    except Unauthorized:
+        tries.failed(request.remote or "")
+        raise
 
 
 def is_of_drills(request: web.Request) -> bool:

@@ -19,6 +19,7 @@ from fabric.lighthouse.connections.fast_frames import FastFrames
 from fabric.lighthouse.connections.layout_gate import LayoutGate
 from fabric.lighthouse.connections.validation import (
     MAX_STATUS_BYTES,
+    MOST_BYTES,
     decode_member,
     decode_session,
     decode_status,
@@ -27,7 +28,6 @@ from fabric.lighthouse.connections.validation import (
 from fabric.lighthouse.http.tokens import opened_with_own
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
-from fabric.protocol.messages import wire
 from fabric.protocol.messages.network import OpenSession, Rejected
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     name = request.match_info["job"]
     jobs.find(name)
     policy = parse_policy(request.query.get("replicas", ""), jobs.start_wait_s)
-    socket, connection = await _accept(request, wire.MAX_BYTES)
+    socket, connection = await _accept(request, MOST_BYTES)
     place = JobLookup(jobs, name)
     gate = place.gate = LayoutGate(jobs.layouts, name, request.transport)
 

@@ -10,6 +10,7 @@ are compressed too.
 import json
 import re
 import zlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, get_args
 
@@ -19,11 +20,12 @@ from fabric.errors import ProtocolError
 from fabric.model import PROTOCOL_VERSION, Record
 from fabric.protocol.messages import network
 
-# The most bytes of JSON in a decoded message, so that no peer can flood memory. A report that lists a million
-# micro-batches fits within this limit.
+# The most bytes of JSON in a decoded message, so that no peer can flood memory. The lighthouse takes fewer.
 MAX_BYTES = 16 * 1024 * 1024
 # Longer messages and records are compressed. Shorter records can be read with the store's own tools.
 PLAIN_BYTES = 64 * 1024
+# The longest kind or version that is decoded.
+_HEAD_BYTES = 64
 # A zlib stream begins with this byte, which no JSON text does.
 _ZLIB = b"\x78"
 
@@ -40,8 +42,8 @@ _KINDS: dict[str, type[network.Message]] = {kind.__name__: kind for kind in get_
 class MessageHead(msgspec.Struct):
     """The fields that say how to read the others."""
 
-    kind: Any = None
-    version: Any = None
+    kind: msgspec.Raw = msgspec.Raw(b"null")
+    version: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def encode(message: network.Message) -> bytes:
@@ -58,16 +60,32 @@ def packed(data: bytes) -> bytes:
     return data if len(data) <= PLAIN_BYTES else zlib.compress(data)
 
 
-def decode(data: bytes | str) -> network.Message:
-    """The message in ``data``, packed or not; raises ProtocolError for anything that is not exactly one."""
+def decode(data: bytes | str, most: Callable[[type], int] | None = None) -> network.Message:
+    """The message in ``data``, packed or not; raises ProtocolError for anything that is not exactly one.
+
+    ``most`` gives the longest message of a kind. A longer one is refused before its fields are decoded.
+    """
     data = _plain(data)
     head = decode_value(MessageHead, data, "message")
-    cls = _KINDS.get(head.kind) if isinstance(head.kind, str) else None
+    kind = _of_head(head.kind)
+    cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise ProtocolError(f"unknown kind of message {_short(head.kind)}: upgrade the older side")
+        raise ProtocolError(f"unknown kind of message {_short(kind)}: upgrade the older side")
     if cls is not network.Rejected:  # a refusal must reach a side of any version
-        check_version(head.version)
+        check_version(_of_head(head.version))
+    if most is not None and len(data) > most(cls):
+        raise ProtocolError(
+            f"a {cls.__name__} of {len(data)} characters is over the limit of {most(cls)}: send a shorter one"
+        )
     return decode_value(cls, data, cls.__name__)
+
+
+def _of_head(raw: msgspec.Raw) -> object:
+    """The value of a field of the head. A long one is not decoded, because no head has one."""
+    text = memoryview(raw)
+    if len(text) > _HEAD_BYTES:
+        return bytes(text[:_HEAD_BYTES]).decode(errors="replace")
+    return decode_value(object, bytes(text), "message")
 
 
 def check_version(version: object) -> None:
@@ -91,7 +109,7 @@ def encode_record(record: Record) -> bytes:
 def decode_record(data: bytes) -> Record:
     """The membership record; raises ProtocolError when the store holds something else."""
     text = _plain(data)
-    check_version(decode_value(MessageHead, text, "record").version)
+    check_version(_of_head(decode_value(MessageHead, text, "record").version))
     return decode_value(Record, text, "Record")
 
 

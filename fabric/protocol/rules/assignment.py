@@ -61,18 +61,19 @@ def spread(
     """
     if not members:
         raise ValueError("no member is left to compute the micro-batches")
-    given: dict[str, list[int]] = {m.replica: [] for m in members}
+    has = [load.get(m.replica, 0) for m in members]
+    shares = [max(m.shares, 1) for m in members]
+    given: list[list[int]] = [[] for _ in members]
     # A member's load with one micro-batch more, relative to the member's share, and its place in the roster.
     # Quotients of small integers have the same order as floats and as fractions.
-    queue = [((load.get(m.replica, 0) + 1) / max(m.shares, 1), place) for place, m in enumerate(members)]
+    queue = [((has[place] + 1) / shares[place], place) for place in range(len(members))]
     heapq.heapify(queue)
     for micro_batch in sorted(micro_batches):
-        place = queue[0][1]
-        lightest = members[place]
-        given[lightest.replica].append(micro_batch)
-        has = load.get(lightest.replica, 0) + len(given[lightest.replica])
-        heapq.heapreplace(queue, ((has + 1) / max(lightest.shares, 1), place))
-    return {replica: tuple(ids) for replica, ids in given.items()}
+        _, place = queue[0]
+        given[place].append(micro_batch)
+        has[place] += 1
+        heapq.heapreplace(queue, ((has[place] + 1) / shares[place], place))
+    return {member.replica: tuple(ids) for member, ids in zip(members, given, strict=True)}
 
 
 # --- parts and data slots --------------------------------------------------------------------------------

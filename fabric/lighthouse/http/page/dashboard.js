@@ -39,8 +39,15 @@ function spent(seconds) {
   return seconds < 3600 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
+// A cookie goes to every port of the host, so the page keeps its login itself. Only pages of this port read it.
+function fetched(path, options = {}) {
+  const login = sessionStorage.getItem("fabric-page");
+  const headers = { ...options.headers, ...(login ? { Authorization: `Page ${login}` } : {}) };
+  return fetch(path, { redirect: "manual", ...options, headers });
+}
+
 async function ask(path, options) {
-  const answer = await fetch(path, { redirect: "manual", ...options });
+  const answer = await fetched(path, options);
   if (answer.type === "opaqueredirect") throw new Error("another lighthouse leads: see the top of the page");
   const body = await answer.json();
   if (answer.status === 401) { showLogin(); throw new Error(body.error); }
@@ -99,16 +106,29 @@ function watch(job) {
     for (const list of ["members", "penalties", "hosts", "events", "recoveries", "chart"]) $(list).replaceChildren();
   }
   state.alive = performance.now();
-  const stream = state.stream = new EventSource(`/v1/jobs/${encodeURIComponent(job)}/live`);
-  const on = (kind, show) => stream.addEventListener(kind, (message) => {
+  const control = new AbortController();
+  const stream = state.stream = { close: () => control.abort() };
+  const show = { job: showJob, events: showEvents, recoveries: showRecoveries, still: () => {} };
+  follow(`/v1/jobs/${encodeURIComponent(job)}/live`, control.signal, (kind, body) => {
     state.alive = performance.now();
-    show(JSON.parse(message.data));
-  });
-  on("job", showJob);
-  on("events", showEvents);
-  on("recoveries", showRecoveries);
-  on("still", () => {});
-  stream.onerror = () => { if (stream.readyState === EventSource.CLOSED) state.stream = null; };
+    show[kind](body);
+  }).catch(() => {}).finally(() => { if (state.stream === stream) state.stream = null; });
+}
+
+// Read server-sent events, as an EventSource does, which sends no header.
+async function follow(path, signal, take) {
+  const answer = await fetched(path, { signal });
+  if (!answer.ok) return;
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (let part = await reader.read(); !part.done && !signal.aborted; part = await reader.read()) {
+    const messages = (rest + part.value).split("\n\n");
+    rest = messages.pop();
+    for (const message of messages) {
+      const [kind, body] = message.split("\n", 2).map((line) => line.slice(line.indexOf(": ") + 2));
+      take(kind, JSON.parse(body));
+    }
+  }
 }
 
 function recoverable(job) {
@@ -382,9 +402,11 @@ $("login-form").addEventListener("submit", async (submitted) => {
   const body = JSON.stringify({ token: $("token").value });
   try {
     const answer = await fetch("/login", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+    const login = await answer.json();
     $("token").value = "";
-    say($("login-error"), answer.ok ? "" : (await answer.json()).error);
+    say($("login-error"), answer.ok ? "" : login.error);
     if (!answer.ok) return;
+    if (login.page) sessionStorage.setItem("fabric-page", login.page);
   } catch {
     say($("login-error"), "this lighthouse does not answer: try again in a moment");
     return;

@@ -1,0 +1,195 @@
+"""No message of a tenant holds the loop of all jobs for long: the largest valid message of every kind.
+
+The work is counted, because a loaded machine is slow. A quiet machine does a million bytecodes in some 15
+milliseconds, and decodes 2 MiB of JSON in some 30.
+"""
+
+import asyncio
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, get_args
+
+import pytest
+from in_process import TroubledStore, lighthouse_on
+from lighthouse_support import WireMember, WireStatus, close_all, eventually, start_job
+from memory_store import MemorySpace
+
+from fabric.errors import ProtocolError
+from fabric.lighthouse.connections import validation as v
+from fabric.model import DataPlan, Death, EarlierStep, Fence, RankAddress, SnapshotRef, StepTimes
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
+
+MOST_BYTECODES = 3_000_000
+STATE = SnapshotRef(1, 2, "d" * v.MAX_DIGEST)
+NAMES = tuple(f"{i:064}" for i in range(v.MAX_UNREACHABLE))
+LONG = "w" * 1_000_000
+SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
+
+
+def largest(fence: Fence) -> dict[type, m.Message]:
+    """Return the largest valid message of every kind that a tenant may send."""
+    ranks = (RankAddress("127.0.0.1:1", "http://127.0.0.1:1"),) * 3_000
+    times = StepTimes(work=dict.fromkeys(range(9_000), 0.125))
+    earlier = tuple(EarlierStep(step, 0.5, 1.0, 1.0, 1.0, 1) for step in range(500))
+    everybody = tuple(f"{i:020}" for i in range(v.MOST_REPLICAS))
+    mine = tuple(range(v.MAX_MICRO_BATCHES))
+    found: tuple[m.Message, ...] = (
+        replace(
+            SESSION,
+            micro_batches=v.MAX_MICRO_BATCHES,
+            ranks=ranks,
+            tensors=("t" * 8,) * (v.MAX_DESCRIPTION // 8 // 2),
+            snapshots=(STATE,) * v.MAX_SNAPSHOTS,
+            durable=(STATE,) * v.MAX_SNAPSHOTS,
+            predecessors=tuple(range(v.MAX_NAMES)),
+        ),
+        m.Heartbeat(7, 1, 1, 1, "", LONG[:10_000], NAMES, "", times, earlier, unreachable=NAMES),
+        m.Running(fence, 1),
+        m.Aborted(fence, 1, LONG, "r1", NAMES, unreachable=NAMES),
+        m.Report(
+            fence, 1, 0, "d", 1, 1, everybody, True, "g", mine, round_lacked=everybody, plan=DataPlan(6)
+        ),
+        m.RequestRoster(fence),
+        m.RequestState(fence, LONG),
+        m.SnapshotTaken(fence, "r1", 1, "d" * v.MAX_DIGEST),
+        m.SnapshotMissed(fence, "r1", 1),
+        m.Finished(fence, 1, LONG[:60_000]),
+        m.CannotContinue(fence, LONG),
+        m.LoopFailed(fence, 1, LONG),
+        m.TrainerStatus(
+            "r0",
+            1,
+            "running",
+            1,
+            "http://127.0.0.1:1",
+            (STATE,) * v.MAX_SNAPSHOTS,
+            (Death(1, 1, 1),) * v.MAX_DEATHS,
+            durable=(STATE,) * v.MAX_SNAPSHOTS,
+            durable_error=LONG[:30_000],
+        ),
+    )
+    return {type(message): message for message in found}
+
+
+KINDS = (*get_args(m.MemberMessage), m.TrainerStatus)
+
+
+@dataclass
+class Count:
+    """The bytecodes of the turn that runs, and the most in a turn."""
+
+    now: int = 0
+    most: int = 0
+
+
+@contextmanager
+def counted() -> Iterator[Count]:
+    """Count the bytecodes in each turn of the loop."""
+    count, before, run = Count(), sys.gettrace(), asyncio.Handle._run
+
+    def each(frame: FrameType, kind: str, _: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count.now += kind == "opcode"
+        return each
+
+    def turn(handle: asyncio.Handle) -> None:
+        count.now = 0
+        run(handle)
+        count.most = max(count.most, count.now)
+
+    asyncio.Handle._run = turn
+    sys.settrace(each)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+        asyncio.Handle._run = run
+
+
+@pytest.fixture
+async def instance():
+    async with lighthouse_on(TroubledStore(MemorySpace()), lease_s=60) as found:
+
+        async def leads() -> bool:
+            return found.jobs.loaded.is_set()
+
+        await eventually(leads, "it to lead")
+        yield found
+
+
+def test_the_table_has_every_kind_that_a_tenant_may_send():
+    assert set(largest(Fence("s", 1, 1))) == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_message_is_bounded_before_its_fields_are_decoded(kind, monkeypatch):
+    """A message of 16 MiB held the loop for 2 seconds."""
+    assert v.most_bytes(kind) <= v.MOST_BYTES
+    decode = v.decode_status if kind is m.TrainerStatus else v.decode_member
+    text = wire.encode(largest(Fence("s", 1, 1))[kind]).decode()
+    assert isinstance(decode(text), kind)
+    decoded = []
+    full = wire.decode_value
+    monkeypatch.setattr(wire, "decode_value", lambda cls, *rest: decoded.append(cls) or full(cls, *rest))
+    with pytest.raises(ProtocolError, match="over the limit"):
+        decode(text + " " * v.MOST_BYTES)
+    assert kind not in decoded
+
+
+@pytest.mark.parametrize("field", ["kind", "version"])
+def test_a_long_field_of_the_head_becomes_no_objects(field):
+    """A list of 5 million lists as the kind of a message held the loop for 2 seconds."""
+    sound = wire.encode(m.Running(Fence("s", 1, 1), 1)).decode()
+    text = sound.replace(f'"{field}":', f'"{field}":[{",".join(["{}"] * 500_000)}],"x":', 1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match=f"{field}|version"):
+            v.decode_member(text)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(text)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+async def test_the_largest_message_is_a_short_turn_of_the_loop(instance, http, kind):
+    """A step of a million micro-batches was divided in one turn."""
+    members = await start_job(http, instance.url, micro_batches=v.MAX_MICRO_BATCHES)
+    message = largest(members[0].newest.fence)[kind]
+    with counted() as count:
+        if kind is m.TrainerStatus:
+            status = await WireStatus(http, instance.url, "r0").open()
+            await status.socket.send_str(wire.encode(message).decode())
+        elif kind is m.OpenSession:
+            late = WireMember(http, instance.url, "r3", micro_batches=v.MAX_MICRO_BATCHES)
+            late.session = replace(message, replica="r3")
+            members.append(await late.open())
+        else:
+            await members[0].say(message)
+        await members[1].say(m.Heartbeat(99, 1, 1, 0, phase="run"))
+        async with asyncio.timeout(60):
+            while (await members[1].next(m.HeartbeatAck)).number != 99:
+                pass
+    assert 0 < count.most < MOST_BYTECODES
+    await close_all(members)
+
+
+async def test_a_step_of_the_most_micro_batches_is_divided_in_a_short_turn(instance, http):
+    """A step of a million micro-batches was divided in one turn, after the report of the last member."""
+    members = await start_job(http, instance.url, micro_batches=v.MAX_MICRO_BATCHES)
+    await members[2].say(m.CannotContinue(members[2].newest.fence, "so that a step is divided anew"))
+    fence = (await members[0].epoch(2)).fence
+    plan = DataPlan(v.MAX_MICRO_BATCHES)
+    with counted() as count:
+        for member in members[:2]:
+            await member.epoch(2)
+            report = m.Report(fence, 1, 0, "", 1, 0, ("r0", "r1", "r2"), False, "", (), plan=plan)
+            await member.say(report)
+        resume = await members[0].next(m.Resume)
+    assert len(resume.table[0].micro_batches) >= v.MAX_MICRO_BATCHES // 3
+    assert 0 < count.most < MOST_BYTECODES
+    await close_all(members)

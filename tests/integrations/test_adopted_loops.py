@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import fabric.client
 from fabric.errors import ConfigError
@@ -152,9 +152,77 @@ def changes_its_gradient():
 
 
 def several_loaders():
-    loaders = [data(), data()]
-    for _ in loaders[0]:
-        pass
+    model, optimizer = make()
+    for (x,), (z,) in zip(data(), data(), strict=True):
+        model(x + z).sum().backward()
+        optimizer.step()
+
+
+def another_stage():
+    model, optimizer = make()
+    for stage in (data(size=4), data(size=8)):
+        for (x,) in stage:
+            model(x).sum().backward()
+            optimizer.step()
+
+
+def one_batch_of_another():
+    model, optimizer = make()
+    unlabelled = data(shuffle=False)
+    for (x,) in data():
+        model(x + next(iter(unlabelled))[0]).sum().backward()
+        optimizer.step()
+
+
+def reads_all_before_it_trains():
+    list(data())
+
+
+def trains_on_a_batch_again():
+    model, optimizer = make()
+    (x,) = next(iter(data()))
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def fixed_order_beside_another():
+    model, optimizer = make()
+    validation = data()
+    for (x,) in data(shuffle=False):
+        model(x).sum().backward()
+        optimizer.step()
+    assert validation
+
+
+def length_of_an_evaluation():
+    model, optimizer = make()
+    train, validation = data(), data(size=8)
+    assert len(validation)
+    for (x,) in train:
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def leaves_the_loader_within_a_step():
+    model, optimizer = make()
+    dataset = TensorDataset(torch.randn(16, 2))
+    loader = DataLoader(dataset, batch_size=2, sampler=SubsetRandomSampler(range(16)))
+    for _ in range(2):
+        for number, (x,) in enumerate(loader):
+            model(x).sum().backward()
+            if number == 2:
+                break
+            if number % 2:
+                optimizer.step()
+
+
+def a_sample_for_two_ranks_among_other_batches():
+    model, optimizer = make()
+    for number, (x,) in enumerate(data(size=13)):
+        model(x).sum().backward()
+        if number % 2:
+            optimizer.step()
 
 
 def steps_that_do_not_divide_a_pass():
@@ -174,7 +242,7 @@ def other_steps_later():
 
 
 def too_few_samples():
-    len(data(size=3))
+    len(DataLoader(TensorDataset(torch.randn(3, 2)), batch_size=2, shuffle=True, drop_last=True))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +258,15 @@ def too_few_samples():
         (clips_too_early, "another backward pass between the first use of the gradient and its update"),
         (plateau, "cannot advance a ReduceLROnPlateau"),
         (changes_its_gradient, "changes its gradients between the backward pass and"),
-        (several_loaders, "several DataLoaders that shuffle"),
+        (several_loaders, "trains on batches of the DataLoader over TensorDataset and on others"),
+        (another_stage, "trains on batches of the DataLoader over TensorDataset and on others"),
+        (one_batch_of_another, "trains on batches of the DataLoader over TensorDataset and on others"),
+        (reads_all_before_it_trains, "runs no backward pass before it reads the next batch"),
+        (trains_on_a_batch_again, "a backward pass without a new batch of the DataLoader"),
+        (fixed_order_beside_another, "which has a fixed order, and --adopt took another one that shuffles"),
+        (length_of_an_evaluation, r"asked for len\(\) of the DataLoader over TensorDataset before the first"),
+        (leaves_the_loader_within_a_step, "leaves an iteration of its DataLoader between two batches of one"),
+        (a_sample_for_two_ranks_among_other_batches, "has 1 samples for 2 ranks, and the script adds it"),
         (steps_that_do_not_divide_a_pass, "a step of 2 batches, and a pass over the data has 5"),
         (other_steps_later, "a step of 2 batches after steps of 1"),
         (too_few_samples, "has 3 samples, too few for a batch of 2 on each of 2 ranks"),

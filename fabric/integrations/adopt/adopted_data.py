@@ -1,25 +1,30 @@
-"""The data of an adopted loop: its shuffling DataLoader, or batches that it draws from random generators.
+"""The data of an adopted loop: the DataLoader that it trains on, or batches drawn from random generators.
 
-A DataLoader that shuffles is read in the job's order: batch j of a pass is cut into a part per rank of every
-replica, each of the DataLoader's own batch size. So the global batch is what DDP would make of the script
-with as many processes. A loop without such a DataLoader is seeded for each step, with another seed on each
-replica. It is refused where all replicas draw the same data all the same.
+The DataLoader that trains is read in the job's order, which is the order of its sampler: batch j of a pass is
+cut into a part per rank of every replica, each of the DataLoader's own batch size. So the global batch is
+what DDP would make of the script with as many processes. The samples that are left at the end of a pass make
+a shorter batch, unless ``drop_last`` drops them. A rank without a sample there has a batch of weight 0.
+
+The DataLoader that trains is known by its use: the script reads its batch with gradients on and runs a
+backward pass. Until then it is the one that shuffles, or one in a fixed order where none shuffles. All
+others are whole on each replica. A loop without such a DataLoader is seeded for each step, with another seed
+on each replica. It is refused where all replicas draw the same data all the same.
 """
 
 import gc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from fabric.client.data.sample_plan import sample_indices
 from fabric.client.data.sampler import StepSampler
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
+from fabric.integrations.adopt.block_order import BlockOrder, BlockReader
 from fabric.integrations.adopt.living_objects import OWN_WAY, living
 
 if TYPE_CHECKING:
@@ -29,7 +34,6 @@ Loader = DataLoader[Any]
 _iterate, _length = DataLoader.__iter__, DataLoader.__len__
 # Arguments that the reading DataLoader has from the script's.
 _ARGUMENTS = (
-    "batch_size",
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -39,61 +43,16 @@ _ARGUMENTS = (
     "prefetch_factor",
     "persistent_workers",
 )
-
-
-def shuffles(loader: Loader) -> bool:
-    """Whether the loader gives each sample of a pass once, in random order: so it is a training loader."""
-    sampler = loader.sampler
-    if type(loader) is not DataLoader or loader.batch_size is None:
-        return False
-    if isinstance(sampler, DistributedSampler):
-        return sampler.shuffle
-    size = len(sampler) if type(sampler) is RandomSampler and not sampler.replacement else -1
-    return size == len(loader.dataset)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockOrder:
-    """The job's order in blocks: a block has one batch for each rank of every replica."""
-
-    size: int  # number of samples of the data set
-    batch_size: int
-    part: int  # number of this rank's part of a block
-    parts: int  # number of ranks in the job
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks of a pass."""
-        return self.size // (self.batch_size * self.parts)
-
-    def end(self, block: int) -> int:
-        """Return the first block of the pass after that of ``block``."""
-        return (block // self.blocks + 1) * self.blocks
-
-    def indices(self, block: int) -> list[int]:
-        """Return the indices of this rank's part of ``block``."""
-        number, within = divmod(block, self.blocks)
-        start = number * self.size + (within * self.parts + self.part) * self.batch_size
-        return sample_indices(self.size, 0, start, self.batch_size)
-
-
-class BlockReader(torch.utils.data.Sampler[int]):
-    """The indices of this rank from ``first`` to the end of the pass."""
-
-    def __init__(self, order: BlockOrder) -> None:
-        self.first = 0
-        self._order = order
-
-    def __iter__(self) -> Iterator[int]:
-        for block in range(self.first, self._order.end(self.first)):
-            yield from self._order.indices(block)
+_WHOLE = "read the batches of an evaluation within torch.no_grad()"
 
 
 class AdoptedSampler(StepSampler):
     """The sampler that an adopted loop's session asks; a step has ``batches`` blocks."""
 
     def __init__(self, data: "AdoptedData", order: BlockOrder, batches: int) -> None:
-        super().__init__(order.size, global_batch_size=order.batch_size * order.parts * batches)
+        total = order.width * batches
+        # A pass may be shorter than a step: then it is one short block.
+        super().__init__(max(order.data.size, total), global_batch_size=total)
         self._data, self._order, self._batches = data, order, batches
 
     def indices(self, step: int) -> list[int]:
@@ -106,10 +65,43 @@ class AdoptedSampler(StepSampler):
 
     def describe(self) -> dict[str, Any]:
         """Describe the order, as far as the audit has a rule for it."""
-        described = super().describe()
-        if self._batches == 1 and self._order.parts == self._data.replicas:
-            return described
-        return {name: described[name] for name in ("policy", "data_slots", "micro_batches", "seed")}
+        described, order = super().describe(), self._order
+        more = {} if order.order is None else {"order": order.order.digest}
+        if self._batches == 1 and order.parts == self._data.replicas and not order.left:
+            return described | more
+        return {name: described[name] for name in ("policy", "data_slots", "micro_batches", "seed")} | more
+
+
+class OpenReads:
+    """The DataLoaders whose batches, read with gradients on, the next backward pass uses.
+
+    An iteration that has ended is an evaluation. One that the script leaves after one batch is a look at the
+    data, unless another step does the same.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[Loader] = []
+        self._single: list[Loader] = []
+        self._single_before: list[Loader] = []  # before the last backward pass
+
+    def note(self, loader: Loader) -> None:
+        """The script has a batch of the loader."""
+        self._open.append(loader)
+
+    def close(self, loader: Loader, *, is_single: bool) -> None:
+        """The script has left an iteration, or ended it."""
+        if is_single and loader in self._open:
+            self._single.append(loader)
+        self._open = [x for x in self._open if x is not loader]
+
+    def __contains__(self, loader: Loader) -> bool:
+        return loader in self._open
+
+    def take(self) -> list[Loader]:
+        """Return the loaders that this backward pass uses."""
+        trained = self._open + [x for x in self._single if x in self._single_before]
+        self._open, self._single, self._single_before = [], [], self._single
+        return trained
 
 
 class AdoptedData:
@@ -119,91 +111,205 @@ class AdoptedData:
         self.replicas, self.slot = replicas, slot
         self.sampler: AdoptedSampler | None = None
         self._loop = loop
-        self._loader: Loader | None = None
+        self._loader: Loader | None = None  # that trains, or may do so while ``_trains`` is false
+        self._trains = False
         self._order: BlockOrder | None = None
+        self._orders: WeakKeyDictionary[Loader, BlockOrder] = WeakKeyDictionary()
+        self._asked: list[Loader] = []  # had the length of the job's pass before one has trained
+        self._reads = OpenReads()
         self._reader: BlockReader | None = None
         self._feeder: Loader | None = None  # reads the batches of the script's loader in the job's order
         self._batches = 0  # batches of a step; 0 until the first step shows it
         self._first = 0  # the first block of the step that the loop is at
+        self.skipped = 0  # blocks of passes that the loop has left
         self._newest = -1  # the block that the loop got last
+        self._unused = False  # no backward pass has followed that block yet
         self._used: list[int] = []  # blocks of this step that a backward pass has used
         self._kept: Any = None  # the newest batch, which a loop that only counts gets again
 
-    # --- the script's DataLoader --------------------------------------------------------------------------
+    # --- the script's DataLoaders -------------------------------------------------------------------------
 
     def length(self, loader: Loader) -> int:
         """Return the number of batches of a pass on this rank."""
-        return self._order_of(loader).blocks if shuffles(loader) else _length(loader)
+        if not torch.is_grad_enabled() or not self._may_train(loader):
+            return _length(loader)
+        if not self._trains:
+            self._asked.append(loader)
+        return self._order_of(loader).blocks
 
     def iterate(self, loader: Loader) -> Iterator[Any]:
         """Return the job's batches for the loader that the loop trains on, else the loader's own."""
-        if not shuffles(loader) or not torch.is_grad_enabled():
-            batches = _iterate(loader)
-            # An evaluation of a loop that only counts has results that nothing uses.
-            return batches if self._loop.computes else islice(batches, 1)
-        self._adopt(loader)
-        return self._pass()
+        if torch.is_grad_enabled():
+            if self._may_train(loader):
+                return self._pass(loader, *self._adopt(loader))
+            return self._whole(loader)
+        # An evaluation of a loop that only counts has results that nothing uses.
+        return _iterate(loader) if self._loop.computes else islice(_iterate(loader), 1)
 
-    def _adopt(self, loader: Loader) -> None:
+    def _may_train(self, loader: Loader) -> bool:
+        """Whether the loop trains on this loader, as far as its use has shown."""
         if loader is self._loader:
-            return
-        if _others(loader) or (self._loader is not None and not _same(self._loader, loader)):
-            raise ConfigError(
-                "the script has several DataLoaders that shuffle, and --adopt cannot know which one trains: "
-                f"give those of an evaluation shuffle=False, or {OWN_WAY}"
-            )
-        order = self._order_of(loader)
+            return True
+        is_late = self._order is None and self._loop.session is not None
+        if is_late or isinstance(loader.dataset, IterableDataset):
+            return False
+        if self._trains:
+            return self._goes_on(loader)
+        return not (_in_order(loader) and _another_shuffles(loader))
+
+    def _goes_on(self, loader: Loader) -> bool:
+        """Whether the loader is that of the training, which the script has made again."""
+        assert self._order is not None
+        if loader.dataset is not self._order.data.dataset:
+            return False
+        try:
+            return self._order.same(self._order_of(loader))
+        except ConfigError:  # it cannot be that of a training
+            return False
+
+    def _adopt(self, loader: Loader) -> tuple[Loader, BlockReader]:
+        """Return what reads the job's batches for the loader, and the sampler of that."""
+        if loader is self._loader:
+            assert self._feeder is not None and self._reader is not None
+            return self._feeder, self._reader
+        if not self._trains:
+            self._order = self._order_of(loader)
+        assert self._order is not None
+        self._loader, self._reader = loader, BlockReader(self._order)
         same: Mapping[str, Any] = {name: getattr(loader, name) for name in _ARGUMENTS}
-        if self._loader is None and self._loop.session is not None:
-            raise ConfigError(
-                "the script takes its first batch of a DataLoader after its first optimizer step, when "
-                f"--adopt has declared the job's data already: {OWN_WAY}"
-            )
-        self._loader, self._order, self._reader = loader, order, BlockReader(order)
-        self._feeder = DataLoader(loader.dataset, sampler=self._reader, **same)
+        if self._order.data.single:
+            self._feeder = DataLoader(loader.dataset, batch_size=None, sampler=self._reader, **same)
+        else:
+            self._feeder = DataLoader(loader.dataset, batch_sampler=self._reader, **same)
+        return self._feeder, self._reader
 
     def _order_of(self, loader: Loader) -> BlockOrder:
-        """Return the order of a loader that shuffles. Raises ConfigError where a pass has no whole block."""
-        group = RankGroup.find()
-        rank, ranks = (group.rank, group.size) if group is not None else (0, 1)
-        size, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
-        assert batch_size is not None
-        order = BlockOrder(size, batch_size, self.slot * ranks + rank, self.replicas * ranks)
-        if not order.blocks:
-            raise ConfigError(
-                f"the script's DataLoader has {size} samples, too few for a batch of {batch_size} on each of "
-                f"{order.parts} ranks: choose a smaller batch size"
-            )
-        return order
+        """Return the order of a loader. Raises ConfigError for one that cannot be kept."""
+        if loader is self._loader and self._order is not None:
+            return self._order
+        if loader not in self._orders:
+            group = RankGroup.find()
+            rank, ranks = (group.rank, group.size) if group is not None else (0, 1)
+            part, parts = self.slot * ranks + rank, self.replicas * ranks
+            self._orders[loader] = BlockOrder.of(loader, part, parts)
+        return self._orders[loader]
 
-    def _pass(self) -> Iterator[Any]:
+    def _pass(self, loader: Loader, feeder: Loader, reader: BlockReader) -> Iterator[Any]:
         """Yield the batches from the first that is not used to the end of the pass."""
-        assert self._feeder is not None and self._order is not None and self._reader is not None
-        reader, reading = self._reader, None
-        block = self._first + len(self._used)
-        end = self._order.end(block)
-        while block < end:
+        reading = None
+        first, end = self._enter_pass()
+        for block in range(first, end):
             if not self._loop.computes and self._kept is not None:
                 batch, reading = self._kept, None
             else:
                 if reading is None:
-                    reader.first = block
-                    reading = _iterate(self._feeder)
+                    reader.first, reader.end = block, end
+                    reading = _iterate(feeder)
                 batch = self._kept = next(reading)
-            self._newest = block
-            yield batch
-            block += 1
+            self._newest, self._unused = block, True
+            self._reads.note(loader)
+            try:
+                yield batch
+            except GeneratorExit:
+                self._reads.close(loader, is_single=block == first)
+                raise
+            if self._unused:
+                raise ConfigError(
+                    f"the script reads the DataLoader over {_name(self._loader)} with gradients on, and runs "
+                    f"no backward pass before it reads the next batch: {_WHOLE}, or {OWN_WAY}"
+                )
+
+    def _enter_pass(self) -> tuple[int, int]:
+        """Return the first block of an iteration, and the block after its last.
+
+        After an iteration that the script has left, another sampler than plain shuffling begins its next
+        pass. A shuffled pass goes on, and the iteration has as many batches as a pass.
+        """
+        assert self._order is not None
+        block = self._first + len(self._used)
+        end = self._order.end(block)
+        if not self._trains or not block % self._order.blocks:
+            return block, end
+        if self._order.order is None:
+            return block, block + self._order.blocks
+        if self._used:
+            raise ConfigError(
+                "the script leaves an iteration of its DataLoader between two batches of one step, and "
+                f"--adopt deals out whole steps: make the step first, or {OWN_WAY}"
+            )
+        self.skipped += end - block
+        self._first = end
+        return end, self._order.end(end)
+
+    def _whole(self, loader: Loader) -> Iterator[Any]:
+        """Yield the loader's own batches, and note them until it has ended: none of them is for training."""
+        count, ended = 0, False
+        try:
+            for batch in _iterate(loader):
+                count += 1
+                self._reads.note(loader)
+                yield batch
+                # An evaluation of a loop that only counts has results that nothing uses.
+                if not self._loop.computes and loader in self._reads:
+                    break
+            ended = True
+        finally:
+            self._reads.close(loader, is_single=not ended and count == 1)
 
     # --- steps and blocks ---------------------------------------------------------------------------------
 
     def note_backward(self) -> None:
-        """The loop computes the gradient of the batch that it got last."""
-        if self._newest >= 0 and self._newest not in self._used:
+        """The loop computes the gradient of the batches that it has read."""
+        for loader in self._reads.take():
+            if loader is not self._loader:
+                self._refuse_other(loader)
+        if self._newest < 0 or self._order is None:
+            self._check_lengths()
+            return
+        if not self._unused and self._newest not in self._used:
+            raise ConfigError(
+                f"the script runs a backward pass without a new batch of the DataLoader over "
+                f"{_name(self._loader)} in this step, and --adopt deals out a batch once: {OWN_WAY}"
+            )
+        self._unused = False
+        if self._newest not in self._used:
             self._used.append(self._newest)
+        if not self._trains:
+            self._trains = True
+            self._check_lengths()
 
-    def resume(self, step: int, batches: int) -> None:
+    def _refuse_other(self, loader: Loader) -> None:
+        """Raise ConfigError for a loader that trains and is not dealt out, unless it is a stream."""
+        if isinstance(loader.dataset, IterableDataset) and not self._trains:
+            self._loader = self._order = None  # no other loader has trained
+        elif self._order is not None or self._loop.session is not None:
+            raise ConfigError(
+                f"the script trains on batches of the DataLoader over {_name(loader)} and on others, and "
+                f"--adopt deals out one DataLoader in one order: {_WHOLE}, or {OWN_WAY}"
+            )
+        else:
+            raise ConfigError(
+                f"the script trains on the DataLoader over {_name(loader)}, which has a fixed order, and "
+                "--adopt took another one that shuffles for that of the training: give the training's "
+                f"shuffle=True and the others shuffle=False, or {OWN_WAY}"
+            )
+
+    def _check_lengths(self) -> None:
+        """Refuse a script that has the job's length for a loader that another's use has shown to be whole."""
+        asked, self._asked = self._asked, []
+        for loader in asked:
+            trains = self._order is not None and self._may_train(loader)
+            if not trains and self._order_of(loader).blocks != _length(loader):
+                raise ConfigError(
+                    f"the script has asked for len() of the DataLoader over {_name(loader)} before the first "
+                    "step, when --adopt could not know that it does not train: give the DataLoader of an "
+                    f"evaluation shuffle=False and that of the training shuffle=True, or {OWN_WAY}"
+                )
+
+    def resume(self, step: int, batches: int, skipped: int) -> None:
         """The loop begins at ``step``, as a file says that the script has saved."""
-        self._batches, self._first = batches, step * batches
+        self._batches, self.skipped = batches, skipped
+        self._first = step * batches + skipped
 
     @property
     def batches_per_step(self) -> int:
@@ -214,17 +320,24 @@ class AdoptedData:
         if self._order is None:
             return
         self._batches = self._batches or len(self._used) or 1
-        blocks = self._order.blocks
+        blocks, left = self._order.blocks, self._order.left
         if blocks % self._batches:
             raise ConfigError(
                 f"the script makes a step of {self._batches} batches, and a pass over the data has {blocks}: "
-                f"choose a batch size or a number of replicas so that steps divide the pass, or {OWN_WAY}"
+                "choose a batch size or a number of replicas so that steps divide the pass, give the "
+                f"DataLoader drop_last=True, or {OWN_WAY}"
+            )
+        if self._batches > 1 and 0 < left < self._order.parts:
+            raise ConfigError(
+                f"the last batch of a pass has {left} samples for {self._order.parts} ranks, and the script "
+                "adds it to others in one step: give the DataLoader drop_last=True"
             )
         self.sampler = AdoptedSampler(self, self._order, self._batches)
 
     def blocks_of(self, step: int) -> range:
         """Return the numbers of the blocks of ``step``."""
-        return range(step * self._batches, (step + 1) * self._batches)
+        first = step * self._batches + self.skipped
+        return range(first, first + self._batches)
 
     def take(self, step: int) -> bool:
         """Return whether the loop has computed the batches of ``step``. Raises ConfigError for another number
@@ -240,24 +353,24 @@ class AdoptedData:
     def next_step(self) -> None:
         """The loop goes to its next step."""
         self._used = []
-        self._first = (self._loop.number) * self._batches
+        self._first = self.blocks_of(self._loop.number).start
 
     @property
     def weight(self) -> float:
         """The number of samples of a step here; 1 where the loop has no DataLoader."""
-        assert self._loader is None or self._loader.batch_size is not None
-        return 1.0 if self._loader is None else float(self._loader.batch_size or 1) * self._batches
+        return 1.0 if self._order is None else float(sum(map(self._order.weight, self._used)))
 
     def describe(self) -> str:
         """Name the data for a sentence."""
-        if self.sampler is None or self._loader is None:
+        if self.sampler is None or self._order is None:
             return "the batches that the loop makes, with generators seeded for each step and replica"
-        size = self._loader.batch_size
+        data = self._order.data
+        unit = "batches" if data.batched else "samples"
         times = f" times {self._batches} batches" if self._batches > 1 else ""
-        dataset = type(self._loader.dataset).__name__
+        sampling = "" if self._order.order is None else f" in the order of its {self._order.order.name}"
         return (
-            f"the DataLoader over {dataset} ({size}{times} samples a step here, "
-            f"{self.sampler.global_batch_size} in the job)"
+            f"the DataLoader over {_name(self._loader)}{sampling} ({data.batch_size}{times} {unit} a step "
+            f"here, {self.sampler.global_batch_size} in the job)"
         )
 
 
@@ -302,11 +415,23 @@ class InputWatch:
             )
 
 
-def _others(loader: Loader) -> bool:
-    """Whether another DataLoader shuffles, over other data or in other batches."""
+def _in_order(loader: Loader) -> bool:
+    """Whether each pass has the order of the data set, as in most evaluations."""
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None or type(batches) is BatchSampler else batches
+    if isinstance(sampler, DistributedSampler):
+        return not sampler.shuffle
+    return type(sampler) in (SequentialSampler, BlockReader)
+
+
+def _another_shuffles(loader: Loader) -> bool:
+    """Whether another DataLoader of the script has an order of its sampler."""
 
     def exist() -> bool:
-        return any(shuffles(x) and not _same(x, loader) for x in living(DataLoader))
+        return any(
+            x is not loader and not isinstance(x.dataset, IterableDataset) and not _in_order(x)
+            for x in living(DataLoader)
+        )
 
     if not exist():
         return False
@@ -314,5 +439,5 @@ def _others(loader: Loader) -> bool:
     return exist()
 
 
-def _same(one_loader: Loader, other: Loader) -> bool:
-    return one_loader.dataset is other.dataset and one_loader.batch_size == other.batch_size
+def _name(loader: Loader | None) -> str:
+    return "no data" if loader is None else type(loader.dataset).__name__

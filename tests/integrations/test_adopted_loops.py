@@ -174,6 +174,49 @@ def one_batch_of_another():
         optimizer.step()
 
 
+def reads_within_no_grad():
+    model, optimizer = make()
+
+    @torch.no_grad()
+    def batches():
+        yield from data()
+
+    for (x,) in batches():
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def iterates_within_no_grad():
+    model, optimizer = make()
+    loader = data()
+    with torch.no_grad():
+        whole = iter(loader)
+    for (_,), (x,) in zip(loader, whole, strict=False):
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def reads_ahead():
+    model, optimizer = make()
+    batches = iter(data())
+    following = next(batches)
+    while following is not None:
+        (x,), following = following, next(batches, None)
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def gives_batches_in_its_own_way():
+    class Own(DataLoader):
+        def __iter__(self):
+            yield (torch.randn(2, 2),)
+
+    model, optimizer = make()
+    for (x,) in Own(TensorDataset(torch.randn(4, 2)), shuffle=True):
+        model(x).sum().backward()
+        optimizer.step()
+
+
 def reads_all_before_it_trains():
     list(data())
 
@@ -258,9 +301,28 @@ def too_few_samples():
         (clips_too_early, "another backward pass between the first use of the gradient and its update"),
         (plateau, "cannot advance a ReduceLROnPlateau"),
         (changes_its_gradient, "changes its gradients between the backward pass and"),
-        (several_loaders, "trains on batches of the DataLoader over TensorDataset and on others"),
-        (another_stage, "trains on batches of the DataLoader over TensorDataset and on others"),
-        (one_batch_of_another, "trains on batches of the DataLoader over TensorDataset and on others"),
+        (
+            several_loaders,
+            "trains on batches of the DataLoader over TensorDataset that --adopt does not deal out",
+        ),
+        (
+            another_stage,
+            "trains on batches of the DataLoader over TensorDataset that --adopt does not deal out",
+        ),
+        (
+            one_batch_of_another,
+            "trains on batches of the DataLoader over TensorDataset that --adopt does not deal out",
+        ),
+        (
+            reads_within_no_grad,
+            "trains on batches of the DataLoader over TensorDataset that --adopt does not deal out",
+        ),
+        (
+            iterates_within_no_grad,
+            "trains on batches of the DataLoader over TensorDataset that --adopt does not deal out",
+        ),
+        (reads_ahead, "runs no backward pass before it reads the next batch"),
+        (gives_batches_in_its_own_way, "has a Own, which has its own way to give batches"),
         (reads_all_before_it_trains, "runs no backward pass before it reads the next batch"),
         (trains_on_a_batch_again, "a backward pass without a new batch of the DataLoader"),
         (fixed_order_beside_another, "which has a fixed order, and --adopt took another one that shuffles"),

@@ -13,7 +13,6 @@ on each replica. It is refused where all replicas draw the same data all the sam
 
 import gc
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -73,34 +72,37 @@ class AdoptedSampler(StepSampler):
 
 
 class OpenReads:
-    """The DataLoaders whose batches, read with gradients on, the next backward pass uses.
+    """The DataLoaders whose batches the next backward pass uses.
 
     An iteration that has ended is an evaluation. One that the script leaves after one batch is a look at the
-    data, unless another step does the same.
+    data, and a batch read within ``torch.no_grad()`` is not trained on, unless two steps do the same.
     """
 
     def __init__(self) -> None:
         self._open: list[Loader] = []
-        self._single: list[Loader] = []
-        self._single_before: list[Loader] = []  # before the last backward pass
+        self._looks: list[Loader] = []
+        self._looks_before: list[Loader] = []  # before the last backward pass
+        self._without_gradients: list[Loader] = []
 
     def note(self, loader: Loader) -> None:
         """The script has a batch of the loader."""
-        self._open.append(loader)
+        (self._open if torch.is_grad_enabled() else self._without_gradients).append(loader)
 
-    def close(self, loader: Loader, *, is_single: bool) -> None:
+    def close(self, loader: Loader, *, is_look: bool) -> None:
         """The script has left an iteration, or ended it."""
-        if is_single and loader in self._open:
-            self._single.append(loader)
+        if is_look and loader in self._open:
+            self._looks.append(loader)
         self._open = [x for x in self._open if x is not loader]
+        self._without_gradients = [x for x in self._without_gradients if x is not loader]
 
     def __contains__(self, loader: Loader) -> bool:
-        return loader in self._open
+        return loader in self._open or loader in self._without_gradients
 
-    def take(self) -> list[Loader]:
-        """Return the loaders that this backward pass uses."""
-        trained = self._open + [x for x in self._single if x in self._single_before]
-        self._open, self._single, self._single_before = [], [], self._single
+    def take(self, has_batch: bool) -> list[Loader]:
+        """Return the loaders that this backward pass uses, beside a batch of the job."""
+        looks = self._looks + ([] if has_batch else self._without_gradients)
+        trained = self._open + [x for x in looks if x in self._looks_before]
+        self._open, self._looks, self._looks_before, self._without_gradients = [], [], looks, []
         return trained
 
 
@@ -139,12 +141,9 @@ class AdoptedData:
 
     def iterate(self, loader: Loader) -> Iterator[Any]:
         """Return the job's batches for the loader that the loop trains on, else the loader's own."""
-        if torch.is_grad_enabled():
-            if self._may_train(loader):
-                return self._pass(loader, *self._adopt(loader))
-            return self._whole(loader)
-        # An evaluation of a loop that only counts has results that nothing uses.
-        return _iterate(loader) if self._loop.computes else islice(_iterate(loader), 1)
+        if torch.is_grad_enabled() and self._may_train(loader):
+            return self._pass(*self._adopt(loader))
+        return self._whole(loader)
 
     def _may_train(self, loader: Loader) -> bool:
         """Whether the loop trains on this loader, as far as its use has shown."""
@@ -194,7 +193,7 @@ class AdoptedData:
             self._orders[loader] = BlockOrder.of(loader, part, parts)
         return self._orders[loader]
 
-    def _pass(self, loader: Loader, feeder: Loader, reader: BlockReader) -> Iterator[Any]:
+    def _pass(self, feeder: Loader, reader: BlockReader) -> Iterator[Any]:
         """Yield the batches from the first that is not used to the end of the pass."""
         reading = None
         first, end = self._enter_pass()
@@ -207,11 +206,11 @@ class AdoptedData:
                     reading = _iterate(feeder)
                 batch = self._kept = next(reading)
             self._newest, self._unused = block, True
-            self._reads.note(loader)
+            self._reads.note(feeder)
             try:
                 yield batch
             except GeneratorExit:
-                self._reads.close(loader, is_single=block == first)
+                self._reads.close(feeder, is_look=block == first)
                 raise
             if self._unused:
                 raise ConfigError(
@@ -254,14 +253,14 @@ class AdoptedData:
                     break
             ended = True
         finally:
-            self._reads.close(loader, is_single=not ended and count == 1)
+            self._reads.close(loader, is_look=not ended and count == 1)
 
     # --- steps and blocks ---------------------------------------------------------------------------------
 
     def note_backward(self) -> None:
         """The loop computes the gradient of the batches that it has read."""
-        for loader in self._reads.take():
-            if loader is not self._loader:
+        for loader in self._reads.take(self._unused):
+            if loader is not self._feeder:
                 self._refuse_other(loader)
         if self._newest < 0 or self._order is None:
             self._check_lengths()
@@ -284,8 +283,9 @@ class AdoptedData:
             self._loader = self._order = None  # no other loader has trained
         elif self._order is not None or self._loop.session is not None:
             raise ConfigError(
-                f"the script trains on batches of the DataLoader over {_name(loader)} and on others, and "
-                f"--adopt deals out one DataLoader in one order: {_WHOLE}, or {OWN_WAY}"
+                f"the script trains on batches of the DataLoader over {_name(loader)} that --adopt does not "
+                "deal out, because it deals out one DataLoader, which is read with gradients on: "
+                f"{_WHOLE}, or {OWN_WAY}"
             )
         else:
             raise ConfigError(
@@ -317,6 +317,12 @@ class AdoptedData:
 
     def begin(self) -> None:
         """The loop is about to exchange its first step, so the batches of a step are known."""
+        own = next((x for x in living(DataLoader) if type(x).__iter__ is not DataLoader.__iter__), None)
+        if own is not None:
+            raise ConfigError(
+                f"the script has a {type(own).__name__}, which has its own way to give batches, and --adopt "
+                f"sees those of torch.utils.data.DataLoader alone: use that, or {OWN_WAY}"
+            )
         if self._order is None:
             return
         self._batches = self._batches or len(self._used) or 1

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 AREA = "Plain scripts under --adopt"
 LAUNCH = "--adopt"
-REFUSED = "the script trains on batches of the DataLoader over Samples and on others"
+REFUSED = "the script trains on batches of the DataLoader over Samples that --adopt does not deal out"
 
 model = torch.nn.Linear(16, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

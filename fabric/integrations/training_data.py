@@ -55,8 +55,11 @@ class TrainingData:
     reading: dict[str, Any]  # the options of the workers
 
     @classmethod
-    def of(cls, loader: Any) -> "TrainingData":
-        """Take a DataLoader or StatefulDataLoader whole. Raises ConfigError for what cannot be kept."""
+    def of(cls, loader: Any, ranks: int = 1) -> "TrainingData":
+        """Take a DataLoader or StatefulDataLoader whole. Raises ConfigError for what cannot be kept.
+
+        ``ranks``: the number of ranks of a replica, among which a DistributedSampler may divide the data.
+        """
         if not isinstance(loader, DataLoader):
             raise ConfigError(
                 f"fabric deals out the data of one DataLoader, and got a {type(loader).__name__}: give a "
@@ -66,7 +69,7 @@ class TrainingData:
         base = next(x for x in kind.__mro__ if x.__module__.split(".")[0] in ("torch", "torchdata"))
         DATALOADER.check(base, given)
         DATALOADER.check_methods(base, kind)
-        order = _Sampling.of(loader)
+        order = _Sampling.of(loader, ranks)
         collate: Any = _Single(loader.collate_fn) if order.single else loader.collate_fn
         reading = {name: given[name] for name in _READING if name in given} if loader.num_workers else {}
         return cls(
@@ -81,6 +84,11 @@ class TrainingData:
             None if order.sampler is None else loader.generator,
             reading,
         )
+
+    @property
+    def single(self) -> bool:
+        """Whether the data set gives whole batches, with batch_size=None."""
+        return isinstance(self.collate_fn, _Single)
 
     @property
     def is_stream(self) -> bool:
@@ -134,16 +142,16 @@ class _Sampling:
     drop_last: bool = False
 
     @classmethod
-    def of(cls, loader: "DataLoader[Any]") -> "_Sampling":
+    def of(cls, loader: "DataLoader[Any]", ranks: int) -> "_Sampling":
         batches = loader.batch_sampler
         if is_stream(loader.dataset):
             size = 1 if loader.batch_size is None else loader.batch_size
             return cls(None, size, single=batches is None, drop_last=loader.drop_last)
         if batches is None:
-            return cls(_whole(loader.sampler), 1, single=True)
+            return cls(_whole(loader.sampler, ranks), 1, single=True)
         if type(batches) is BatchSampler:
-            return cls(_whole(batches.sampler), batches.batch_size, drop_last=batches.drop_last)
-        return cls(_whole(batches), 1, batched=True)
+            return cls(_whole(batches.sampler, ranks), batches.batch_size, drop_last=batches.drop_last)
+        return cls(_whole(batches, ranks), 1, batched=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +164,11 @@ class _Single:
         return self.collate_fn(samples[0])
 
 
-def _whole(sampler: Any) -> Any:
+def _whole(sampler: Any, ranks: int) -> Any:
     """Return a sampler of all data. Raises ConfigError for one that gives a part of them."""
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        if type(sampler) is DistributedSampler and sampler.num_replicas == ranks:
+            return DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
         raise ConfigError(
             f"the DistributedSampler gives part {sampler.rank} of {sampler.num_replicas} of the data, and "
             "fabric deals out every batch itself: give the DataLoader shuffle=True, or the sampler "

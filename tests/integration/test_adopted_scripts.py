@@ -50,7 +50,8 @@ def test_the_layout_of_the_ddp_tutorial_survives_a_kill_and_a_join(zygote, tmp_p
     check_ends(job, DDP_STEPS)
     said = (job.folder / "r0.log").read_text()
     assert said.count("adopted the model DistributedDataParallel(Sequential) with Adam") == 1
-    assert "the DataLoader over Pairs (32 samples a step here, 96 in the job)" in said
+    order = "in the order of its DistributedSampler"
+    assert f"the DataLoader over Pairs {order} (32 samples a step here, 96 in the job)" in said
 
 
 def test_the_layout_of_nanogpt_survives_a_kill_and_a_join(zygote, tmp_path):

@@ -187,3 +187,11 @@ def test_the_page_has_the_table():
 @pytest.mark.parametrize("kind", loader_classes(), ids=lambda x: x.__name__)
 def test_every_argument_of_the_installed_release_has_a_row(kind):
     assert DATALOADER.unknown(kind) == []
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_sampler_that_divides_the_data_among_a_replicas_ranks_is_taken_whole(shuffle):
+    own = DistributedSampler(DATA, 2, 1, shuffle=shuffle, seed=5)
+    data = TrainingData.of(DataLoader(DATA, 4, sampler=own), ranks=2)
+    whole = DistributedSampler(DATA, 1, 0, shuffle=shuffle, seed=5)
+    assert data.size == len(DATA) and list(data.sampler) == list(whole)

@@ -1,30 +1,30 @@
-"""The data of an adopted loop: the DataLoader that it trains on, or batches that it draws from generators.
+"""The data of an adopted loop: the DataLoader that it trains on, or batches drawn from random generators.
 
-A DataLoader that is read with gradients on, while the model is in train mode, is the one that trains. It is
-read in the job's order, which is that of its sampler: batch j of a pass is cut into a part per rank of every
-replica, each of the DataLoader's own batch size. So the global batch is what DDP would make of the script
-with as many processes. A loop without such a DataLoader is seeded for each step, with another seed on each
-replica. It is refused where all replicas draw the same data all the same.
+The DataLoader that trains is read in the job's order, which is the order of its sampler: batch j of a pass is
+cut into a part per rank of every replica, each of the DataLoader's own batch size. So the global batch is
+what DDP would make of the script with as many processes. The samples that are left at the end of a pass make
+a shorter batch, unless ``drop_last`` drops them. A rank without a sample there has a batch of weight 0.
+
+The DataLoader that trains is known by its use: the script reads its batch with gradients on and its model in
+train mode, and runs a backward pass. Until then it is the one that shuffles, or one in a fixed order where
+none shuffles. All others are whole on each replica. A loop without such a DataLoader is seeded for each step,
+with another seed on each replica. It is refused where all replicas draw the same data all the same.
 """
 
+import gc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from fabric.client.data.loader import is_stream
-from fabric.client.data.orders import SamplerOrder, shuffles_all
-from fabric.client.data.sample_plan import sample_indices
 from fabric.client.data.sampler import StepSampler
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
-from fabric.integrations.adopt.living_objects import OWN_WAY, outermost_modules
-from fabric.integrations.training_data import TrainingData
+from fabric.integrations.adopt.block_order import BlockOrder, BlockReader
+from fabric.integrations.adopt.living_objects import OWN_WAY, living, outermost_modules
 
 if TYPE_CHECKING:
     from fabric.integrations.adopt.adopted_loop import AdoptedLoop
@@ -42,68 +42,16 @@ _ARGUMENTS = (
     "prefetch_factor",
     "persistent_workers",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class BlockOrder:
-    """The job's order in blocks: a block has one batch for each rank of every replica.
-
-    A pass has ``size`` positions, which are samples, or batches where ``batched``. ``sampler`` says what is
-    at a position; without it a pass is a permutation of the data set.
-    """
-
-    size: int
-    batch_size: int  # positions of a batch
-    part: int  # number of this rank's part of a block
-    parts: int  # number of ranks in the job
-    batched: bool = False
-    sampler: SamplerOrder | None = None
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks of a pass."""
-        return self.size // (self.batch_size * self.parts)
-
-    def end(self, block: int) -> int:
-        """Return the first block of the pass after that of ``block``."""
-        return (block // self.blocks + 1) * self.blocks
-
-    def items(self, block: int) -> list[Any]:
-        """Return what the sampler gives to this rank in ``block``: indices, or lists of them."""
-        number, within = divmod(block, self.blocks)
-        start = number * self.size + (within * self.parts + self.part) * self.batch_size
-        if self.sampler is not None:
-            return self.sampler.items(range(start, start + self.batch_size))
-        return sample_indices(self.size, 0, start, self.batch_size)
-
-    def indices(self, block: int) -> list[int]:
-        """Return the indices of this rank's part of ``block``."""
-        return [i for x in self.items(block) for i in (x if isinstance(x, list | tuple) else (x,))]
-
-    def is_like(self, other: "BlockOrder") -> bool:
-        """Whether both give the same items in the same blocks."""
-        digests = [x.sampler.digest if x.sampler is not None else None for x in (self, other)]
-        sizes = [(x.size, x.batch_size, x.part, x.parts, x.batched) for x in (self, other)]
-        return digests[0] == digests[1] and sizes[0] == sizes[1]
-
-
-class BlockReader(torch.utils.data.Sampler[Any]):
-    """The batches of this rank from block ``first`` to the end of the pass."""
-
-    def __init__(self, order: BlockOrder) -> None:
-        self.first = 0
-        self._order = order
-
-    def __iter__(self) -> Iterator[Any]:
-        for block in range(self.first, self._order.end(self.first)):
-            yield self._order.indices(block)
+_WHOLE = "read the batches of an evaluation within torch.no_grad() or in eval mode"
 
 
 class AdoptedSampler(StepSampler):
     """The sampler that an adopted loop's session asks; a step has ``batches`` blocks."""
 
     def __init__(self, data: "AdoptedData", order: BlockOrder, batches: int) -> None:
-        super().__init__(order.size, global_batch_size=order.batch_size * order.parts * batches)
+        total = order.width * batches
+        # A pass may be shorter than a step: then it is one short block.
+        super().__init__(max(order.data.size, total), global_batch_size=total)
         self._data, self._order, self._batches = data, order, batches
 
     def indices(self, step: int) -> list[int]:
@@ -116,12 +64,46 @@ class AdoptedSampler(StepSampler):
 
     def describe(self) -> dict[str, Any]:
         """Describe the order, as far as the audit has a rule for it."""
-        described = super().describe()
-        order = self._order
-        if order.sampler is None and self._batches == 1 and order.parts == self._data.replicas:
-            return described
-        agreed = {name: described[name] for name in ("policy", "data_slots", "micro_batches", "seed")}
-        return agreed | ({} if order.sampler is None else {"order": order.sampler.digest})
+        described, order = super().describe(), self._order
+        more = {} if order.order is None else {"order": order.order.digest}
+        if self._batches == 1 and order.parts == self._data.replicas and not order.left:
+            return described | more
+        return {name: described[name] for name in ("policy", "data_slots", "micro_batches", "seed")} | more
+
+
+class OpenReads:
+    """The DataLoaders whose batches the next backward pass uses.
+
+    An iteration that has ended is an evaluation. One that the script leaves after one batch is a look at the
+    data, and a batch read within ``torch.no_grad()`` is not trained on, unless two steps do the same.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[Loader] = []
+        self._looks: list[Loader] = []
+        self._looks_before: list[Loader] = []  # before the last backward pass
+        self._without_gradients: list[Loader] = []
+
+    def note(self, loader: Loader) -> None:
+        """The script has a batch of the loader."""
+        (self._open if torch.is_grad_enabled() else self._without_gradients).append(loader)
+
+    def close(self, loader: Loader, *, is_look: bool) -> None:
+        """The script has left an iteration, or ended it."""
+        if is_look and loader in self._open:
+            self._looks.append(loader)
+        self._open = [x for x in self._open if x is not loader]
+        self._without_gradients = [x for x in self._without_gradients if x is not loader]
+
+    def __contains__(self, loader: Loader) -> bool:
+        return loader in self._open or loader in self._without_gradients
+
+    def take(self, has_batch: bool) -> list[Loader]:
+        """Return the loaders that this backward pass uses, beside a batch of the job."""
+        looks = self._looks + ([] if has_batch else self._without_gradients)
+        trained = self._open + [x for x in looks if x in self._looks_before]
+        self._open, self._looks, self._looks_before, self._without_gradients = [], [], looks, []
+        return trained
 
 
 class AdoptedData:
@@ -131,45 +113,37 @@ class AdoptedData:
         self.replicas, self.slot = replicas, slot
         self.sampler: AdoptedSampler | None = None
         self._loop = loop
-        self._loader: Loader | None = None
+        self._loader: Loader | None = None  # that trains, or may do so while ``_trains`` is false
+        self._trains = False
         self._order: BlockOrder | None = None
+        self._orders: WeakKeyDictionary[Loader, BlockOrder] = WeakKeyDictionary()
+        self._asked: list[Loader] = []  # had the length of the job's pass before one has trained
+        self._reads = OpenReads()
         self._reader: BlockReader | None = None
         self._feeder: Loader | None = None  # reads the batches of the script's loader in the job's order
         self._batches = 0  # batches of a step; 0 until the first step shows it
         self._first = 0  # the first block of the step that the loop is at
+        self.skipped = 0  # blocks of passes that the loop has left
         self._newest = -1  # the block that the loop got last
+        self._unused = False  # no backward pass has followed that block yet
         self._used: list[int] = []  # blocks of this step that a backward pass has used
         self._kept: Any = None  # the newest batch, which a loop that only counts gets again
-        self._is_used = True  # whether a backward pass has run since the loop got its last batch
-        self._has_read = False  # with gradients on, a batch of a DataLoader that is not adopted
-        # What len() gave before a DataLoader was adopted.
-        self._lengths: WeakKeyDictionary[Loader, int] = WeakKeyDictionary()
 
-    # --- the script's DataLoader --------------------------------------------------------------------------
+    # --- the script's DataLoaders -------------------------------------------------------------------------
 
     def length(self, loader: Loader) -> int:
         """Return the number of batches of a pass on this rank."""
-        if is_stream(loader.dataset) or (self._evaluates() and loader is not self._loader):
+        if self._evaluates() or not self._may_train(loader):
             return _length(loader)
-        if self._loader is None:
-            # The loop reads none yet: a fixed order is usually that of an evaluation.
-            trains = type(loader.sampler) is not SequentialSampler
-        else:
-            trains = self._is_adopted(loader)
-        length = self._shape_of(loader).blocks if trains else _length(loader)
-        if self._loader is None:
-            self._lengths[loader] = length
-        return length
+        if not self._trains:
+            self._asked.append(loader)
+        return self._order_of(loader).blocks
 
     def iterate(self, loader: Loader) -> Iterator[Any]:
         """Return the job's batches for the loader that the loop trains on, else the loader's own."""
-        if is_stream(loader.dataset):
-            return _iterate(loader)
-        if self._evaluates():
-            # An evaluation of a loop that only counts has results that nothing uses.
-            return self._own(_iterate(loader) if self._loop.computes else islice(_iterate(loader), 1))
-        self._adopt(loader)
-        return self._pass()
+        if not self._evaluates() and self._may_train(loader):
+            return self._pass(*self._adopt(loader))
+        return self._whole(loader)
 
     def _evaluates(self) -> bool:
         """Whether the script evaluates now: without gradients, or with its model in eval mode."""
@@ -179,130 +153,171 @@ class AdoptedData:
         modules = outermost_modules() if objects is None else [objects.model]
         return bool(modules) and not any(module.training for module in modules)
 
-    def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._has_read = self._has_read or torch.is_grad_enabled()
-            yield batch
-
-    def _adopt(self, loader: Loader) -> None:
-        if self._is_adopted(loader):
-            return
-        if self._loader is not None:
-            raise ConfigError(
-                f"the script reads the DataLoader over {_name(loader)} for training, and trains on the one "
-                f"over {_name(self._loader)} already: read a DataLoader that does not train under "
-                f"torch.no_grad() or in eval mode, or {OWN_WAY}"
-            )
-        order = self._order_of(loader)
-        if self._loop.session is not None:
-            raise ConfigError(
-                "the script takes its first batch of a DataLoader after its first optimizer step, when "
-                f"--adopt has declared the job's data already: {OWN_WAY}"
-            )
-        if self._lengths.get(loader, order.blocks) != order.blocks:
-            raise ConfigError(
-                f"the script has asked for the length of the DataLoader over {_name(loader)}, which is in a "
-                f"fixed order, before it trains on it: it got {self._lengths[loader]}, and a pass has "
-                f"{order.blocks} batches on each replica: give it shuffle=True, or {OWN_WAY}"
-            )
-        reader = BlockReader(order)
-        same: Mapping[str, Any] = {name: getattr(loader, name) for name in _ARGUMENTS}
-        self._loader, self._order, self._reader = loader, order, reader
-        self._feeder = DataLoader(loader.dataset, batch_sampler=reader, **same)
-
-    def _is_adopted(self, loader: Loader) -> bool:
-        """Whether ``loader`` is the adopted one, or gives the same batches, as one made for each pass."""
-        adopted = self._loader
-        if adopted is None or loader is adopted:
-            return loader is adopted
-        if loader.dataset is not adopted.dataset:
+    def _may_train(self, loader: Loader) -> bool:
+        """Whether the loop trains on this loader, as far as its use has shown."""
+        if loader is self._loader:
+            return True
+        is_late = self._order is None and self._loop.session is not None
+        if is_late or isinstance(loader.dataset, IterableDataset):
             return False
-        if loader.sampler is adopted.sampler and not self._shape_of(loader).batched:
-            return loader.batch_size == adopted.batch_size
-        return self._order is not None and self._order_of(loader).is_like(self._order)
+        if self._trains:
+            return self._goes_on(loader)
+        return not (_in_order(loader) and _another_shuffles(loader))
 
-    def _shape_of(self, loader: Loader) -> BlockOrder:
-        """Return the order of a loader without what is in it. Raises ConfigError for what cannot be kept."""
-        group = RankGroup.find()
-        rank, ranks = (group.rank, group.size) if group is not None else (0, 1)
-        if isinstance(loader.sampler, DistributedSampler):
-            size, batch_size, batched = len(loader.dataset), loader.batch_size, False  # type: ignore[arg-type]
+    def _goes_on(self, loader: Loader) -> bool:
+        """Whether the loader is that of the training, which the script has made again."""
+        assert self._order is not None
+        if loader.dataset is not self._order.data.dataset:
+            return False
+        try:
+            return self._order.same(self._order_of(loader))
+        except ConfigError:  # it cannot be that of a training
+            return False
+
+    def _adopt(self, loader: Loader) -> tuple[Loader, BlockReader]:
+        """Return what reads the job's batches for the loader, and the sampler of that."""
+        if loader is self._loader:
+            assert self._feeder is not None and self._reader is not None
+            return self._feeder, self._reader
+        if not self._trains:
+            self._order = self._order_of(loader)
+        assert self._order is not None
+        self._loader, self._reader = loader, BlockReader(self._order)
+        same: Mapping[str, Any] = {name: getattr(loader, name) for name in _ARGUMENTS}
+        if self._order.data.single:
+            self._feeder = DataLoader(loader.dataset, batch_size=None, sampler=self._reader, **same)
         else:
-            data = TrainingData.of(loader)
-            size, batch_size, batched = data.size, data.batch_size, data.batched
-        if loader.batch_sampler is None or batch_size is None:
-            raise ConfigError(
-                f"the DataLoader over {_name(loader)} has batch_size=None, and --adopt cuts batches into a "
-                f"part per replica: give it a batch size, or {OWN_WAY}"
-            )
-        order = BlockOrder(size, batch_size, self.slot * ranks + rank, self.replicas * ranks, batched)
-        if not order.blocks:
-            raise ConfigError(
-                f"the script's DataLoader has {size} {'batches' if batched else 'samples'}, too few for a "
-                f"batch{'' if batched else f' of {batch_size}'} on each of {order.parts} ranks: choose a "
-                "smaller batch size"
-            )
-        return order
+            self._feeder = DataLoader(loader.dataset, batch_sampler=self._reader, **same)
+        return self._feeder, self._reader
 
     def _order_of(self, loader: Loader) -> BlockOrder:
-        """Return the order of a loader that trains. Raises ConfigError for one that cannot be kept."""
-        order, sampler = self._shape_of(loader), loader.sampler
-        is_distributed = isinstance(sampler, DistributedSampler)
-        if not order.batched and (
-            sampler.shuffle if is_distributed else shuffles_all(sampler, loader.dataset)  # type: ignore[attr-defined]
-        ):
-            return order
-        given: Any = loader.batch_sampler if order.batched else sampler
-        if is_distributed:
-            given = range(order.size)
-        order = replace(order, sampler=SamplerOrder(given, 0, loader.dataset, loader.generator))
-        _refuse_lost_positions(order, loader)
-        return order
+        """Return the order of a loader. Raises ConfigError for one that cannot be kept."""
+        if loader is self._loader and self._order is not None:
+            return self._order
+        if loader not in self._orders:
+            group = RankGroup.find()
+            rank, ranks = (group.rank, group.size) if group is not None else (0, 1)
+            part, parts = self.slot * ranks + rank, self.replicas * ranks
+            self._orders[loader] = BlockOrder.of(loader, part, parts)
+        return self._orders[loader]
 
-    def _pass(self) -> Iterator[Any]:
+    def _pass(self, feeder: Loader, reader: BlockReader) -> Iterator[Any]:
         """Yield the batches from the first that is not used to the end of the pass."""
-        assert self._feeder is not None and self._order is not None and self._reader is not None
-        reader, reading = self._reader, None
-        block = self._first + len(self._used)
-        end = self._order.end(block)
-        while block < end:
+        reading = None
+        first, end = self._enter_pass()
+        for block in range(first, end):
             if not self._loop.computes and self._kept is not None:
                 batch, reading = self._kept, None
             else:
                 if reading is None:
-                    reader.first = block
-                    reading = _iterate(self._feeder)
+                    reader.first, reader.end = block, end
+                    reading = _iterate(feeder)
                 batch = self._kept = next(reading)
-            self._newest, self._is_used = block, False
-            yield batch
-            if not self._is_used:
+            self._newest, self._unused = block, True
+            self._reads.note(feeder)
+            try:
+                yield batch
+            except GeneratorExit:
+                self._reads.close(feeder, is_look=block == first)
+                raise
+            if self._unused:
                 raise ConfigError(
-                    f"the script has read two batches of the DataLoader over {_name(self._feeder)} without a "
-                    "backward pass between them, and --adopt gives each replica a part of every batch: read "
-                    f"what does not train under torch.no_grad() or in eval mode, or {OWN_WAY}"
+                    f"the script reads the DataLoader over {_name(self._loader)} with gradients on, and runs "
+                    f"no backward pass before it reads the next batch: {_WHOLE}, or {OWN_WAY}"
                 )
-            block += 1
+
+    def _enter_pass(self) -> tuple[int, int]:
+        """Return the first block of an iteration, and the block after its last.
+
+        After an iteration that the script has left, another sampler than plain shuffling begins its next
+        pass. A shuffled pass goes on, and the iteration has as many batches as a pass.
+        """
+        assert self._order is not None
+        block = self._first + len(self._used)
+        end = self._order.end(block)
+        if not self._trains or not block % self._order.blocks:
+            return block, end
+        if self._order.order is None:
+            return block, block + self._order.blocks
+        if self._used:
+            raise ConfigError(
+                "the script leaves an iteration of its DataLoader between two batches of one step, and "
+                f"--adopt deals out whole steps: make the step first, or {OWN_WAY}"
+            )
+        self.skipped += end - block
+        self._first = end
+        return end, self._order.end(end)
+
+    def _whole(self, loader: Loader) -> Iterator[Any]:
+        """Yield the loader's own batches, and note them until it has ended: none of them is for training."""
+        count, ended = 0, False
+        try:
+            for batch in _iterate(loader):
+                count += 1
+                self._reads.note(loader)
+                yield batch
+                # An evaluation of a loop that only counts has results that nothing uses.
+                if not self._loop.computes and loader in self._reads:
+                    break
+            ended = True
+        finally:
+            self._reads.close(loader, is_look=not ended and count == 1)
 
     # --- steps and blocks ---------------------------------------------------------------------------------
 
     def note_backward(self) -> None:
-        """The loop computes the gradient of the batch that it got last.
-
-        Raises ConfigError where that is a batch of an evaluation's DataLoader.
-        """
-        self._is_used = True
-        if self._loader is None and self._has_read and self._evaluates():
+        """The loop computes the gradient of the batches that it has read."""
+        for loader in self._reads.take(self._unused):
+            if loader is not self._feeder:
+                self._refuse_other(loader)
+        if self._newest < 0 or self._order is None:
+            self._check_lengths()
+            return
+        if not self._unused and self._newest not in self._used:
             raise ConfigError(
-                "the script trains on a DataLoader while its model is in eval mode, and --adopt takes such a "
-                "DataLoader for that of an evaluation: call the model's train() before the loop reads the "
-                f"DataLoader, and eval() on the frozen modules after it, or {OWN_WAY}"
+                f"the script runs a backward pass without a new batch of the DataLoader over "
+                f"{_name(self._loader)} in this step, and --adopt deals out a batch once: {OWN_WAY}"
             )
-        if self._newest >= 0 and self._newest not in self._used:
+        self._unused = False
+        if self._newest not in self._used:
             self._used.append(self._newest)
+        if not self._trains:
+            self._trains = True
+            self._check_lengths()
 
-    def resume(self, step: int, batches: int) -> None:
+    def _refuse_other(self, loader: Loader) -> None:
+        """Raise ConfigError for a loader that trains and is not dealt out, unless it is a stream."""
+        if isinstance(loader.dataset, IterableDataset) and not self._trains:
+            self._loader = self._order = None  # no other loader has trained
+        elif self._order is not None or self._loop.session is not None:
+            raise ConfigError(
+                f"the script trains on batches of the DataLoader over {_name(loader)} that --adopt does not "
+                "deal out, because it deals out one DataLoader, which is read with gradients on and with the "
+                f"model in train mode: {_WHOLE}, or {OWN_WAY}"
+            )
+        else:
+            raise ConfigError(
+                f"the script trains on the DataLoader over {_name(loader)}, which has a fixed order, and "
+                "--adopt took another one that shuffles for that of the training: give the training's "
+                f"shuffle=True and the others shuffle=False, or {OWN_WAY}"
+            )
+
+    def _check_lengths(self) -> None:
+        """Refuse a script that has the job's length for a loader that another's use has shown to be whole."""
+        asked, self._asked = self._asked, []
+        for loader in asked:
+            trains = self._order is not None and self._may_train(loader)
+            if not trains and self._order_of(loader).blocks != _length(loader):
+                raise ConfigError(
+                    f"the script has asked for len() of the DataLoader over {_name(loader)} before the first "
+                    "step, when --adopt could not know that it does not train: give the DataLoader of an "
+                    f"evaluation shuffle=False and that of the training shuffle=True, or {OWN_WAY}"
+                )
+
+    def resume(self, step: int, batches: int, skipped: int) -> None:
         """The loop begins at ``step``, as a file says that the script has saved."""
-        self._batches, self._first = batches, step * batches
+        self._batches, self.skipped = batches, skipped
+        self._first = step * batches + skipped
 
     @property
     def batches_per_step(self) -> int:
@@ -310,20 +325,33 @@ class AdoptedData:
 
     def begin(self) -> None:
         """The loop is about to exchange its first step, so the batches of a step are known."""
+        own = next((x for x in living(DataLoader) if type(x).__iter__ is not DataLoader.__iter__), None)
+        if own is not None:
+            raise ConfigError(
+                f"the script has a {type(own).__name__}, which has its own way to give batches, and --adopt "
+                f"sees those of torch.utils.data.DataLoader alone: use that, or {OWN_WAY}"
+            )
         if self._order is None:
             return
         self._batches = self._batches or len(self._used) or 1
-        blocks = self._order.blocks
+        blocks, left = self._order.blocks, self._order.left
         if blocks % self._batches:
             raise ConfigError(
                 f"the script makes a step of {self._batches} batches, and a pass over the data has {blocks}: "
-                f"choose a batch size or a number of replicas so that steps divide the pass, or {OWN_WAY}"
+                "choose a batch size or a number of replicas so that steps divide the pass, give the "
+                f"DataLoader drop_last=True, or {OWN_WAY}"
+            )
+        if self._batches > 1 and 0 < left < self._order.parts:
+            raise ConfigError(
+                f"the last batch of a pass has {left} samples for {self._order.parts} ranks, and the script "
+                "adds it to others in one step: give the DataLoader drop_last=True"
             )
         self.sampler = AdoptedSampler(self, self._order, self._batches)
 
     def blocks_of(self, step: int) -> range:
         """Return the numbers of the blocks of ``step``."""
-        return range(step * self._batches, (step + 1) * self._batches)
+        first = step * self._batches + self.skipped
+        return range(first, first + self._batches)
 
     def take(self, step: int) -> bool:
         """Return whether the loop has computed the batches of ``step``. Raises ConfigError for another number
@@ -339,23 +367,24 @@ class AdoptedData:
     def next_step(self) -> None:
         """The loop goes to its next step."""
         self._used = []
-        self._first = (self._loop.number) * self._batches
+        self._first = self.blocks_of(self._loop.number).start
 
     @property
     def weight(self) -> float:
         """The number of samples of a step here; 1 where the loop has no DataLoader."""
-        if self._order is None:
-            return 1.0
-        return float(sum(len(self._order.indices(block)) for block in self.blocks_of(self._loop.number)))
+        return 1.0 if self._order is None else float(sum(map(self._order.weight, self._used)))
 
     def describe(self) -> str:
         """Name the data for a sentence."""
-        if self.sampler is None or self._loader is None or self._order is None:
+        if self.sampler is None or self._order is None:
             return "the batches that the loop makes, with generators seeded for each step and replica"
-        unit = "batches" if self._order.batched else "samples"
+        data = self._order.data
+        unit = "batches" if data.batched else "samples"
+        times = f" times {self._batches} batches" if self._batches > 1 else ""
+        sampling = "" if self._order.order is None else f" in the order of its {self._order.order.name}"
         return (
-            f"the DataLoader over {_name(self._loader)} ({self._order.batch_size * self._batches} {unit} a "
-            f"step here, {self.sampler.global_batch_size} in the job)"
+            f"the DataLoader over {_name(self._loader)}{sampling} ({data.batch_size}{times} {unit} a step "
+            f"here, {self.sampler.global_batch_size} in the job)"
         )
 
 
@@ -400,17 +429,29 @@ class InputWatch:
             )
 
 
-def _refuse_lost_positions(order: BlockOrder, loader: Loader) -> None:
-    """Refuse a fixed order whose pass has positions that fill no block: they would never be trained on."""
-    assert order.sampler is not None
-    lost = order.size - order.blocks * order.batch_size * order.parts
-    if lost and not loader.drop_last and order.sampler.is_fixed:
-        raise ConfigError(
-            f"a pass of the DataLoader over {_name(loader)} has {order.size} positions in a fixed order, and "
-            f"the last {lost} fill no batch of {order.batch_size} on each of {order.parts} ranks, so they "
-            f"would never be trained on: give it shuffle=True or drop_last=True, or {OWN_WAY}"
+def _in_order(loader: Loader) -> bool:
+    """Whether each pass has the order of the data set, as in most evaluations."""
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None or type(batches) is BatchSampler else batches
+    if isinstance(sampler, DistributedSampler):
+        return not sampler.shuffle
+    return type(sampler) in (SequentialSampler, BlockReader)
+
+
+def _another_shuffles(loader: Loader) -> bool:
+    """Whether another DataLoader of the script has an order of its sampler."""
+
+    def exist() -> bool:
+        return any(
+            x is not loader and not isinstance(x.dataset, IterableDataset) and not _in_order(x)
+            for x in living(DataLoader)
         )
 
+    if not exist():
+        return False
+    gc.collect()  # it may be garbage that is not collected yet
+    return exist()
 
-def _name(loader: Loader) -> str:
-    return type(loader.dataset).__name__
+
+def _name(loader: Loader | None) -> str:
+    return "no data" if loader is None else type(loader.dataset).__name__

@@ -89,11 +89,11 @@ class AdoptedLoop:
         """The update of this step is done, or was left out."""
         self._has_gradient = self._exchanged = False
 
-    def resume_at(self, step: int, batches_per_step: int) -> None:
+    def resume_at(self, step: int, batches_per_step: int, skipped: int) -> None:
         """The script has loaded a file that it saved when the loop had made ``step`` steps."""
         if self.session is None:
             self.number = step
-            self.data.resume(step, batches_per_step)
+            self.data.resume(step, batches_per_step, skipped)
 
     def finish(self) -> None:
         """The script has ended: leave the job. Raises ConfigError where the script has not trained here."""

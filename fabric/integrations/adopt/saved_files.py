@@ -54,6 +54,7 @@ class SavedFiles:
             "job": self._job,
             "step": self._loop.number,
             "batches": self._loop.data.batches_per_step,
+            "skipped": self._loop.data.skipped,
         }
         with zipfile.ZipFile(path, "a") as file:
             file.writestr(_place(file), json.dumps(step))
@@ -67,7 +68,8 @@ class SavedFiles:
                 return
             noted = json.loads(file.read(place))
         if noted["job"] == self._job:
-            self._loop.resume_at(int(noted["step"]), int(noted["batches"]))
+            skipped = int(noted.get("skipped", 0))
+            self._loop.resume_at(int(noted["step"]), int(noted["batches"]), skipped)
 
 
 def _place(file: zipfile.ZipFile) -> str:

@@ -55,12 +55,11 @@ def read_attributes(model: torch.nn.Module) -> Iterator[ReadAttribute]:
                 yield ReadAttribute(module, name, full_name, changes, name in source.updated)
 
 
-# type: ignore[no-untyped-call]
-class _Uses(TorchDispatchMode):
+class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which of ``tensors`` the operations of torch get."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:  # type: ignore[no-untyped-call]
-        super().__init__()
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tensors = {id(x): x for x in tensors}
         self.used: set[int] = set()
 

@@ -104,6 +104,7 @@ class Member:
     cuts: str = ""  # the parts of the parameters that each rank holds; empty: all members are cut alike
     # The layout in which a leaving member's launcher starts it again; empty: the member does not come back.
     returns: str = ""
+    stores: bool = True  # whether it has storage for durable checkpoints; an older version does not say
 
     @property
     def process(self) -> ReplicaProcess:

@@ -97,6 +97,50 @@ class Attention(Cell):
         return self.layer(self.kept)
 
 
+class Seeded(Cell):
+    """Sets its value in both branches before it reads it."""
+
+    def seed(self):
+        if torch.cuda.is_available():
+            self.kept = float(torch.rand(()))
+        else:
+            self.kept = float(torch.randn(()))
+        return self.kept
+
+    def forward(self, x):
+        return self.layer(x) + self.seed() * 1e-3
+
+
+class Decoding(Cell):
+    """Keeps a value for a later decoding, as Qwen2-VL keeps rope_deltas."""
+
+    def forward(self, x, decodes=False):
+        if self.kept is None or not decodes:
+            self.kept = x.detach().mean(0)
+        else:
+            x = x + self.kept
+        return self.layer(x)
+
+
+class Lengths(Cell):
+    """Keeps a table for the last length, as the conformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.length = None, None
+
+    def table(self, x):
+        length = len(x)
+        if length == self.length and self.kept is not None:
+            return self.kept
+        self.length = length
+        self.kept = torch.arange(length, dtype=x.dtype)
+        return self.kept
+
+    def forward(self, x):
+        return self.layer(x + self.table(x)[:, None])
+
+
 class Counted(Cell):
     """Counts its calls and does not use the count."""
 
@@ -191,13 +235,14 @@ def test_a_hidden_state_within_one_micro_batch_is_no_fault():
         watched.check()
 
 
-@pytest.mark.parametrize("kind", [Attention, Counted, Collecting])
+@pytest.mark.parametrize("kind", [Attention, Seeded, Decoding, Counted, Collecting])
 def test_a_value_that_forward_does_not_read_is_no_fault(kind):
     run(kind(), 10)
 
 
-def test_a_cache_that_grows_twice_is_no_fault():
-    model = Cached()
+@pytest.mark.parametrize("kind", [Cached, Lengths])
+def test_a_cache_that_follows_the_length_is_no_fault(kind):
+    model = kind()
     watched = CarriedAttributes(model, ())
     for length in (2, 3, 3, 4, 4, 4):
         watched.next_batch()

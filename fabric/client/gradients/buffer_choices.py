@@ -73,10 +73,10 @@ def choose_buffers(model: torch.nn.Module, wanted: Buffers) -> BufferChoices:
         else:
             _check(names[0], tensor, choice)
             carried[names[0]] = choice
-    for _, _, name, _ in read_attributes(model) if "ignore" in patterns.values() else ():
-        pattern = next((p for p in patterns if fnmatchcase(name, p)), "")
+    for attribute in read_attributes(model) if "ignore" in patterns.values() else ():
+        pattern = next((p for p in patterns if fnmatchcase(attribute.full_name, p)), "")
         if patterns.get(pattern) == "ignore":
-            named.add(name)
+            named.add(attribute.full_name)
             used.add(pattern)
     unused = next((p for p in patterns if p not in used), None)
     if unused is not None:

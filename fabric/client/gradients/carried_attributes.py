@@ -3,7 +3,8 @@
 The hidden state of a recurrent network, or a counter of calls, is often an attribute and no buffer. It is no
 part of the shared state: each replica would carry the values of its own micro-batches, and a replica that
 joins has none. The source of forward tells which attributes it reads before it sets them. The first forward
-passes then show whether such a value comes from another micro-batch, or whether the loop resets it.
+passes then show whether an operation gets such a value of another micro-batch, or whether the loop resets
+it.
 """
 
 import ast
@@ -12,11 +13,14 @@ import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fabric.errors import ConfigError
 
@@ -26,41 +30,66 @@ _FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "torchmetrics"}  # the
 _BRANCHES = ast.If | ast.For | ast.While | ast.Try | ast.Match | ast.IfExp | ast.FunctionDef | ast.Lambda
 
 
-def read_attributes(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str, int]]:
-    """Yield each attribute that forward may carry: its module, name, full name, and the changes that show it.
+@dataclass(frozen=True, slots=True)
+class ReadAttribute:
+    """An attribute of ``module`` that forward may carry."""
 
-    The full name begins with the module's place in ``model``.
-    """
-    by_kind: dict[type, dict[str, int]] = {}
+    module: torch.nn.Module
+    name: str
+    full_name: str  # with the module's place in the model
+    changes: int  # so many changes show that it is carried
+    counts: bool  # forward sets it to a value made of its old one: numbers count too
+
+
+def read_attributes(model: torch.nn.Module) -> Iterator[ReadAttribute]:
+    """Yield the attributes that forward may carry."""
+    by_kind: dict[type, _ForwardSource] = {}
     for place, module in model.named_modules():
         kind = type(module)
         if kind not in by_kind:
-            by_kind[kind] = _ForwardSource(kind).carried()
-        tensors = {*module._parameters, *module._buffers, *module._modules}  # noqa: SLF001
-        for name, changes in by_kind[kind].items():
+            by_kind[kind] = _ForwardSource(kind)
+        source, tensors = by_kind[kind], {*module._parameters, *module._buffers, *module._modules}  # noqa: SLF001
+        for name, changes in source.carried().items():
             if name not in tensors:
-                yield module, name, f"{place}.{name}" if place else name, changes
+                full_name = f"{place}.{name}" if place else name
+                yield ReadAttribute(module, name, full_name, changes, name in source.updated)
+
+
+class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which of ``tensors`` the operations of torch get."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors = {id(x): x for x in tensors}
+        self.used: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if id(value) in self._tensors:
+                self.used.add(id(value))
+        return func(*args, **(kwargs or {}))
 
 
 class CarriedAttributes:
     """Watches the attributes of ``model`` that forward may carry, except those in ``named``."""
 
     def __init__(self, model: torch.nn.Module, named: Collection[str]) -> None:
-        self._watched: dict[int, list[tuple[str, str]]] = {}
+        self._watched: dict[int, list[ReadAttribute]] = {}
         self._needed: dict[str, int] = {}
-        for module, name, full, changes in read_attributes(model):
-            if full not in named:
-                self._watched.setdefault(id(module), []).append((name, full))
-                self._needed[full] = changes
+        for x in read_attributes(model):
+            if x.full_name not in named:
+                self._watched.setdefault(id(x.module), []).append(x)
+                self._needed[x.full_name] = x.changes
         self._batch = self._looks = 0
         self._outer: torch.nn.Module | None = None  # the module whose training_step runs
         self._left: dict[str, tuple[int, list[Any]]] = {}  # the micro-batch of the last forward, its value
         self._came: dict[str, list[Any]] = {}  # values of another micro-batch with which a forward began
+        self._uses: dict[int, _Uses] = {}  # by module: the uses of such tensors in the forward under way
         self._changes: Counter[str] = Counter()
         # Hooks of all modules, because a module's own hooks go into copies of it and into files.
         self._hooks = [
             register_module_forward_pre_hook(self._before),
-            register_module_forward_hook(self._after),
+            register_module_forward_hook(self._after, always_call=True),
         ]
         if not self._watched:
             self._end()
@@ -93,7 +122,7 @@ class CarriedAttributes:
             yield
         finally:
             self._outer = None
-        self._after(module)
+            self._after(module)
 
     def _end(self) -> None:
         for hook in self._hooks:
@@ -104,19 +133,33 @@ class CarriedAttributes:
     def _before(self, module: torch.nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or not module.training or module is self._outer:
             return
-        for name, full in self._watched.get(id(module), ()):
-            batch, value = self._left.get(full, (self._batch, []))
-            if batch < self._batch and _is_same(value, _parts(module.__dict__.get(name))):
-                self._came[full] = value
+        tensors: list[torch.Tensor] = []
+        for x in self._watched.get(id(module), ()):
+            batch, value = self._left.get(x.full_name, (self._batch, []))
+            if batch < self._batch and value and _is_same(value, _value_of(x)):
+                self._came[x.full_name] = value
+                tensors += [part for part in value if isinstance(part, torch.Tensor)]
+        if tensors:
+            self._uses[id(module)] = _Uses(tensors)
+            self._uses[id(module)].__enter__()  # type: ignore[no-untyped-call]
 
     def _after(self, module: torch.nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not module.training or module is self._outer:
+        if torch.compiler.is_compiling() or module is self._outer:
             return
-        for name, full in self._watched.get(id(module), ()):
-            value, came = _parts(module.__dict__.get(name)), self._came.pop(full, None)
-            if came and value:
-                self._changes[full] += not _is_same(came, value)
-            self._left[full] = (self._batch, value)
+        uses = self._uses.pop(id(module), None)
+        if uses is not None:
+            uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for x in self._watched.get(id(module), ()) if module.training else ():
+            value, came = _value_of(x), self._came.pop(x.full_name, [])
+            used = uses is not None and any(id(part) in uses.used for part in came)
+            if came and value and not _is_same(came, value):
+                self._changes[x.full_name] += used or all(isinstance(part, int | float) for part in came)
+            self._left[x.full_name] = (self._batch, value)
+
+
+def _value_of(attribute: ReadAttribute) -> list[Any]:
+    value = attribute.module.__dict__.get(attribute.name)
+    return [] if isinstance(value, int | float) and not attribute.counts else _parts(value)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -148,6 +191,7 @@ class _ForwardSource:
         self._read: set[str] = set()  # attributes that are read before they are surely set
         self._set: set[str] = set()  # attributes that every call sets
         self._changed: set[str] = set()  # attributes that a call may set or change
+        self.updated: set[str] = set()  # attributes that are set to a value made of their old one
         self._me = ""
         self._fresh: set[str] = set()  # attributes that the method has set to a value without its old one
         for entry in ("forward", "training_step"):
@@ -189,13 +233,14 @@ class _ForwardSource:
                 self._read_of(name, guarded)
                 return
             self._changed.add(name)
+            self._fresh.add(name)
             if not guarded:
                 self._set.add(name)
-                self._fresh.add(name)
         elif isinstance(node, _BRANCHES):
             first = node.test if isinstance(node, ast.If | ast.While | ast.IfExp) else None
-            for child in ast.iter_child_nodes(node):
-                self._visit(child, guarded or child is not first)
+            if first is not None:
+                self._visit(first, guarded)
+            self._branches([x for x in ast.iter_child_nodes(node) if x is not first], node)
         else:
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
                 self._changed.add(self._root(node))
@@ -204,6 +249,17 @@ class _ForwardSource:
                 self._changed |= {self._root(node.func.value)} if node.func.attr.endswith("_") else set()
             for child in ast.iter_child_nodes(node):
                 self._visit(child, guarded)
+
+    def _branches(self, parts: list[ast.AST], node: ast.AST) -> None:
+        """Go through what may be left out; what both branches of an ``if`` set is set after it."""
+        blocks = [node.body, node.orelse] if isinstance(node, ast.If) else [parts]
+        before, after = self._fresh, []
+        for block in blocks:
+            self._fresh = set(before)
+            for part in block:
+                self._visit(part, guarded=True)
+            after.append(self._fresh)
+        self._fresh = set.intersection(*after) if isinstance(node, ast.If) else before
 
     def _assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign, guarded: bool) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -216,6 +272,7 @@ class _ForwardSource:
                     self._read_of(name, guarded)
             self._set |= set() if guarded else {own}
             self._changed.add(own)
+            self.updated.add(own)
             return
         for part in (node.value, *targets):
             if part is not None:

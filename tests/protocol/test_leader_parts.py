@@ -143,7 +143,7 @@ def test_no_part_has_more_than_twenty_attributes():
 
 
 def test_the_next_leader_remembers_the_data_slots_of_replicas_that_are_away():
-    """The leader before chose the slots of a and b, which died. On other slots they would train on other data."""
+    """The leader before chose the slots of a and b, which died. On other slots they would read other data."""
     sharing = Sharing(policy="shrink", data_slots=3)
     seats = {name: {"data_slot": slot} for slot, name in enumerate("abc")}
     before = replace(record_of("a b c", epoch=1, **seats), sharing=sharing)

@@ -321,6 +321,8 @@ class Record:
     hosts: tuple[HostHistory, ...] = ()  # the hosts that failed in the last days
     adaptation: Adaptation = Adaptation()  # changes only with the epoch
     policy: Policy | None = None  # what the replicas agreed on; None: an older version has not written it
+    # The replica on each data slot, also while it is away; empty: nobody, or data slots do not matter.
+    seats: tuple[str, ...] = ()
 
     # Every message needs the cached properties. They are not compared, stored or sent.
 

@@ -186,6 +186,18 @@ def test_a_survivor_gets_the_result_that_the_other_survivor_has(three, monkeypat
     assert torch.equal(three["b"].later(three["b"].all_reduce, values("b")).result(60), kept[0])
 
 
+def test_a_result_of_the_generation_before_is_not_kept_for_the_same_step(three):
+    """After a cold start from an earlier state a step comes again, with other values."""
+    everywhere(three, NAMES, "all_reduce", values)
+    for name in NAMES.split():
+        record = replace(three.record(NAMES, 2, forced=2), generation=2, cold=2)
+        three[name].announce(record)
+    three["b"].commit(4)
+    three["b"].collectives._place = (-1, -1)  # its next collective is the first one of this step
+    with pytest.raises(CollectiveFailed, match="timed out"):
+        three["b"].later(three["b"].all_reduce, values("b"), timeout_s=0.5).result(60)
+
+
 def lose_next_result(party, monkeypatch) -> threading.Event:
     """Let the next result of one member get lost, once the event is set."""
     exchanged, lost, losing = Offer.exchanged, threading.Event(), [party.name]

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 from protocol.makers import member_of, record_of, session_of
+from protocol.test_leader import Lighthouse, started
 
-from fabric.model import OperatorOverrides
+from fabric.model import OperatorOverrides, Sharing
 from fabric.protocol.leader.admission import READMIT_LIMIT_S, READMIT_S, Backoff
 from fabric.protocol.leader.base_choice import BaseChoice, base_ref
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
@@ -17,6 +18,8 @@ from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.messages.roster_delta import for_members
+from fabric.protocol.rules.assignment import seated
 
 
 @pytest.fixture
@@ -137,3 +140,20 @@ def test_no_part_has_more_than_twenty_attributes():
     core = LeaderCore("job", LeaderConfig(), random.Random(1), 100.0)
     assert type(core).__bases__ == (object,)
     assert len(vars(core)) <= 17
+
+
+def test_the_next_leader_remembers_the_data_slots_of_replicas_that_are_away():
+    """The leader before chose the slots of a and b, which died. On other slots they would read other data."""
+    sharing = Sharing(policy="shrink", data_slots=3)
+    seats = {name: {"data_slot": slot} for slot, name in enumerate("abc")}
+    before = replace(record_of("a b c", epoch=1, **seats), sharing=sharing)
+    lighthouse = started("a b c", record=before, start_replicas=1)
+    for name in "ab":
+        lighthouse.status(name, "gone")
+    lighthouse.wait(1.0)
+    record = lighthouse.record
+    assert record.names == ("c",) and record.seats == ("a", "b", "c")
+    assert for_members(record).seats == ()
+    writer = Lighthouse(record).core.writer
+    assert writer.data_slots == {"a": 0, "b": 1, "c": 2}
+    assert [x.data_slot for x in seated((*record.roster, member_of("b")), writer.data_slots)] == [2, 1]

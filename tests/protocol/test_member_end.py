@@ -149,6 +149,18 @@ def test_a_newcomer_at_the_end_follows_the_others():
     assert not trainer.found(io.Stop)
 
 
+def test_a_newcomer_with_the_final_state_ends_without_a_lighthouse_as_the_others_do():
+    """It enters no round any more. It waited for autonomy_s, and ended with 75."""
+    trainer, _ = joining()
+    trainer.do(io.LeaderLost(), io.Closing())
+    trainer.peer("a", finished(step=0, epoch=2))
+    assert trainer.core.next_deadline() > trainer.now + NO_LEADER_S, "b may have more steps"
+    trainer.peer("b", finished(step=0, epoch=2))
+    trainer.now += NO_LEADER_S
+    trainer.do(io.Tick())
+    assert trainer.found(io.Finish) and not trainer.found(io.Stop)
+
+
 def test_a_newcomer_whose_loop_ended_before_the_jobs_last_step_leaves():
     trainer, _ = joining()
     trainer.do(io.Closing())

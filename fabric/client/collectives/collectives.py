@@ -228,7 +228,8 @@ class Collectives:
                 return Payload()
 
     def _frame(self, job: _Job) -> CallFrame:
-        if self._held is None:
+        # A result of a generation before would be of other states.
+        if self._held is None or self._held[1].generation != job.group.record.generation:
             return CallFrame(job.key, str(job.call))
         key, _, call, payload = self._held
         return CallFrame(job.key, str(job.call), key, str(call), payload.nbytes)

@@ -24,6 +24,7 @@ class Phase:
     place: tuple[int, int]  # committed steps, and whether the next step is being computed
     epoch: int  # the epoch of the round
     members: tuple[Member, ...]
+    generation: int = 0  # the generation of the round: after a cold start the same step is another one
 
 
 class CollectiveMembers:
@@ -67,7 +68,7 @@ class CollectiveMembers:
             for x in record.roster
             if not x.joining or (before is not None and before.lists(x.replica, x.incarnation))
         )
-        self._phase = Phase((order.step, 1), record.epoch, members)
+        self._phase = Phase((order.step, 1), record.epoch, members, record.generation)
 
     def end_step(self, order: io.Apply) -> None:
         """Begin the phase after the commit of a step."""
@@ -77,7 +78,7 @@ class CollectiveMembers:
             self.leave(f"it replays step {order.step}, call collectives only where step.replayed is false")
             return
         self._committed = record = self._records[order.prepared.epoch]
-        self._phase = Phase((order.step + 1, 0), record.epoch, record.roster)
+        self._phase = Phase((order.step + 1, 0), record.epoch, record.roster, record.generation)
         self._forget_before(record.epoch)
 
     def _forget_before(self, epoch: int) -> None:

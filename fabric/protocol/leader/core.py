@@ -170,7 +170,7 @@ class LeaderCore:
             self.limits.overrides = record.overrides
             self.limits.recall(record)
             self.evidence.recall(record)
-            self.writer.data_slots = {x.replica: x.data_slot for x in record.roster}
+            self.writer.recall(record)
         state.liveness.elected = state.now
         state.epoch = EpochState(state.now)
         if record is not None:

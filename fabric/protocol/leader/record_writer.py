@@ -16,6 +16,8 @@ from fabric.protocol.rules.shares import asked_share, for_roster, with_shares
 
 # The longest reason in a record: the reasons of many members would make the record large.
 MAX_REASON_CHARACTERS = 1000
+# The record remembers the replicas on this many data slots, the lowest ones.
+MAX_SEATS = 4096
 
 
 class RosterAnnouncement:
@@ -69,9 +71,23 @@ class RecordWriter:
             hosts=self.evidence.hosts,
             autonomy_s=autonomy_s,
             policy=self.limits.agreed,
+            seats=self._seats(record),
         )
         self.writing = record
         self.outbox.emit(io.WriteRecord(record, self.state.record))
+
+    def recall(self, record: Record) -> None:
+        """Take over the data slots that earlier leaders chose, also those of replicas that are away."""
+        self.data_slots = {name: slot for slot, name in enumerate(record.seats) if name}
+        self.data_slots |= {x.replica: x.data_slot for x in record.roster}
+
+    def _seats(self, record: Record) -> tuple[str, ...]:
+        """The replica on each data slot, where data slots matter. A member goes before a replica away."""
+        if record.sharing.policy != "shrink" and not record.sharing.readers:
+            return ()
+        names = {slot: name for name, slot in self.data_slots.items() if 0 <= slot < MAX_SEATS}
+        names |= {x.data_slot: x.replica for x in record.roster if 0 <= x.data_slot < MAX_SEATS}
+        return tuple(names.get(slot, "") for slot in range(max(names, default=-1) + 1))
 
     def write_epoch(
         self,

@@ -237,7 +237,9 @@ class Ending:
 
     def _end_alone_when_due(self) -> None:
         step, record = self._memory.state.step, self._epochs.current
-        everybody = record is not None and self._epochs.mode is Mode.RUN and self._have_all_finished(record)
+        if self._epochs.mode is Mode.JOINED:
+            record = self._epochs.newest  # a newcomer that enters no round can still reach the end
+        everybody = record is not None and self._have_all_finished(record)
         if not everybody:
             self.all_finished_since = -1.0
         elif self.all_finished_since < 0:
@@ -267,8 +269,11 @@ class Ending:
         self._context.stopped = True
 
     def _have_all_finished(self, record: Record) -> bool:
-        step = self._memory.state.step
-        return self._takes_part() and all(
+        """Whether all members have finished with my state: the others, and I as a member or as a newcomer."""
+        step, is_newcomer = self._memory.state.step, self._epochs.mode is Mode.JOINED
+        if is_newcomer and self._memory.state.generation != record.generation:
+            return False
+        return (is_newcomer or (self._epochs.mode is Mode.RUN and self._takes_part())) and all(
             x.replica == self._context.replica
             or self.finished_peers.get(x.process) == (record.generation, step)
             for x in record.roster

@@ -11,8 +11,8 @@ from fabric.protocol.messages import network as m
 
 
 def for_members(record: Record) -> Record:
-    """Remove the evidence against failed and slow replicas and hosts, which concerns only leaders."""
-    return replace(record, failures=(), hosts=(), adaptation=Adaptation())
+    """Remove what concerns only leaders: evidence against replicas and hosts, and seats of replicas away."""
+    return replace(record, failures=(), hosts=(), adaptation=Adaptation(), seats=())
 
 
 def change(before: Record, after: Record) -> m.RosterDelta:

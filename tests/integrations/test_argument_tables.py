@@ -144,9 +144,9 @@ def shown(where):
 def kept(*modules):
     """Yield each kept row of the tables of these modules, with the names of table and row."""
     for module in modules:
-        found = list(vars(importlib.import_module(module)).values())
-        found += [x for several in found if isinstance(several, dict) for x in several.values()]
-        for table in (x for x in found if isinstance(x, ArgumentTable)):
+        members = list(vars(importlib.import_module(module)).values())
+        members += [x for several in members if isinstance(several, dict) for x in several.values()]
+        for table in (x for x in members if isinstance(x, ArgumentTable)):
             rows = (*table.rows.items(), *table.methods.items())
             yield from ((table.subject, name, x.shown_by) for name, x in rows if isinstance(x, Kept))
 

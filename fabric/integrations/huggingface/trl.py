@@ -266,6 +266,6 @@ def refuse(trainer: Any, base: type) -> None:
 
 def own_fields(config: type) -> list[str]:
     """Return the fields of a config of trl that TrainingArguments lacks."""
-    known = {x.name for x in dataclasses.fields(TrainingArguments)}
+    shared = {x.name for x in dataclasses.fields(TrainingArguments)}
     fields: Any = dataclasses.fields(config)
-    return [x.name for x in fields if x.name not in known]
+    return [x.name for x in fields if x.name not in shared]

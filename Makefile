@@ -75,7 +75,7 @@ long: setup etcd slurm conformance
 # Every recipe of docs/conformance.md, each in four ways: the same training with fabric as without it.
 conformance: setup
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[conformance]'
-	$(PYTEST) tests/conformance --all-recipes
+	$(PYTEST) tests/conformance tests/integrations/test_trl_arguments.py --all-recipes
 
 # torchtitan's packages take over a gigabyte and need older releases than other tests, so they have an environment.
 torchtitan: PYTHONDONTWRITEBYTECODE :=

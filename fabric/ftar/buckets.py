@@ -17,6 +17,7 @@ equal shards, so the hash also covers how the tensor is sharded.
 """
 
 import json
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ import xxhash
 
 from fabric.errors import ConfigError, StateError
 from fabric.ftar.ring_schedule import DTYPE_CODES
+
+_log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
 BUCKET_BYTES = 16 * 2**20
@@ -101,6 +104,7 @@ class FlatGradients:
         """
         fragments = fragments or {}
         self.fragments = max(fragments.values(), default=0) + 1
+        self._zeros = any_layout  # a gradient that no member has becomes zeros, and no log says so yet
         self.scale = 1.0  # factor for gradients when they are gathered
         # Parameters whose sum is the value of one member: it is not divided by the weight.
         self.of_one: frozenset[str] = frozenset()
@@ -210,6 +214,7 @@ class FlatGradients:
                 "average: give step.backward a positive finite weight"
             )
         absent = self.absent(buffer) if absent is None else absent
+        self._tell_of_zeros()
         for bucket in self.buckets:
             for (name, _), (view, parameter) in zip(bucket.parameters, bucket.views(buffer), strict=True):
                 if name in absent:
@@ -225,6 +230,19 @@ class FlatGradients:
                 else:
                     gradient.copy_(view)
                     gradient.div_(weight)
+
+    def _tell_of_zeros(self) -> None:
+        """Say once that a parameter gets zeros that would keep None in a job without presence."""
+        missing = [name for name, parameter in self.parameters if parameter.grad is None]
+        if self._zeros and 0 < len(missing) < len(self.parameters):
+            self._zeros = False
+            _log.warning(
+                "%d parameters such as %s have no gradient here, and FABRIC_UNEQUAL makes zeros of it: "
+                "momentum and weight decay move a parameter that no replica uses, so freeze it or turn "
+                "FABRIC_UNEQUAL off",
+                len(missing),
+                missing[0],
+            )
 
     def _check_buffer(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.shape != (self.nbytes,):

@@ -44,6 +44,11 @@ class Refusal:
 Row = Kept | NoInfluence | Refusal
 
 
+def rows_of(row: Row, names: str) -> dict[str, Row]:
+    """Return the same row for each of the names, which spaces divide."""
+    return dict.fromkeys(names.split(), row)
+
+
 class ArgumentTable:
     """The rows of one API. ``subject``: its name, as users write it; ``by``: the part of fabric that refuses.
 
@@ -87,11 +92,11 @@ class ArgumentTable:
         """Return the public and private methods of ``base`` that have no row."""
         return [name for name in overridable(base) if name not in self.methods and name not in set(ignored)]
 
-    def check_methods(self, base: type, kind: type) -> None:
+    def check_methods(self, base: type, kind: type, ignored: Iterable[str] = ()) -> None:
         """Raise ConfigError where ``kind`` overrides a method of ``base`` that is refused or has no row."""
         for name, owner in overridden(base, kind).items():
             row = self.methods.get(name)
-            if isinstance(row, Kept | NoInfluence):
+            if isinstance(row, Kept | NoInfluence) or name in set(ignored):
                 continue
             if row is None:
                 raise ConfigError(

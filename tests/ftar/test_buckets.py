@@ -304,3 +304,18 @@ def test_a_finite_gradient_whose_sum_overflows_is_not_called_nonfinite():
     buffer = torch.zeros(flat.nbytes, dtype=torch.uint8)
     flat.gather(buffer)
     assert flat.first_nonfinite(buffer) == ""
+
+
+@pytest.mark.parametrize(("any_layout", "sentences"), [(True, 1), (False, 0)])
+def test_zeros_in_the_place_of_a_missing_gradient_are_said_once(caplog, any_layout, sentences):
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    flat = FlatGradients([("used", used), ("unused", unused)], any_layout=any_layout)
+    buffer = torch.zeros(flat.nbytes, dtype=torch.uint8)
+    for _ in range(2):
+        used.grad, unused.grad = torch.ones(2), None
+        flat.gather(buffer)
+        flat.scatter(buffer, 1.0)
+        assert (unused.grad is None) == (not any_layout)
+    used.grad = unused.grad = None
+    flat.scatter(buffer, 1.0)  # a replayed step has no gradient of its own
+    assert [("unused" in x.message) for x in caplog.records] == [True] * sentences

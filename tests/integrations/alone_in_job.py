@@ -104,7 +104,7 @@ def assert_same(one, other):
         torch.testing.assert_close(left, right, rtol=1e-5 * coarse, atol=1e-6 * coarse)
     logs = [
         [
-            {k: v for k, v in x.items() if "runtime" not in k and "per_second" not in k}
+            {k: v for k, v in x.items() if "time" not in k and "per_second" not in k}
             for x in t.state.log_history
         ]
         for t in (one, other)

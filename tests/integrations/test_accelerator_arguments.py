@@ -1,5 +1,7 @@
 """Each argument and method of the installed Accelerator has a row, and what is refused is refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -12,7 +14,13 @@ from accelerate.utils.dataclasses import AORecipeKwargs, DDPCommunicationHookTyp
 
 from fabric.errors import ConfigError
 from fabric.integrations.accelerate import FabricAccelerator
-from fabric.integrations.accelerate.arguments import ACCELERATOR, CONFIGURATIONS, METHODS, public_methods
+from fabric.integrations.accelerate.arguments import (
+    ACCELERATOR,
+    CONFIGURATIONS,
+    METHODS,
+    public_methods,
+    tables,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +134,14 @@ def test_a_scheduler_of_epochs_makes_one_step():
     scheduler.step()
     optimizer.step()
     assert scheduler.get_last_lr() == [0.5]
+
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "accelerate.md"
+
+
+def test_the_page_has_the_tables():
+    assert PAGE.read_text().endswith(tables()), "write the page again: python " + __file__
+
+
+if __name__ == "__main__":
+    PAGE.write_text(PAGE.read_text().partition("## Accelerator")[0] + tables())

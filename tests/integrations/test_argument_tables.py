@@ -1,9 +1,13 @@
 """A table accounts for every argument and overridable method; the rest is refused as unknown."""
 
+import importlib
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("pytorch_lightning")
 
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, overridable, overridden
@@ -125,3 +129,37 @@ def test_the_table_is_written_for_a_page():
         "| `rate` | kept (recipe rates) |",
         "| `seed` | refused: each replica would draw other numbers: leave it out |",
     ]
+
+
+FILES = {x.stem: x.read_text() for x in Path(__file__).parent.parent.glob("**/*.py")}
+FILES |= {x.stem: x.read_text() for x in (Path(__file__).parent.parent.parent / "examples").glob("*.py")}
+
+
+def shown(where):
+    """Return the source of the recipe, the file of tests, or the file with the test, that a row names."""
+    name = where.removeprefix("recipe ")
+    return FILES.get(name) or next((x for x in FILES.values() if f"def {name}(" in x), "")
+
+
+def kept(*modules):
+    """Yield each kept row of the tables of these modules, with the names of table and row."""
+    for module in modules:
+        members = list(vars(importlib.import_module(module)).values())
+        members += [x for several in members if isinstance(several, dict) for x in several.values()]
+        for table in (x for x in members if isinstance(x, ArgumentTable)):
+            rows = (*table.rows.items(), *table.methods.items())
+            yield from ((table.subject, name, x.shown_by) for name, x in rows if isinstance(x, Kept))
+
+
+HOME = "fabric.integrations"
+KEPT = sorted(
+    {
+        *kept(f"{HOME}.huggingface.arguments", f"{HOME}.huggingface.trl", f"{HOME}.lightning.arguments"),
+        *kept(f"{HOME}.accelerate.arguments", f"{HOME}.training_data"),
+    }
+)
+
+
+@pytest.mark.parametrize("where", sorted({where for _, _, where in KEPT}))
+def test_a_test_or_a_recipe_that_shows_what_is_kept_exists(where):
+    assert shown(where), f"there is no {where}"

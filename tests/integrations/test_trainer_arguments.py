@@ -1,11 +1,13 @@
 """The tables of FabricTrainer have a row for every argument and method of the installed transformers."""
 
 import dataclasses
+import functools
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from alone_in_job import Net, adopted, attach_alone, samples, train
+from alone_in_job import Net, adopted, assert_same, attach_alone, samples, train
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
@@ -85,14 +87,54 @@ def test_an_argument_that_no_row_knows_is_refused_unless_it_has_its_default(tmp_
         trainer.train()
 
 
-TABLES = (ARGUMENTS.rows, ACCELERATOR.rows, TRAINER.rows, TRAINER.methods, CALLBACK.rows)
-SHOWN = {row.shown_by for rows in TABLES for row in rows.values() if isinstance(row, Kept)}
+def every_override(calls):
+    """Return a Trainer whose every kept method notes its call, and does what the Trainer's does."""
+
+    def override(name):
+        def method(self, *arguments, **named):
+            calls.add(name)
+            return getattr(super(Overrides, self), name)(*arguments, **named)
+
+        return method
+
+    kept = [name for name, row in TRAINER.methods.items() if row == Kept(test_an_override_is_called.__name__)]
+    names = [name for name in kept if inspect.isfunction(inspect.getattr_static(Trainer, name, None))]
+    Overrides = type("Overrides", (Trainer,), {name: override(name) for name in names})  # noqa: N806
+    return Overrides
 
 
-@pytest.mark.parametrize("shown_by", sorted(SHOWN))
-def test_a_test_or_a_recipe_shows_what_is_kept(shown_by):
-    tests = Path(__file__).parent.parent
-    assert list(tests.glob(f"**/{shown_by.removeprefix('recipe ')}.py")), f"there is no {shown_by}"
+class Events(TrainerCallback):
+    """Notes the events of a training, and the step of each."""
+
+    def __init__(self):
+        self.seen = []
+        for name in overridable(TrainerCallback):
+            setattr(self, name, functools.partial(self._note, name))
+
+    def _note(self, name, _args, state, _control, **_):
+        if name != "on_substep_end":  # the replicas share the micro-batches of a step
+            self.seen.append((name, state.global_step))
+
+
+def evaluated(kind, folder, replicas=1, **more):
+    given = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    more |= {"eval_dataset": samples(9)}
+    return train(kind, folder, Net(), samples(50), replicas=replicas, num_train_epochs=2, more=more, **given)
+
+
+def test_an_override_is_called(tmp_path):
+    calls = set(), set()
+    plain = evaluated(every_override(calls[0]), tmp_path / "a")
+    ours = evaluated(adopted(every_override(calls[1])), tmp_path / "b", 3)
+    assert_same(plain, ours)
+    assert calls[1] - {"remove_callback"} == calls[0] and len(calls[0]) > 30  # the job has a callback
+
+
+def test_callbacks_see_the_events_of_the_trainer(tmp_path):
+    plain, ours = Events(), Events()
+    evaluated(Trainer, tmp_path / "a", callbacks=[plain])
+    evaluated(FabricTrainer, tmp_path / "b", 3, callbacks=[ours])
+    assert ours.seen == plain.seen and len({name for name, _ in plain.seen}) > 10
 
 
 def test_the_page_has_the_tables():

@@ -288,6 +288,8 @@ EVERY_FOUR = {"eval_strategy": "steps", "eval_steps": 4}
         {"eval_delay": 5, "eval_on_start": True, **EVERY_FOUR},
         {"eval_strategy": "epoch", "metric_for_best_model": "loss", "greater_is_better": True},
         {"bf16": True},
+        {"logging_nan_inf_filter": False},
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
         {"label_smoothing_factor": 0.2},
         {"remove_unused_columns": False, "label_names": ["labels"]},
     ],

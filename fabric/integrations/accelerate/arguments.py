@@ -216,6 +216,14 @@ def check_plugins(accelerator: Any) -> None:
     ACCELERATOR.check(Accelerator, {"mixed_precision": accelerator_state.mixed_precision})
 
 
+def tables() -> str:
+    """Return the tables of docs/accelerate.md."""
+    handlers = ("Handlers of kwargs_handlers", "handler", HANDLERS)
+    arguments = [(x.subject, "argument", x.rows) for x in (ACCELERATOR, *(x for _, x in CONFIGURATIONS))]
+    parts = (*arguments, handlers, ("Methods and properties", "name", METHODS))
+    return "\n".join(f"## {title}\n\n{ACCELERATOR.markdown(heading, rows)}" for title, heading, rows in parts)
+
+
 def refused_methods() -> dict[str, Refusal]:
     """Return the methods of the installed Accelerator that are refused, or that no row knows."""
     unknown = Refusal("it is a method of a newer release that fabric does not know: leave it out")

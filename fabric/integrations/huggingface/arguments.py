@@ -4,15 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, rows_of
 from fabric.integrations.huggingface import trl
 from fabric.integrations.optimizers import unequal_optimizer
 
 BY = "FabricTrainer"
-
-
-def _rows(row: Row, names: str) -> dict[str, Row]:
-    return dict.fromkeys(names.split(), row)
 
 
 _ONE_PROCESS = "a replica is one process: choose FABRIC_LAYOUT and torchtitan for models that need several"
@@ -30,26 +26,29 @@ ARGUMENTS = ArgumentTable(
     "TrainingArguments",
     BY,
     {
-        **_rows(
+        **rows_of(
             _UNIT,
             "per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type "
             "lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon "
-            "gradient_accumulation_steps max_grad_norm bf16 activation_checkpointing label_smoothing_factor "
-            "activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs "
+            "gradient_accumulation_steps max_grad_norm bf16 label_smoothing_factor "
             "logging_strategy logging_steps logging_first_step logging_nan_inf_filter eval_strategy "
-            "eval_steps eval_delay eval_on_start include_num_input_tokens_seen load_best_model_at_end "
+            "eval_steps eval_delay eval_on_start load_best_model_at_end "
             "metric_for_best_model greater_is_better seed data_seed dataloader_drop_last "
-            "train_sampling_strategy length_column_name remove_unused_columns label_names save_strategy",
+            "train_sampling_strategy save_total_limit remove_unused_columns label_names save_strategy",
         ),
-        **_rows(
-            _JOB,
-            "output_dir save_steps save_total_limit save_only_model resume_from_checkpoint "
-            "restore_callback_states_from_checkpoint use_cpu",
+        "include_num_input_tokens_seen": Kept("recipe trainer_plain"),
+        "length_column_name": NoInfluence("it goes with train_sampling_strategy"),
+        **rows_of(Kept("recipe trainer_early_stopping"), "output_dir save_steps use_cpu"),
+        "resume_from_checkpoint": NoInfluence("the Trainer does not read it: give it to train()"),
+        **rows_of(
+            NoInfluence("as without fabric, in the model's forward or a checkpoint"),
+            "activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing "
+            "gradient_checkpointing_kwargs save_only_model restore_callback_states_from_checkpoint",
         ),
         "report_to": Kept("recipe trainer_tensorboard"),
         "fp16": Kept("test_gpu"),
         "neftune_noise_alpha": NoInfluence("as without fabric; the noise depends on seed and step"),
-        **_rows(Kept("test_training_data"), "dataloader_num_workers dataloader_multiprocessing_context"),
+        **rows_of(Kept("test_worker_processes"), "dataloader_num_workers dataloader_multiprocessing_context"),
         "optim": Refusal(
             'its state or its update cannot be kept equal: choose one such as optim="adamw_torch"',
             lambda given: not unequal_optimizer(str(getattr(given, "value", given))),
@@ -68,7 +67,7 @@ ARGUMENTS = ArgumentTable(
         "ignore_data_skip": NoInfluence("refused by train(resume_from_checkpoint=...)"),
         "accelerator_config": NoInfluence("its own fields are accounted for"),
         "optim_target_modules": NoInfluence("it goes with optimizers that are refused"),
-        **_rows(
+        **rows_of(
             _SPEED,
             "bf16_full_eval fp16_full_eval tf32 torch_compile torch_compile_backend torch_compile_mode "
             "use_liger_kernel liger_kernel_config use_cache torch_empty_cache_steps dataloader_pin_memory "
@@ -76,14 +75,14 @@ ARGUMENTS = ArgumentTable(
             "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
             "full_determinism debug skip_memory_metrics dataloader_in_order",
         ),
-        **_rows(
+        **rows_of(
             _FILES,
             "log_on_each_node log_level log_level_replica disable_tqdm run_name project trackio_space_id "
             "trackio_bucket_id trackio_static_space_id prediction_loss_only include_for_metrics hub_token "
             "hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision do_train do_eval "
             "do_predict",
         ),
-        **_rows(
+        **rows_of(
             _DDP,
             "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend "
             "ddp_timeout local_rank",
@@ -98,7 +97,7 @@ ACCELERATOR = ArgumentTable(
         "split_batches": Refusal("fabric deals out the batches: choose False"),
         "dispatch_batches": Refusal("every replica reads its own part of the data: leave it out"),
         "even_batches": _DDP,
-        "use_seedable_sampler": _UNIT,
+        "use_seedable_sampler": NoInfluence("the order depends on the seed and the pass alone"),
         "gradient_accumulation_kwargs": _UNIT,
         "non_blocking": _SPEED,
         "use_configured_state": NoInfluence("it says where the accelerator's state comes from"),
@@ -112,7 +111,7 @@ TRAINER = ArgumentTable(
     "Trainer",
     BY,
     {
-        **_rows(
+        **rows_of(
             _UNIT,
             "model args data_collator train_dataset eval_dataset processing_class compute_loss_func "
             "compute_metrics callbacks optimizers optimizer_cls_and_kwargs model_init "
@@ -120,8 +119,8 @@ TRAINER = ArgumentTable(
         ),
     },
     {
-        **_rows(
-            _UNIT,
+        **rows_of(
+            Kept("test_an_override_is_called"),
             "compute_loss training_step create_optimizer create_scheduler create_optimizer_and_scheduler "
             "get_train_dataloader _get_train_sampler _get_dataloader _prepare_inputs _prepare_input "
             "_get_num_items_in_batch compute_loss_context_manager autocast_smart_context_manager "
@@ -135,30 +134,32 @@ TRAINER = ArgumentTable(
             "create_accelerator_and_postprocess _build_accelerator_args add_callback pop_callback "
             "remove_callback shared_state",
         ),
-        **_rows(
+        **rows_of(
             _JOB,
             "_save_checkpoint _save save_model _load_from_checkpoint _load_optimizer_and_scheduler "
             "_load_scaler _save_scaler _save_optimizer_and_scheduler _load_callback_state",
         ),
-        **_rows(Refusal(_DEALT), "get_batch_samples _run_epoch _inner_training_loop"),
-        **_rows(
+        **rows_of(Refusal(_DEALT), "get_batch_samples _run_epoch _inner_training_loop"),
+        **rows_of(
             Refusal(_COUNTED),
             "set_initial_training_values get_total_train_batch_size _init_training_state "
             "_prepare_for_training _finalize_training",
         ),
-        **_rows(Refusal("one replica writes for all: leave it out"), "is_world_process_zero _get_output_dir"),
-        **_rows(
+        **rows_of(
+            Refusal("one replica writes for all: leave it out"), "is_world_process_zero _get_output_dir"
+        ),
+        **rows_of(
             Refusal("FabricTrainer has a method of this name: choose another"), "_busy _end_epoch _settings"
         ),
-        **_rows(NoInfluence("fabric seeds every micro-batch"), "_load_rng_state _save_rng_state"),
-        **_rows(
+        **rows_of(NoInfluence("fabric seeds every micro-batch"), "_load_rng_state _save_rng_state"),
+        **rows_of(
             _FILES,
             "create_model_card push_to_hub _push_from_checkpoint _finish_current_push init_hf_repo "
             "log_metrics metrics_format save_metrics save_state is_local_process_zero "
             "_issue_warnings_after_load end get_learning_rates get_num_trainable_parameters "
             "get_optimizer_group",
         ),
-        **_rows(
+        **rows_of(
             NoInfluence("train() refuses what needs it"),
             "hyperparameter_search _hp_search_setup _report_to_hp_search _tune_save_checkpoint "
             "_update_auto_batch_size _defer_fsdp_gradient_reduction _sync_replicated_trainable_parameters "
@@ -171,13 +172,13 @@ CALLBACK = ArgumentTable(
     "TrainerCallback",
     BY,
     {
-        **_rows(
-            _UNIT,
+        **rows_of(
+            Kept("test_callbacks_see_the_events_of_the_trainer"),
             "on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin "
             "on_pre_optimizer_step on_optimizer_step on_substep_end on_step_end on_evaluate on_predict "
             "on_save on_log on_prediction_step on_push_begin",
         ),
-        **_rows(_UNIT, "should_training_stop should_log should_evaluate should_save"),
+        **rows_of(_UNIT, "should_training_stop should_log should_evaluate should_save"),
         "should_epoch_stop": Refusal("every epoch is read to its end: set should_training_stop"),
     },
 )
@@ -198,9 +199,9 @@ def refuse(trainer: Any, base: type, resumes: bool, trial: Any) -> None:
     ACCELERATOR.check(type(config), vars(config))
     TRAINER.check_methods(base, type(trainer))
     reason = next((why for why, holds in _conditions(trainer, resumes, trial).items() if holds), None)
-    reason = reason or next(trl.refusals(trainer), None)
     if reason is not None:
         raise ConfigError(f"FabricTrainer cannot keep replicas equal with {reason}")
+    trl.refuse(trainer, base)
 
 
 def _conditions(trainer: Any, resumes: bool, trial: Any) -> Mapping[str, bool]:
@@ -236,5 +237,8 @@ def tables() -> str:
         ("Trainer", "argument", TRAINER.rows),
         ("Methods of a subclass of Trainer", "method", TRAINER.methods),
         ("TrainerCallback and TrainerControl", "event or flag", CALLBACK.rows),
+        *((f"trl's {x.subject}", "argument", x.rows) for x in trl.CONFIGS.values()),
+        *((f"trl's {x.subject}", "argument", x.rows) for x in trl.TRAINERS.values()),
+        *((f"Methods of a subclass of {x.subject}", "method", x.methods) for x in trl.TRAINERS.values()),
     )
     return "\n".join(f"## {title}\n\n{TRAINER.markdown(heading, rows)}" for title, heading, rows in parts)

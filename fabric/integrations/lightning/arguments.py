@@ -33,7 +33,7 @@ TRAINER = ArgumentTable(
             'a GradScaler is not in the shared state: say "bf16-mixed", "bf16-true" or "32-true"'
         ),
         "logger": Kept("recipe lightning_csv"),
-        "callbacks": Kept("see the table of callbacks"),
+        "callbacks": Kept("test_lightning_states"),
         "fast_dev_run": Kept("test_lightning_epochs"),
         "max_epochs": Kept("test_lightning_epochs"),
         "min_epochs": Kept("recipe lightning_early_stopping"),
@@ -41,7 +41,7 @@ TRAINER = ArgumentTable(
         "min_steps": Kept("recipe lightning_early_stopping"),
         "max_time": Refusal(f"{_CLOCK}: say max_steps"),
         "limit_train_batches": Kept("recipe lightning_limited"),
-        "limit_val_batches": Kept("every replica validates"),
+        "limit_val_batches": NoInfluence("every replica validates"),
         "limit_test_batches": NoInfluence("it concerns Trainer.test"),
         "limit_predict_batches": NoInfluence("it concerns Trainer.predict"),
         "overfit_batches": Kept("test_lightning_epochs"),

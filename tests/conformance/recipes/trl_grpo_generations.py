@@ -9,7 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 AREA = "trl"
 NEEDS = ("trl",)
 LAUNCH = "--adopt"
-REFUSED = "steps_per_generation=2, whose completions wait in one replica"
+REFUSED = "GRPOConfig(steps_per_generation=2), because completions would wait in one replica"
 STEPS = 24
 WORDS = [f"w{i}" for i in range(60)]
 

@@ -193,6 +193,19 @@ def test_a_living_process_stands_by_and_an_ended_one_does_not():
     assert not lighthouse.core.admission.waiting_outside.get("b")
 
 
+def test_a_newcomer_that_is_silent_for_a_moment_is_kept_out_once():
+    lighthouse = started("a", max_replicas=1, start_replicas=1)
+    newcomer(lighthouse, "d")
+    lighthouse.wait(0.1)
+    sent = list(lighthouse.core.admission.waiting_outside)
+    assert sent == ["d"]
+    for _ in range(3):
+        lighthouse.status("d", "stopped", incarnation=2)
+        lighthouse.wait(1.0)
+        lighthouse.status("d", incarnation=2)
+        assert not lighthouse.told("kept out") and not told_to(lighthouse, "d")
+
+
 def test_the_record_says_that_the_job_is_back_at_the_replicas_own_limits():
     lighthouse = started("a")
     order(lighthouse, "scale", min_replicas=2)

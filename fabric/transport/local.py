@@ -1,8 +1,9 @@
 """Links between processes on one host: a unix socket beside the TCP socket.
 
-The name has the TCP port and the listener's job, replica and rank: hosts often use equal ports. It is abstract, so it exists only in the port's network namespace. Two containers on one machine can
-have two namespaces. Both ends run the handshake of any link, so a process that took the name cannot pass for
-a member. Both ends ask the kernel for the other's user: these links share memory, and a job without a token
+The name has the TCP port and the listener's job, replica and rank, because hosts often use equal ports. The
+name is abstract, so it exists only in the port's network namespace. Two containers on one machine can have
+two namespaces. Both ends run the handshake of any link, so a process that took the name cannot pass for a
+member. Both ends ask the kernel for the other's user: these links share memory, and a job without a token
 must not share memory with another user.
 """
 

@@ -541,3 +541,29 @@ def test_a_process_that_waits_outside_can_be_sent_away_but_not_evicted():
     lighthouse.open("d")
     assert not lighthouse.core.orders.objection(io.Operator("drain", "d", "ann", "a test"))
     assert "`fabric drain d`" in objections(lighthouse, "d", "evict")[0]
+
+
+# --- the end of a job without its replicas ----------------------------------------------------------------
+
+
+def test_a_job_whose_processes_are_gone_is_ended_by_an_operator():
+    lighthouse = started("a b")
+    (why,) = objections(lighthouse, "", "end")
+    assert "a, b may still train" in why
+    for name in ("a", "b"):
+        lighthouse.lose(name)
+    lighthouse.wait(1.0)
+    order(lighthouse, "end")
+    assert "may still train" in lighthouse.told("not ended")[0].why, "a process out of sight may commit"
+    lighthouse.wait(lighthouse.core.state.out_of_sight_s)
+    order(lighthouse, "end", why="it was a trial")
+    assert lighthouse.record.complete and lighthouse.record.reason == "ended by ann at step 5: it was a trial"
+
+
+def test_a_failed_job_can_be_ended():
+    lighthouse = started("a")
+    lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 5, "ValueError: x"))
+    lighthouse.lose("a")
+    assert lighthouse.record.failed
+    order(lighthouse, "end", why="its data are gone")
+    assert lighthouse.record.complete and not lighthouse.record.failed

@@ -40,6 +40,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "fabric.cli.launch.command:launch_command",
         "Start one replica's ranks on this host; start them again where that helps.",
     ),
+    "end": ("fabric.cli.operate:end", "End a job whose processes are gone for good."),
     "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Run a lighthouse: watch members, announce epochs."),
     "pause": ("fabric.cli.operate:pause", "Pause joins: no replica enters a job for now."),
     "plan": ("fabric.cli.plan:plan", "Compare failure policies for a cluster, and say what to run."),

@@ -1,4 +1,4 @@
-"""Operator commands: drain, evict, admit, pause, resume, scale, adapt, retry. Each records who orders it."""
+"""Operator commands, such as drain, evict, scale and end. Each records who orders it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +95,13 @@ retry = _order(
     "retry",
     "Let a failed job begin again from the state in memory; start its replicas after that.",
     "may begin again",
+)
+
+
+end = _order(
+    "end",
+    "End a job whose processes are gone for good: it is complete, and its alerts end.",
+    "is ended; start it again under another name",
 )
 
 

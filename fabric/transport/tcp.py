@@ -27,7 +27,7 @@ from fabric.transport import greeting as proof
 from fabric.transport.framing import HEADER_BYTES, frame
 from fabric.transport.greeting import MAX_HANDSHAKE_BYTES, Greeting
 from fabric.transport.handshakes import Handshake, Handshakes
-from fabric.transport.local import check_user, connect_locally, listen_locally
+from fabric.transport.local import check_user, connect_locally, listen_locally, local_name
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,9 @@ class Listener:
         """
         self._server = await _bind(host, ports)
         self._spawn(self._accept_loop(self._server))
-        self._local = listen_locally(self.address[1]) if local else None
+        own = self.identity
+        name = local_name(own.job, own.replica, own.rank, self.address[1])
+        self._local = listen_locally(name) if local else None
         if self._local is not None:
             self._spawn(self._accept_loop(self._local))
 
@@ -267,7 +269,8 @@ async def _dial_locally(
     port: int, greeting: Greeting, token: bytes, timeout_s: float
 ) -> socket.socket | None:
     """Dial the unix socket. None if no process or a wrong one answers: the port may be another host's."""
-    sock = connect_locally(port)
+    rank = greeting.rank if greeting.to_rank < 0 else greeting.to_rank
+    sock = connect_locally(local_name(greeting.job, greeting.to, rank, port))
     if sock is None:
         return None
     with ExitStack() as undo:

@@ -6,11 +6,13 @@ import re
 
 from lighthouse_support import WireStatus, headers, start_job
 from protocol.test_leader import runs, started
+from protocol.test_leader_orders import newcomer
 from rich.console import Console
 
 from fabric.cli.status import _job
 from fabric.lighthouse.diagnosis.absences import absences, headline
 from fabric.lighthouse.history.recovery import Recoveries, from_json
+from fabric.lighthouse.http.job_status import _member_view
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
@@ -115,3 +117,19 @@ def test_a_drained_replica_is_named_and_a_scaled_one_is_not_wanted():
     assert watched.said.startswith("2 of 3 replicas; c left since TIME (c is being drained: drained by me")
     watched.job.do(io.Operator("scale", "", "me", "night", None, 2))
     assert watched.said == "2 of 2 replicas"
+
+
+def test_a_newcomer_is_a_member_as_soon_as_it_has_the_state():
+    job = started("a")
+    newcomer(job, "d")
+    job.wait(0.1)
+    runs(job, "a", 6)
+    assert [(x["replica"], x["joining"]) for x in _members(job)] == [("a", False), ("d", True)]
+    job.beat("d", 6)
+    runs(job, "d", 6)
+    assert job.record.member("d").joining, "the record is as before until the next epoch"
+    assert [x["joining"] for x in _members(job)] == [False, False]
+
+
+def _members(job) -> list[dict]:
+    return [_member_view(job.core.view, member, job.now) for member in job.record.roster]

@@ -193,6 +193,19 @@ def test_a_living_process_stands_by_and_an_ended_one_does_not():
     assert not lighthouse.core.admission.waiting_outside.get("b")
 
 
+def test_a_newcomer_that_is_silent_for_a_moment_is_kept_out_once():
+    lighthouse = started("a", max_replicas=1, start_replicas=1)
+    newcomer(lighthouse, "d")
+    lighthouse.wait(0.1)
+    sent = list(lighthouse.core.admission.waiting_outside)
+    assert sent == ["d"]
+    for _ in range(3):
+        lighthouse.status("d", "stopped", incarnation=2)
+        lighthouse.wait(1.0)
+        lighthouse.status("d", incarnation=2)
+        assert not lighthouse.told("kept out") and not told_to(lighthouse, "d")
+
+
 def test_the_record_says_that_the_job_is_back_at_the_replicas_own_limits():
     lighthouse = started("a")
     order(lighthouse, "scale", min_replicas=2)
@@ -528,3 +541,29 @@ def test_a_process_that_waits_outside_can_be_sent_away_but_not_evicted():
     lighthouse.open("d")
     assert not lighthouse.core.orders.objection(io.Operator("drain", "d", "ann", "a test"))
     assert "`fabric drain d`" in objections(lighthouse, "d", "evict")[0]
+
+
+# --- the end of a job without its replicas ----------------------------------------------------------------
+
+
+def test_a_job_whose_processes_are_gone_is_ended_by_an_operator():
+    lighthouse = started("a b")
+    (why,) = objections(lighthouse, "", "end")
+    assert "a, b may still train" in why
+    for name in ("a", "b"):
+        lighthouse.lose(name)
+    lighthouse.wait(1.0)
+    order(lighthouse, "end")
+    assert "may still train" in lighthouse.told("not ended")[0].why, "a process out of sight may commit"
+    lighthouse.wait(lighthouse.core.state.out_of_sight_s)
+    order(lighthouse, "end", why="it was a trial")
+    assert lighthouse.record.complete and lighthouse.record.reason == "ended by ann at step 5: it was a trial"
+
+
+def test_a_failed_job_can_be_ended():
+    lighthouse = started("a")
+    lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 5, "ValueError: x"))
+    lighthouse.lose("a")
+    assert lighthouse.record.failed
+    order(lighthouse, "end", why="its data are gone")
+    assert lighthouse.record.complete and not lighthouse.record.failed

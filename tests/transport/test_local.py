@@ -8,10 +8,11 @@ import pytest
 
 from fabric.errors import Refused, Unauthorized
 from fabric.transport.greeting import Greeting
-from fabric.transport.local import check_user, connect_locally, listen_locally
+from fabric.transport.local import check_user, connect_locally, listen_locally, local_name
 from fabric.transport.tcp import Listener, ListenerIdentity, dial
 
 TOKEN = b"a-token"
+NAME = local_name("job", "r0", 0, 3)
 
 
 def greeting(to: str = "r0") -> Greeting:
@@ -56,7 +57,7 @@ async def test_another_member_behind_the_name_is_not_taken_for_the_one_that_is_m
     host, impostor = ListeningHost("r0"), ListeningHost("r9")
     await host.listener.start("127.0.0.1")
     await impostor.listener.start("127.0.0.1")
-    name = listen_locally(host.listener.address[1])
+    name = listen_locally(local_name("job", "r0", 0, host.listener.address[1]))
     assert name is not None
     impostor.listener._spawn(impostor.listener._accept_loop(name))
     sock = await dial(host.address, greeting("r0"), TOKEN, 5.0, local=True)
@@ -70,6 +71,21 @@ async def test_another_member_behind_the_name_is_not_taken_for_the_one_that_is_m
     name.close()
 
 
+async def test_equal_ports_on_two_hosts_lead_no_process_to_itself(caplog):
+    """The dialler listens at the port that the address of the other host has."""
+    dialler, host = ListeningHost("r1"), ListeningHost("r0")
+    await dialler.listener.start("127.0.0.1", local=True)
+    port = dialler.listener.address[1]
+    await host.listener.start("127.0.0.2", (port,))
+    sock = await dial(f"127.0.0.2:{port}", greeting("r0"), TOKEN, 5.0, local=True)
+    _, theirs = await host.arrivals.get()
+    assert dialler.arrivals.empty() and not caplog.records, "nothing reached the dialler's own listener"
+    sock.close()
+    theirs.close()
+    await dialler.listener.close()
+    await host.listener.close()
+
+
 async def test_a_wrong_token_is_refused_as_on_any_link():
     host = ListeningHost()
     await host.listener.start("127.0.0.1", local=True)
@@ -80,14 +96,14 @@ async def test_a_wrong_token_is_refused_as_on_any_link():
 
 
 def test_a_name_is_taken_once_and_free_when_its_listener_is_closed():
-    one = listen_locally(3)
+    one = listen_locally(NAME)
     assert one is not None
-    assert listen_locally(3) is None
-    sock = connect_locally(3)
+    assert listen_locally(NAME) is None
+    sock = connect_locally(NAME)
     assert sock is not None
     sock.close()
     one.close()
-    assert connect_locally(3) is None
+    assert connect_locally(NAME) is None
 
 
 def test_another_users_process_is_refused(monkeypatch):

@@ -61,7 +61,7 @@ def headline(view: LeaderView, absent: Sequence[Absence]) -> str:
     """Say how many replicas train, and name each missing one with its time, reason and host."""
     record = view.record
     if record is not None and record.complete:
-        return f"complete at step {record.base.step}"
+        return f"complete: {record.reason}"
     if record is not None and record.failed:
         return f"failed: {record.failed}"
     training, wanted = counts(view, absent)

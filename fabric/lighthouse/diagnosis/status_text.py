@@ -218,14 +218,18 @@ def _waiting_for_reports(view: LeaderView, record: Record, now: float) -> str:
     return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(view, silent, begun, now)}"
 
 
-def _waiting_for_members(view: LeaderView, record: Record, _: float) -> str:
+def _waiting_for_members(view: LeaderView, record: Record, now: float) -> str:
     if len(record.roster) >= view.min_members:
         return ""
     text = f"replicas: {len(record.roster)} of at least {view.min_members} are members"
     if record.overrides.paused:
         return f"{text}; joins are paused {record.overrides.paused}"
-    outside = sorted(view.notified_refusals.items())[:_NAMED]
-    return text + "".join(f"; {name} is outside: {why}" for name, why in outside)
+    outside = [
+        f"; {name} is outside: {why}"
+        for name, why in sorted(view.notified_refusals.items())
+        if name in view.peers and not view.liveness.suspicion(view.peers[name].session, now)
+    ]
+    return text + "".join(outside[:_NAMED])
 
 
 def _waiting_to_enter(view: LeaderView, record: Record, now: float) -> str:

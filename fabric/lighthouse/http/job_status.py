@@ -108,6 +108,7 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
         **{name: value for name, value in asdict(member).items() if name != "cuts"},  # very long
         # A restarted server listens at another address than the record says.
         "ckpt": status.ckpt if status is not None and alive else "" if is_complete else member.ckpt,
+        "joining": member.joining and not view.knows_every_step(member),
         "running": member.replica in epoch.running,
         **session,
         "phase": "" if is_complete else session["phase"],

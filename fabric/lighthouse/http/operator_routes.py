@@ -2,7 +2,8 @@
 
 An impossible command is refused and changes nothing; the core's ``objection`` says why. Drain and evict are
 answered with 202 when the leader has accepted them. Pause, resume, scale and admit stay in force until
-another command ends them, and are answered when the store has them. Retry lasts while this lighthouse leads.
+another command ends them, and are answered when the store has them. End is for good. Retry lasts while this
+lighthouse leads.
 """
 
 import json
@@ -29,7 +30,7 @@ def add_commands(app: web.Application, jobs: Callable[[], Jobs]) -> None:
     """``POST /v1/jobs/{job}/drain`` and the others."""
     for action in ("drain", "evict"):
         app.router.add_post(f"/v1/jobs/{{job}}/{action}", _about_replica(action, jobs))
-    for action in ("pause", "resume", "scale", "admit", "retry"):
+    for action in ("pause", "resume", "scale", "admit", "retry", "end"):
         app.router.add_post(f"/v1/jobs/{{job}}/{action}", _order(action, jobs))
     app.router.add_post("/v1/jobs/{job}/adapt", _adapt(jobs))
 

@@ -120,8 +120,10 @@ class Admission:
         for name in sorted(record.strangers(peers.keys()) | (self.waiting_outside.keys() & peers.keys())):
             peer = peers[name]
             why = self.kept_out(peer) if peer.connected and name not in self.orders.draining else ""
-            # The session of an ended process may stay open for a while: an ended process does not wait.
-            why = "" if why and self.state.suspicion(peer) else why
+            # The session of an ended process may stay open for a while, and an ended process does not wait.
+            # The last reason stays, because the process may only be silent for a moment.
+            if why and self.state.suspicion(peer):
+                continue
             if why == self.waiting_outside.get(name, ""):
                 continue
             self.waiting_outside.pop(name, None)

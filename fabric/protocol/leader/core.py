@@ -236,10 +236,12 @@ class LeaderCore:
         elif event.action == "admit":
             self.evidence.forgive_past(event.replica)
             self.admission.readmit(event.replica)
-        elif event.action not in ("drain", "evict"):
+        elif event.action not in ("drain", "evict", "end"):
             self.limits.apply(event)
         elif objection := self.orders.objection(event):
             self.outbox.record_event(f"not {event.action}ed", event.replica, objection)
+        elif event.action == "end":
+            self.endings.end(event)
         elif event.action == "drain":
             self.orders.draining[event.replica] = f"drained by {event.who} ({event.why})"
         else:

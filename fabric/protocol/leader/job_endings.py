@@ -31,6 +31,7 @@ class Endings:
     progress: Progress
     finished: dict[str, int] = field(default_factory=dict)  # replica -> the step at which its loop ended
     end_step: int | None = None  # the step at which the job ended while no lighthouse led
+    ended_by: str = ""  # the operator who ends the job without its replicas, and why
     failure: str = ""  # why the job must stop, until the record holds the reason
     # Replica -> the incarnation to which the leader has sent the failure.
     notified_incarnation: dict[str, int] = field(default_factory=dict)
@@ -84,6 +85,9 @@ class Endings:
         A newcomer that has entered no round cannot enter one any more, because no member contributes. It can
         reach the end only by published gradients.
         """
+        if self.ended_by:
+            self.writer.write_complete(record, self.state.top_step(), self.ended_by)
+            return True
         if self.end_step is not None:
             self.writer.write_complete(record, self.end_step)
             return True
@@ -181,6 +185,11 @@ class Endings:
         command = f"`fabric retry --job {self.state.job} --why ...`"
         why = f"{record.failed}; when that is mended say {command} and start the replicas again"
         return m.Rejected(why, poison=record.poison)
+
+    def end(self, event: io.Operator) -> None:
+        """End a job whose processes are all gone; its record says so to every later process."""
+        why = f"ended by {event.who} at step {self.state.top_step()}: {event.why}"
+        self.ended_by = why[:MAX_REASON_CHARACTERS]
 
     def retry(self, event: io.Operator) -> None:
         """Let new processes in. They begin the job again when enough of them are there."""

@@ -101,6 +101,26 @@ class OperatorOrders:
             return f"it is no member; where a process of it waits outside, `fabric drain {name}` ends that"
         return "" if self.state.is_spared_by(name) else "no other member knows the job's state"
 
+    def _objection_to_end(self, record: Record) -> str:
+        """Why the job cannot be ended now: a process of it lives, or may live where no lighthouse sees it."""
+        liveness, now, limit_s = self.state.liveness, self.state.now, self.state.out_of_sight_s
+        living = [x for x, p in sorted(liveness.peers.items()) if p.connected and not self.state.suspicion(p)]
+        if not record.failed:
+            living += [
+                x.replica
+                for x in record.roster
+                if x.replica not in living
+                and not liveness.proven_dead(x)
+                and now - liveness.last_contact(x, now) < limit_s
+            ]
+        if not living:
+            return ""
+        more = f" and {len(living) - 8} more" if len(living) > 8 else ""
+        return (
+            f"job {self.state.job} is not ended: {', '.join(living[:8])}{more} may still train; end their "
+            f"processes, and give the command again when they have been away for {limit_s:g} s"
+        )
+
     def _shard_that_only(self, name: str, record: Record, others: Sequence[Member]) -> int | None:
         """A shard that only the replica ``name`` can read and none of ``others``, if the job would wait."""
         if not waits_for_data(record.sharing, others):
@@ -123,6 +143,8 @@ class OperatorOrders:
             return f"job {self.state.job} is complete at step {step}: no replica joins or leaves it any more"
         if asked.action == "retry" and not record.failed:
             return f"job {self.state.job} has not failed: there is nothing to begin again"
+        if asked.action == "end":
+            return self._objection_to_end(record)
         if asked.action not in ("drain", "evict"):
             return ""
         if record.failed:

@@ -124,10 +124,11 @@ class RecordWriter:
             return peer.session.shares
         return asked_share(record, member)
 
-    def write_complete(self, record: Record, step: int) -> None:
+    def write_complete(self, record: Record, step: int, why: str = "") -> None:
         base = replace(record.base, step=step)
         ended = self.state.unix_now
-        self.write(replace(record, complete=True, base=base, reason=f"finished at step {step}", ended=ended))
+        reason = why or f"finished at step {step}"
+        self.write(replace(record, complete=True, failed="", base=base, reason=reason, ended=ended))
 
     def nonce(self) -> str:
         return f"{self.entropy.getrandbits(64):016x}"

@@ -78,7 +78,7 @@ class WriteFailed:
 class Operator:
     """An operator's command."""
 
-    action: str  # drain, evict, admit, pause, resume, scale, adapt, veto, allow or retry (a failed job)
+    action: str  # drain, evict, admit, pause, resume, scale, adapt, veto, allow, end or retry
     replica: str  # the subject of drain, evict, admit, veto and allow; admit takes a host too
     who: str
     why: str

@@ -42,14 +42,15 @@ def counted(count: int, noun: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return ``text`` in at most ``most`` characters: a longer one ends with "...", after a whole word unless that
-    word alone is longer than half of what is kept.
+    """Return ``text`` in at most ``most`` characters. A longer one ends with "...", after a whole word.
+
+    A word that fills more than half of what is kept is cut.
     """
     if len(text) <= most:
         return text
     kept = text[: most - 3]
-    whole = kept.rpartition(" ")[0]
-    return (whole if len(whole) > len(kept) // 2 else kept).rstrip(" ,;:(") + "..."
+    words = kept.rpartition(" ")[0]
+    return (words if len(words) > len(kept) // 2 else kept).rstrip(" ,;:(") + "..."
 
 
 def apportion(total: int, shares: Sequence[int]) -> list[int]:
@@ -103,6 +104,7 @@ class Member:
     cuts: str = ""  # the parts of the parameters that each rank holds; empty: all members are cut alike
     # The layout in which a leaving member's launcher starts it again; empty: the member does not come back.
     returns: str = ""
+    stores: bool = True  # whether it has storage for durable checkpoints; an older version does not say
 
     @property
     def process(self) -> ReplicaProcess:

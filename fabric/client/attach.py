@@ -64,6 +64,7 @@ from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
+from fabric.runtime.process_environment import is_restarted
 from fabric.runtime.rank_layout import parse_layout
 from fabric.transport.tcp import ListenerIdentity
 
@@ -391,7 +392,7 @@ class _Trainer:
             handle=handle,
             plane=plane,
             peers=self._peers(plane, budget.link_s),
-            leader=LighthouseLink(settings),
+            leader=LighthouseLink(settings, is_restarted()),
             slots=slots,
             exchange=self._exchange_thread(plane, slots, backend, crash),
             backend=backend,

@@ -276,10 +276,8 @@ def _lay_out(
     A bucket has parameters of one fragment.
     """
     buckets: list[Bucket] = []
-    end = 0
+    gap = begin = end = 0
     for dtype in dict.fromkeys(p.dtype for _, p in parameters):
-        gap, begin = end, -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        end = begin
         members: list[NamedParameter] = []
         section = [x for x in parameters if x[1].dtype is dtype]
         for (name, parameter), following in zip_longest(section, section[1:]):
@@ -290,8 +288,13 @@ def _lay_out(
             if ends or end - begin >= bucket_bytes:
                 end += len(members) * dtype.itemsize * has_presence
                 buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment, has_presence))
-                gap, begin, members = end, end, []
+                gap, members = end, []
+                begin = end = _aligned(end)
     return buckets
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

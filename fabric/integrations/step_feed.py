@@ -14,6 +14,7 @@ class StepFeed:
     def __init__(self, session: Session, data: Loader, until: int) -> None:
         self.session, self.data = session, data
         self.step: Step | None = None  # the step under way; None after the job's last
+        session.stale.own_loop = False
         self._steps = session.steps(data, until)
         self._micro_batches: Iterator[Any] = iter(())
 

@@ -19,6 +19,11 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def is_restarted() -> bool:
+    """Whether `fabric launch` or torchrun started this process in place of an earlier one."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def outliving_environment() -> dict[str, str]:
     """Return the environment of a process that outlives this launcher: without the launcher's mark."""
     return {name: value for name, value in os.environ.items() if name != LAUNCH_MARK}

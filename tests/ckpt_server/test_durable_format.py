@@ -74,6 +74,13 @@ def write_one(url: str, found: dict, step: int = 3, generation: int = 1, **more)
     return file, SnapshotRef(generation, step, manifest["digest"])
 
 
+def write_again(url: str, found: dict, step: int, keep: int) -> str:
+    """Write the state of ``found`` in generation 2; return why a restart would not begin from it."""
+    file = bytes(to_bytes(capture(found, step)))
+    order = DurableJob(url, "job", "r0", 7, keep=keep)
+    return write(order, manifest_for(file, step, 2), memoryview(bytearray(file)), NO_POINTS).conflict
+
+
 def bring_back(url: str, state: SnapshotRef, rank: int = 0) -> bytes:
     """Read one rank's part block by block, and verify each block."""
     with ExitStack() as stack:
@@ -403,7 +410,15 @@ class TestRetention:
     def test_a_later_generation_is_newer_whatever_its_step(self):
         old, new = Attempt(1, 90, "r0", 1), Attempt(2, 10, "r1", 1)
         assert attempts_to_delete([old], [], new, keep=1) == [old]
-        assert attempts_to_delete([new], [], old, keep=1) == [old]
+        assert attempts_to_delete([new], [], old, keep=1) == [], "the newer one is another job's"
+
+    def test_the_own_checkpoint_stays_where_another_job_has_newer_ones(self, url):
+        one = objects(1)
+        write_one(url, one, 9, keep=1, generation=7)
+        outcomes = [write_again(url, one, step, keep=1) for step in (10, 20)]
+        listing = list_checkpoints(Storage(url).at("job"), "job")
+        assert [(c.state.generation, c.state.step) for c in listing.complete] == [(2, 20), (7, 9)]
+        assert all("checkpoints of generation 7, and this job is in generation 2" in x for x in outcomes)
 
     def test_unfinished_attempts_are_deleted_except_those_that_another_replica_is_writing(self):
         mine = Attempt(2, 10, "r0", 5)

@@ -47,6 +47,10 @@ class TestWhoAndWhen:
         fresh = replace(RECORD, roster=(replace(RECORD.roster[0], joining=True), *RECORD.roster[1:]))
         assert self.writers(20, fresh, durable_every=10) == ["b"]
 
+    def test_a_member_without_storage_leaves_the_checkpoints_to_the_next_member(self):
+        without = replace(RECORD, roster=(replace(RECORD.roster[0], stores=False), *RECORD.roster[1:]))
+        assert self.writers(20, without, durable_every=10) == ["b"]
+
     def test_the_interval_between_checkpoints_counts_from_the_start(self):
         assert self.writers(3, durable_every_s=0.0) == ["a"]
         assert self.writers(3, durable_every_s=1e6) == []

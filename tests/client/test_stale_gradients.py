@@ -1,4 +1,4 @@
-"""A gradient that a loop keeps from one step to the next is refused at the update that would use it."""
+"""Gradients that a loop keeps from one step to the next, or drops within a step, are refused."""
 
 import pytest
 import torch
@@ -81,3 +81,79 @@ def test_a_replayed_step_writes_over_what_is_there():
     stale.begin(1)
     stale.end()
     optimizer.step()
+
+
+# --- gradients that are dropped within a step ---------------------------------------------------------------
+
+DROPPED = "the gradients of this step's earlier micro-batches are gone"
+
+
+def compute(zero_grad, size: int = 2, steps: int = 4) -> tuple[int, torch.Tensor]:
+    """Train alone with ``8 / size`` micro-batches; ``zero_grad`` gets a place and may drop gradients.
+
+    Return the weight, and the steps made before a refusal; -1: no refusal.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = fabric.client.attach(model, optimizer, job="j", replica="r0", disable=True)
+    data = session.loader(torch.randn(8, 2), global_batch_size=8, micro_batch_size=size)
+    made = 0
+    try:
+        for step in session.steps(data, until=steps):
+            zero_grad("step", 0, optimizer)
+            for number, x in enumerate(step):
+                zero_grad("before", number, optimizer)
+                step.backward(model(x).square().mean())
+                zero_grad("after", number, optimizer)
+            optimizer.step()
+            zero_grad("update", 0, optimizer)
+            made += 1
+    except ConfigError as error:
+        assert DROPPED in str(error)
+        return made, model.weight
+    return -1, model.weight
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_zero_grad_at_each_micro_batch_is_refused_before_the_first_update(place, to_none):
+    def drop(where, number, optimizer):
+        if where == place:
+            optimizer.zero_grad(set_to_none=to_none)
+
+    assert compute(drop)[0] == 0
+
+
+def test_a_zero_grad_in_the_only_micro_batch_of_a_step_is_refused_at_the_second_step():
+    made, _ = compute(lambda where, number, optimizer: where == "before" and optimizer.zero_grad(), size=8)
+    assert made == 1
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_zero_grad_once_in_each_step_is_no_fault_wherever_it_is(to_none):
+    weights = []
+    for place in ("step", "update", "first"):
+
+        def drop(where, number, optimizer, place=place):
+            if where == place or (where == "before" and place == "first" and number == 0):
+                optimizer.zero_grad(set_to_none=to_none)
+
+        made, weight = compute(drop)
+        assert made == -1
+        weights.append(weight)
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
+def test_an_update_within_the_loop_over_the_micro_batches_is_refused():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = fabric.client.attach(model, optimizer, job="j", replica="r0", disable=True)
+    data = session.loader(torch.randn(8, 2), global_batch_size=8, micro_batch_size=4)
+    before = model.weight.clone()
+    with pytest.raises(ConfigError, match=r"SGD\.step was called within the loop over the micro-batches"):
+        for step in session.steps(data, until=1):
+            for x in step:
+                step.backward(model(x).square().mean())
+                optimizer.step()
+    assert torch.equal(model.weight, before)

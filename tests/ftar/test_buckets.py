@@ -94,6 +94,7 @@ def test_buckets_of_any_size_cover_every_byte_once_and_hold_the_same_bytes(bucke
     ranges = sorted((bucket.gap, bucket.end) for bucket in cut.buckets)
     assert [gap for gap, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
     assert ranges[-1][1] == cut.nbytes
+    assert all(b.begin % ALIGNMENT_BYTES == 0 and 0 <= b.begin - b.gap < ALIGNMENT_BYTES for b in cut.buckets)
     assert all(b.end - b.begin < bucket_bytes + 4 * 19 + 60 + 8 * len(b.parameters) for b in cut.buckets)
 
 

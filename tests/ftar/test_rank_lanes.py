@@ -180,6 +180,16 @@ def test_the_record_gives_a_rank_its_neighbours_in_each_lane():
     assert {x.next_member.replica for x in lanes.rings} == {"r2"}
 
 
+def test_the_lanes_of_an_epoch_stay_until_it_is_over():
+    directory = LaneDirectory("r1", 0, SINGLE, layout_text(SINGLE))
+    lanes = [directory.enter(record(epoch, r0=ROWS, r1=SINGLE)) for epoch in range(3, 23)]
+    assert directory.get(3) is lanes[0], "the epoch runs while twenty others are announced"
+    directory.retire(22)
+    assert directory.get(22) is lanes[-1]
+    with pytest.raises(RoundAborted, match="epoch 21 is over"):
+        directory.get(21)
+
+
 def test_the_name_of_the_layouts_follows_from_them_alone():
     names = {
         LaneDirectory("r0", 0, ROWS, layout_text(ROWS)).enter(record(3, r0=ROWS, r1=SINGLE)).name,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from job import EXAMPLES, HERE, Job
-from test_failures import finals
+from test_failures import check, finals
 from torchft_trainer import with_changed_imports
 
 from fabric.client import restore_values
@@ -42,6 +42,7 @@ def run(
         job.wait_for(lambda: list(folder.glob(complete)), "the durable checkpoint of the end")
     assert job.codes == {"r0": 0, "r1": 0}, job.logs()
     assert len(set(finals(job).values())) == 1, "the replicas ended with different states"
+    check(job, steps)
     return job
 
 

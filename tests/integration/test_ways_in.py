@@ -1,10 +1,15 @@
 """Every way in, by its example: a replica is killed and joins again, and all replicas end bitwise equal."""
 
+import math
 from pathlib import Path
 
 import pytest
 from job import Job
 from test_failures import check, finals
+
+from fabric.audit.journal import read_run
+from fabric.drill.judge.drill_record import DrillRecord
+from fabric.drill.judge.drill_verdict import judge_drill
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 KILLED_AT = 6
@@ -56,6 +61,13 @@ def test_a_loop_that_others_own_survives_a_kill_and_a_join(zygote, tmp_path):
     job = run(zygote, tmp_path, "exchange", steps=60)
     commits = job.events("r0", "commit")
     assert all(e["skipped"] == [] for e in commits), "without a sampler no micro-batch has a sample to skip"
+    check(job, 60)
+    drilled = judge_drill(DrillRecord(read_run(job.folder), ended=math.inf))
+    assert not drilled.broken
+    # The kill is no fault of a drill here, and the times depend on the machine.
+    assert {x.expectation for x in drilled.outcomes if not x.holds and "<=" not in x.expectation} == {
+        "restarts==0"
+    }
 
 
 def test_all_clip_the_same_average(zygote, tmp_path):

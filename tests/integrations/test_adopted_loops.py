@@ -1,6 +1,8 @@
 """``--adopt`` without services: what is refused, and how a loop goes over steps that the job has made."""
 
+import copy
 import gc
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -151,10 +153,58 @@ def changes_its_gradient():
         optimizer.step()
 
 
+def train(loader, steps=100, before=lambda model: None):
+    """Train on ``loader`` for at most ``steps`` steps; return the batches that the loop got."""
+    model, optimizer = make()
+    before(model)
+    seen = []
+    for x, *_ in itertools.islice(loader, steps):
+        seen.append(x.tolist())
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    return seen
+
+
 def several_loaders():
-    loaders = [data(), data()]
-    for _ in loaders[0]:
-        pass
+    model, optimizer = make()
+    for loader in (data(), data()):
+        for (x,) in loader:
+            model(x).sum().backward()
+            optimizer.step()
+
+
+def statistics_with_gradients_on():
+    sum(x.mean() for (x,) in data())
+
+
+def a_model_in_eval_mode():
+    train(data(), before=lambda model: model.eval())
+
+
+def batches_of_the_data_set():
+    train(DataLoader(TensorDataset(torch.randn(4, 2, 2)), batch_size=None, shuffle=True))
+
+
+def a_fixed_order_with_a_rest():
+    train(data(shuffle=False, size=18))
+
+
+def a_length_before_a_fixed_order():
+    loader = data(shuffle=False)
+    schedule = len(loader)
+    assert train(loader), schedule
+
+
+def a_subclass_with_an_order_of_its_own():
+    class Reversed(DataLoader):
+        def __iter__(self):
+            return reversed(list(super().__iter__()))
+
+    train(Reversed(TensorDataset(torch.randn(16, 2)), batch_size=2, shuffle=True))
+
+
+def as_they_are_ready():
+    train(DataLoader(TensorDataset(torch.randn(16, 2)), batch_size=2, shuffle=True, in_order=False))
 
 
 def steps_that_do_not_divide_a_pass():
@@ -190,7 +240,14 @@ def too_few_samples():
         (clips_too_early, "another backward pass between the first use of the gradient and its update"),
         (plateau, "cannot advance a ReduceLROnPlateau"),
         (changes_its_gradient, "changes its gradients between the backward pass and"),
-        (several_loaders, "several DataLoaders that shuffle"),
+        (several_loaders, "over TensorDataset for training, and trains on the one over TensorDataset"),
+        (statistics_with_gradients_on, "has read two batches of .* without a backward pass between them"),
+        (a_model_in_eval_mode, "trains on a DataLoader while its model is in eval mode"),
+        (batches_of_the_data_set, "over TensorDataset has batch_size=None"),
+        (a_fixed_order_with_a_rest, "has 18 positions in a fixed order, and the last 2 fill no batch of 2"),
+        (a_length_before_a_fixed_order, "it got 8, and a pass has 4 batches on each replica"),
+        (a_subclass_with_an_order_of_its_own, "does not know what Reversed.__iter__ changes"),
+        (as_they_are_ready, "come as they are ready have no order"),
         (steps_that_do_not_divide_a_pass, "a step of 2 batches, and a pass over the data has 5"),
         (other_steps_later, "a step of 2 batches after steps of 1"),
         (too_few_samples, "has 3 samples, too few for a batch of 2 on each of 2 ranks"),
@@ -242,6 +299,107 @@ def test_the_loop_trains_on_its_part_of_each_step_and_leaves_the_job(adopt):
     assert session.made == [(step, 2.0) for step in range(8)]
     other = fabric.client.StepSampler(16, global_batch_size=4, settings=adoption.config.settings())
     assert seen == [other.indices(step) for step in range(8)]
+
+
+class Weights(torch.utils.data.Sampler):
+    """Batches of unequal lengths."""
+
+    def __iter__(self):
+        return iter([[0], [1, 2], [3, 4, 5], [6], [7, 8], [9, 10, 11]])
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": torch.utils.data.SubsetRandomSampler(range(0, 24, 2))},
+        {"sampler": torch.utils.data.WeightedRandomSampler([1.0] + 23 * [9.0], 12)},
+        {"sampler": torch.utils.data.RandomSampler(range(24), replacement=True, num_samples=12)},
+        {"sampler": [5, 3, 1, 0, 2, 4, 20, 22, 21, 23, 11, 12]},
+        {"shuffle": False},
+        {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+        {"batch_sampler": Weights()},
+    ],
+    ids=["subset", "weighted", "replacement", "list", "in order", "own generator", "batches"],
+)
+def test_the_replicas_share_each_batch_of_the_samplers_order(adopt, monkeypatch, options):
+    """Block j of a pass is what one process would read with a batch for both replicas."""
+    sizes = {} if "batch_sampler" in options else {"batch_size": 2}
+    parts = []
+    for replica in ("r0", "r1"):
+        monkeypatch.setenv("FABRIC_REPLICA", replica)
+        seen = []
+
+        def script(seen=seen):
+            torch.manual_seed(1)
+            loader = DataLoader(TensorDataset(torch.arange(24.0)), **sizes, **copy.deepcopy(options))
+            seen += train(loader)
+
+        session = adopt(script)
+        assert seen == [session.sampler.indices(step) for step in range(len(seen))]
+        assert session.made == [(step, float(len(batch))) for step, batch in enumerate(seen)]
+        parts.append(seen)
+    entries = [batch for pair in zip(*parts, strict=True) for batch in pair]
+    given = options.get("sampler", options.get("batch_sampler", range(24)))
+    if "batch_sampler" in options:
+        assert entries == list(given)
+    else:
+        together = [int(i) for batch in entries for i in batch]
+        assert len(together) == len(given)
+        if isinstance(given, list | range):
+            expected = list(given) if options.get("shuffle") is not True else sorted(together)
+            assert (together if options.get("shuffle") is not True else sorted(together)) == expected
+        if isinstance(given, torch.utils.data.SubsetRandomSampler):
+            assert sorted(together) == list(range(0, 24, 2))
+
+
+@pytest.mark.parametrize("way", ["no_grad", "eval"])
+@pytest.mark.parametrize("split", [{"shuffle": True}, {"sampler": [1, 3, 5, 7]}, {"shuffle": False}])
+def test_an_evaluation_reads_all_of_its_data_on_each_replica(adopt, way, split):
+    lengths, rows = [], []
+
+    def evaluate(model, loader):
+        model.eval()
+        with torch.set_grad_enabled(way == "eval"):
+            rows.append(sorted(i for (x,) in loader for i in x.tolist()))
+            lengths.append(len(loader))
+        model.train()
+
+    def script():
+        model, optimizer = make()
+        validation = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, **split)
+        evaluate(model, validation)
+        for number, (x,) in enumerate(data()):
+            if number == 2:
+                evaluate(model, validation)
+            model(x).sum().backward()
+            optimizer.step()
+        evaluate(model, validation)
+
+    session = adopt(script)
+    assert [taken for _, taken in session.took] == [True] * 4
+    expected = split.get("sampler", list(range(8)))
+    assert rows == [expected] * 3 and lengths == [len(expected) // 2] * 3
+
+
+def test_a_dataloader_made_for_each_pass_goes_on_in_the_order(adopt):
+    sampler, seen = torch.utils.data.SubsetRandomSampler(range(0, 24, 2)), []
+
+    def script(datasets):
+        model, optimizer = make()
+        for dataset in datasets:
+            for (x,) in DataLoader(dataset, batch_size=2, sampler=sampler):
+                seen.append(x.tolist())
+                model(torch.ones(2)).sum().backward()
+                optimizer.step()
+
+    dataset = TensorDataset(torch.arange(24.0))
+    session = adopt(lambda: script([dataset] * 3))
+    assert len(seen) == 9 and seen == [session.sampler.indices(step) for step in range(9)]
+    with pytest.raises(ConfigError, match="trains on the one over TensorDataset already"):
+        adopt(lambda: script([dataset, TensorDataset(torch.arange(24.0))]))
 
 
 def test_a_loop_that_accumulates_makes_steps_of_several_batches(adopt):

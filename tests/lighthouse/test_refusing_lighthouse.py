@@ -69,13 +69,16 @@ async def stubs(count: int) -> AsyncIterator[list[Stub]]:
 
 
 @asynccontextmanager
-async def linked(*found: Stub, **more: object) -> AsyncIterator[tuple[list[str], list[io.Event]]]:
+async def linked(
+    *found: Stub, restarted: bool = False, **more: object
+) -> AsyncIterator[tuple[list[str], list[io.Event]]]:
     """Return the refusal, and the events of the core."""
 
     refused: list[str] = []
     events: list[io.Event] = []
     settings = Settings(job="j", replica="r0", lighthouse=tuple(s.url for s in found), **more)  # type: ignore[arg-type]
-    task = asyncio.create_task(LighthouseLink(settings).run(events.append, refused.append))
+    link = LighthouseLink(settings, restarted)
+    task = asyncio.create_task(link.run(events.append, refused.append))
     try:
         yield refused, events
     finally:
@@ -102,6 +105,20 @@ async def test_an_admitted_process_outlives_every_refusal(status, caplog):
         stub.status = 101
         await stub.has_been_asked(2)
         assert not refused and events.count(io.LeaderConnected()) > sessions
+
+
+async def test_a_process_that_its_launcher_has_restarted_waits_for_a_lighthouse_without_end():
+    """Its launcher would take an error for final, and all lighthouses may be away for long."""
+    async with stubs(1) as (stub,):
+        stub.status = 503
+        async with linked(stub, contact_s=0.0) as (refused, _):
+            await refusal_comes(refused)
+            assert refused[0].startswith("no lighthouse was found within 0 s")
+        async with linked(stub, contact_s=0.0, restarted=True) as (refused, events):
+            await stub.has_been_asked(5)
+            stub.status = 101
+            await stub.has_been_asked(7)
+            assert not refused and io.LeaderConnected() in events
 
 
 @pytest.mark.parametrize("status", REFUSALS)

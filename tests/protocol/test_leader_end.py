@@ -5,7 +5,7 @@ from dataclasses import replace
 from protocol.makers import record_of
 from protocol.test_leader import Lighthouse, started
 
-from fabric.model import JobEnd
+from fabric.model import JobEnd, SnapshotRef
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 
@@ -123,3 +123,20 @@ def test_links_that_end_with_the_job_are_no_abort():
     assert lighthouse.record.complete
     lighthouse.say("a", m.Aborted(lighthouse.record.fence, 9, "the link to b ended: b closed the link", "b"))
     assert not lighthouse.told("aborted")
+
+
+def test_a_member_that_finished_and_died_does_not_complete_the_job_that_went_on():
+    lighthouse = started("a b", start_replicas=1)
+    finished(lighthouse, "a")
+    lighthouse.status("a", "gone")
+    lighthouse.do(io.SessionClosed("a", 1))
+    lighthouse.wait(1.0)
+    assert lighthouse.record.names == ("b",)
+    lighthouse.beat("b", 120)
+    held = [SnapshotRef(1, 120, "new")]
+    lighthouse.status("b", "gone", snapshots=held)
+    lighthouse.open("b", incarnation=2, predecessors=(1,))
+    lighthouse.status("b", incarnation=2, snapshots=held)
+    lighthouse.wait(10.0)
+    assert not lighthouse.record.complete, lighthouse.record.reason
+    assert (lighthouse.record.generation, lighthouse.record.base.step) == (2, 120)

@@ -227,3 +227,94 @@ def test_a_checkpoint_that_was_written_since_is_known_by_its_writers_status():
     )
     assert [t.why for t in lighthouse.told("durable failed")] == [error]
     assert lighthouse.core.state.liveness.durable() == {OLD, NEW}
+
+
+def held_by(**held):
+    """Return a job whose members all died. The server of each holds the states of its name."""
+    names = sorted(held)
+    lighthouse = Lighthouse(record_of(" ".join(names), epoch=1), start_replicas=len(names))
+    for name in names:
+        lighthouse.status(name, "gone", snapshots=held[name])
+    for name in names:
+        lighthouse.open(name, incarnation=2, predecessors=(1,))
+        lighthouse.status(name, incarnation=2, snapshots=held[name])
+    return lighthouse
+
+
+def at(step, digest):
+    return SnapshotRef(1, step, digest)
+
+
+def test_of_two_unequal_states_of_one_step_neither_is_believed():
+    record = held_by(a=[at(40, "x"), at(60, "bad")], b=[at(40, "x"), at(60, "good")]).record
+    assert (record.base.step, record.base.digest) == (40, "x")
+    assert "step 60 of generation 1 is disputed: there are unequal states of step 60" in record.reason
+
+
+def test_a_wrong_state_spoils_the_later_states_of_its_holders():
+    assert held_by(a=[at(60, "bad"), at(61, "later")], b=[at(40, "x"), at(60, "good")]).record.base.step == 40
+    alone = held_by(a=[at(60, "bad"), at(61, "worse")], b=[at(60, "good")], c=[at(60, "good")]).record
+    assert (alone.base.step, alone.base.digest) == (60, "good"), "most holders are believed"
+
+
+def test_where_only_disputed_states_are_left_the_job_stops():
+    start = SnapshotRef(0, 0, "start")
+    record = held_by(a=[start, at(60, "bad")], b=[start, at(60, "good")]).record
+    assert "step 60 of generation 1 is disputed" in record.failed
+
+
+def test_two_unequal_checkpoints_of_one_step_are_disputed_and_memory_is_believed():
+    """A second job writes under the same name."""
+    both = [OLD, NEW, replace(NEW, digest="other")]
+    assert all_dead(durable=both).record.base == Base(1, 40, "old", (DURABLE,))
+    held = all_dead(durable=both, held=[NEW]).record.base
+    assert (held.step, held.digest) == (60, "new")
+
+
+def test_replicas_that_expect_no_equal_states_dispute_none():
+    lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
+    for name in "ab":
+        lighthouse.status(name, "gone", snapshots=[at(60, name)])
+    for name in "ab":
+        lighthouse.open(name, incarnation=2, predecessors=(1,), replay=False)
+        lighthouse.status(name, incarnation=2, snapshots=[at(60, name)])
+    assert lighthouse.record.base.step == 60
+
+
+OTHERS = SnapshotRef(7, 10, "another job's")
+
+
+def test_a_checkpoint_of_another_job_does_not_replace_newer_steps_in_memory():
+    record = all_dead(durable=[OTHERS], held=[NEW]).record
+    assert (record.base.step, record.generation) == (60, 2)
+    why = "step 10 of generation 7 is of another job, because this one has reached only generation 1"
+    assert why in record.reason
+
+
+def test_a_leader_that_has_heard_the_job_knows_checkpoints_of_another_one():
+    lighthouse = started(start_replicas=2)
+    lighthouse.beat("a", 117)
+    die_and_come_again(lighthouse, durable=[OLD, OTHERS])
+    assert lighthouse.record.base == Base(1, 40, "old", (DURABLE,))
+
+
+def test_after_a_restored_store_a_checkpoint_of_a_later_generation_is_the_jobs_own():
+    lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
+    lighthouse.open("a", store_id="s", known_generation=7, durable=(OTHERS,))
+    assert lighthouse.core.bases._foreign({OTHERS: {DURABLE}, NEW: {"http://a"}}, True) == {}
+
+
+def test_after_a_retry_checkpoints_that_only_gone_processes_named_are_forgotten():
+    lighthouse = all_dead(durable=[NEW])
+    for name in ("a", "b"):
+        fall(lighthouse, name)
+        lighthouse.wait(0.1)
+    for name in "ab":
+        lighthouse.status(name, "gone", incarnation=2)
+        lighthouse.do(io.SessionClosed(name, 2))
+    lighthouse.do(io.Operator("retry", "", "ann", "the storage is gone for good"))
+    for name in ("c", "d"):
+        lighthouse.open(name)
+        lighthouse.status(name)
+    lighthouse.wait(10.0)  # until the silent servers of a and b are given up
+    assert not lighthouse.record.failed and lighthouse.record.base.step == 0, lighthouse.record.reason

@@ -52,7 +52,8 @@ class ColdStarts:
 
     def _has_the_newest_base(self, after: Record, revision: int) -> None:
         leader = next((x for x in self.world.lighthouses.values() if x.revision == revision), None)
-        passed = "could not be loaded" in after.reason or "is not trusted" in after.reason
+        whys = ("could not be loaded", "is not trusted", "is disputed", "of another job")
+        passed = any(why in after.reason for why in whys)
         if leader is None or not leader.leads or passed or not self.world.has_one_lane:
             return
         base = (after.base.generation, after.base.step)

@@ -19,9 +19,9 @@ Patch = pytest.MonkeyPatch
 def ask_again_for_what_nobody_could_load(patch: Patch) -> None:
     chosen = BaseChoice.choose
 
-    def base(bases: BaseChoice, peers: list[Peer]) -> tuple[Base | None, str]:
+    def base(bases: BaseChoice, peers: list[Peer], is_heard: bool = False) -> tuple[Base | None, str]:
         bases.unusable.clear()
-        return chosen(bases, peers)
+        return chosen(bases, peers, is_heard)
 
     patch.setattr(BaseChoice, "choose", base)
 
@@ -33,9 +33,9 @@ def pass_over_what_one_could_not_load_and_others_did(patch: Patch) -> None:
 def begin_from_scratch_when_nothing_can_be_loaded(patch: Patch) -> None:
     chosen = BaseChoice.choose
 
-    def base(bases: BaseChoice, peers: list[Peer]) -> tuple[Base | None, str]:
+    def base(bases: BaseChoice, peers: list[Peer], is_heard: bool = False) -> tuple[Base | None, str]:
         first = peers[0].session
-        found, passed = chosen(bases, peers)
+        found, passed = chosen(bases, peers, is_heard)
         return found or Base(0, 0, first.digest, (first.ckpt,)), passed
 
     patch.setattr(BaseChoice, "choose", base)
@@ -74,6 +74,10 @@ def each_takes_what_it_can_load(patch: Patch) -> None:
     patch.setattr(CatchUp, "on_installed", on_installed)
 
 
+def begin_from_another_jobs_checkpoint(patch: Patch) -> None:
+    patch.setattr(BaseChoice, "_foreign", lambda *_: {})
+
+
 # Bug -> its patch, and the kind of world that shows the bug.
 DURABLE_BUGS: dict[str, tuple[Callable[[Patch], None], str]] = {
     mutation.__name__: (mutation, kind)
@@ -82,6 +86,7 @@ DURABLE_BUGS: dict[str, tuple[Callable[[Patch], None], str]] = {
         (pass_over_what_one_could_not_load_and_others_did, "one cannot read it"),
         (begin_from_scratch_when_nothing_can_be_loaded, "all damaged"),
         (begin_from_the_oldest, "whole"),
+        (begin_from_another_jobs_checkpoint, "beside another job's"),
         (each_takes_what_it_can_load, "one cannot read it"),
     )
 }

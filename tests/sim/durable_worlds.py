@@ -1,6 +1,7 @@
 """Worlds with durable storage in which all processes die at once, twice, and no memory is left. The newest
 complete checkpoint is intact, or one member cannot read it, or no member can, or all checkpoints are damaged.
-Half of these worlds also have the faults of plain worlds.
+Or the folder also has a checkpoint of another job, of a newer generation. Half of these worlds also have the
+faults of plain worlds.
 
 All members must begin a generation from the newest checkpoint that any member can load. If no checkpoint can
 be loaded, the job must fail and no member may commit again.
@@ -13,7 +14,7 @@ from sim.world import World
 
 from fabric.model import DURABLE, SnapshotRef
 
-KINDS = ("whole", "one cannot read it", "damaged", "all damaged")
+KINDS = ("whole", "one cannot read it", "damaged", "all damaged", "beside another job's")
 REQUIRED = (
     *(f"durable: {kind}" for kind in KINDS),
     "durable: loaded",
@@ -21,6 +22,8 @@ REQUIRED = (
     "durable: passed over for an older one",
     "durable: failed rather than begin from scratch",
 )
+
+OF_ANOTHER_JOB = SnapshotRef(1000, 1, "another job's")
 
 # If two checkpoints do not exist by this time because of other faults, the world skips its strike.
 LATEST_S = 14.0
@@ -61,10 +64,11 @@ class DurableWorld(World):
         server.after(self.clockwork.between(0.01, 0.2), complete)
 
     def listed(self) -> tuple[SnapshotRef, ...]:
-        return tuple(self.storage[-16:])
+        others = (OF_ANOTHER_JOB,) if self.alone and self.strikes and self.kind == KINDS[-1] else ()
+        return (*self.storage[-16:], *others)
 
     def can_load(self, host: str, ref: SnapshotRef) -> bool:
-        return ref in self.storage and host not in self.unreadable.get(ref, ())
+        return ref == OF_ANOTHER_JOB or (ref in self.storage and host not in self.unreadable.get(ref, ()))
 
     # --- the strikes ---------------------------------------------------------------------------------
 

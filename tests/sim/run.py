@@ -17,7 +17,7 @@ from sim import coverage
 from sim.adapt_worlds import AdaptWorld
 from sim.cold_worlds import cold_world
 from sim.data_worlds import CurriculumWorld, RebatchedWorld
-from sim.dispute_worlds import DisputeWorld
+from sim.dispute_worlds import ColdDisputeWorld, DisputeWorld
 from sim.durable_worlds import DurableWorld
 from sim.end_worlds import EndWorld
 from sim.late_worlds import late_world
@@ -56,6 +56,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "rebatched": RebatchedWorld,
     "norm": NormWorld,
     "dispute": DisputeWorld,
+    "cold dispute": ColdDisputeWorld,
 }
 
 

@@ -17,6 +17,21 @@ def test_no_newcomer_makes_a_wrong_state_the_majority():
         assert counts[name], name
 
 
+def test_no_job_begins_again_from_a_disputed_state():
+    counts, failures = hunt(0, SEEDS, "cold dispute")
+    assert not failures, "\n".join(failures)
+    for name in (
+        "dispute: all died with unequal states",
+        "dispute: began from an earlier state",
+        "path: stopped rather than guess",
+    ):
+        assert counts[name], name
+
+
+def test_the_simulator_notices_a_job_that_begins_from_a_disputed_state():
+    noticing.find(dispute_worlds.believe_any_holder, dispute_worlds.play_cold, SEEDS)
+
+
 def test_the_simulator_notices_a_newcomer_with_a_disputed_state():
     noticing.find(dispute_worlds.serve_the_most_common_snapshot, dispute_worlds.play, SEEDS)
 

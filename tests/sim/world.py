@@ -239,7 +239,9 @@ class World:
             self.clockwork.counts["finish" if host.finished else "drained"] += 1
         elif "drained by" in reason or "no longer wanted" in reason:
             host.drained = True
-        elif self.flipped and ("can tell which is right" in reason or "is not trusted" in reason):
+        elif self.flipped and any(
+            x in reason for x in ("can tell which is right", "is not trusted", "is disputed")
+        ):
             self.halted = True
             self.clockwork.counts["path: stopped rather than guess"] += 1
         elif code == 1 and "taken by a living process" not in reason and "newer process" not in reason:

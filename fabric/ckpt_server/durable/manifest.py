@@ -159,17 +159,18 @@ def attempts_to_delete(
     complete: Iterable[Attempt], unfinished: Iterable[Attempt], own: Attempt, keep: int
 ) -> list[Attempt]:
     """Return the attempts to delete now that ``own`` is complete: unfinished ones first, then all but the
-    newest
-    ``keep`` complete ones.
+    newest ``keep`` complete ones up to the generation of ``own``, which stays.
 
-    Another replica may still write into a folder without a marker. Delete such a folder only if it is older
-    than ``own``, or is this replica's, which writes one checkpoint at a time.
+    Checkpoints of a newer generation are not of this job's life: another job writes under its name, or has
+    written there before. Another replica may still write into a folder without a marker. Delete such a
+    folder only if it is older than ``own``, or is this replica's, which writes one checkpoint at a time.
     """
-    order = {a: (a.generation, a.step) for a in (*complete, own)}
+    order = {a: (a.generation, a.step) for a in (*complete, own) if a.generation <= own.generation}
     stale = [
         a
         for a in unfinished
         if a != own and ((a.generation, a.step) < order[own] or a.replica == own.replica)
     ]
     newest_last = sorted(order, key=lambda a: (*order[a], a == own, a.folder))
-    return stale + newest_last[: max(len(newest_last) - max(keep, 1), 0)]
+    old = newest_last[: max(len(newest_last) - max(keep, 1), 0)]
+    return stale + [a for a in old if a != own]

@@ -63,8 +63,8 @@ def write(
             with contextlib.suppress(StateError):
                 folder.remove_folder()
         raise
-    warnings = _tidy(job, order, attempt, points)
-    return DurableJobResult(folder.url, len(file), time.monotonic() - begun, True, warnings)
+    warnings, conflict = _tidy(job, order, attempt, points)
+    return DurableJobResult(folder.url, len(file), time.monotonic() - begun, True, warnings, conflict)
 
 
 def _write_part(
@@ -130,13 +130,16 @@ def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
         time.sleep(_LOOK_S)
 
 
-def _tidy(job: Storage, order: DurableJob, own: Attempt, points: Failpoints) -> tuple[str, ...]:
-    """Delete stale attempts; where deleting fails, the next checkpoint tries it again."""
+def _tidy(job: Storage, order: DurableJob, own: Attempt, points: Failpoints) -> tuple[tuple[str, ...], str]:
+    """Delete stale attempts; return warnings, and why a restart would not begin from ``own``, or empty.
+
+    Where deleting fails, the next checkpoint tries it again.
+    """
     warnings: list[str] = []
     try:
         listing = list_checkpoints(job, order.job)
     except StateError as error:
-        return (str(error),)
+        return (str(error),), ""
     complete = [c.attempt for c in listing.complete if c.attempt is not None]
     for attempt in attempts_to_delete(complete, listing.unfinished, own, order.keep):
         points.hit("durable-tidy", own.step)
@@ -150,7 +153,13 @@ def _tidy(job: Storage, order: DurableJob, own: Attempt, points: Failpoints) -> 
             folder.remove_folder()
         except StateError as error:
             warnings.append(str(error))
-    return (*warnings, *listing.warnings)
+    newest = max((a.generation for a in complete), default=0)
+    conflict = (
+        f"it is kept, but {job.url} also holds checkpoints of generation {newest}, and this job is in "
+        f"generation {own.generation}: a job that lost its memory would begin from those; give each job "
+        "a FABRIC_JOB or FABRIC_DURABLE of its own, or move the others away"
+    )
+    return (*warnings, *listing.warnings), conflict if newest > own.generation else ""
 
 
 def _entry(data: bytes) -> dict[str, object]:

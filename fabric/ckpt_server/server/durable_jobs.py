@@ -120,7 +120,8 @@ class DurableJobs:
             self.error = f"step {request.step}: {outcome.get('error')}"[:_MAX_ERROR_CHARACTERS]
             log.warning("the durable checkpoint of %s", self.error)
             return
-        self.error = ""
+        conflict = str(outcome.get("conflict") or "")
+        self.error = f"step {request.step}: {conflict}"[:_MAX_ERROR_CHARACTERS] if conflict else ""
         for warning in outcome.get("warnings") or ():
             log.warning("durable storage could not be tidied up: %s", warning)
         if outcome.get("complete") is True:

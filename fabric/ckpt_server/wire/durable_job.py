@@ -26,10 +26,11 @@ class DurableJob:
 @dataclass(frozen=True, slots=True)
 class DurableJobResult:
     """``complete``: False for a rank other than 0, which writes its part alone. ``folder``: a URL.
-    ``warnings``: problems with deleting old attempts."""
+    ``warnings``: problems with deleting old attempts. ``conflict``: why a restart would not begin from it."""
 
     folder: str
     nbytes: int
     seconds: float
     complete: bool
     warnings: tuple[str, ...] = ()
+    conflict: str = ""

@@ -8,6 +8,7 @@ token yet."""
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable
 
@@ -35,12 +36,14 @@ class LighthouseLink:
     """Feeds LeaderConnected, FromLeader and LeaderLost.
 
     It drops messages while no session is open: the core repeats the necessary messages when a session opens.
+    A process that its launcher has ``restarted`` looks for a lighthouse without end: the address was right
+    before, and the launcher would take an error for final.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, restarted: bool = False) -> None:
         self._replica = settings.replica
         self._urls = list(settings.lighthouse)
-        self._contact_s = settings.contact_s
+        self._contact_s = math.inf if restarted else settings.contact_s
         self._tls = settings.tls
         self._dialer = LighthouseDialer(self._urls, TokenFile(settings.token_file), self._tls, _CONNECT_S)
         query = f"replicas={settings.replicas}&replica={settings.replica}"
@@ -125,8 +128,10 @@ class LighthouseLink:
         waited_s = asyncio.get_running_loop().time() - self._begun
         if not self._reached and waited_s >= _QUIET_S and self._problem not in self._logged:
             self._logged.add(self._problem)
-            replica, limit_s = self._replica, self._contact_s
-            log.warning("fabric: %s: no lighthouse yet: %s; up to %g s", replica, self._problem, limit_s)
+            until = f"up to {self._contact_s:g} s"
+            if self._contact_s == math.inf:
+                until = "it waits until one is there, because its launcher has restarted it"
+            log.warning("fabric: %s: no lighthouse yet: %s; %s", self._replica, self._problem, until)
 
     def _given_up(self, deadline: float) -> str:
         """Return why the first contact has failed for good, or an empty string. Waiting does not mend a

@@ -206,6 +206,8 @@ class Peers:
         for key in [k for k in self._ring_arrivals if k.epoch < record.epoch]:
             self._ring_arrivals.pop(key).close()
         self._plane.retire(record.epoch)
+        if self._lanes is not None:
+            self._lanes.retire(record.epoch)
 
     async def _bring_up(self, linking: _Linking) -> None:
         record = linking.record

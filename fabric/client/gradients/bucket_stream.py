@@ -119,6 +119,8 @@ class Overlap:
             self._end()
         else:
             yield
+        if self.stale is not None:
+            self.stale.added()
 
     def _begin(self, step: int) -> None:
         self.stream = BucketReadiness()

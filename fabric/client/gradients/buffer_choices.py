@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from fabric.client.gradients.carried_attributes import read_attributes
 from fabric.client.gradients.exact_values import has_exact_values
 from fabric.errors import ConfigError
 
@@ -72,6 +73,11 @@ def choose_buffers(model: torch.nn.Module, wanted: Buffers) -> BufferChoices:
         else:
             _check(names[0], tensor, choice)
             carried[names[0]] = choice
+    for _, _, name, _ in read_attributes(model) if "ignore" in patterns.values() else ():
+        pattern = next((p for p in patterns if fnmatchcase(name, p)), "")
+        if patterns.get(pattern) == "ignore":
+            named.add(name)
+            used.add(pattern)
     unused = next((p for p in patterns if p not in used), None)
     if unused is not None:
         raise ConfigError(

@@ -23,6 +23,7 @@ import torch
 
 from fabric.client.gradients.buffer_choices import BufferChoices
 from fabric.client.gradients.buffer_watch import BufferWatch
+from fabric.client.gradients.carried_attributes import CarriedAttributes
 from fabric.client.gradients.exact_values import exact_values, write_exact
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
@@ -139,6 +140,7 @@ class ForwardBuffers:
         self._carried = [_Carried.of(model, name, choice) for name, choice in choices.carried.items()]
         self._places = self._addresses()
         self._watch = BufferWatch(model, choices.named)
+        self._attributes = CarriedAttributes(model, choices.named)
         self._weight = 0.0
         self.rank_means: RankMeans | None = None  # set where the ranks of a replica take means
 
@@ -175,6 +177,11 @@ class ForwardBuffers:
         self._places = self._addresses()
         self._weight = 0.0
         self._watch.begin()
+        self._attributes.next_batch()
+
+    def begin_micro_batch(self) -> None:
+        """Note that the forward passes of another micro-batch follow."""
+        self._attributes.next_batch()
 
     def begin_forward(self) -> None:
         """Note that forward follows, after what the user's code has done since the step boundary."""
@@ -197,6 +204,7 @@ class ForwardBuffers:
         """
         if weight > 0:
             self._watch.check()
+            self._attributes.check()
         for x in self._carried:
             x.take_back()
         self._places = self._addresses()

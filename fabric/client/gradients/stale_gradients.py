@@ -1,7 +1,8 @@
-"""Finds gradients that a loop keeps from one step to the next, and refuses the update that would use them.
+"""Finds gradients that a loop keeps from one step to the next, or drops within a step, and refuses both.
 
 Backward adds to ``.grad``. If the gradient of the step before is still there, every member would add it to
-its own part, and the sum would have it once per member. Without fabric the sum has it once.
+its own part, and the sum would have it once per member. Without fabric the sum has it once. A loop that calls
+``zero_grad`` at each micro-batch would contribute the last one only, under the weight of all.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,18 +16,50 @@ _SAMPLED = 1024  # elements that are looked at in each gradient
 
 
 class StaleGradients:
-    """``begin`` notes which gradients of ``optimizers`` are left over; their optimizer's step is refused."""
+    """``begin`` notes which gradients of ``optimizers`` are left over; their optimizer's step is refused.
+
+    Between ``begin_micro_batch`` and ``end_micro_batch`` the user's code computes, and only adds gradients.
+    """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._step = -1
         self._looks = 0
         self._stale: set[int] = set()
+        self.own_loop = True  # false: a framework drops the gradients of a step in the next one
+        self._computes = False  # the loop is at a micro-batch
+        self._kept: list[torch.nn.Parameter] = []  # parameters with a gradient that the loop must keep
+        self._with_value: torch.nn.Parameter | None = None  # one whose gradient must not become zero
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before)
 
+    def begin_micro_batch(self, is_first: bool, is_only: bool) -> None:
+        """Note the gradients of the step's earlier micro-batches.
+
+        The first micro-batch may drop those of the step before. But where it is the only one, a loop that
+        does so would drop gradients in a step that has a dead replica's micro-batches too.
+        """
+        self._computes = self.own_loop
+        self._note(not is_first or (is_only and self.own_loop))
+
+    def added(self) -> None:
+        """Note the gradients after a backward pass."""
+        self._note(True)
+
+    def end_micro_batch(self, frees: bool = False) -> None:
+        """Raise ConfigError if the user's code has dropped all gradients since its last backward pass.
+
+        ``frees``: fabric may have freed them, because it has sent them.
+        """
+        self._computes = False
+        if not frees and ((self._kept and all(p.grad is None for p in self._kept)) or self._became_zero()):
+            raise _dropped()
+        self._note(False)
+
     def begin(self, step: int) -> None:
-        """Look at the gradients before the first backward pass of ``step``."""
+        """Look at the gradients before a backward pass of ``step``. Raises ConfigError for dropped ones."""
+        if any(p.grad is None for p in self._kept) or self._became_zero():
+            raise _dropped()
         if step == self._step or self._looks >= _LOOKS:
             return
         self._step = step
@@ -38,13 +71,36 @@ class StaleGradients:
         """Note that a replayed step follows: its gradient is written over what is there."""
         self._stale = set()
 
+    def _note(self, wanted: bool) -> None:
+        parameters = [p for o in self._optimizers for p in _parameters(o)] if wanted else []
+        self._kept = [p for p in parameters if p.grad is not None]
+        looked_at = self._kept if self._looks < _LOOKS else []
+        self._with_value = next((p for p in looked_at if p.grad is not None and _has_value(p.grad)), None)
+
+    def _became_zero(self) -> bool:
+        value = self._with_value
+        return value is not None and value.grad is not None and not _has_value(value.grad)
+
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._computes:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step was called within the loop over the micro-batches, before "
+                "the gradients of all replicas are averaged: call it after that loop, and let the phases of "
+                "a GAN take turns by step.number"
+            )
         if self._stale and any(id(p) in self._stale for p in _parameters(optimizer)):
             raise ConfigError(
                 "the gradient of the step before was still there when this step began, and each replica "
                 "would add it once: call optimizer.zero_grad() after each step, and in place of an "
                 "accumulation over steps choose a larger global batch"
             )
+
+
+def _dropped() -> ConfigError:
+    return ConfigError(
+        "the gradients of this step's earlier micro-batches are gone, and would be missing from the average: "
+        "call optimizer.zero_grad() once in each step, after optimizer.step(), and not at each micro-batch"
+    )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:

@@ -96,7 +96,7 @@ class Session(SessionCollectives):
         )
         self._process = process
         self.handover = Handover(settings.replica, parts, self._state)
-        self.overlap.stale = self.handover.stale
+        self.stale = self.overlap.stale = self.handover.stale
         self._clock = StepClock()
         if process.group is not None and settings.adapt != "off":
             self._clock.waits.install()
@@ -250,7 +250,7 @@ class Session(SessionCollectives):
     def run_step(self, step: Step) -> Iterator[Any]:
         """Yield the micro-batches of ``step``: own, then inherited ones. Only Step calls this."""
         data, seed = self._data, self._data.loader.plan.seed
-        order, crash_marker = self._first_order, self._parts.crash_marker
+        order, crash_marker, stale = self._first_order, self._parts.crash_marker, self.stale
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
@@ -264,9 +264,13 @@ class Session(SessionCollectives):
                 samples = self._progress.samples[micro_batch] = data.samples(order.step, micro_batch)
                 batch = data.fetch(order.step, micro_batch)
                 seed_everything(seed, order.step, micro_batch)
+                self._parts.buffers.begin_micro_batch()
                 step.weight.begin(data.count(order.step, micro_batch))
+                is_first = order is self._first_order and left == 1 - len(filled)
+                stale.begin_micro_batch(is_first, len(filled) == 1)
                 with self.overlap.micro_batch(last=left == 0):
                     yield batch
+                stale.end_micro_batch(frees=not self.settings.retain_gradients)
                 self._clock.count(micro_batch, step.weight.take_work(len(samples)))
             crash_marker.clear()
             self._progress.at = None

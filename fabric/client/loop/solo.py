@@ -45,11 +45,14 @@ class SoloStep:
         plan, part = self._data.loader.plan, self._data.loader.slice
         filled = self._data.with_samples(self.number, range(plan.micro_batches))
         self._data.read_ahead(self.number, filled)
-        for micro_batch in filled:
+        stale = self._session.stale
+        for number, micro_batch in enumerate(filled):
             batch = self._data.fetch(self.number, micro_batch)
             self.weight.begin(self._data.count(self.number, micro_batch))
             seed_everything(plan.seed, self.number, micro_batch)
+            stale.begin_micro_batch(number == 0, len(filled) == 1)
             yield batch
+            stale.end_micro_batch()
         weight = self.weight.take(self._session.parameters)
         self._session.randomness.begin(self.number)
         self.skipped = self._session.average(weight, part.index) or self._session.skips()
@@ -67,6 +70,7 @@ class SoloStep:
         share = self.add_weight(weight, work)
         if share or self._session.layout.ranks > 1:
             (loss * share).backward(**options)  # type: ignore[no-untyped-call]
+        self._session.stale.added()
 
     def add_weight(self, weight: float | None = None, work: float | Iterable[float] | None = None) -> float:
         """As Step.add_weight."""

@@ -149,6 +149,7 @@ def _config(settings: Settings, retain: bool, plan: DataPlan) -> MemberConfig:
         on_nan=settings.on_nan,
         adapt=settings.adapt,
         launched=LaunchedLayouts(settings.layout, offer.allowed, offer.refused),
+        stores=bool(settings.durable),
         retain=retain,
         plan=plan,
     )

@@ -47,7 +47,7 @@ class UnsharedWatch:
             raise refusal
 
     def _refusal(self) -> ConfigError | None:
-        living = _living((LRScheduler, torch.amp.GradScaler))
+        living = _living((LRScheduler, torch.amp.GradScaler, AveragedModel))
         inside = _parts_of(self._state.values())
         schedulers = [x for x in living if isinstance(x, LRScheduler) and self._steers(x)]
         within = {id(part) for x in schedulers for part in getattr(x, "_schedulers", ())}
@@ -63,8 +63,8 @@ class UnsharedWatch:
             scales = isinstance(scaler, torch.amp.GradScaler) and getattr(scaler, "_scale", None) is not None
             if scales and id(scaler) not in inside:
                 return _refusal("a GradScaler scales the loss", "another scale", '"scaler": scaler')
-        for average in _living((AveragedModel,)):
-            if id(average) not in inside and self._averages(average):
+        for average in living:
+            if isinstance(average, AveragedModel) and id(average) not in inside and self._averages(average):
                 return _refusal("an AveragedModel averages the model", "another average", '"ema": ema_model')
         return None
 

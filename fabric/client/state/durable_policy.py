@@ -1,7 +1,7 @@
 """A trainer's part in durable checkpoints: when one is due, which replica writes it, which are in storage.
 
-The writer is the member with the lowest name among those that have the state. All members count steps and
-time alike, so when the writer dies, the member with the next name writes the next checkpoint."""
+The writer is the member with the lowest name among those that have the state and storage. All members count
+steps and time alike, so when the writer dies, the member with the next name writes the next checkpoint."""
 
 import sys
 import threading
@@ -169,7 +169,7 @@ class DurableCheckpoints:
         if not due:
             return False
         self._last_s, self._last_step = time.monotonic(), step
-        return writer_of(record) == settings.replica
+        return writer_of(record, storing=True) == settings.replica
 
     def persist(self, handle: ServerHandle, step: int, generation: int) -> None:
         """Make the checkpoint server write its snapshot of ``step``. Raises FabricError for a lost server."""
@@ -221,12 +221,14 @@ class DurableCheckpoints:
         return Storage(self._settings.durable).at(self._settings.job)
 
 
-def writer_of(record: Record | None) -> str:
-    """Return the replica that writes for all: the first by name that has the state and does not leave."""
-    names = (
-        [x.replica for x in record.roster if not x.joining and not x.leaving] if record is not None else []
-    )
-    return min(names, default="")
+def writer_of(record: Record | None, storing: bool = False) -> str:
+    """Return the replica that writes for all: the first by name that has the state and does not leave.
+
+    ``storing``: only replicas with storage for durable checkpoints count.
+    """
+    roster = record.roster if record is not None else ()
+    there = (x for x in roster if not x.joining and not x.leaving and (x.stores or not storing))
+    return min((x.replica for x in there), default="")
 
 
 def peers_hold_state(settings: Settings) -> bool | None:

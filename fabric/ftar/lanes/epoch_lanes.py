@@ -7,13 +7,12 @@ from functools import lru_cache
 
 import xxhash
 
+from fabric.errors import RoundAborted
 from fabric.ftar.lanes.held_parameters import dtype_of
 from fabric.ftar.lanes.rank_lanes import RankLanes
 from fabric.model import Member, Record
 from fabric.protocol.rules.lanes import HeldParameter, Lane, ReplicaLayout, lanes_of
 from fabric.protocol.rules.layout_text import read_layout
-
-_MOST_EPOCHS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ def _lanes_of_roster(cuts: tuple[str, ...]) -> tuple[Lane, ...]:
 
 @dataclass(slots=True)
 class LaneDirectory:
-    """Makes and keeps the lanes of the newest epochs for ``rank`` of ``replica``."""
+    """Makes the lanes of epochs for ``rank`` of ``replica``, and keeps them until the epoch is over."""
 
     replica: str
     rank: int
@@ -81,14 +80,19 @@ class LaneDirectory:
         with self._lock:
             if record.epoch not in self._epochs:
                 self._epochs[record.epoch] = self._make(record)
-                while len(self._epochs) > _MOST_EPOCHS:
-                    del self._epochs[min(self._epochs)]
             return self._epochs[record.epoch]
 
     def get(self, epoch: int) -> EpochLanes:
-        """Return the lanes of an epoch that ``enter`` has made."""
+        """Return the lanes of an epoch that ``enter`` has made. Raises RoundAborted where it is over."""
         with self._lock:
+            if epoch not in self._epochs:
+                raise RoundAborted(f"epoch {epoch} is over")
             return self._epochs[epoch]
+
+    def retire(self, before_epoch: int) -> None:
+        """Forget the lanes of older epochs. Any number of newer epochs may be announced while one runs."""
+        with self._lock:
+            self._epochs = {epoch: x for epoch, x in self._epochs.items() if epoch >= before_epoch}
 
     def _make(self, record: Record) -> EpochLanes:
         lanes = _lanes_of_roster(tuple(x.cuts for x in record.roster))

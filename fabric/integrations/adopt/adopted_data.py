@@ -1,26 +1,30 @@
-"""The data of an adopted loop: its shuffling DataLoader, or batches that it draws from random generators.
+"""The data of an adopted loop: the DataLoader that it trains on, or batches that it draws from generators.
 
-A DataLoader that shuffles is read in the job's order: batch j of a pass is cut into a part per rank of every
+A DataLoader that is read with gradients on, while the model is in train mode, is the one that trains. It is
+read in the job's order, which is that of its sampler: batch j of a pass is cut into a part per rank of every
 replica, each of the DataLoader's own batch size. So the global batch is what DDP would make of the script
 with as many processes. A loop without such a DataLoader is seeded for each step, with another seed on each
 replica. It is refused where all replicas draw the same data all the same.
 """
 
-import gc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
+from fabric.client.data.loader import is_stream
+from fabric.client.data.orders import SamplerOrder, shuffles_all
 from fabric.client.data.sample_plan import sample_indices
 from fabric.client.data.sampler import StepSampler
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
-from fabric.integrations.adopt.living_objects import OWN_WAY, living
+from fabric.integrations.adopt.living_objects import OWN_WAY, outermost_modules
+from fabric.integrations.training_data import TrainingData
 
 if TYPE_CHECKING:
     from fabric.integrations.adopt.adopted_loop import AdoptedLoop
@@ -29,7 +33,6 @@ Loader = DataLoader[Any]
 _iterate, _length = DataLoader.__iter__, DataLoader.__len__
 # Arguments that the reading DataLoader has from the script's.
 _ARGUMENTS = (
-    "batch_size",
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -41,25 +44,20 @@ _ARGUMENTS = (
 )
 
 
-def shuffles(loader: Loader) -> bool:
-    """Whether the loader gives each sample of a pass once, in random order: so it is a training loader."""
-    sampler = loader.sampler
-    if type(loader) is not DataLoader or loader.batch_size is None:
-        return False
-    if isinstance(sampler, DistributedSampler):
-        return sampler.shuffle
-    size = len(sampler) if type(sampler) is RandomSampler and not sampler.replacement else -1
-    return size == len(loader.dataset)  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True, slots=True)
 class BlockOrder:
-    """The job's order in blocks: a block has one batch for each rank of every replica."""
+    """The job's order in blocks: a block has one batch for each rank of every replica.
 
-    size: int  # number of samples of the data set
-    batch_size: int
+    A pass has ``size`` positions, which are samples, or batches where ``batched``. ``sampler`` says what is
+    at a position; without it a pass is a permutation of the data set.
+    """
+
+    size: int
+    batch_size: int  # positions of a batch
     part: int  # number of this rank's part of a block
     parts: int  # number of ranks in the job
+    batched: bool = False
+    sampler: SamplerOrder | None = None
 
     @property
     def blocks(self) -> int:
@@ -70,23 +68,35 @@ class BlockOrder:
         """Return the first block of the pass after that of ``block``."""
         return (block // self.blocks + 1) * self.blocks
 
-    def indices(self, block: int) -> list[int]:
-        """Return the indices of this rank's part of ``block``."""
+    def items(self, block: int) -> list[Any]:
+        """Return what the sampler gives to this rank in ``block``: indices, or lists of them."""
         number, within = divmod(block, self.blocks)
         start = number * self.size + (within * self.parts + self.part) * self.batch_size
+        if self.sampler is not None:
+            return self.sampler.items(range(start, start + self.batch_size))
         return sample_indices(self.size, 0, start, self.batch_size)
 
+    def indices(self, block: int) -> list[int]:
+        """Return the indices of this rank's part of ``block``."""
+        return [i for x in self.items(block) for i in (x if isinstance(x, list | tuple) else (x,))]
 
-class BlockReader(torch.utils.data.Sampler[int]):
-    """The indices of this rank from ``first`` to the end of the pass."""
+    def is_like(self, other: "BlockOrder") -> bool:
+        """Whether both give the same items in the same blocks."""
+        digests = [x.sampler.digest if x.sampler is not None else None for x in (self, other)]
+        sizes = [(x.size, x.batch_size, x.part, x.parts, x.batched) for x in (self, other)]
+        return digests[0] == digests[1] and sizes[0] == sizes[1]
+
+
+class BlockReader(torch.utils.data.Sampler[Any]):
+    """The batches of this rank from block ``first`` to the end of the pass."""
 
     def __init__(self, order: BlockOrder) -> None:
         self.first = 0
         self._order = order
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         for block in range(self.first, self._order.end(self.first)):
-            yield from self._order.indices(block)
+            yield self._order.indices(block)
 
 
 class AdoptedSampler(StepSampler):
@@ -107,9 +117,11 @@ class AdoptedSampler(StepSampler):
     def describe(self) -> dict[str, Any]:
         """Describe the order, as far as the audit has a rule for it."""
         described = super().describe()
-        if self._batches == 1 and self._order.parts == self._data.replicas:
+        order = self._order
+        if order.sampler is None and self._batches == 1 and order.parts == self._data.replicas:
             return described
-        return {name: described[name] for name in ("policy", "data_slots", "micro_batches", "seed")}
+        agreed = {name: described[name] for name in ("policy", "data_slots", "micro_batches", "seed")}
+        return agreed | ({} if order.sampler is None else {"order": order.sampler.digest})
 
 
 class AdoptedData:
@@ -128,52 +140,123 @@ class AdoptedData:
         self._newest = -1  # the block that the loop got last
         self._used: list[int] = []  # blocks of this step that a backward pass has used
         self._kept: Any = None  # the newest batch, which a loop that only counts gets again
+        self._is_used = True  # whether a backward pass has run since the loop got its last batch
+        self._has_read = False  # with gradients on, a batch of a DataLoader that is not adopted
+        # What len() gave before a DataLoader was adopted.
+        self._lengths: WeakKeyDictionary[Loader, int] = WeakKeyDictionary()
 
     # --- the script's DataLoader --------------------------------------------------------------------------
 
     def length(self, loader: Loader) -> int:
         """Return the number of batches of a pass on this rank."""
-        return self._order_of(loader).blocks if shuffles(loader) else _length(loader)
+        if is_stream(loader.dataset) or (self._evaluates() and loader is not self._loader):
+            return _length(loader)
+        if self._loader is None:
+            # The loop reads none yet: a fixed order is usually that of an evaluation.
+            trains = type(loader.sampler) is not SequentialSampler
+        else:
+            trains = self._is_adopted(loader)
+        length = self._shape_of(loader).blocks if trains else _length(loader)
+        if self._loader is None:
+            self._lengths[loader] = length
+        return length
 
     def iterate(self, loader: Loader) -> Iterator[Any]:
         """Return the job's batches for the loader that the loop trains on, else the loader's own."""
-        if not shuffles(loader) or not torch.is_grad_enabled():
-            batches = _iterate(loader)
+        if is_stream(loader.dataset):
+            return _iterate(loader)
+        if self._evaluates():
             # An evaluation of a loop that only counts has results that nothing uses.
-            return batches if self._loop.computes else islice(batches, 1)
+            return self._own(_iterate(loader) if self._loop.computes else islice(_iterate(loader), 1))
         self._adopt(loader)
         return self._pass()
 
+    def _evaluates(self) -> bool:
+        """Whether the script evaluates now: without gradients, or with its model in eval mode."""
+        if not torch.is_grad_enabled():
+            return True
+        objects = self._loop.objects
+        modules = outermost_modules() if objects is None else [objects.model]
+        return bool(modules) and not any(module.training for module in modules)
+
+    def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._has_read = self._has_read or torch.is_grad_enabled()
+            yield batch
+
     def _adopt(self, loader: Loader) -> None:
-        if loader is self._loader:
+        if self._is_adopted(loader):
             return
-        if _others(loader) or (self._loader is not None and not _same(self._loader, loader)):
+        if self._loader is not None:
             raise ConfigError(
-                "the script has several DataLoaders that shuffle, and --adopt cannot know which one trains: "
-                f"give those of an evaluation shuffle=False, or {OWN_WAY}"
+                f"the script reads the DataLoader over {_name(loader)} for training, and trains on the one "
+                f"over {_name(self._loader)} already: read a DataLoader that does not train under "
+                f"torch.no_grad() or in eval mode, or {OWN_WAY}"
             )
         order = self._order_of(loader)
-        same: Mapping[str, Any] = {name: getattr(loader, name) for name in _ARGUMENTS}
-        if self._loader is None and self._loop.session is not None:
+        if self._loop.session is not None:
             raise ConfigError(
                 "the script takes its first batch of a DataLoader after its first optimizer step, when "
                 f"--adopt has declared the job's data already: {OWN_WAY}"
             )
-        self._loader, self._order, self._reader = loader, order, BlockReader(order)
-        self._feeder = DataLoader(loader.dataset, sampler=self._reader, **same)
+        if self._lengths.get(loader, order.blocks) != order.blocks:
+            raise ConfigError(
+                f"the script has asked for the length of the DataLoader over {_name(loader)}, which is in a "
+                f"fixed order, before it trains on it: it got {self._lengths[loader]}, and a pass has "
+                f"{order.blocks} batches on each replica: give it shuffle=True, or {OWN_WAY}"
+            )
+        reader = BlockReader(order)
+        same: Mapping[str, Any] = {name: getattr(loader, name) for name in _ARGUMENTS}
+        self._loader, self._order, self._reader = loader, order, reader
+        self._feeder = DataLoader(loader.dataset, batch_sampler=reader, **same)
 
-    def _order_of(self, loader: Loader) -> BlockOrder:
-        """Return the order of a loader that shuffles. Raises ConfigError where a pass has no whole block."""
+    def _is_adopted(self, loader: Loader) -> bool:
+        """Whether ``loader`` is the adopted one, or gives the same batches, as one made for each pass."""
+        adopted = self._loader
+        if adopted is None or loader is adopted:
+            return loader is adopted
+        if loader.dataset is not adopted.dataset:
+            return False
+        if loader.sampler is adopted.sampler and not self._shape_of(loader).batched:
+            return loader.batch_size == adopted.batch_size
+        return self._order is not None and self._order_of(loader).is_like(self._order)
+
+    def _shape_of(self, loader: Loader) -> BlockOrder:
+        """Return the order of a loader without what is in it. Raises ConfigError for what cannot be kept."""
         group = RankGroup.find()
         rank, ranks = (group.rank, group.size) if group is not None else (0, 1)
-        size, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
-        assert batch_size is not None
-        order = BlockOrder(size, batch_size, self.slot * ranks + rank, self.replicas * ranks)
+        if isinstance(loader.sampler, DistributedSampler):
+            size, batch_size, batched = len(loader.dataset), loader.batch_size, False  # type: ignore[arg-type]
+        else:
+            data = TrainingData.of(loader)
+            size, batch_size, batched = data.size, data.batch_size, data.batched
+        if loader.batch_sampler is None or batch_size is None:
+            raise ConfigError(
+                f"the DataLoader over {_name(loader)} has batch_size=None, and --adopt cuts batches into a "
+                f"part per replica: give it a batch size, or {OWN_WAY}"
+            )
+        order = BlockOrder(size, batch_size, self.slot * ranks + rank, self.replicas * ranks, batched)
         if not order.blocks:
             raise ConfigError(
-                f"the script's DataLoader has {size} samples, too few for a batch of {batch_size} on each of "
-                f"{order.parts} ranks: choose a smaller batch size"
+                f"the script's DataLoader has {size} {'batches' if batched else 'samples'}, too few for a "
+                f"batch{'' if batched else f' of {batch_size}'} on each of {order.parts} ranks: choose a "
+                "smaller batch size"
             )
+        return order
+
+    def _order_of(self, loader: Loader) -> BlockOrder:
+        """Return the order of a loader that trains. Raises ConfigError for one that cannot be kept."""
+        order, sampler = self._shape_of(loader), loader.sampler
+        is_distributed = isinstance(sampler, DistributedSampler)
+        if not order.batched and (
+            sampler.shuffle if is_distributed else shuffles_all(sampler, loader.dataset)  # type: ignore[attr-defined]
+        ):
+            return order
+        given: Any = loader.batch_sampler if order.batched else sampler
+        if is_distributed:
+            given = range(order.size)
+        order = replace(order, sampler=SamplerOrder(given, 0, loader.dataset, loader.generator))
+        _refuse_lost_positions(order, loader)
         return order
 
     def _pass(self) -> Iterator[Any]:
@@ -190,14 +273,30 @@ class AdoptedData:
                     reader.first = block
                     reading = _iterate(self._feeder)
                 batch = self._kept = next(reading)
-            self._newest = block
+            self._newest, self._is_used = block, False
             yield batch
+            if not self._is_used:
+                raise ConfigError(
+                    f"the script has read two batches of the DataLoader over {_name(self._feeder)} without a "
+                    "backward pass between them, and --adopt gives each replica a part of every batch: read "
+                    f"what does not train under torch.no_grad() or in eval mode, or {OWN_WAY}"
+                )
             block += 1
 
     # --- steps and blocks ---------------------------------------------------------------------------------
 
     def note_backward(self) -> None:
-        """The loop computes the gradient of the batch that it got last."""
+        """The loop computes the gradient of the batch that it got last.
+
+        Raises ConfigError where that is a batch of an evaluation's DataLoader.
+        """
+        self._is_used = True
+        if self._loader is None and self._has_read and self._evaluates():
+            raise ConfigError(
+                "the script trains on a DataLoader while its model is in eval mode, and --adopt takes such a "
+                "DataLoader for that of an evaluation: call the model's train() before the loop reads the "
+                f"DataLoader, and eval() on the frozen modules after it, or {OWN_WAY}"
+            )
         if self._newest >= 0 and self._newest not in self._used:
             self._used.append(self._newest)
 
@@ -245,19 +344,18 @@ class AdoptedData:
     @property
     def weight(self) -> float:
         """The number of samples of a step here; 1 where the loop has no DataLoader."""
-        assert self._loader is None or self._loader.batch_size is not None
-        return 1.0 if self._loader is None else float(self._loader.batch_size or 1) * self._batches
+        if self._order is None:
+            return 1.0
+        return float(sum(len(self._order.indices(block)) for block in self.blocks_of(self._loop.number)))
 
     def describe(self) -> str:
         """Name the data for a sentence."""
-        if self.sampler is None or self._loader is None:
+        if self.sampler is None or self._loader is None or self._order is None:
             return "the batches that the loop makes, with generators seeded for each step and replica"
-        size = self._loader.batch_size
-        times = f" times {self._batches} batches" if self._batches > 1 else ""
-        dataset = type(self._loader.dataset).__name__
+        unit = "batches" if self._order.batched else "samples"
         return (
-            f"the DataLoader over {dataset} ({size}{times} samples a step here, "
-            f"{self.sampler.global_batch_size} in the job)"
+            f"the DataLoader over {_name(self._loader)} ({self._order.batch_size * self._batches} {unit} a "
+            f"step here, {self.sampler.global_batch_size} in the job)"
         )
 
 
@@ -302,17 +400,17 @@ class InputWatch:
             )
 
 
-def _others(loader: Loader) -> bool:
-    """Whether another DataLoader shuffles, over other data or in other batches."""
+def _refuse_lost_positions(order: BlockOrder, loader: Loader) -> None:
+    """Refuse a fixed order whose pass has positions that fill no block: they would never be trained on."""
+    assert order.sampler is not None
+    lost = order.size - order.blocks * order.batch_size * order.parts
+    if lost and not loader.drop_last and order.sampler.is_fixed:
+        raise ConfigError(
+            f"a pass of the DataLoader over {_name(loader)} has {order.size} positions in a fixed order, and "
+            f"the last {lost} fill no batch of {order.batch_size} on each of {order.parts} ranks, so they "
+            f"would never be trained on: give it shuffle=True or drop_last=True, or {OWN_WAY}"
+        )
 
-    def exist() -> bool:
-        return any(shuffles(x) and not _same(x, loader) for x in living(DataLoader))
 
-    if not exist():
-        return False
-    gc.collect()  # it may be garbage that is not collected yet
-    return exist()
-
-
-def _same(one_loader: Loader, other: Loader) -> bool:
-    return one_loader.dataset is other.dataset and one_loader.batch_size == other.batch_size
+def _name(loader: Loader) -> str:
+    return type(loader.dataset).__name__

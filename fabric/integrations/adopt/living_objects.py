@@ -88,10 +88,15 @@ def _only_optimizer() -> torch.optim.Optimizer:
     return optimizers[0]
 
 
-def _only_model(optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+def outermost_modules() -> list[torch.nn.Module]:
+    """Return the modules with parameters that are part of no other module."""
     modules = living(torch.nn.Module)
     inside = {id(child) for module in modules for child in module.children()}
-    outermost = [m for m in modules if id(m) not in inside and next(m.parameters(), None) is not None]
+    return [m for m in modules if id(m) not in inside and next(m.parameters(), None) is not None]
+
+
+def _only_model(optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    outermost = outermost_modules()
     if len(outermost) != 1:
         names = ", ".join(sorted(map(_name, outermost))) or "none"
         raise ConfigError(f"--adopt takes a script with one model, and this one has {names}: {OWN_WAY}")

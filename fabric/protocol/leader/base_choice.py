@@ -1,11 +1,16 @@
 """The choice of the state that a generation begins from."""
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fabric.model import DURABLE, Base, Record, SnapshotRef
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import network as m
+from fabric.protocol.messages.rank_messages import rank_of_url
+
+States = dict[SnapshotRef, set[str]]  # a state -> the URLs of the servers that hold it, or ``DURABLE``
 
 
 @dataclass(slots=True, eq=False)
@@ -19,33 +24,96 @@ class BaseChoice:
     base_loaded_generation: int = 0  # the newest generation whose base a member has loaded
     steps_lost: int | None = None  # number of steps that the newest cold start lost; None: not known
 
-    def choose(self, peers: list[Peer]) -> tuple[Base | None, str]:
+    def choose(self, peers: list[Peer], is_heard: bool = False) -> tuple[Base | None, str]:
         """The state with the highest (generation, step); of equal ones memory comes before durable storage.
 
-        Pass over states that members could not load before or called wrong. Return None when no other state
-        is left. The text names the states that were passed over.
+        Pass over states that members could not load before or called wrong, and those that holders dispute.
+        Pass over the checkpoints of another job. Return None when no other state is left. The text names the
+        states that were passed over. ``is_heard``: this leader has heard members of the record's generation.
         """
         states = self.held_states(peers)
         for ref in self.state.liveness.durable():
             states.setdefault(ref, set()).add(DURABLE)
+        foreign = self._foreign(states, is_heard)
         passed = {ref: f"could not be loaded: {why}" for ref, why in self.unusable.items()}
+        disputed = self._disputed(states, peers)
+        passed |= disputed | foreign
         passed |= {ref: f"is not trusted: {why}" for ref, why in self.mistrusted.items() if ref in states}
         newest_first = sorted(passed, key=lambda ref: (-ref.generation, -ref.step))
-        skipped = "; ".join(f"step {x.step} of generation {x.generation} {passed[x]}" for x in newest_first)
+        texts = (f"step {x.step} of generation {x.generation} {passed[x]}" for x in newest_first)
+        skipped = "; ".join(dict.fromkeys(texts))
         usable = {ref: urls for ref, urls in states.items() if ref not in passed}
-        if any(ref.generation for ref in self.unusable):
+        if any(ref.generation for ref in (*self.unusable, *disputed)):
             # The job has committed steps, so the initial state of new processes cannot replace its state.
             usable = {ref: urls for ref, urls in usable.items() if ref.generation}
-        if states and not usable:
+        if any(ref not in foreign for ref in states) and not usable:
             return None, skipped
         if not usable:  # no server holds a state: begin from the newest state that a trainer has said it has
             newest = max(peers, key=lambda p: (_own_state(p).generation, _own_state(p).step))
             own, urls = _own_state(newest), tuple(a.ckpt for a in as_member(newest.session).addresses)
             return Base(own.generation, own.step, own.digest, urls), skipped
-        best = max(usable, key=lambda ref: (ref.generation, ref.step, len(usable[ref]), ref.digest))
+        best = max(
+            usable,
+            key=lambda ref: (
+                ref.generation,
+                ref.step,
+                usable[ref] != {DURABLE},
+                len(usable[ref]),
+                ref.digest,
+            ),
+        )
         return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), skipped
 
-    def held_states(self, peers: list[Peer]) -> dict[SnapshotRef, set[str]]:
+    def _foreign(self, states: States, is_heard: bool) -> dict[SnapshotRef, str]:
+        """The checkpoints of a generation that this job has not reached -> why they are passed over.
+
+        An older copy of the store knows too low a generation, so a member or a state in memory must show it.
+        """
+        record, peers = self.state.record, self.state.liveness.peers.values()
+        if record is None:
+            return {}
+        newest = max([record.generation, *(max(p.generation, p.session.known_generation) for p in peers)])
+        in_memory = {ref.generation for ref, urls in states.items() if urls != {DURABLE}}
+        if not is_heard and newest not in in_memory:
+            return {}
+        why = f"is of another job, because this one has reached only generation {newest}"
+        return {ref: why for ref, urls in states.items() if ref.generation > newest and urls == {DURABLE}}
+
+    def _disputed(self, states: States, peers: Sequence[Peer]) -> dict[SnapshotRef, str]:
+        """The states that cannot be believed -> why.
+
+        Holders of one layout hold unequal states of one step, so a state is wrong. The states of most holders
+        are believed. A wrong state spoils the later states of its holders. Generation 0 has no equal states.
+        """
+        if all(not p.session.replay for p in peers):
+            return {}  # their settings expect no equal states
+        cuts = self._cuts()
+        holders: dict[tuple[int, int, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for ref, urls in states.items():
+            for url in (u for u in urls if ref.generation and _is_first_rank(u)):
+                layout = url if url == DURABLE else cuts.get(url, "")
+                holders[ref.generation, ref.step, layout][ref.digest].add(url)
+        disputed: dict[SnapshotRef, str] = {}
+        for (generation, step, layout), by_digest in holders.items():
+            if len(by_digest) == 1 or (layout == DURABLE and any(cuts.values())):
+                continue
+            sides = by_digest.values()
+            wrong = {url for side in sides if 2 * len(side) <= sum(map(len, sides)) for url in side}
+            if all(side <= wrong for side in sides):
+                wrong.add(DURABLE)
+            why = f"is disputed: there are unequal states of step {step}"
+            later = (x for x in states if x.generation == generation and x.step >= step)
+            disputed |= {x: why for x in later if _held_by(states[x], wrong)}
+        return disputed
+
+    def _cuts(self) -> Mapping[str, str]:
+        """URL of each checkpoint server -> the layout of its replica, in a job of unequal layouts."""
+        live, record = self.state.liveness, self.state.record
+        members = [as_member(p.session) for p in live.peers.values()]
+        members += record.roster if record is not None else ()
+        return {url: x.cuts for x in members for url in (*live.servers.urls_of(x), x.ckpt)}
+
+    def held_states(self, peers: list[Peer]) -> States:
         """The complete states in checkpoint servers' memory, each with the URLs of those servers.
 
         The server's status says what it holds. If no status arrives, its trainer's session counts.
@@ -69,9 +137,13 @@ class BaseChoice:
         self.mistrusted = {**earlier, **{ref: why for ref, where in held.items() if where <= urls}}
 
     def forgive(self) -> None:
-        """Let every state be tried again, because an operator restarts the job."""
+        """Let every state be tried again, because an operator restarts the job.
+
+        The processes that are there have read storage since, so what gone ones found there does not count.
+        """
         self.unusable.clear()
         self.mistrusted.clear()
+        self.state.liveness.forget_storage()
 
     def note_cannot_load(self, message: m.CannotContinue, record: Record) -> None:
         """Note that a member could not load the base, and which of its sources are not heard."""
@@ -89,6 +161,16 @@ class BaseChoice:
         ):
             self.base_loaded_generation = generation
             self.unusable.pop(base_ref(record), None)
+
+
+def _is_first_rank(url: str) -> bool:
+    return url == DURABLE or not rank_of_url(url)
+
+
+def _held_by(urls: set[str], wrong: set[str]) -> bool:
+    """Whether no holder of a state is outside ``wrong``. A copy in storage counts only alone."""
+    memory = {url for url in urls if _is_first_rank(url)} - {DURABLE}
+    return memory <= wrong if memory else DURABLE in wrong
 
 
 def _own_state(peer: Peer) -> SnapshotRef:

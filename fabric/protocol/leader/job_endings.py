@@ -55,6 +55,13 @@ class Endings:
         if record.lists(replica, ended.incarnation) and ended.step >= (self.progress.highest_step or 0):
             self.end_step = ended.step
 
+    def known_ends(self, record: Record) -> list[int]:
+        """The steps at which loops have ended, except of a process that is gone and that the job outlived."""
+        there = {name for name, peer in self.state.liveness.peers.items() if peer.connected}
+        return [
+            step for name, step in self.finished.items() if name in there or record.member(name) is not None
+        ]
+
     def refuse_early_ends(self, record: Record) -> None:
         """Refuse replicas outside the roster whose loop ended before the job's: they would wait for ever."""
         if not self.finished:

@@ -6,7 +6,7 @@ trainers may hold the GIL for long. A verdict is a sentence with the evidence, o
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from fabric.model import Member, Policy, ReplicaProcess, SnapshotRef, StepTimes
@@ -158,6 +158,13 @@ class Liveness:
         """Every durable checkpoint that a process has found or written, also if that process has ended."""
         found_by_members = {ref for peer in self.peers.values() for ref in peer.session.durable}
         return found_by_members | self.servers.durable()
+
+    def forget_storage(self) -> None:
+        """Forget the durable checkpoints that only processes without a session have named."""
+        for peer in self.peers.values():
+            if not peer.connected:
+                peer.session = replace(peer.session, durable=())
+        self.servers.forget_storage()
 
     def servers_to_hear(self, roster: Sequence[Member], now: float) -> dict[str, float]:
         """URL of each unconnected checkpoint server that may hold the newest state -> until when to wait."""
@@ -328,4 +335,5 @@ def as_member(session: OpenSession) -> Member:
         ranks=session.ranks,
         rack=session.rack,
         cuts=session.cuts,
+        stores=session.stores,
     )

@@ -158,6 +158,11 @@ class ServerStatuses:
         """Every durable checkpoint that a server has written or found."""
         return {ref for status in self._all() for ref in status.durable}
 
+    def forget_storage(self) -> None:
+        """Forget the durable checkpoints that trainers of the past have written."""
+        for status in self._all():
+            status.durable = ()
+
     def whole(self, ranks: int) -> dict[SnapshotRef, set[str]]:
         """The snapshots in ``held`` of which each rank's part has a living holder, in any replica.
 

@@ -32,10 +32,11 @@ class Starts:
     def start_again(self, record: Record) -> bool:
         """Start again once each member that knows the state is proven dead or out of contact for long enough.
 
-        If a replica outside the roster reached the end of the job, the job is complete instead.
+        If a member, or a replica outside the roster that is there, reached the end of the job, the job is
+        complete instead.
         """
-        if self.endings.finished:
-            self.writer.write_complete(record, max(self.endings.finished.values()))
+        if ends := self.endings.known_ends(record):
+            self.writer.write_complete(record, max(ends))
             return True
         limit = self.state.out_of_sight_s
         for member in record.roster:
@@ -107,7 +108,7 @@ class Starts:
             self.evidence.forgive_deaths()
         spares = [p for p in open_ if p.session.spare]
         peers = regular[: self.limits.most] + spares[: max(0, self.limits.full - len(regular))]
-        base, passed = self.bases.choose(peers)
+        base, passed = self.bases.choose(peers, self.progress.highest_step is not None)
         if base is None:
             self.endings.failure = (
                 f"no state is left that could be loaded: {passed}; mend the storage, or name another "

@@ -182,6 +182,7 @@ class LighthouseSession:
             sharing=me.sharing,
             data_slot=me.data_slot,
             rack=me.rack,
+            stores=self._context.config.stores,
             adapt=self._context.config.adapt,
             cuts=me.cuts,
             launched=self._context.config.launched,

@@ -82,6 +82,7 @@ class MemberConfig:
     replay: bool = True  # catch up by published gradients; False: by a blocking join
     exchange_s: float = 60.0  # the time budget for an exchange
     user_code_s: float = 1800.0  # the time budget for user code
+    stores: bool = True  # this replica has storage for durable checkpoints
     on_nan: str = "propagate"  # the action at a step whose averaged gradient is not finite
     plan: DataPlan | None = None  # the data of the loop's first steps; None: those of all its steps
 

@@ -224,6 +224,7 @@ class OpenSession:
     # The job's end, which an earlier process on this host reached without a lighthouse.
     ended: JobEnd | None = None
     rack: str = ""  # as in ``Member.rack``
+    stores: bool = True  # as in ``Member.stores``
     adapt: str = ""  # the job's mode against slow replicas: "off", "advise" or "act"; empty: an older version
     cuts: str = ""  # as in ``Member.cuts``
     launched: LaunchedLayouts = NOT_LAUNCHED

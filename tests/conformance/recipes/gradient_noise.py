@@ -11,7 +11,6 @@ import torch
 
 AREA = "Random numbers in the update"
 TOLERANCE = 0.2
-QUICK = True
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4))

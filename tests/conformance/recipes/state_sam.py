@@ -4,7 +4,6 @@ import recipe
 import torch
 
 AREA = "State and optimizers"
-QUICK = True
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))

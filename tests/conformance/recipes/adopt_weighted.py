@@ -1,0 +1,36 @@
+"""WeightedRandomSampler under --adopt, and a DataLoader of its own for each epoch.
+
+A replica's part of the step in which it dies is left out, because the loop cannot compute two batches for
+one step.
+"""
+
+import recipe
+import torch
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+AREA = "Plain scripts with --adopt"
+LAUNCH = "--adopt"
+UNLIKE = ("killed",)
+
+torch.manual_seed(0)
+data = recipe.Samples(240)
+weights = [1.0 + 9.0 * (i % 5 == 0) for i in range(240)]
+sampler = WeightedRandomSampler(weights, 120, generator=torch.Generator().manual_seed(4))
+batch = recipe.GLOBAL_BATCH // recipe.REPLICAS
+
+model = torch.nn.Linear(16, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=8, gamma=0.5)
+loss_fn = torch.nn.functional.cross_entropy
+
+steps = 0
+while steps < recipe.STEPS:
+    for x, y in DataLoader(data, batch_size=batch, sampler=sampler):
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+        steps += 1
+        if steps == recipe.STEPS:
+            break
+recipe.report(model, optimizer, steps=steps, rate=scheduler.get_last_lr())

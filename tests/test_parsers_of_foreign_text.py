@@ -57,7 +57,7 @@ LINE = {"replica": "r0", "event": "commit", "step": 1, "epoch": 1, "t": 1.0, "di
 
 @dataclass(frozen=True)
 class Parser:
-    """A parser of bytes, and a document that it takes."""
+    """A parser of bytes, and a document of the form that it reads."""
 
     name: str
     parse: Callable[[bytes, Path], object]
@@ -90,31 +90,61 @@ def of_value(parse: Callable[[Any], object]) -> Callable[[bytes, Path], object]:
     return read
 
 
+def of_list(parse: Callable[[list[Any]], object]) -> Callable[[bytes, Path], object]:
+    return of_value(lambda body: parse(body if isinstance(body, list) else [body]))
+
+
 def setting(name: str) -> Callable[[bytes, Path], object]:
-    return of_text(
-        lambda text: config.settings({"FABRIC_DISABLE": "1", "FABRIC_LIGHTHOUSE": "http://h:1", name: text})
-    )
+    others = {"FABRIC_DISABLE": "1", "FABRIC_LIGHTHOUSE": "http://h:1"}
+    return of_text(lambda text: config.settings({**others, name: text}))
 
 
 PARSERS = (
     Parser("journal", lambda data, _: parse_journal("r0", data), LINE),
-    Parser("trace", of_file(read_trace), [{"event_time": 1.0, "node_id": "n", "event_type": "fault_start"}],
-           (ValueError, OSError)),
-    Parser("recovery records of a plan", of_value(lambda body: phases_of(body if isinstance(body, list) else [body])),
-           [{"detected": 1.0, "step_committed": 2.0, "lost": {}}], (ValueError,)),
+    Parser(
+        "trace",
+        of_file(read_trace),
+        [{"event_time": 1.0, "node_id": "n", "event_type": "fault_start"}],
+        (ValueError, OSError),
+    ),
+    Parser(
+        "recovery records of a plan",
+        of_list(phases_of),
+        [{"detected": 1.0, "step_committed": 2.0, "lost": {}}],
+        (ValueError,),
+    ),
     Parser("plan file", of_file(read_plan), {"faults": [{"at": "5s", "fault": "kill", "replica": "r0"}]}),
-    Parser("description of a state", of_text(parse_description), {"format": STATE, "step": 5, "state": {"m": SHARD}}),
+    Parser(
+        "description of a state",
+        of_text(parse_description),
+        {"format": STATE, "step": 5, "state": {"m": SHARD}},
+    ),
     Parser("shards of a state", of_text(find_shards), {"format": STATE, "step": 5, "state": {"m": SHARD}}),
     Parser("manifest of a durable checkpoint", lambda data, _: parse_manifest(data, "m"), MANIFEST),
-    Parser("part of a durable checkpoint", lambda data, _: parse_rank_shard(data, "m", MANIFEST, 0),
-           {"format": DURABLE, "rank": 0, "snapshot": SNAPSHOT, "segments": [["data-0", 0, 100]]}),
-    Parser("order of a drill", lambda data, _: read_order(data), asdict(PointOrder("d", "step-begin", "kill"))),
-    Parser("recovery records of a drill", of_value(lambda body: read_recoveries(body if isinstance(body, list) else [body])),
-           [{"kind": "death", "about": "r0", "detected": 1.0, "lost": {}}]),
-    Parser("stacks of a trainer", of_text(parse_dump), "Thread 0x1 [main] (most recent call first):\n  File \"a\", line 1 in f"),
+    Parser(
+        "part of a durable checkpoint",
+        lambda data, _: parse_rank_shard(data, "m", MANIFEST, 0),
+        {"format": DURABLE, "rank": 0, "snapshot": SNAPSHOT, "segments": [["data-0", 0, 100]]},
+    ),
+    Parser(
+        "order of a drill", lambda data, _: read_order(data), asdict(PointOrder("d", "step-begin", "kill"))
+    ),
+    Parser(
+        "recovery records of a drill",
+        of_list(read_recoveries),
+        [{"kind": "death", "about": "r0", "detected": 1.0, "lost": {}}],
+    ),
+    Parser(
+        "stacks of a trainer",
+        of_text(parse_dump),
+        'Thread 0x1 [main] (most recent call first):\n  File "a", line 1 in f',
+    ),
     Parser("flight recording", of_text(parse_flight), {"entries": []}),
-    Parser("recording of collectives", of_value(lambda body: parse_recording(body, Process("h", 0), "s")),
-           {"version": "2.5", "entries": [{"record_id": 1, "profiling_name": "a", "input_sizes": [[1]]}]}),
+    Parser(
+        "recording of collectives",
+        of_value(lambda body: parse_recording(body, Process("h", 0), "s")),
+        {"version": "2.5", "entries": [{"record_id": 1, "profiling_name": "a", "input_sizes": [[1]]}]},
+    ),
     Parser("line of a trainer", lambda data, _: decode_line(data), {"kind": "attach", "job": "j"}),
     Parser("frame of device memory", lambda data, _: read_offer(data), {"device": 0, "size": 1}),
     Parser("command of a rank", lambda data, _: decode_command(data), {"kind": "Commit", "value": {}}),
@@ -126,17 +156,27 @@ PARSERS = (
     Parser("ranks", of_text(parse_ranks), "0/2"),
     Parser("layout", of_text(parse_layout), "dp=2,tp=2"),
     Parser("order of a layout", of_text(parse_order), {"layout": "dp=2"}),
-    *(Parser(name, setting(name), good) for name, good in {
-        "FABRIC_REPLICAS": "1:3", "FABRIC_EXCHANGE_S": "60", "FABRIC_DURABLE_EVERY_S": "1e2", "FABRIC_PORTS": "1-2",
-        "FABRIC_DURABLE": "s3://bucket/x", "FABRIC_DURABLE_KEEP": "3", "FABRIC_LIGHTHOUSE": "http://127.0.0.1:8600",
-    }.items()),
-)  # fmt: skip
+    *(
+        Parser(name, setting(name), good)
+        for name, good in {
+            "FABRIC_REPLICAS": "1:3",
+            "FABRIC_EXCHANGE_S": "60",
+            "FABRIC_DURABLE_EVERY_S": "1e2",
+            "FABRIC_PORTS": "1-2",
+            "FABRIC_DURABLE": "s3://bucket/x",
+            "FABRIC_DURABLE_KEEP": "3",
+            "FABRIC_LIGHTHOUSE": "http://127.0.0.1:8600",
+        }.items()
+    ),
+)
 
 # Values that have ended a parser with a traceback.
 NASTY = st.sampled_from(
-    [10**400, -(10**400), 1e308, float("inf"), float("nan"), -1, 2**63, True, None, "", "\x1b[2J", "\ud800", "9" * 5000]
-    + [[], {}, [[]], {"": 1}, 0.5, "x" * 200_000]
-)  # fmt: skip
+    [
+        *(10**400, -(10**400), 1e308, float("inf"), float("nan"), -1, 2**63, True, None, 0.5),
+        *("", "\x1b[2J", "\ud800", "9" * 5000, "x" * 200_000, [], {}, [[]], {"": 1}),
+    ]
+)
 
 
 def places(node: Any) -> list[tuple[Any, Any]]:
@@ -164,9 +204,7 @@ def texts(draw: st.DrawFn, good: Any) -> bytes:
     data = text.encode("utf-8", "replace")
     if way == "digits":
         at = draw(st.integers(0, len(data)))
-        return (
-            data[:at] + draw(st.sampled_from([b"9" * 5000, b"1e999", b"\xd9\xa3", b"\0", b"\r"])) + data[at:]
-        )
+        return data[:at] + draw(st.sampled_from([b"9" * 5000, b"1e999", b"\xd9\xa3", b"\0"])) + data[at:]
     if way == "cut":
         begin = draw(st.integers(0, len(data)))
         return data[:begin] + draw(st.binary(max_size=3)) + data[draw(st.integers(begin, len(data))) :]

@@ -111,7 +111,7 @@ def _is(value: object, kind: Any) -> bool:
     """Whether ``value``, parsed by ``_decode``, is of the type ``kind``."""
     try:
         msgspec.convert(value, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeError):
         return False
     return True
 

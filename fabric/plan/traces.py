@@ -60,7 +60,10 @@ def read_trace(path: Path) -> ClusterTrace:
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} is larger than {_MOST_BYTES >> 20} MiB: cut the trace")
     text = path.read_text(encoding="utf-8-sig")
-    rows = _from_json(text, path) if text.lstrip()[:1] == "[" else _from_csv(text, path)
+    try:
+        rows = _from_json(text, path) if text.lstrip()[:1] == "[" else _from_csv(text, path)
+    except csv.Error as error:
+        raise ValueError(f"{path} is no CSV: {error}") from None
     return _trace(rows, path)
 
 
@@ -79,7 +82,7 @@ def _from_csv(text: str, path: Path) -> list[_Event]:
     if column is None or "unit" not in names or "event" not in names:
         raise ValueError(
             f"{path} needs the columns unit, event and one of {', '.join(_SECONDS)} in its first line,"
-            f" not {names}"
+            f" not {str(names)[:200]}"
         )
     events = []
     for row in reader:
@@ -91,7 +94,7 @@ def _from_csv(text: str, path: Path) -> list[_Event]:
 def _from_json(text: str, path: Path) -> list[_Event]:
     try:
         entries = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no valid JSON: {error}") from None
     events = []
     for number, entry in enumerate(entries):
@@ -107,7 +110,7 @@ def _from_json(text: str, path: Path) -> list[_Event]:
 def _event(at: object, unit: object, event: object, seconds: float, where: str) -> _Event:
     try:
         at_s = float(at) * seconds  # type: ignore[arg-type]  # anything but a number raises
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{where}: the time is no number: {str(at)[:40]!r}") from None
     if not 0 <= at_s < 1e12:
         raise ValueError(f"{where}: the time must be zero or more, not {at_s:g} s")

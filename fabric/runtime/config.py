@@ -5,6 +5,7 @@ A number has its unit in its name. A value that cannot be used raises ConfigErro
 
 import math
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from fabric.runtime.systemd import Supervisor
 
 ADAPT_MODES = ("off", "advise", "act")
 
+# A URL with a user and a password.
+_PASSWORD = re.compile(r"://[^/?#]*:[^/]*@")
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("", "0", "false", "no", "off"), False
 )
@@ -127,6 +130,15 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= 7 and 0 < int(text) <= 1_000_000
 
 
+def check_no_password(what: str, url: str) -> None:
+    """Raise ConfigError for a storage URL with a password, without repeating the URL."""
+    if _PASSWORD.search(url):
+        raise ConfigError(
+            f"{what} holds a password, which logs would show: put it into fsspec's configuration"
+            " (~/.config/fsspec, or FSSPEC_PROTOCOL_PASSWORD) and leave it out of the URL"
+        )
+
+
 def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
     """Return the settings from ``arguments`` (None: not given), else ``FABRIC_*`` variables, else defaults.
 
@@ -221,14 +233,16 @@ def _parse(name: str, text: str) -> Any:
     try:
         return type(default)(text)
     except ValueError:
-        raise ConfigError(f'{_variable(name)} is "{text}": it must be a {type(default).__name__}') from None
+        raise ConfigError(
+            f'{_variable(name)} is "{text[:80]}": it must be a {type(default).__name__}'
+        ) from None
 
 
 def _yes_or_no(name: str, text: str) -> bool:
     word = text.strip().lower()
     if word not in _WORDS:
         raise ConfigError(
-            f'{_variable(name)} is "{text}": it must be 1, true, yes or on, or 0, false, no or off'
+            f'{_variable(name)} is "{text[:80]}": it must be 1, true, yes or on, or 0, false, no or off'
         )
     return _WORDS[word]
 
@@ -236,6 +250,7 @@ def _yes_or_no(name: str, text: str) -> bool:
 def _anchored(chosen: Settings) -> Settings:
     # Make a relative folder absolute: the writer of durable checkpoints has another working folder than the
     # trainer.
+    check_no_password("FABRIC_DURABLE", chosen.durable)
     if not chosen.durable or "://" in chosen.durable or chosen.durable.startswith("~"):
         return chosen
     return replace(chosen, durable=str(Path(chosen.durable).absolute()))
@@ -252,7 +267,7 @@ def _checked(chosen: Settings) -> Settings:
         )
     for url in chosen.lighthouse:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url}": give URLs such as http://host:port')
+            raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url[:80]}": give URLs such as http://host:port')
     parse_layout(chosen.layout)
     chosen.tls.check()
     _check_ports(str(chosen.ports))

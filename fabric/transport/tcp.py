@@ -329,7 +329,14 @@ def parse_address(address: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         host = ""
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if (
+        not colon
+        or not host
+        or not port.isascii()
+        or not port.isdigit()
+        or len(port) > 5
+        or int(port) > 65535
+    ):
         raise ConfigError(f"{address[:80]!r} is not an address: write host:port")
     return host, int(port)
 

@@ -14,6 +14,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from fabric.errors import StateError
+from fabric.runtime.config import check_no_password
 
 _PROBE = ".fabric-probe"
 # Storage says this of a file or a name, and says it again at every try.
@@ -33,6 +34,7 @@ class Storage:
     configuration."""
 
     def __init__(self, url: str) -> None:
+        check_no_password("the storage's URL", url)
         self.url = url.rstrip("/") or url
         with storage_errors("opened", url):
             self._fs, path = fsspec.core.url_to_fs(url)

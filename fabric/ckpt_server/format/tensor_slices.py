@@ -140,7 +140,7 @@ def _shard(node: Any) -> dict[str, Shard]:
         name = local["$tensor"]
         name = name if isinstance(name, str) else name[0]
         shape, offset = (tuple(int(n) for n in described[key]) for key in ("shape", "offset"))
-    except (TypeError, KeyError, ValueError, IndexError):
+    except (TypeError, KeyError, ValueError, IndexError, OverflowError):
         return {}
     if not isinstance(name, str) or len(shape) != len(offset) or min((*shape, *offset), default=0) < 0:
         return {}

@@ -186,8 +186,8 @@ class Injector:
         try:
             answer = self._client.ask(self._client.path("injector"), body)
             return msgspec.convert(answer, InjectorAnswer)
-        except msgspec.ValidationError as error:
-            raise FabricError(f"the lighthouse's order cannot be read ({error})") from error
+        except (msgspec.ValidationError, UnicodeError) as error:
+            raise FabricError(f"the lighthouse's order cannot be read ({str(error)[:300]})") from error
 
 
 def start_injector(chosen: Settings) -> None:

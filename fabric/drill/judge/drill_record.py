@@ -71,9 +71,9 @@ def read_recoveries(entries: Sequence[object]) -> tuple[RecoveryFacts, ...]:
     """Check the recovery records of a lighthouse. Raises ProtocolError for another form."""
     try:
         return tuple(msgspec.convert(entry, RecoveryFacts) for entry in entries)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise ProtocolError(
-            f"the lighthouse sent a recovery record that cannot be used ({error}): "
+            f"the lighthouse sent a recovery record that cannot be used ({str(error)[:300]}): "
             "run a drill of the lighthouse's version"
         ) from error
 

@@ -107,7 +107,7 @@ def _bound(shown: str, kind: MeasureUnit, number: str, unit: str) -> float:
     except ValueError:
         value = math.inf
     if not math.isfinite(value):
-        raise ConfigError(f'the expectation "{shown}" has the bound "{number}", which is not a number')
+        raise ConfigError(f'the expectation "{shown}" has the bound "{number[:40]}", which is not a number')
     if kind is MeasureUnit.COUNT:
         if unit:
             raise ConfigError(f'the expectation "{shown}" counts something: leave the unit "{unit}" away')

@@ -108,8 +108,9 @@ def parse_plan(document: Any, name: str) -> DrillSchedule:
     """Check the parsed YAML or JSON of a plan file ``name``. Raises ConfigError with one sentence."""
     try:
         plan = msgspec.convert(document, _Plan)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"the plan {name} cannot be used: {error}; docs/drill.md shows a plan") from error
+    except (msgspec.ValidationError, UnicodeError) as error:
+        why = str(error)[:300]
+        raise ConfigError(f"the plan {name} cannot be used: {why}; docs/drill.md shows a plan") from error
     faults = []
     for number, entry in enumerate(plan.faults, start=1):
         place = f"fault {number} of the plan {name}"

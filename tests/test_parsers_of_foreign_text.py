@@ -1,0 +1,232 @@
+"""Every parser of text that another process or person wrote: any text is read, or refused in a sentence."""
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fabric.audit.journal import parse_journal
+from fabric.ckpt_server.durable.manifest import FORMAT as DURABLE
+from fabric.ckpt_server.durable.manifest import parse_manifest, parse_rank_shard, rank_shard_name
+from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
+from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.format.tensor_slices import find_shards, parse_slice
+from fabric.ckpt_server.server.debug_probe import parse_dump, parse_flight
+from fabric.ckpt_server.state.training_state import FORMAT as STATE
+from fabric.ckpt_server.state.training_state import parse_description
+from fabric.ckpt_server.wire.channel_protocol import decode_line
+from fabric.collectives.recording import Process, parse_recording
+from fabric.drill.judge.drill_record import read_recoveries
+from fabric.drill.judge.expectations import parse_expectation
+from fabric.drill.run.plan_file import read_plan
+from fabric.errors import FabricError
+from fabric.ftar.device.memory_offers import read_offer
+from fabric.model import SnapshotRef
+from fabric.plan.traces import phases_of, read_trace
+from fabric.protocol.messages.rank_messages import decode_command, decode_outcome
+from fabric.runtime import config
+from fabric.runtime.drill_orders import PointOrder, read_order
+from fabric.runtime.http.http_service import parse_ports
+from fabric.runtime.layout_orders import parse_order
+from fabric.runtime.rank_layout import parse_layout, parse_ranks
+from fabric.transport.tcp import parse_address
+
+EXAMPLES = 150
+_blocks = BlockDigests()
+_blocks.update(memoryview(b"x" * 100))
+DIGEST = digest_of_blocks(100, _blocks.blocks())
+SNAPSHOT = make_manifest(SnapshotRef(1, 5, DIGEST), 100, _blocks.blocks(), job="j", replica="r0", created=1.0)
+MANIFEST = {
+    "format": DURABLE,
+    "generation": 1,
+    "step": 5,
+    "digest": DIGEST,
+    "job": "j",
+    "ranks": 1,
+    "files": {name: {"nbytes": 100, "digest": DIGEST} for name in (rank_shard_name(0), "data-0")},
+}
+SHARD = {"$shard": [{"$tensor": "w"}, {"shape": [4, 2], "offset": [0, 0]}]}
+LINE = {"replica": "r0", "event": "commit", "step": 1, "epoch": 1, "t": 1.0, "digest": "d", "global_batch": 4}
+
+
+@dataclass(frozen=True)
+class Parser:
+    """A parser of bytes, and a document of the form that it reads."""
+
+    name: str
+    parse: Callable[[bytes, Path], object]
+    good: Any
+    also: tuple[type[Exception], ...] = ()  # what its callers turn into a sentence
+
+
+def of_text(parse: Callable[[str], object]) -> Callable[[bytes, Path], object]:
+    return lambda data, folder: parse(data.decode("utf-8", "replace"))
+
+
+def of_file(parse: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
+    def read(data: bytes, folder: Path) -> object:
+        (folder / "file").write_bytes(data)
+        return parse(folder / "file")
+
+    return read
+
+
+def of_value(parse: Callable[[Any], object]) -> Callable[[bytes, Path], object]:
+    """The parser gets JSON that a client has decoded."""
+
+    def read(data: bytes, folder: Path) -> object:
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+        return parse(body)
+
+    return read
+
+
+def of_list(parse: Callable[[list[Any]], object]) -> Callable[[bytes, Path], object]:
+    return of_value(lambda body: parse(body if isinstance(body, list) else [body]))
+
+
+def setting(name: str) -> Callable[[bytes, Path], object]:
+    others = {"FABRIC_DISABLE": "1", "FABRIC_LIGHTHOUSE": "http://h:1"}
+    return of_text(lambda text: config.settings({**others, name: text}))
+
+
+PARSERS = (
+    Parser("journal", lambda data, _: parse_journal("r0", data), LINE),
+    Parser(
+        "trace",
+        of_file(read_trace),
+        [{"event_time": 1.0, "node_id": "n", "event_type": "fault_start"}],
+        (ValueError, OSError),
+    ),
+    Parser(
+        "recovery records of a plan",
+        of_list(phases_of),
+        [{"detected": 1.0, "step_committed": 2.0, "lost": {}}],
+        (ValueError,),
+    ),
+    Parser("plan file", of_file(read_plan), {"faults": [{"at": "5s", "fault": "kill", "replica": "r0"}]}),
+    Parser(
+        "description of a state",
+        of_text(parse_description),
+        {"format": STATE, "step": 5, "state": {"m": SHARD}},
+    ),
+    Parser("shards of a state", of_text(find_shards), {"format": STATE, "step": 5, "state": {"m": SHARD}}),
+    Parser("manifest of a durable checkpoint", lambda data, _: parse_manifest(data, "m"), MANIFEST),
+    Parser(
+        "part of a durable checkpoint",
+        lambda data, _: parse_rank_shard(data, "m", MANIFEST, 0),
+        {"format": DURABLE, "rank": 0, "snapshot": SNAPSHOT, "segments": [["data-0", 0, 100]]},
+    ),
+    Parser(
+        "order of a drill", lambda data, _: read_order(data), asdict(PointOrder("d", "step-begin", "kill"))
+    ),
+    Parser(
+        "recovery records of a drill",
+        of_list(read_recoveries),
+        [{"kind": "death", "about": "r0", "detected": 1.0, "lost": {}}],
+    ),
+    Parser(
+        "stacks of a trainer",
+        of_text(parse_dump),
+        'Thread 0x1 [main] (most recent call first):\n  File "a", line 1 in f',
+    ),
+    Parser("flight recording", of_text(parse_flight), {"entries": []}),
+    Parser(
+        "recording of collectives",
+        of_value(lambda body: parse_recording(body, Process("h", 0), "s")),
+        {"version": "2.5", "entries": [{"record_id": 1, "profiling_name": "a", "input_sizes": [[1]]}]},
+    ),
+    Parser("line of a trainer", lambda data, _: decode_line(data), {"kind": "attach", "job": "j"}),
+    Parser("frame of device memory", lambda data, _: read_offer(data), {"device": 0, "size": 1}),
+    Parser("command of a rank", lambda data, _: decode_command(data), {"kind": "Commit", "value": {}}),
+    Parser("outcome of a rank", lambda data, _: decode_outcome(data), {"kind": "Prepared", "value": {}}),
+    Parser("address", of_text(parse_address), "127.0.0.1:80"),
+    Parser("ports", of_text(parse_ports), "8600-8610"),
+    Parser("slice", of_text(lambda text: parse_slice(text, (4, 2))), "0:1,0:2"),
+    Parser("expectation", of_text(parse_expectation), "steps_lost<=1"),
+    Parser("ranks", of_text(parse_ranks), "0/2"),
+    Parser("layout", of_text(parse_layout), "dp=2,tp=2"),
+    Parser("order of a layout", of_text(parse_order), {"layout": "dp=2"}),
+    *(
+        Parser(name, setting(name), good)
+        for name, good in {
+            "FABRIC_REPLICAS": "1:3",
+            "FABRIC_EXCHANGE_S": "60",
+            "FABRIC_DURABLE_EVERY_S": "1e2",
+            "FABRIC_PORTS": "1-2",
+            "FABRIC_DURABLE": "s3://bucket/x",
+            "FABRIC_DURABLE_KEEP": "3",
+            "FABRIC_LIGHTHOUSE": "http://127.0.0.1:8600",
+        }.items()
+    ),
+)
+
+# Values that have ended a parser with a traceback.
+NASTY = st.sampled_from(
+    [
+        *(10**400, -(10**400), 1e308, float("inf"), float("nan"), -1, 2**63, True, None, 0.5),
+        *("", "\x1b[2J", "\ud800", "9" * 5000, "x" * 200_000, [], {}, [[]], {"": 1}),
+    ]
+)
+
+
+def places(node: Any) -> list[tuple[Any, Any]]:
+    """Return every (container, key) of a document."""
+    if isinstance(node, dict):
+        return [(node, key) for key in node] + [p for child in node.values() for p in places(child)]
+    if isinstance(node, list):
+        return [(node, i) for i in range(len(node))] + [p for child in node for p in places(child)]
+    return []
+
+
+@st.composite
+def texts(draw: st.DrawFn, good: Any) -> bytes:
+    """Return any bytes, or a good document with one value or a few bytes changed."""
+    way = draw(st.sampled_from(["bytes", "deep", "value", "cut", "digits"]))
+    if way == "bytes":
+        return draw(st.binary(max_size=200))
+    if way == "deep":
+        return draw(st.sampled_from([b"[", b'{"a":', b"[{}"])) * 60_000
+    document = copy.deepcopy(good)
+    if way == "value" and (spots := places(document)):
+        holder, key = draw(st.sampled_from(spots))
+        holder[key] = draw(NASTY)
+    text = document if isinstance(document, str) else json.dumps(document)
+    data = text.encode("utf-8", "replace")
+    if way == "digits":
+        at = draw(st.integers(0, len(data)))
+        return data[:at] + draw(st.sampled_from([b"9" * 5000, b"1e999", b"\xd9\xa3", b"\0"])) + data[at:]
+    if way == "cut":
+        begin = draw(st.integers(0, len(data)))
+        return data[:begin] + draw(st.binary(max_size=3)) + data[draw(st.integers(begin, len(data))) :]
+    return data
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
+def test_any_text_is_read_or_refused_in_a_sentence(parser, tmp_path):
+    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(texts(parser.good))
+    def check(data: bytes) -> None:
+        try:
+            parser.parse(data, tmp_path)
+        except (FabricError, *parser.also) as error:
+            assert 0 < len(str(error)) < 4000, error
+
+    check()
+
+
+def test_a_password_in_the_storages_url_is_refused_and_not_repeated():
+    """It once reached the log of every replica."""
+    with pytest.raises(FabricError) as refused:
+        config.settings({"FABRIC_DISABLE": "1", "FABRIC_DURABLE": "sftp://ann:secret-word@host/folder"})
+    assert "FABRIC_DURABLE holds a password" in str(refused.value) and "secret-word" not in str(refused.value)
+    assert config.settings({"FABRIC_DISABLE": "1", "FABRIC_DURABLE": "sftp://ann@host/a:b@c"}).durable

@@ -291,7 +291,8 @@ def _lay_out(
 ) -> list[Bucket]:
     """Return buckets in the order of their bytes: section by section, in the order given.
 
-    A bucket has parameters of one fragment.
+    A bucket has parameters of one fragment. Without presence a section has no gaps: the places of parameters
+    then follow from the parameters alone, see ``flat_places``.
     """
     buckets: list[Bucket] = []
     gap = begin = end = 0
@@ -307,7 +308,7 @@ def _lay_out(
                 end += len(members) * dtype.itemsize * has_presence
                 buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment, has_presence))
                 gap, members = end, []
-                begin = end = _aligned(end)
+                begin = end = _aligned(end) if has_presence or following is None else end
     return buckets
 
 

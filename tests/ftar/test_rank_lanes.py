@@ -146,9 +146,10 @@ def test_a_link_or_an_exchange_without_a_lane_is_refused():
     plane.close()
 
 
-def test_the_places_are_those_of_the_flat_gradients():
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+def test_the_places_are_those_of_the_flat_gradients(bucket_bytes):
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False).bfloat16())
-    gradients = FlatGradients(model.named_parameters(), any_layout=True)
+    gradients = FlatGradients(model.named_parameters(), bucket_bytes, any_layout=True)
     held = held_parameters(gradients.parameters)
     _, nbytes = flat_places(held)
     assert nbytes == gradients.nbytes

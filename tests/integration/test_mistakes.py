@@ -40,6 +40,9 @@ def sentence(job: Job, replica: str) -> str:
 
 def refused(job: Job, replica: str = "r0", **environment: str) -> str:
     """Start one trainer that must end with exit code 1; return its sentence."""
+    job.starts.pop(
+        replica, None
+    )  # each is a launcher's first start: a restarted process waits for a lighthouse
     job.start(replica, **{"FABRIC_JOURNAL": "", **environment})
     job.wait_for(lambda: job.ended(replica) is not None, f"the end of {replica}")
     assert job.ended(replica) == 1, job.logs()

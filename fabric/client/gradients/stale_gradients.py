@@ -5,6 +5,7 @@ its own part, and the sum would have it once per member. Without fabric the sum 
 ``zero_grad`` at each micro-batch would contribute the last one only, under the weight of all.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -18,7 +19,7 @@ _SAMPLED = 1024  # elements that are looked at in each gradient
 class StaleGradients:
     """``begin`` notes which gradients of ``optimizers`` are left over; their optimizer's step is refused.
 
-    Between ``begin_micro_batch`` and ``end_micro_batch`` the user's code computes, and only adds gradients.
+    Within ``micro_batch`` the user's code computes, and only adds gradients.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -33,28 +34,28 @@ class StaleGradients:
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before)
 
-    def begin_micro_batch(self, is_first: bool, is_only: bool) -> None:
-        """Note the gradients of the step's earlier micro-batches.
+    @contextlib.contextmanager
+    def micro_batch(self, is_first: bool, is_only: bool, frees: bool = False) -> Iterator[None]:
+        """Let the user's code compute a micro-batch, and watch the gradients of the step's earlier ones.
 
         The first micro-batch may drop those of the step before. But where it is the only one, a loop that
-        does so would drop gradients in a step that has a dead replica's micro-batches too.
+        does so would drop gradients in a step that has a dead replica's micro-batches too. Raises ConfigError
+        if the user's code has dropped all gradients since its last backward pass. ``frees``: fabric may have
+        freed them, because it has sent them.
         """
-        self._computes = self.own_loop
         self._note(not is_first or (is_only and self.own_loop))
+        self._computes = self.own_loop
+        try:
+            yield
+        finally:  # the loop may leave the step
+            self._computes = False
+        if not frees and ((self._kept and all(p.grad is None for p in self._kept)) or self._became_zero()):
+            raise _dropped()
+        self._note(False)
 
     def added(self) -> None:
         """Note the gradients after a backward pass."""
         self._note(True)
-
-    def end_micro_batch(self, frees: bool = False) -> None:
-        """Raise ConfigError if the user's code has dropped all gradients since its last backward pass.
-
-        ``frees``: fabric may have freed them, because it has sent them.
-        """
-        self._computes = False
-        if not frees and ((self._kept and all(p.grad is None for p in self._kept)) or self._became_zero()):
-            raise _dropped()
-        self._note(False)
 
     def begin(self, step: int) -> None:
         """Look at the gradients before a backward pass of ``step``. Raises ConfigError for dropped ones."""

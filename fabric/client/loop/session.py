@@ -267,10 +267,9 @@ class Session(SessionCollectives):
                 self._parts.buffers.begin_micro_batch()
                 step.weight.begin(data.count(order.step, micro_batch))
                 is_first = order is self._first_order and left == 1 - len(filled)
-                stale.begin_micro_batch(is_first, len(filled) == 1)
-                with self.overlap.micro_batch(last=left == 0):
+                watched = stale.micro_batch(is_first, len(filled) == 1, not self.settings.retain_gradients)
+                with watched, self.overlap.micro_batch(last=left == 0):
                     yield batch
-                stale.end_micro_batch(frees=not self.settings.retain_gradients)
                 self._clock.count(micro_batch, step.weight.take_work(len(samples)))
             crash_marker.clear()
             self._progress.at = None

@@ -50,9 +50,8 @@ class SoloStep:
             batch = self._data.fetch(self.number, micro_batch)
             self.weight.begin(self._data.count(self.number, micro_batch))
             seed_everything(plan.seed, self.number, micro_batch)
-            stale.begin_micro_batch(number == 0, len(filled) == 1)
-            yield batch
-            stale.end_micro_batch()
+            with stale.micro_batch(number == 0, len(filled) == 1):
+                yield batch
         weight = self.weight.take(self._session.parameters)
         self._session.randomness.begin(self.number)
         self.skipped = self._session.average(weight, part.index) or self._session.skips()

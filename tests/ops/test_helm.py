@@ -109,7 +109,7 @@ def test_every_address_follows_the_numbers_of_replicas():
 
 
 def test_an_upgrade_that_keeps_its_old_values_still_names_every_secret():
-    """``helm upgrade --reuse-values`` leaves out the defaults of values that the release before did not have."""
+    """``helm upgrade --reuse-values`` has no default of a value that the release before did not have."""
     kept = rendered(job__name="a", job__image="b:1", jobTokensSecret=None)
     assert specs(kept) == specs(rendered(job__name="a", job__image="b:1"))
 

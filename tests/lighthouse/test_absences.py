@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 
 from lighthouse_support import WireStatus, headers, start_job
 from protocol.test_leader import runs, started
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from fabric.cli.status import _job
 from fabric.lighthouse.diagnosis.absences import absences, headline
-from fabric.lighthouse.history.recovery import Recoveries, from_json
+from fabric.lighthouse.history.recovery import NAMED, Recoveries, from_json
 from fabric.lighthouse.http.job_status import _member_view
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
@@ -117,6 +118,15 @@ def test_a_drained_replica_is_named_and_a_scaled_one_is_not_wanted():
     assert watched.said.startswith("2 of 3 replicas; c left since TIME (c is being drained: drained by me")
     watched.job.do(io.Operator("scale", "", "me", "night", None, 2))
     assert watched.said == "2 of 2 replicas"
+
+
+def test_replicas_that_left_under_ever_new_names_do_not_fill_memory():
+    log, record = Recoveries(), started("a").record
+    for i in range(2 * NAMED):
+        leaving = replace(record.roster[0], replica=f"spot-{i}", leaving=True)
+        log.begin(replace(record, roster=(*record.roster, leaving)))
+        log._note_departures(record, float(i))
+    assert list(log.left) == [f"spot-{i}" for i in range(NAMED, 2 * NAMED)]
 
 
 def test_a_newcomer_is_a_member_as_soon_as_it_has_the_state():

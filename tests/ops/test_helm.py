@@ -108,6 +108,12 @@ def test_every_address_follows_the_numbers_of_replicas():
     assert found["Job", "a"]["spec"]["completions"] == 8
 
 
+def test_an_upgrade_that_keeps_its_old_values_still_names_every_secret():
+    """``helm upgrade --reuse-values`` has no default of a value that the release before did not have."""
+    kept = rendered(job__name="a", job__image="b:1", jobTokensSecret=None)
+    assert specs(kept) == specs(rendered(job__name="a", job__image="b:1"))
+
+
 def test_an_etcd_of_your_own_replaces_the_charts():
     found = rendered(
         store="etcds://etcd-0.example.com:2379",

@@ -111,7 +111,8 @@ class Recoveries:
         self._pending: list[
             RecoveryRecord
         ] = []  # the open records among ``kept``, which the lighthouse examines after every event
-        self.left: dict[str, Absence] = {}  # the drained replicas that are away, as this leader saw them
+        # The last NAMED drained replicas that are away, as this leader saw them.
+        self.left: dict[str, Absence] = {}
         self._record: Record | None = None
         self._looked = 0.0
 
@@ -164,6 +165,7 @@ class Recoveries:
                 self.left[member.replica] = Absence(member.replica, LEFT, why, now, host_of(member), False)
         for member in record.roster:
             self.left.pop(member.replica, None)
+        self.left = dict(list(self.left.items())[-NAMED:])
 
     def _unanswered(self) -> RecoveryRecord | None:
         """Return the newest recovery if no epoch has answered it yet."""

@@ -175,3 +175,86 @@ def test_a_writer_that_comes_after_its_snapshot_was_withdrawn_gets_no_other_stat
     assert dispatch.failures == 1 and "its memory was needed for another snapshot" in dispatch.error
     [process] = started
     assert process.returncode == -signal.SIGKILL and not list(tmp_path.iterdir())
+
+
+FULL = {"ok": False, "error": "[Errno 28] No space left on device"}
+WRITTEN = {"ok": True, "complete": True, "digest": "d", "folder": "f"}
+
+
+def outcomes_told(monkeypatch, *outcomes) -> list[tuple[int, str]]:
+    """The failures and the error after each attempt; the outcome None: its snapshot's memory was needed."""
+
+    async def main() -> list[tuple[int, str]]:
+        memory, told, waiting = SlotTable(), [], list(outcomes)
+        dispatch = DurableJobs("job", "r0", memory)
+        write = dispatch._write
+
+        async def scripted(request):
+            outcome = waiting.pop(0)
+            if outcome is None:
+                await memory.slot(SNAPSHOT, 0).withdraw()
+                return await write(request)
+            return outcome
+
+        monkeypatch.setattr(dispatch, "_write", scripted)
+        for step in range(1, len(outcomes) + 1):
+            await published(memory, step)
+            dispatch.start(PersistRequest(1, step, "unused", 1, 3))
+            await dispatch.finish()
+            told.append((dispatch.failures, dispatch.error))
+        memory.close()
+        return told
+
+    return asyncio.run(main())
+
+
+def test_a_skipped_checkpoint_after_a_written_one_is_no_failure(monkeypatch):
+    told = outcomes_told(monkeypatch, WRITTEN, None, WRITTEN, None)
+    assert told == [(0, "")] * 4
+
+
+def test_skipped_checkpoints_in_a_row_are_a_failure(monkeypatch):
+    told = outcomes_told(monkeypatch, WRITTEN, None, None, WRITTEN)
+    assert told[1] == (0, "") and told[2][0] == 1 and told[3] == (1, "")
+    assert "its memory was needed for another snapshot" in told[2][1]
+
+
+def test_a_skipped_checkpoint_does_not_hide_a_full_disk(monkeypatch):
+    told = outcomes_told(monkeypatch, None, FULL, None, None, WRITTEN)
+    assert "its memory was needed" in told[0][1]
+    assert [error for _, error in told[1:4]] == ["step 2: [Errno 28] No space left on device"] * 3
+    assert told[4][1] == ""
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_only_a_writer_that_the_server_killed_for_its_memory_is_overtaken(monkeypatch, is_needed):
+    start = asyncio.create_subprocess_exec
+
+    async def main() -> str:
+        memory = SlotTable()
+        await published(memory, 3)
+        slot = memory.slot(SNAPSHOT, 0)
+
+        async def sleeper(*arguments, **options):
+            process = await start("sleep", "600", **options)
+            drain = process.stdin.drain
+
+            async def end_it() -> None:
+                await drain()
+                if is_needed:
+                    for reader in tuple(slot.readers):
+                        reader.abort()
+                else:
+                    process.kill()
+
+            monkeypatch.setattr(process.stdin, "drain", end_it)
+            return process
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", sleeper)
+        dispatch = DurableJobs("job", "r0", memory)
+        dispatch.start(PersistRequest(1, 3, "unused", 1, 3))
+        await dispatch.finish()
+        memory.close()
+        return dispatch.error
+
+    assert ("its memory was needed for another snapshot" in asyncio.run(main())) is is_needed

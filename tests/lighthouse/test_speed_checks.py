@@ -70,6 +70,23 @@ def test_slow_memory_confirms_it_too():
     assert verdict.verdict == "confirmed"
 
 
+def test_figures_that_contradict_each_other_confirm_nothing():
+    checks, number = begun()
+    checks.take("r1", [answer(number, 0.005, copy_s=0.004)])
+    checks.take("r0", [answer(number, 0.015, copy_s=0.002)])
+    (verdict,) = checks.look(slow(), {}, MEMBERS, NOW + 1)
+    assert verdict.verdict == "no answer" and verdict.why.endswith("contradict each other")
+
+
+def test_a_replica_that_is_no_longer_slow_gets_no_verdict():
+    checks, number = begun()
+    checks.take("r1", [answer(number, 0.020)])
+    assert checks.look({}, {}, MEMBERS, NOW + 1) == [] and asked(checks) == {}
+    checks.take("r0", [answer(number, 0.010)])
+    assert checks.look(slow(), {}, MEMBERS, NOW + 2) == []
+    assert asked(checks)["r1"] > number, "a new slowdown gets a new check"
+
+
 @pytest.mark.parametrize(("factor", "verdict"), [(1.2, "confirmed"), (4.0, "refuted")])
 def test_the_measurement_must_show_half_of_the_slowdown(factor, verdict):
     checks, number = begun(factor=factor)

@@ -28,6 +28,7 @@ _MAX_REPORT_BYTES = 1 << 20
 _MAX_ERROR_CHARACTERS = 500
 _OVERTAKEN = {
     "ok": False,
+    "overtaken": True,
     "error": "its memory was needed for another snapshot before the earlier checkpoint was written: write"
     " checkpoints less often, or to faster storage",
 }
@@ -50,7 +51,10 @@ class PersistRequest:
 
 class DurableJobs:
     """Runs the writers. ``newest``: the last checkpoint completed here. ``error``: why the last attempt
-    failed, or empty. ``seconds``: the last attempt's duration."""
+    failed, or empty. ``seconds``: the last attempt's duration.
+
+    A checkpoint whose memory was needed is skipped, not failed, if the one before it was written. It never
+    replaces the error of storage, such as a full disk."""
 
     def __init__(self, job: str, replica: str, memory: SlotTable) -> None:
         self._job = job
@@ -61,6 +65,8 @@ class DurableJobs:
         self._incarnation = 0  # the incarnation of the trainer whose snapshot the task writes
         self.newest: SnapshotRef | None = None
         self.error = ""
+        self._has_storage_error = False  # whether ``error`` is more than a lack of time
+        self._has_written = False  # whether the last attempt wrote its checkpoint
         self.seconds = 0.0
         self.failures = 0
 
@@ -115,11 +121,16 @@ class DurableJobs:
         except OSError as error:
             outcome = {"ok": False, "error": f"its writer could not be started: {error}"}
         self.seconds = time.monotonic() - begun
-        if outcome.get("ok") is not True:
-            self.failures += 1
-            self.error = f"step {request.step}: {outcome.get('error')}"[:_MAX_ERROR_CHARACTERS]
-            log.warning("the durable checkpoint of %s", self.error)
+        is_written, is_overtaken = outcome.get("ok") is True, outcome.get("overtaken") is True
+        had_written, self._has_written = self._has_written, is_written
+        if not is_written:
+            error = f"step {request.step}: {outcome.get('error')}"[:_MAX_ERROR_CHARACTERS]
+            log.warning("the durable checkpoint of %s", error)
+            self.failures += not (is_overtaken and had_written)
+            if not is_overtaken or not (had_written or self._has_storage_error):
+                self.error, self._has_storage_error = error, not is_overtaken
             return
+        self._has_storage_error = False
         conflict = str(outcome.get("conflict") or "")
         self.error = f"step {request.step}: {conflict}"[:_MAX_ERROR_CHARACTERS] if conflict else ""
         for warning in outcome.get("warnings") or ():
@@ -127,6 +138,10 @@ class DurableJobs:
         if outcome.get("complete") is True:
             self.newest = SnapshotRef(request.generation, request.step, str(outcome["digest"]))
         log.info("durable checkpoint of step %d: %s, %.1f s", request.step, outcome["folder"], self.seconds)
+
+    def _order(self, request: PersistRequest) -> DurableJob:
+        names = self._job, self._replica
+        return DurableJob(request.url, *names, request.incarnation, request.keep, required=request.required)
 
     async def _write(self, request: PersistRequest) -> dict[str, Any]:
         slot = self._memory.find(SNAPSHOT, request.step, request.generation)
@@ -136,14 +151,6 @@ class DurableJobs:
         assert content is not None and slot.memfd is not None
         manifest = _manifest(content.manifest)
         digest = state_digest(manifest)
-        order = DurableJob(
-            request.url,
-            self._job,
-            self._replica,
-            request.incarnation,
-            request.keep,
-            required=request.required,
-        )
         descriptor = slot.memfd.fd
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -158,14 +165,18 @@ class DurableJobs:
         )
         assert process.stdin is not None and process.stdout is not None
 
+        is_killed = False
+
         def kill() -> None:
+            nonlocal is_killed
+            is_killed = True
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
         try:
             # While the process started, the trainer may have used the slot for another snapshot.
             with slot.reading(kill, content):
-                body = {"order": asdict(order), "manifest": manifest}
+                body = {"order": asdict(self._order(request)), "manifest": manifest}
                 with contextlib.suppress(ConnectionError):
                     process.stdin.write(json.dumps(body).encode() + b"\n")
                     await process.stdin.drain()
@@ -178,6 +189,8 @@ class DurableJobs:
             kill()
             await process.wait()
             raise
+        if is_killed and not report:
+            return dict(_OVERTAKEN)
         return {**_parsed(report, code), "digest": digest}
 
 
@@ -193,8 +206,5 @@ def _parsed(report: bytes, code: int) -> dict[str, Any]:
         if isinstance(body, dict):
             return body
     if code == -9:
-        return {
-            "ok": False,
-            "error": "its writer was killed, as when its memory was needed for another snapshot",
-        }
+        return {"ok": False, "error": "its writer was killed, as when its host has no memory left"}
     return {"ok": False, "error": f"its writer ended with code {code}; see the checkpoint server's log"}

@@ -67,6 +67,9 @@ class SpeedChecks:
         now: float,
     ) -> list[SpeedVerdict]:
         """Begin or end a check; return the verdict if one has come. ``ranks``: the slow ranks by replica."""
+        suspect = self._check.slowdown.replica if self._check is not None else ""
+        if suspect in members and suspect not in slow:
+            self._check = None  # the figures of a replica that is well again say nothing about its slowdown
         verdicts = self._end(members, now)
         self._done = {name: of_link for name, of_link in self._done.items() if name in slow}
         self._begun = [at for at in self._begun if 0 <= now - at < _HOUR_S]
@@ -142,7 +145,7 @@ def _judge(check: SpeedCheck) -> SpeedVerdict:
     if check.echoes:
         return _judge_link(check)
     suspects = [x for x in check.answers[name] if not check.ranks or x.rank in check.ranks]
-    sentences, is_slow = [], False
+    sentences, is_slow, is_fast = [], False, False
     # At least half of the slowdown must show, because short measurements vary.
     needed = max(SLOW, 1.0 + (check.slowdown.factor - 1.0) / 2)
     for words, of in (("a matrix product", "product_s"), ("a copy of memory", "copy_s")):
@@ -152,11 +155,14 @@ def _judge(check: SpeedCheck) -> SpeedVerdict:
             continue
         own, reference = max(seconds), median(references)
         is_slow |= is_confirmed(own, reference * needed / SLOW)
+        is_fast |= is_confirmed(reference, own * needed / SLOW)
         times = f"{own * 1e3:.3g} ms there and {reference * 1e3:.3g} ms at {check.witness}"
         sentences.append(f"{words} takes {times}")
     if not sentences:
         return SpeedVerdict(name, NO_ANSWER, f"the micro-benchmark failed at {name} or {check.witness}")
     measured = "; ".join(sentences)
+    if is_slow and is_fast:
+        return SpeedVerdict(name, NO_ANSWER, f"{measured}: the two figures contradict each other")
     if is_slow:
         return SpeedVerdict(name, CONFIRMED, f"{measured}: its device, memory or host is slow")
     return SpeedVerdict(

@@ -1,5 +1,6 @@
 """A FabricTrainer as the only process of a job, without services: one process computes the parts of all."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -83,7 +84,8 @@ def train(kind, folder, model, data, *, replicas=1, accumulation=6, **arguments)
         disable_tqdm=True,
         log_level="error",
         gradient_accumulation_steps=accumulation // replicas,
-        **{"save_strategy": "no", **defaults, **arguments},
+        # Transformers writes into the dictionaries that it is given.
+        **copy.deepcopy({"save_strategy": "no", **defaults, **arguments}),
     )
     trainer = kind(model, chosen, train_dataset=data, **more)
     trainer.train()

@@ -192,7 +192,8 @@ class TestStatus:
             *("status", "--lighthouse", lighthouse.url, "--token-file", lighthouse.token_file, "--job", job)
         )
         assert shown.returncode == 0, shown.stderr
-        assert "finished at step 7" in shown.stdout and shown.stdout.count(" finished ") == 2, "both members"
+        assert "complete: finished at step 7" in shown.stdout
+        assert shown.stdout.count("│ finished ") == 2, "both members"
         for wrong in ("recoverable", "waiting for", " run ", "is gone", "newer process"):
             assert wrong not in shown.stdout
 

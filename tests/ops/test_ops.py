@@ -20,7 +20,7 @@ from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.slots import SlotTable
 from fabric.cli.main import cli
-from fabric.lighthouse.history.recovery import RecoveryRecord
+from fabric.lighthouse.history.recovery import Absence, RecoveryRecord
 from fabric.lighthouse.http.routes import OPEN_PATHS
 from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
 from fabric.runtime.config import Settings, parse_replicas
@@ -460,7 +460,8 @@ class StillTrainer:
 def known_metrics() -> set[str]:
     """Return the names of all samples of both services, after each kind of event has been counted."""
     lighthouse = LighthouseMetrics()
-    gauges = JobGauges("job", 1, 1, 1, 1, 1, 1.0, ledger={"training": 1.0})
+    absent = Absence("r1", "down", "its process died", 1.0, "10.0.0.1", True)
+    gauges = JobGauges("job", 1, 1, 1, 1, 1, [absent], 1, 1.0, ledger={"training": 1.0})
     lighthouse.observe(lambda: True, lambda: [gauges])
     phases = RecoveryRecord(1, "death", "", 1, 1.0, epoch_committed=1.1, links_up=1.2, step_committed=1.3)
     lighthouse.recovery("job", phases)

@@ -35,7 +35,7 @@ from fabric.runtime.http.http_service import check_exposure, serve, url_host
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.tasks import Tasks
-from fabric.store import EtcdAccess, Store, open_store
+from fabric.store import EtcdAccess, Store, open_store, shown_url
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,8 @@ def _assemble(
     election = Election(store, settings.namespace, settings.lease_s, hooks, lease_store=lease_store)
     writes = WriteProbe(store, f"{election.prefix}probe")
     tasks.start("write probe", writes.watch())
-    parts = LighthouseParts(election, jobs, metrics, StoreProbe(store, election.prefix), writes=writes)
+    probe = StoreProbe(store, election.prefix, shown_url(settings.store))
+    parts = LighthouseParts(election, jobs, metrics, probe, writes=writes)
     metrics.observe(lambda: parts.leads, jobs.gauges)
     metrics.watch_writes(lambda: not writes.refusal)
     return parts, settled

@@ -18,7 +18,7 @@ from fabric.store.base import (
     WatchEvent,
 )
 from fabric.store.etcd_access import EtcdAccess
-from fabric.store.open import open_store
+from fabric.store.open import open_store, shown_url
 
 __all__ = [
     "STORE_ID_KEY",
@@ -37,4 +37,5 @@ __all__ = [
     "StoreUnavailable",
     "WatchEvent",
     "open_store",
+    "shown_url",
 ]

@@ -38,7 +38,7 @@ def open_store(
     scheme, _, rest = url.partition(":")
     if access is not None and access != EtcdAccess() and scheme not in ("etcd", "etcds"):
         raise ConfigError(
-            f"Certificates and users are for etcd, the store is {_shown(url)!r}: leave them out."
+            f"Certificates and users are for etcd, the store is {shown_url(url)!r}: leave them out."
         )
     if scheme == "sqlite" and rest.startswith("//"):
         return SqliteStore(_path(url, rest[2:]), attempt_timeout_s=attempt_timeout_s)
@@ -50,12 +50,12 @@ def open_store(
             watch_silence_s=watch_silence_s,
             access=replace(access or EtcdAccess(), tls=tls),
         )
-    raise ConfigError(f"The store {_shown(url)!r} is not one we know: write it like {_EXAMPLES}.")
+    raise ConfigError(f"The store {shown_url(url)!r} is not one we know: write it like {_EXAMPLES}.")
 
 
 def _path(url: str, text: str) -> Path:
     if not text.strip("/") or text.endswith("/") or "\0" in text:
-        raise ConfigError(f"The store {_shown(url)!r} names no file: write it like {_EXAMPLES}.")
+        raise ConfigError(f"The store {shown_url(url)!r} names no file: write it like {_EXAMPLES}.")
     return Path("/" + text.lstrip("/") if text.startswith("/") else text).absolute()
 
 
@@ -74,11 +74,12 @@ def _endpoint(url: str, text: str, scheme: str) -> str:
         host, port, plain = None, None, False
     if not host or not plain or port == 0:
         raise ConfigError(
-            f"The store {_shown(url)!r} has a bad address {text[:80]!r}: write host:port, without a path."
+            f"The store {shown_url(url)!r} has a bad address {text[:80]!r}: write host:port, without a path."
         )
     shown = f"[{host}]" if ":" in host else host
     return f"{scheme}://{shown}:{port or ETCD_PORT}"
 
 
-def _shown(url: str) -> str:
+def shown_url(url: str) -> str:
+    """Return the URL for people, without a user and a password."""
     return url[:200] if "@" not in url else url.partition("//")[0] + "//..."

@@ -128,7 +128,7 @@ async def lighthouse_on(
     hooks = ElectionHooks(jobs.begin, end, followed.append, metrics.election_write)
     election = Election(store, "ns", lease_s, hooks, lease_store=lease_store, clock=clock)
     writes = WriteProbe(store, f"{election.prefix}probe")
-    probe = StoreProbe(store, election.prefix, every_s=0.0)
+    probe = StoreProbe(store, election.prefix, "etcd://s1:2379", every_s=0.0)
     parts = LighthouseParts(election, jobs, metrics, probe, admissions or AdmissionQueue(), writes)
     metrics.observe(lambda: parts.leads, jobs.gauges)
     app = make_app(parts, tokens)

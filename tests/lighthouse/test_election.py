@@ -231,6 +231,8 @@ async def test_a_leader_loses_the_lead_while_its_store_is_unreachable_and_regain
         assert code == NOT_THE_LEADER and "lease" in reason
         _, health = await get(http, f"{instance.url}/healthz")
         assert not health["ok"] and not health["store_reachable"] and health["leader"] is None
+        status, body = await get(http, f"{instance.url}/v1/jobs")
+        assert status == 503 and "because the store etcd://s1:2379 does not answer" in body["error"]
         store.down = None
         await eventually(leads(instance), "it to lead again")
         _, body = await get(http, f"{instance.url}/v1/jobs/job")

@@ -460,7 +460,7 @@ class StillTrainer:
 def known_metrics() -> set[str]:
     """Return the names of all samples of both services, after each kind of event has been counted."""
     lighthouse = LighthouseMetrics()
-    absent = Absence("r1", "down", "its process died", 1.0, "10.0.0.1", True)
+    absent = Absence("r1", "down", "its process died", 1.0, "10.0.0.1", False)
     gauges = JobGauges("job", 1, 1, 1, 1, 1, [absent], 1, 1.0, ledger={"training": 1.0})
     lighthouse.observe(lambda: True, lambda: [gauges])
     phases = RecoveryRecord(1, "death", "", 1, 1.0, epoch_committed=1.1, links_up=1.2, step_committed=1.3)

@@ -56,7 +56,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "rebatched": RebatchedWorld,
     "norm": NormWorld,
     "dispute": DisputeWorld,
-    "cold dispute": ColdDisputeWorld,
+    "cold-dispute": ColdDisputeWorld,
 }
 
 

@@ -18,7 +18,7 @@ def test_no_newcomer_makes_a_wrong_state_the_majority():
 
 
 def test_no_job_begins_again_from_a_disputed_state():
-    counts, failures = hunt(0, SEEDS, "cold dispute")
+    counts, failures = hunt(0, SEEDS, "cold-dispute")
     assert not failures, "\n".join(failures)
     for name in (
         "dispute: all died with unequal states",

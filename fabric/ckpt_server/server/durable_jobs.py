@@ -124,11 +124,11 @@ class DurableJobs:
         is_written, is_overtaken = outcome.get("ok") is True, outcome.get("overtaken") is True
         had_written, self._has_written = self._has_written, is_written
         if not is_written:
-            failure = f"step {request.step}: {outcome.get('error')}"[:_MAX_ERROR_CHARACTERS]
-            log.warning("the durable checkpoint of %s", failure)
+            why = f"step {request.step}: {outcome.get('error')}"[:_MAX_ERROR_CHARACTERS]
+            log.warning("the durable checkpoint of %s", why)
             self.failures += not (is_overtaken and had_written)
             if not is_overtaken or not (had_written or self._has_storage_error):
-                self.error, self._has_storage_error = failure, not is_overtaken
+                self.error, self._has_storage_error = why, not is_overtaken
             return
         self._has_storage_error = False
         conflict = str(outcome.get("conflict") or "")

@@ -48,6 +48,7 @@ class StoreProbe:
 
     store: Store
     key: str
+    name: str = ""  # the store's URL, for people
     every_s: float = 1.0
     answer_s: float = 1.0
     patience_s: float = 0.4
@@ -151,11 +152,16 @@ def _leader_only(parts: LighthouseParts) -> Middleware:
             target = other.url.rstrip("/") + request.rel_url.raw_path_qs
             sentence = f"the lighthouse at {other.url} leads: ask there"
             return json_error(307, sentence, headers={"Location": target}, details={"leader": other.url})
-        sentence = (
-            "this lighthouse has just been elected and reads the jobs' records: try again in a moment"
-            if parts.leads
-            else "no lighthouse leads at the moment: try again soon, and look at the store if this stays so"
-        )
+        sentence = "this lighthouse has just been elected and reads the jobs' records: try again in a moment"
+        if not parts.leads:
+            store = f"the store {parts.probe.name}".rstrip()
+            sentence = (
+                f"no lighthouse leads at the moment: try again soon, and look at {store} if this stays so"
+            )
+            if not await parts.probe.ask():
+                sentence = (
+                    f"no lighthouse leads, because {store} does not answer: start it, or mend its network"
+                )
         return json_error(503, sentence, headers={"Retry-After": str(RETRY_AFTER_S)})
 
     return check

@@ -148,7 +148,7 @@ class Lighthouses:
                     return
         listed = "; ".join(reasons)
         if idle == len(reasons):
-            raise Unreachable(f"no lighthouse can answer this now ({listed}); training goes on meanwhile")
+            raise Unreachable(f"no lighthouse can answer this now ({listed})")
         # Where the TLS settings are the cause, each reason says what to do.
         advice = "" if mistakes == len(reasons) else ": check the address, and that one runs there"
         raise Unreachable(f"no lighthouse answers ({listed}){advice}")

@@ -101,8 +101,10 @@ def test_a_person_decides_by_keyboard(job, browser):
     browser.wait_for(
         lambda: "drain asked · r2 · by ann: <b>its host</b> is hot" in browser.text("#events"), "it"
     )
-    browser.wait_for(lambda: not row(browser, "r2") or "leaving" in row(browser, "r2"), "the row to say so")
     job.wait_for(lambda: job.ended("r2") == 0, "the drained one's end")
+    browser.wait_for(lambda: "2 of 3 replicas; r2 left" in browser.text("body"), "the headline to say so")
+    assert "left" in row(browser, "r2")
+    assert "<b>its host</b> is hot" in browser.text("body"), "a person's words are text, not markup"
 
 
 def test_a_button_stays_under_the_pointer_while_the_page_is_redrawn(job, browser):

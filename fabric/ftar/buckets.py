@@ -233,8 +233,10 @@ class FlatGradients:
 
     def _tell_of_zeros(self) -> None:
         """Say once that a parameter gets zeros that would keep None in a job without presence."""
+        if not self._zeros:
+            return
         missing = [name for name, parameter in self.parameters if parameter.grad is None]
-        if self._zeros and 0 < len(missing) < len(self.parameters):
+        if 0 < len(missing) < len(self.parameters):
             self._zeros = False
             _log.warning(
                 "%d parameters such as %s have no gradient here, and FABRIC_UNEQUAL makes zeros of it: "

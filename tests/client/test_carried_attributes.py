@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fabric.client.gradients.buffer_choices import choose_buffers
 from fabric.client.gradients.carried_attributes import CarriedAttributes
@@ -153,6 +154,42 @@ class Counted(Cell):
         return self.layer(x)
 
 
+class Sized(Cell):
+    """Keeps a table for the last size, which is a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.size = None, ()
+
+    def forward(self, x):
+        if self.size != x.shape:
+            self.kept = torch.arange(len(x), dtype=x.dtype)
+            self.size = x.shape
+        return self.layer(x + self.kept[:, None])
+
+
+class Calling(Cell):
+    """Calls itself for the children of a node."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = torch.zeros(4)
+
+    def forward(self, x, depth=2):
+        self.kept = self.kept.to(x.dtype)
+        x = self.layer(x + self.kept)
+        return self(x, depth - 1) if depth else x
+
+
+class Narrow(Cell):
+    """Keeps a tensor of 8-bit floats."""
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = torch.zeros(4).to(torch.float8_e4m3fn)
+        return self.layer(x + self.kept.to(x.dtype))
+
+
 class Cached(Cell):
     """Makes a longer table where an input is longer than all before."""
 
@@ -235,16 +272,17 @@ def test_a_hidden_state_within_one_micro_batch_is_no_fault():
         watched.check()
 
 
-@pytest.mark.parametrize("kind", [Attention, Seeded, Decoding, Counted, Collecting])
+@pytest.mark.parametrize("kind", [Attention, Seeded, Decoding, Counted, Collecting, Calling, Narrow])
 def test_a_value_that_forward_does_not_read_is_no_fault(kind):
     run(kind(), 10)
+    assert _get_current_dispatch_mode() is None
 
 
-@pytest.mark.parametrize("kind", [Cached, Lengths])
+@pytest.mark.parametrize("kind", [Cached, Lengths, Sized])
 def test_a_cache_that_follows_the_length_is_no_fault(kind):
     model = kind()
     watched = CarriedAttributes(model, ())
-    for length in (2, 3, 3, 4, 4, 4):
+    for length in (2, 3, 3, 4, 4, 4, 5):
         watched.next_batch()
         model(torch.randn(length, 4))
         watched.check()
@@ -283,6 +321,27 @@ def test_the_hooks_are_gone_after_the_first_steps():
     assert len(nn.modules.module._global_forward_hooks) == before + 1
     run(nn.Linear(4, 1), 1)
     assert len(nn.modules.module._global_forward_hooks) == before + 1
+
+
+def test_a_training_step_is_not_watched_after_the_first_steps():
+    modes = []
+
+    class Constant(Stepping):
+        def training_step(self, x):
+            self.kept = self.kept.to(x.dtype)
+            modes.append(_get_current_dispatch_mode())
+            return (self(x) * self.kept).mean()
+
+    model = Constant()
+    model.kept = torch.ones(4)
+    watched = CarriedAttributes(model, ())
+    for _ in range(10):
+        watched.next_batch()
+        with watched.method_of(model):
+            model.training_step(torch.randn(2, 4))
+        watched.check()
+    assert modes[7] is not None
+    assert modes[8:] == [None, None]
 
 
 def test_a_pattern_may_fit_a_buffer_and_an_attribute():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fabric.client
+from fabric.client.gradients import stale_gradients
 from fabric.client.gradients.stale_gradients import StaleGradients
 from fabric.errors import ConfigError
 
@@ -64,13 +65,31 @@ def test_another_optimizers_gradient_may_stay_until_that_one_clears_it():
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     critic, generator = (torch.optim.SGD([p], lr=0.1) for p in parameters)
     stale = StaleGradients([critic, generator])
-    for step in range(6):
+    for step in range(80):
         turn = (critic, generator)[step % 2]
         turn.zero_grad()
         stale.begin(step)
         for p in parameters:
             p.grad = torch.ones(2)
         turn.step()
+
+
+def test_the_watch_does_not_look_at_parameters_after_its_first_looks(monkeypatch):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stale, looks = StaleGradients([optimizer]), []
+    look = stale_gradients._parameters
+    monkeypatch.setattr(stale_gradients, "_parameters", lambda x: looks.append(x) or look(x))
+    counts = []
+    for step in range(300):
+        for number in range(2):
+            with stale.micro_batch(number == 0, False):
+                stale.begin(step)
+                model(torch.ones(2)).sum().backward()
+                stale.added()
+        optimizer.zero_grad()
+        counts.append(len(looks))
+    assert 64 < counts[199] == counts[299] < 400
 
 
 def test_a_replayed_step_writes_over_what_is_there():

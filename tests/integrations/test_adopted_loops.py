@@ -354,10 +354,43 @@ def test_replicas_that_compute_the_same_data_are_refused_by_all():
         watch._hook.remove()
         watches.append(numbers)
     sums = {name: watches[0][name] + watches[1][name] for name in watches[0]}
+    others = {**sums, "fabric.squares": sums["fabric.squares"] + 2}
+    for metrics in (sums, sums, others, sums, sums, watches[0], sums, sums):
+        watch.judge(metrics)  # equal numbers of two steps may be chance, and one replica is alone
     with pytest.raises(ConfigError, match="all replicas train on the same data"):
         watch.judge(sums)
-    watch.judge(watches[0])  # one replica alone
-    watch.judge({**sums, "fabric.squares": sums["fabric.squares"] + 2})
+
+
+def test_an_input_whose_number_is_zero_is_an_input(monkeypatch):
+    monkeypatch.setattr("xxhash.xxh3_64_intdigest", lambda *_: 0)
+    model = torch.nn.Linear(2, 1)
+    watch = InputWatch(model)
+    for _ in range(4):
+        model(torch.ones(2))
+        numbers = watch.take()
+    assert numbers["fabric.inputs"] == 1.0
+
+
+def test_the_length_after_an_epoch_is_that_of_the_epoch(adopt):
+    """Scripts divide the sum of an epoch's losses by the length when their model is still in eval mode."""
+    lengths = []
+
+    def script():
+        model, optimizer = make()
+        train, validation = data(), data(shuffle=False, size=6)
+        for _ in range(2):
+            model.train()
+            for (x,) in train:
+                model(x).sum().backward()
+                optimizer.step()
+            model.eval()
+            assert len(list(validation)) == 3
+            lengths.append(len(train))
+            assert len(list(train)) == 8, "an evaluation on the data of the training"
+            lengths.append(len(train))
+
+    adopt(script)
+    assert lengths == [4, 8, 4, 8]
 
 
 def test_the_loop_trains_on_its_part_of_each_step_and_leaves_the_job(adopt):

@@ -127,6 +127,7 @@ class CarriedAttributes:
     def _end(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._watched.clear()
         self._left.clear()
         self._came.clear()
 
@@ -139,7 +140,7 @@ class CarriedAttributes:
             if batch < self._batch and value and _is_same(value, _value_of(x)):
                 self._came[x.full_name] = value
                 tensors += [part for part in value if isinstance(part, torch.Tensor)]
-        if tensors:
+        if tensors and id(module) not in self._uses:  # a module may call itself
             self._uses[id(module)] = _Uses(tensors)
             self._uses[id(module)].__enter__()  # type: ignore[no-untyped-call]
 
@@ -159,13 +160,17 @@ class CarriedAttributes:
 
 def _value_of(attribute: ReadAttribute) -> list[Any]:
     value = attribute.module.__dict__.get(attribute.name)
-    return [] if isinstance(value, int | float) and not attribute.counts else _parts(value)
+    parts = _parts(value)
+    # A tuple of whole numbers is the size for which a module has made its cache.
+    is_size = isinstance(value, tuple) and all(isinstance(x, int) for x in parts)
+    return [] if (is_size or isinstance(value, int | float)) and not attribute.counts else parts
 
 
 def _parts(value: Any) -> list[Any]:
     """Return the numbers and tensors in ``value``, with versions and sums of tensors; for others none."""
     if isinstance(value, torch.Tensor):
-        is_plain = value.layout == torch.strided and value.is_floating_point() and not value.is_meta
+        has_sum = value.is_floating_point() and value.element_size() > 1  # torch has none for 8 bits
+        is_plain = value.layout == torch.strided and has_sum and not value.is_meta
         total = float(value.detach().sum()) if is_plain else 0.0  # a write through .data counts no version
         return [value, 0 if value.is_inference() else value._version, total]  # noqa: SLF001
     if isinstance(value, bool) or not isinstance(value, int | float | list | tuple | dict):

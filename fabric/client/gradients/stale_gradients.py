@@ -13,6 +13,7 @@ import torch
 from fabric.errors import ConfigError
 
 _LOOKS = 64  # steps of this process that are looked at
+_NOTES = 256  # so many times the gradients of a step's earlier micro-batches are noted
 _SAMPLED = 1024  # elements that are looked at in each gradient
 
 
@@ -25,7 +26,7 @@ class StaleGradients:
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._step = -1
-        self._looks = 0
+        self._looks = self._notes = 0
         self._stale: set[int] = set()
         self.own_loop = True  # false: a framework drops the gradients of a step in the next one
         self._computes = False  # the loop is at a micro-batch
@@ -61,9 +62,12 @@ class StaleGradients:
         """Look at the gradients before a backward pass of ``step``. Raises ConfigError for dropped ones."""
         if any(p.grad is None for p in self._kept) or self._became_zero():
             raise _dropped()
-        if step == self._step or self._looks >= _LOOKS:
+        if step == self._step:
             return
         self._step = step
+        if self._looks >= _LOOKS:
+            self._stale = set()
+            return
         gradients = [(p, p.grad) for o in self._optimizers for p in _parameters(o) if p.grad is not None]
         self._looks += 1
         self._stale = {id(p) for p, gradient in gradients if _has_value(gradient)}
@@ -73,10 +77,11 @@ class StaleGradients:
         self._stale = set()
 
     def _note(self, wanted: bool) -> None:
-        parameters = [p for o in self._optimizers for p in _parameters(o)] if wanted else []
+        looks = wanted and self._notes < _NOTES
+        self._notes += looks
+        parameters = [p for o in self._optimizers for p in _parameters(o)] if looks else []
         self._kept = [p for p in parameters if p.grad is not None]
-        looked_at = self._kept if self._looks < _LOOKS else []
-        self._with_value = next((p for p in looked_at if p.grad is not None and _has_value(p.grad)), None)
+        self._with_value = next((p for p in self._kept if p.grad is not None and _has_value(p.grad)), None)
 
     def _became_zero(self) -> bool:
         value = self._with_value

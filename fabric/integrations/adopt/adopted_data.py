@@ -42,6 +42,7 @@ _ARGUMENTS = (
     "prefetch_factor",
     "persistent_workers",
 )
+_ALIKE = 3  # steps in a row with equal inputs that show equal data: the numbers of one may be equal by chance
 _WHOLE = "read the batches of an evaluation within torch.no_grad() or in eval mode"
 
 
@@ -115,6 +116,7 @@ class AdoptedData:
         self._loop = loop
         self._loader: Loader | None = None  # that trains, or may do so while ``_trains`` is false
         self._trains = False
+        self._was_whole = False  # the script's last iteration over that loader was an evaluation
         self._order: BlockOrder | None = None
         self._orders: WeakKeyDictionary[Loader, BlockOrder] = WeakKeyDictionary()
         self._asked: list[Loader] = []  # had the length of the job's pass before one has trained
@@ -133,7 +135,9 @@ class AdoptedData:
 
     def length(self, loader: Loader) -> int:
         """Return the number of batches of a pass on this rank."""
-        if self._evaluates() or not self._may_train(loader):
+        # Many scripts divide the sum of an epoch's losses by the length when they have evaluated.
+        trained = self._trains and loader is self._loader and torch.is_grad_enabled() and not self._was_whole
+        if not trained and (self._evaluates() or not self._may_train(loader)):
             return _length(loader)
         if not self._trains:
             self._asked.append(loader)
@@ -141,9 +145,10 @@ class AdoptedData:
 
     def iterate(self, loader: Loader) -> Iterator[Any]:
         """Return the job's batches for the loader that the loop trains on, else the loader's own."""
-        if not self._evaluates() and self._may_train(loader):
-            return self._pass(*self._adopt(loader))
-        return self._whole(loader)
+        is_whole = self._evaluates() or not self._may_train(loader)
+        if not is_whole or loader is self._loader:
+            self._was_whole = is_whole
+        return self._whole(loader) if is_whole else self._pass(*self._adopt(loader))
 
     def _evaluates(self) -> bool:
         """Whether the script evaluates now: without gradients, or with its model in eval mode."""
@@ -395,14 +400,16 @@ class InputWatch:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._steps = 0
+        self._steps = self._alike = 0
         self._number = 0
+        self._sees_input = False
         self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def _look(self, _: torch.nn.Module, arguments: Any, named: Any) -> None:
         if torch.is_grad_enabled():
             values = [x for x in torch.utils._pytree.tree_leaves((arguments, named)) if torch.is_tensor(x)]  # noqa: SLF001
             for value in values[:1]:
+                self._sees_input = True
                 content = value.detach().reshape(-1)[:4096].cpu().contiguous().view(torch.uint8).numpy()
                 self._number = xxhash.xxh3_64_intdigest(content.tobytes(), self._number) >> 44
 
@@ -413,16 +420,21 @@ class InputWatch:
         # Loops draw one batch ahead, and draw the first before they have a seed of their own.
         if self._steps < 4:
             return {}
-        if not number:
+        if not self._sees_input:
             raise ConfigError(
                 f"the loop does not call its outermost module, so --adopt cannot see its data: {OWN_WAY}"
             )
         return {"fabric.inputs": 1.0, "fabric.sum": float(number), "fabric.squares": float(number * number)}
 
     def judge(self, metrics: Mapping[str, float]) -> None:
-        """Raise ConfigError where two replicas or more had equal inputs in the step of these metrics."""
+        """Raise ConfigError where two replicas or more had equal inputs in the last steps.
+
+        ``metrics``: of a committed step.
+        """
         count = metrics.get("fabric.inputs", 0.0)
-        if count > 1 and count * metrics["fabric.squares"] == metrics["fabric.sum"] ** 2:
+        alike = count > 1 and count * metrics["fabric.squares"] == metrics["fabric.sum"] ** 2
+        self._alike = self._alike + 1 if alike else 0
+        if self._alike == _ALIKE:
             raise ConfigError(
                 "all replicas train on the same data, because the script reads them in a fixed order: give "
                 f"the DataLoader shuffle=True, draw the batches from torch's random generator, or {OWN_WAY}"

@@ -77,11 +77,12 @@ def main() -> None:
     step, number, committed = run.drawing_step, 0, run.committed_step
     print(f"begins {committed}: {name_of(model.parameters())}", flush=True)
     for chosen in batches(sampler):
-        if number == 0:
+        hurry = Path(os.environ.get("OUTER_HURRY", "-")).exists()
+        if number == 0 and not hurry:
             leave_time(run.session, until - step, step_s)
         if [step, number] == kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        if not Path(os.environ.get("OUTER_HURRY", "-")).exists():
+        if not hurry:
             time.sleep(step_s / 4)
         print(f"inner {step} {number}", flush=True)
         loss = loss_of(model, chosen)

@@ -17,7 +17,8 @@ def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None
     With a replica missing, pause six times ``step_s``, and near the end up to four seconds. At the very end
     pause only until a replaying newcomer has caught up.
 
-    TINY_PATIENT_STEPS is the number of last steps with such pauses; 0: none."""
+    TINY_PATIENT_STEPS is the number of last steps with such pauses; 0: none. TINY_REPLICAS is how many
+    replicas there must be, if more than the job begins with."""
     # read here, because the zygote has another environment
     patient_steps = int(os.environ.get("TINY_PATIENT_STEPS", "0"))
     if _is_complete(session):
@@ -41,7 +42,8 @@ def waiting(advance):
 
 
 def _is_complete(session: fabric.client.Session) -> bool:
-    return len(session.members) >= int(os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1])
+    replicas = os.environ.get("TINY_REPLICAS") or os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1]
+    return len(session.members) >= int(replicas)
 
 
 def _is_needed(session: fabric.client.Session, left: int) -> bool:

@@ -100,4 +100,6 @@ def samples(tensor: torch.Tensor, places: Sequence[int]) -> bytes:
     if tensor.device.type != "cpu":
         return b""
     address, nbytes = tensor.data_ptr(), tensor.nbytes
-    return b"".join([ctypes.string_at(address + at, min(_SAMPLE_BYTES, nbytes - at)) for at in places])
+    if len(places) * _SAMPLE_BYTES >= nbytes:  # the samples are the whole tensor
+        return ctypes.string_at(address, nbytes)
+    return b"".join([ctypes.string_at(address + at, _SAMPLE_BYTES) for at in places])

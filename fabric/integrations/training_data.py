@@ -12,9 +12,7 @@ from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refu
 
 _IN_ORDER = "batches that come as they are ready have no order that replicas could share: leave it out"
 _FIXED = Kept("test_a_loader_in_a_fixed_order_has_the_batches_that_it_has_without_fabric")
-_SHUFFLED = Kept(
-    "test_a_loader_that_shuffles_with_a_generator_has_the_passes_that_it_has_without_fabric"
-)
+_SHUFFLED = Kept("test_a_loader_that_shuffles_with_a_generator_has_the_passes_that_it_has_without_fabric")
 
 DATALOADER = ArgumentTable(
     "DataLoader",

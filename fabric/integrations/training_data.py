@@ -11,22 +11,24 @@ from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal
 
 _IN_ORDER = "batches that come as they are ready have no order that replicas could share: leave it out"
+_FIXED = Kept("test_a_loader_in_a_fixed_order_has_the_batches_that_it_has_without_fabric")
+_SHUFFLED = Kept("test_a_loader_that_shuffles_with_a_generator_has_the_passes_that_it_has_without_fabric")
 
 DATALOADER = ArgumentTable(
     "DataLoader",
     "fabric",
     {
-        "dataset": Kept("workers_lazy_file"),
-        "batch_size": Kept("test_training_data"),
-        "shuffle": Kept("test_training_data"),
-        "sampler": Kept("sampler_weighted"),
-        "batch_sampler": Kept("sampler_batches_by_length"),
-        "num_workers": Kept("workers_lazy_file"),
-        "collate_fn": Kept("test_training_data"),
-        "drop_last": Kept("uneven_last_batch_dropped"),
-        "worker_init_fn": Kept("test_worker_processes"),
-        "multiprocessing_context": Kept("test_worker_processes"),
-        "generator": Kept("test_training_data"),
+        "dataset": Kept("recipe workers_lazy_file"),
+        "batch_size": _FIXED,
+        "shuffle": _SHUFFLED,
+        "sampler": Kept("recipe sampler_weighted"),
+        "batch_sampler": Kept("recipe sampler_batches_by_length"),
+        "num_workers": Kept("recipe workers_lazy_file"),
+        "collate_fn": _FIXED,
+        "drop_last": Kept("recipe uneven_last_batch_dropped"),
+        "worker_init_fn": Kept("test_the_data_set_and_worker_init_fn_find_what_torch_tells_them"),
+        "multiprocessing_context": Kept("test_workers_draw_the_same_numbers_as_the_trainer_itself"),
+        "generator": _SHUFFLED,
         "pin_memory": NoInfluence("it puts batches into other memory"),
         "pin_memory_device": NoInfluence("it puts batches into other memory"),
         "timeout": NoInfluence("it ends a trainer whose workers hang"),

@@ -415,20 +415,34 @@ def test_the_loop_trains_on_its_part_of_each_step_and_leaves_the_job(adopt):
     assert seen == [other.indices(step) for step in range(8)]
 
 
-@pytest.mark.parametrize("way", ["no_grad", "eval"])
+class DistributedDataParallel(torch.nn.Module):
+    """Holds a module, as torch's wrapper of this name does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+@pytest.mark.parametrize("way", ["no_grad", "eval", "eval of the wrapped model"])
 @pytest.mark.parametrize("split", [{"shuffle": True}, {"sampler": [1, 3, 5, 7]}, {"shuffle": False}])
 def test_an_evaluation_reads_all_of_its_data_on_each_replica(adopt, way, split):
     lengths, rows = [], []
 
     def evaluate(model, loader):
+        model = getattr(model, "module", model)
         model.eval()
-        with torch.set_grad_enabled(way == "eval"):
+        with torch.set_grad_enabled(way != "no_grad"):
             rows.append(sorted(i for (x,) in loader for i in x.tolist()))
             lengths.append(len(loader))
         model.train()
 
     def script():
         model, optimizer = make()
+        if way == "eval of the wrapped model":
+            model = DistributedDataParallel(model)
         validation = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, **split)
         evaluate(model, validation)
         for number, (x,) in enumerate(data()):

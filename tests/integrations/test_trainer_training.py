@@ -298,3 +298,49 @@ EVERY_FOUR = {"eval_strategy": "steps", "eval_steps": 4}
 def test_an_argument_is_kept(tmp_path, arguments):
     more = {"eval_dataset": sentences(7)}
     assert_same(*both(tmp_path, Trainer, Smoothed, sentences(50), num_train_epochs=2, more=more, **arguments))
+
+
+def doubled(samples):
+    return {name: torch.stack([x[name] for x in samples]) * (1 + (name == "x")) for name in samples[0]}
+
+
+def loss_by_hand(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    return 2 * loss / num_items_in_batch
+
+
+def largest(prediction):
+    return {"largest": float(prediction.predictions.max())}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"data_collator": doubled},
+        {"compute_loss_func": loss_by_hand},
+        {"compute_metrics": largest},
+        {"compute_metrics": largest, "preprocess_logits_for_metrics": lambda logits, labels: logits * 2},
+        {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 0.05})},
+    ],
+    ids=",".join,
+)
+def test_an_argument_of_the_trainer_is_kept(tmp_path, given):
+    more = {"eval_dataset": sentences(7), **given}
+    assert_same(*both(tmp_path, Trainer, Tokens, sentences(50), max_steps=6, more=more, **EVERY_FOUR))
+
+
+@pytest.mark.parametrize("argument", ["model_init", "optimizers"])
+def test_a_model_or_an_optimizer_that_the_user_makes_is_kept(tmp_path, argument):
+    def made():
+        model = Net()
+        own = torch.optim.AdamW(model.parameters(), lr=0.05)
+        given = {"model_init": Net, "optimizers": (own, None)}[argument]
+        return None if argument == "model_init" else model, {argument: given}
+
+    runs = []
+    for kind, replicas in ((Trainer, 1), (adopted(Trainer), REPLICAS)):
+        model, more = made()
+        folder = tmp_path / str(replicas)
+        runs.append(train(kind, folder, model, samples(60), replicas=replicas, max_steps=5, more=more))
+    assert_same(*runs)

@@ -15,7 +15,6 @@ from torch.utils.data import (
 
 from fabric.client.loop.solo import SoloSession
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import Kept
 from fabric.integrations.training_data import DATALOADER, TrainingData
 
 DATA = list(range(100, 123))
@@ -171,12 +170,6 @@ def loader_classes():
     except ImportError:
         return [DataLoader]
     return [DataLoader, StatefulDataLoader]
-
-
-@pytest.mark.parametrize("row", [x for x in DATALOADER.rows.values() if isinstance(x, Kept)], ids=str)
-def test_a_test_or_a_recipe_shows_each_argument_that_is_kept(row):
-    tests = Path(__file__).parent.parent
-    assert list(tests.glob(f"**/{row.shown_by}.py")), f"there is no {row.shown_by}"
 
 
 def test_the_page_has_the_table():

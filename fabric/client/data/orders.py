@@ -72,11 +72,6 @@ class SamplerOrder:
             self._try_again()
         self._passes[0] = first
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the second pass has the order of the first."""
-        return _digest(self._pass(1)) == self.digest
-
     def items(self, positions: Sequence[int]) -> list[Any]:
         """Return what the sampler yields at ``positions``, which count through all passes."""
         return [self._pass(p // self.size)[p % self.size] for p in positions]

@@ -13,8 +13,12 @@ _BY = "FabricAccelerator"
 _SPREADS = Refusal(
     "it spreads a replica over several processes, and FabricAccelerator is one process per replica"
 )
-_EPOCHS, _COUNTED = Kept("recipe accelerate_epochs"), Kept("recipe accelerate_counted")
-_EXAMPLE, _UNIT = Kept("test_accelerate"), Kept("test_accelerator_arguments")
+_EPOCHS, _SAVED = Kept("recipe accelerate_epochs"), Kept("recipe accelerate_checkpoints")
+_EXAMPLE = Kept("test_a_loop_survives_the_death_of_its_writer_and_resumes_from_its_checkpoints")
+_ONE = Kept("test_functions_of_one_process_run_on_one_replica")
+_FIGURES = Kept("test_figures_of_the_training_and_sums_are_refused")
+_NOT_YET = Kept("no test shows it yet")
+_FIELDS = NoInfluence("its own fields are accounted for")
 _READS = NoInfluence("it tells or undoes what prepare has done")
 _FILES = NoInfluence("it is about files")
 
@@ -25,10 +29,10 @@ ACCELERATOR = ArgumentTable(
         "device_placement": NoInfluence("it says where tensors lie"),
         "cpu": _EPOCHS,
         "gradient_accumulation_steps": _EPOCHS,
-        "gradient_accumulation_plugin": _UNIT,
-        "step_scheduler_with_optimizer": _UNIT,
-        "dataloader_config": _UNIT,
-        "kwargs_handlers": _UNIT,
+        "gradient_accumulation_plugin": _FIELDS,
+        "step_scheduler_with_optimizer": Kept("test_a_scheduler_of_epochs_makes_one_step"),
+        "dataloader_config": _FIELDS,
+        "kwargs_handlers": NoInfluence("its handlers are accounted for"),
         "mixed_precision": Refusal(
             'fp8 has not been tried: choose "bf16"', lambda x: x in ("no", "fp16", "bf16")
         ),
@@ -100,7 +104,7 @@ HANDLERS: dict[str, Row] = {
     "GradScalerKwargs": NoInfluence("the scaler is shared state"),
     "InitProcessGroupKwargs": NoInfluence("accelerate makes no process group here"),
     "ProfileKwargs": NoInfluence("it measures"),
-    "GradientAccumulationPlugin": _UNIT,
+    "GradientAccumulationPlugin": _FIELDS,
     "DistributedDataParallelKwargs": NoInfluence("fabric averages the gradients"),
 }
 
@@ -108,7 +112,7 @@ METHODS: dict[str, Row] = {
     "accumulate": _EPOCHS,
     "backward": _EPOCHS,
     "clip_grad_norm_": _EPOCHS,
-    "clip_grad_value_": _UNIT,
+    "clip_grad_value_": _NOT_YET,
     "sync_gradients": _EPOCHS,
     "gradient_accumulation_steps": _EPOCHS,
     "no_sync": NoInfluence("an incomplete step is never exchanged"),
@@ -121,10 +125,10 @@ METHODS: dict[str, Row] = {
     "prepare_model": _EPOCHS,
     "prepare_optimizer": _EPOCHS,
     "prepare_scheduler": _EPOCHS,
-    "skip_first_batches": _EXAMPLE,
-    "gather": _UNIT,
+    "skip_first_batches": _SAVED,
+    "gather": _FIGURES,
     "gather_for_metrics": _EPOCHS,
-    "reduce": _UNIT,
+    "reduce": _FIGURES,
     "pad_across_processes": NoInfluence("every replica has the whole"),
     "split_between_processes": NoInfluence("every replica has the whole"),
     "set_trigger": Kept("recipe accelerate_trigger"),
@@ -133,26 +137,26 @@ METHODS: dict[str, Row] = {
     "wait_for_everyone": NoInfluence("replicas meet at each step"),
     "main_process_first": NoInfluence("each replica prepares its own files"),
     "local_main_process_first": NoInfluence("each replica prepares its own files"),
-    "num_processes": Kept("test_framework_refusals"),
-    "process_index": _UNIT,
+    "num_processes": Kept("test_what_accelerate_reports_is_that_of_the_job"),
+    "process_index": _ONE,
     "local_process_index": _READS,
     "is_main_process": _EXAMPLE,
     "is_local_main_process": _READS,
-    "is_last_process": _UNIT,
-    "on_main_process": _UNIT,
-    "on_last_process": _UNIT,
-    "on_process": _UNIT,
+    "is_last_process": _ONE,
+    "on_main_process": _ONE,
+    "on_last_process": _ONE,
+    "on_process": _ONE,
     "on_local_main_process": _READS,
     "on_local_process": _READS,
-    "print": _UNIT,
+    "print": Kept("test_print_acts_on_the_replica_of_is_main_process"),
     "log": _EXAMPLE,
     "init_trackers": _EXAMPLE,
     "get_tracker": _READS,
     "end_training": _EXAMPLE,
     "save": _FILES,
     "save_model": _FILES,
-    "save_state": _EXAMPLE,
-    "load_state": _EXAMPLE,
+    "save_state": _SAVED,
+    "load_state": _SAVED,
     "save_iteration": _FILES,
     "should_save_model": _FILES,
     "register_save_state_pre_hook": _FILES,
@@ -161,7 +165,7 @@ METHODS: dict[str, Row] = {
     "unwrap_model": _EPOCHS,
     "verify_device_map": _READS,
     "clear": Refusal("a job is one training in one process: make a script of each"),
-    "free_memory": Kept("test_accelerator_arguments"),
+    "free_memory": _NOT_YET,
     "join_uneven_inputs": Refusal("replicas share the batches of a step evenly: leave it out"),
     "trigger_sync_in_backward": Refusal("the last batch of a step is known before: use accumulate"),
     "lomo_backward": Refusal("it updates parameters before their gradients are averaged: use backward"),

@@ -24,7 +24,7 @@ from fabric.client.data.sampler import StepSampler
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.block_order import BlockOrder, BlockReader
-from fabric.integrations.adopt.living_objects import OWN_WAY, living, outermost_modules
+from fabric.integrations.adopt.living_objects import OWN_WAY, living, outermost_modules, wrapped
 
 if TYPE_CHECKING:
     from fabric.integrations.adopt.adopted_loop import AdoptedLoop
@@ -156,7 +156,7 @@ class AdoptedData:
             return True
         objects = self._loop.objects
         modules = outermost_modules() if objects is None else [objects.model]
-        return bool(modules) and not any(module.training for module in modules)
+        return bool(modules) and not any(wrapped(module).training for module in modules)
 
     def _may_train(self, loader: Loader) -> bool:
         """Whether the loop trains on this loader, as far as its use has shown."""
@@ -385,11 +385,11 @@ class AdoptedData:
             return "the batches that the loop makes, with generators seeded for each step and replica"
         data = self._order.data
         unit = "batches" if data.batched else "samples"
-        times = f" times {self._batches} batches" if self._batches > 1 else ""
         sampling = "" if self._order.order is None else f" in the order of its {self._order.order.name}"
+        here = data.batch_size * self._batches
         return (
-            f"the DataLoader over {_name(self._loader)}{sampling} ({data.batch_size}{times} {unit} a step "
-            f"here, {self.sampler.global_batch_size} in the job)"
+            f"the DataLoader over {_name(self._loader)}{sampling} ({here} {unit} a step here, "
+            f"{self.sampler.global_batch_size} in the job)"
         )
 
 

@@ -131,7 +131,12 @@ def _only_scaler() -> torch.amp.GradScaler | None:
     return scalers[0] if scalers else None
 
 
+def wrapped(value: Any) -> Any:
+    """Return the module in a wrapper for several processes; else the object itself."""
+    is_wrapper = type(value).__name__ in ("DistributedDataParallel", "_FabricModule")
+    return getattr(value, "module", value) if is_wrapper else value
+
+
 def _name(value: object) -> str:
-    kind = type(value).__name__
-    inner = getattr(value, "module", None) if kind in ("DistributedDataParallel", "_FabricModule") else None
-    return kind if inner is None else f"{kind}({type(inner).__name__})"
+    kind, inner = type(value).__name__, wrapped(value)
+    return kind if inner is value else f"{kind}({type(inner).__name__})"

@@ -12,7 +12,11 @@ BY = "FabricTrainer"
 
 
 _ONE_PROCESS = "a replica is one process: choose FABRIC_LAYOUT and torchtitan for models that need several"
-_UNIT, _JOB = Kept("test_trainer_training"), Kept("test_transformers")
+_READ = Kept("test_it_reads_the_samples_of_the_trainers_own_order_in_every_pass")
+_GIVEN = Kept("test_an_argument_is_kept")
+_EARLY = Kept("test_early_stopping_loads_the_best_model")
+_WORKERS = Kept("test_workers_draw_the_same_numbers_as_the_trainer_itself")
+_JOB = Kept("test_a_trainer_survives_the_death_of_its_writer_and_resumes_from_its_checkpoints")
 _FILES = NoInfluence("it concerns files, logs or the screen")
 _SPEED = NoInfluence("it concerns speed and memory")
 _DDP = NoInfluence("no process group of torch has more than one process")
@@ -27,15 +31,20 @@ ARGUMENTS = ArgumentTable(
     BY,
     {
         **rows_of(
-            _UNIT,
-            "per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type "
-            "lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon "
-            "gradient_accumulation_steps max_grad_norm bf16 label_smoothing_factor "
-            "logging_strategy logging_steps logging_first_step logging_nan_inf_filter eval_strategy "
-            "eval_steps eval_delay eval_on_start load_best_model_at_end "
-            "metric_for_best_model greater_is_better seed data_seed dataloader_drop_last "
-            "train_sampling_strategy save_total_limit remove_unused_columns label_names save_strategy",
+            _GIVEN,
+            "lr_scheduler_type lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 "
+            "adam_beta2 adam_epsilon max_grad_norm bf16 label_smoothing_factor logging_strategy "
+            "logging_steps logging_first_step logging_nan_inf_filter eval_strategy eval_steps eval_delay eval_on_start "
+            "metric_for_best_model greater_is_better remove_unused_columns label_names",
         ),
+        **rows_of(_READ, "per_device_train_batch_size gradient_accumulation_steps"),
+        **rows_of(
+            Kept("test_it_ends_a_pass_as_the_trainer_does"),
+            "num_train_epochs seed data_seed dataloader_drop_last",
+        ),
+        **rows_of(_EARLY, "learning_rate load_best_model_at_end save_total_limit save_strategy"),
+        "max_steps": Kept("test_max_steps_end_in_mid_pass"),
+        "train_sampling_strategy": Kept("test_a_sequential_strategy_is_kept"),
         "include_num_input_tokens_seen": Kept("recipe trainer_plain"),
         "length_column_name": NoInfluence("it goes with train_sampling_strategy"),
         **rows_of(Kept("recipe trainer_early_stopping"), "output_dir save_steps use_cpu"),
@@ -46,9 +55,9 @@ ARGUMENTS = ArgumentTable(
             "gradient_checkpointing_kwargs save_only_model restore_callback_states_from_checkpoint",
         ),
         "report_to": Kept("recipe trainer_tensorboard"),
-        "fp16": Kept("test_gpu"),
+        "fp16": Kept("no test shows it yet"),
         "neftune_noise_alpha": NoInfluence("as without fabric; the noise depends on seed and step"),
-        **rows_of(Kept("test_worker_processes"), "dataloader_num_workers dataloader_multiprocessing_context"),
+        **rows_of(_WORKERS, "dataloader_num_workers dataloader_multiprocessing_context"),
         "optim": Refusal(
             'its state or its update cannot be kept equal: choose one such as optim="adamw_torch"',
             lambda given: not unequal_optimizer(str(getattr(given, "value", given))),
@@ -98,7 +107,7 @@ ACCELERATOR = ArgumentTable(
         "dispatch_batches": Refusal("every replica reads its own part of the data: leave it out"),
         "even_batches": _DDP,
         "use_seedable_sampler": NoInfluence("the order depends on the seed and the pass alone"),
-        "gradient_accumulation_kwargs": _UNIT,
+        "gradient_accumulation_kwargs": _GIVEN,
         "non_blocking": _SPEED,
         "use_configured_state": NoInfluence("it says where the accelerator's state comes from"),
     },
@@ -111,12 +120,16 @@ TRAINER = ArgumentTable(
     "Trainer",
     BY,
     {
+        **rows_of(_READ, "model args train_dataset"),
         **rows_of(
-            _UNIT,
-            "model args data_collator train_dataset eval_dataset processing_class compute_loss_func "
-            "compute_metrics callbacks optimizers optimizer_cls_and_kwargs model_init "
+            Kept("test_an_argument_of_the_trainer_is_kept"),
+            "data_collator compute_loss_func compute_metrics optimizer_cls_and_kwargs "
             "preprocess_logits_for_metrics",
         ),
+        **rows_of(Kept("test_a_model_or_an_optimizer_that_the_user_makes_is_kept"), "model_init optimizers"),
+        "eval_dataset": _GIVEN,
+        "processing_class": Kept("recipe trl_sft"),
+        "callbacks": Kept("test_a_callback_ends_the_training_after_the_same_step"),
     },
     {
         **rows_of(
@@ -176,9 +189,9 @@ CALLBACK = ArgumentTable(
             Kept("test_callbacks_see_the_events_of_the_trainer"),
             "on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin "
             "on_pre_optimizer_step on_optimizer_step on_substep_end on_step_end on_evaluate on_predict "
-            "on_save on_log on_prediction_step on_push_begin",
+            "on_save on_log on_prediction_step on_push_begin should_log should_evaluate should_save",
         ),
-        **rows_of(_UNIT, "should_training_stop should_log should_evaluate should_save"),
+        "should_training_stop": Kept("test_a_callback_ends_the_training_after_the_same_step"),
         "should_epoch_stop": Refusal("every epoch is read to its end: set should_training_stop"),
     },
 )

@@ -17,7 +17,7 @@ from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refu
 
 _SUM, _COUNT, _OWN = "trl.sum.", "trl.count.", "trl.tokens"  # names, or their beginnings, of a step's sums
 
-_SHOWN = Kept("test_trl_arguments")
+_SHOWN = Kept("test_a_kept_field_trains_as_without_fabric")
 _GENERATED = Kept("recipe trl_grpo")
 _LOADS = NoInfluence("each replica loads the same model")
 _SPEED = NoInfluence("it concerns speed and memory")

@@ -19,6 +19,8 @@ _pl: Any = importlib.import_module(ROOT)
 _signature: Any = importlib.import_module(f"{ROOT}.utilities.signature_utils")
 _BY = "FabricStrategy"
 _CLOCK = "each replica has its own clock, so the replicas would part"
+_JOB = Kept("test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_job")
+_NOT_YET = Kept("no test shows it yet")
 _ONE = "a replica is one process with one device: start more replicas"
 
 TRAINER = ArgumentTable(
@@ -26,32 +28,32 @@ TRAINER = ArgumentTable(
     _BY,
     {
         "accelerator": NoInfluence("the device of FabricStrategy is the replica's"),
-        "strategy": Kept("test_lightning"),
+        "strategy": _JOB,
         "devices": Refusal(_ONE),
         "num_nodes": Refusal(_ONE),
         "precision": Refusal(
             'a GradScaler is not in the shared state: say "bf16-mixed", "bf16-true" or "32-true"'
         ),
         "logger": Kept("recipe lightning_csv"),
-        "callbacks": Kept("test_lightning_states"),
-        "fast_dev_run": Kept("test_lightning_epochs"),
-        "max_epochs": Kept("test_lightning_epochs"),
+        "callbacks": Kept("test_a_callback_that_has_loaded_a_state_has_it"),
+        "fast_dev_run": _NOT_YET,
+        "max_epochs": Kept("recipe lightning_limited"),
         "min_epochs": Kept("recipe lightning_early_stopping"),
-        "max_steps": Kept("test_lightning"),
+        "max_steps": _JOB,
         "min_steps": Kept("recipe lightning_early_stopping"),
         "max_time": Refusal(f"{_CLOCK}: say max_steps"),
         "limit_train_batches": Kept("recipe lightning_limited"),
         "limit_val_batches": NoInfluence("every replica validates"),
         "limit_test_batches": NoInfluence("it concerns Trainer.test"),
         "limit_predict_batches": NoInfluence("it concerns Trainer.predict"),
-        "overfit_batches": Kept("test_lightning_epochs"),
+        "overfit_batches": _NOT_YET,
         "val_check_interval": Refusal(
             f"{_CLOCK}: give a number of batches, or a part of an epoch", lambda x: isinstance(x, int | float)
         ),
-        "check_val_every_n_epoch": Kept("test_lightning"),
+        "check_val_every_n_epoch": _JOB,
         "num_sanity_val_steps": NoInfluence("it validates before the training"),
         "log_every_n_steps": Kept("recipe lightning_csv"),
-        "enable_checkpointing": Kept("test_lightning"),
+        "enable_checkpointing": _JOB,
         "enable_progress_bar": NoInfluence("it shows progress"),
         "enable_model_summary": NoInfluence("it prints"),
         "accumulate_grad_batches": Kept("recipe lightning_trainer"),
@@ -72,12 +74,13 @@ TRAINER = ArgumentTable(
             "the job's order of data is agreed when it begins: leave it out"
         ),
         "default_root_dir": Kept("recipe lightning_csv"),
-        "enable_autolog_hparams": Kept("test_lightning_files"),
+        "enable_autolog_hparams": NoInfluence("it logs hyperparameters"),
         "model_registry": NoInfluence("it uploads files"),
     },
 )
 
-_OWN = "test_lightning_states"
+_OWN = "test_a_callback_that_has_loaded_a_state_has_it"
+_HOOK = "test_what_hooks_save_is_shared_state"
 CALLBACKS: dict[str, Row] = {
     "Callback": Kept(f"{_OWN}: its state_dict is shared state"),
     "Checkpoint": Kept(f"{_OWN}: its state_dict is shared state"),
@@ -106,7 +109,7 @@ CALLBACKS: dict[str, Row] = {
         "its result into configure_optimizers"
     ),
     "LearningRateMonitor": NoInfluence("it logs"),
-    "ModelCheckpoint": Kept("test_lightning_files"),
+    "ModelCheckpoint": Kept("test_all_replicas_give_a_checkpoint_the_same_name"),
     "ModelPruning": Refusal(
         "it replaces parameters in mid-training, and the other replicas do not know that: prune after the "
         "training"
@@ -153,8 +156,8 @@ _STATE: dict[str, Row] = {
     "on_exception": NoInfluence("the training is over"),
 }
 _SAVED: dict[str, Row] = {
-    "on_save_checkpoint": Kept(f"{_OWN}: what it adds is shared state, where on_load_checkpoint takes it"),
-    "on_load_checkpoint": Kept(f"{_OWN}: a replica that joins loads the job's"),
+    "on_save_checkpoint": Kept(f"{_HOOK}: what it adds is shared state, where on_load_checkpoint takes it"),
+    "on_load_checkpoint": Kept(f"{_HOOK}: a replica that joins loads the job's"),
 }
 CALLBACK_HOOKS: dict[str, Row] = {
     **_HOOKS,
@@ -167,12 +170,12 @@ CALLBACK_HOOKS: dict[str, Row] = {
     "on_load_checkpoint": Refusal("FabricStrategy shares a callback's state_dict: return the state there"),
 }
 _STEPS: dict[str, Row] = {
-    "training_step": Kept("test_lightning"),
+    "training_step": _JOB,
     "validation_step": Kept("every replica validates"),
     "test_step": NoInfluence("it concerns Trainer.test"),
     "predict_step": NoInfluence("it concerns Trainer.predict"),
-    "forward": Kept("test_lightning"),
-    "configure_optimizers": Kept("test_lightning"),
+    "forward": _JOB,
+    "configure_optimizers": _JOB,
     "configure_callbacks": Kept("as the argument callbacks"),
     "configure_gradient_clipping": Kept("it sees the job's average"),
     "clip_gradients": Kept("it sees the job's average"),

@@ -9,16 +9,25 @@ import asyncio
 import socket
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-_Target = tuple[socket.AddressFamily, tuple[Any, ...]]
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """An address of a host, with the port, as ``sock_connect`` takes it."""
+
+    family: int
+    where: tuple[Any, ...]
+
 
 # A look-up that takes longer than this counts as slow. Then the kept address is tried beside it.
 _SLOW_S = 0.25
 # A look-up may block a thread for a minute, so look-ups have threads of their own.
 _LOOK_UPS = ThreadPoolExecutor(4, "fabric-look-up")
-_last_good: dict[str, _Target] = {}  # name -> the address at which its host last answered
+_last_good: dict[str, _Address] = {}  # name -> the address at which its host last answered
 
 
 async def connect(host: str, port: int, within_s: float) -> socket.socket:
@@ -28,7 +37,7 @@ async def connect(host: str, port: int, within_s: float) -> socket.socket:
     """
     numeric = _numeric(host, port)
     if numeric:
-        return await _first([_open(target, within_s) for target in numeric])
+        return await _first([_open(address, within_s) for address in numeric])
     loop = asyncio.get_running_loop()
     look_up = loop.run_in_executor(_LOOK_UPS, _addresses, host, port)
     kept = _last_good.get(host)
@@ -38,30 +47,29 @@ async def connect(host: str, port: int, within_s: float) -> socket.socket:
         has_answer = look_up.done() and look_up.exception() is None
         ways = [_open_by_name(host, look_up, within_s)]
         if kept is not None and not has_answer:
-            family, address = kept
-            ways.append(_open((family, (address[0], port, *address[2:])), within_s))
+            ways.append(_open(_Address(kept.family, (kept.where[0], port, *kept.where[2:])), within_s))
         return await _first(ways)
     finally:
         look_up.cancel()
 
 
-async def _open_by_name(host: str, look_up: asyncio.Future[list[_Target]], within_s: float) -> socket.socket:
+async def _open_by_name(host: str, look_up: asyncio.Future[list[_Address]], within_s: float) -> socket.socket:
     try:
         async with asyncio.timeout(within_s):
-            targets = await look_up
+            addresses = await look_up
     except TimeoutError as error:
         raise OSError(f"the name {host} was not resolved within {within_s:g} s") from error
-    sock = await _first([_open(target, within_s) for target in targets])
-    _last_good[host] = (socket.AddressFamily(sock.family), sock.getpeername())
+    sock = await _first([_open(address, within_s) for address in addresses])
+    with suppress(OSError):  # the peer has closed the connection
+        _last_good[host] = _Address(sock.family, sock.getpeername())
     return sock
 
 
-async def _open(target: _Target, within_s: float) -> socket.socket:
-    family, address = target
-    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+async def _open(address: _Address, within_s: float) -> socket.socket:
+    sock = socket.socket(address.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         async with asyncio.timeout(within_s):
-            await asyncio.get_running_loop().sock_connect(sock, address)
+            await asyncio.get_running_loop().sock_connect(sock, address.where)
     except BaseException:
         sock.close()
         raise
@@ -93,12 +101,12 @@ def _close_unless(chosen: socket.socket | None, task: asyncio.Task[socket.socket
         task.result().close()
 
 
-def _addresses(host: str, port: int, flags: int = 0) -> list[_Target]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-    return [(family, target) for family, _, _, _, target in found]
+def _addresses(host: str, port: int, flags: int = 0) -> list[_Address]:
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return [_Address(family, where) for family, _, _, _, where in entries]
 
 
-def _numeric(host: str, port: int) -> list[_Target]:
+def _numeric(host: str, port: int) -> list[_Address]:
     """Return the address that ``host`` is, without a look-up; empty where it is a name."""
     try:
         return _addresses(host, port, socket.AI_NUMERICHOST)

@@ -28,6 +28,7 @@ from fabric.runtime.config import Settings, advertised_host, refuse_unknown_vari
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.http_service import bind_first_free, parse_ports
 from fabric.runtime.http.lighthouse_client import understood
+from fabric.runtime.system_calls import create_memfd, open_pidfd
 from fabric.store import EtcdAccess, open_store
 
 _ANSWER_S = 3.0
@@ -73,6 +74,8 @@ def examine(
     yield from _versions()
     yield from _settings() if replica else _variables()
     yield _open_files()
+    if replica and sys.platform == "linux":
+        yield from _system_calls()
     yield _memory(state_gb)
     if store:
         yield from asyncio.run(_store(store, access))
@@ -252,6 +255,20 @@ def _open_files() -> Finding:
             "warn", f"at most {soft} open files", f"ulimit -n {_OPEN_FILES}, or LimitNOFILE= of its unit"
         )
     return Finding("ok", f"at most {'any number of' if soft == resource.RLIM_INFINITY else soft} open files")
+
+
+def _system_calls() -> Iterator[Finding]:
+    tries: tuple[Callable[[], int], ...] = (
+        lambda: open_pidfd(os.getpid()),
+        lambda: create_memfd("fabric-doctor"),
+    )
+    failures = []
+    for attempt in tries:
+        try:
+            os.close(attempt())
+        except ConfigError as error:
+            failures.append(Finding("bad", "the kernel refuses a system call of a replica", str(error)))
+    yield from failures or [Finding("ok", "the system calls pidfd_open and memfd_create are allowed")]
 
 
 def _memory(state_gb: float) -> Finding:

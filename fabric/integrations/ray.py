@@ -33,9 +33,9 @@ from fabric.exit_codes import FINAL_CODES, FINISHED, RESTART
 from fabric.integrations.versions import check_version
 from fabric.runtime import config
 from fabric.runtime.http.lighthouse_client import Lighthouses
-from fabric.runtime.parent_death import die_with
 from fabric.runtime.private_folder import make_private, open_private
 from fabric.runtime.process_environment import add_to_environment, own_program, process_environment
+from fabric.runtime.system_calls import die_with
 
 LEAST, TESTED = "2.50", "2.60.0"
 _LOOK_S = 1.0  # seconds from one look at Ray's nodes to the next

@@ -74,7 +74,7 @@ class ToRank:
 
 
 Event = io.Event | FromRank | RankLost | EndReplica
-Effect = io.SendPeer | io.SendLeader | io.WriteJournal | io.Probe | ToRank
+Effect = io.SendPeer | io.SendLeader | io.WriteJournal | io.ClaimAbove | io.Probe | ToRank
 
 # Outcomes of the main threads. A thread has one command at a time, besides TellDigest, and one outcome of
 # each rank makes the answer. The core does not wait for digests, and may give the next command before every
@@ -149,7 +149,7 @@ class Ranks:
 
     def _record_event(self, event: io.Event, now: float) -> None:
         for effect in self.member.handle(event, now) if not self.over else ():
-            if isinstance(effect, io.SendPeer | io.SendLeader | io.WriteJournal | io.Probe):
+            if isinstance(effect, io.SendPeer | io.SendLeader | io.WriteJournal | io.ClaimAbove | io.Probe):
                 self._effects.append(effect)
             elif not self.over:
                 self._command(effect)

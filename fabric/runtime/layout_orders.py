@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fabric.errors import ConfigError
 from fabric.runtime.rank_layout import MAX_RANKS, RankLayout, parse_layout
+from fabric.runtime.system_calls import create_memfd
 
 _NAME = "fabric-layouts"
 _MOST_BYTES = 1 << 20
@@ -49,7 +50,7 @@ class LayoutMemory:
     """The launcher's end. ``descriptor`` must stay open in the ranks."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create(_NAME)
+        self.descriptor = create_memfd(_NAME)
 
     def offer(self, offer: LayoutOffer) -> None:
         """Replace what the memory holds by ``offer``."""

@@ -24,6 +24,7 @@ from functools import partial
 
 from fabric.errors import ConfigError, FabricError, ProtocolError, Refused, Unconnected, Unreachable
 from fabric.transport import greeting as proof
+from fabric.transport.connecting import connect
 from fabric.transport.framing import HEADER_BYTES, frame
 from fabric.transport.greeting import MAX_HANDSHAKE_BYTES, Greeting
 from fabric.transport.handshakes import Handshake, Handshakes
@@ -255,8 +256,7 @@ async def dial(
 
 async def _connected(whom: str, host: str, port: int, within_s: float) -> socket.socket:
     try:
-        async with asyncio.timeout(within_s):
-            return await _connect(host, port)
+        return await connect(host, port, within_s)
     except TimeoutError as error:
         raise Unconnected(
             f"{whom} cannot be reached: nothing came back within {within_s:g} s, check the network between"
@@ -366,24 +366,6 @@ async def _bind(host: str, ports: Sequence[int]) -> socket.socket:
     raise ConfigError(f"no port of {span} on {host!r} can be bound ({last}): free one or widen it")
 
 
-async def _connect(host: str, port: int) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    failure: OSError = OSError(f"{host} has no address")
-    for family, kind, number, _, target in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, number)
-        try:
-            await loop.sock_connect(sock, target)
-        except OSError as error:
-            sock.close()
-            failure = error
-        except asyncio.CancelledError:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise failure
-
-
 async def _greet(sock: socket.socket, greeting: Greeting, token: bytes) -> None:
     challenge = proof.read_challenge(await _receive_frame(sock))
     hello = proof.hello_frame(greeting, challenge, proof.random_bytes(), token)
@@ -421,4 +403,6 @@ def _end(sock: socket.socket) -> None:
 
 
 def _words(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):  # its number is not one of the system's errors
+        return str(error.strerror).lower()
     return os.strerror(error.errno).lower() if error.errno else str(error.strerror or error)

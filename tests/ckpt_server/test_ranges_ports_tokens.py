@@ -1,6 +1,7 @@
 """Small pure functions: ranges, kernel states, ports, tokens, errors as JSON."""
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_support import no_more_descriptors
 
+from fabric.ckpt_server.server.memfd import Memfd
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch, parse_stat
 from fabric.ckpt_server.wire.http_preconditions import (
     PreconditionFailed,
@@ -129,6 +131,30 @@ async def test_process_states_of_the_kernel_of_real_processes_is_noticed_without
     trainer.close()
 
 
+REFUSALS = [
+    (errno.EPERM, "the container's seccomp profile allow "),
+    (errno.ENOSYS, "seccomp profile or sandbox allow "),
+    (errno.EMFILE, "raise its limit on open files"),
+    (errno.EIO, "read the kernel's log"),
+]
+
+
+@pytest.mark.parametrize("number, remedy", REFUSALS)
+async def test_a_refused_system_call_has_the_remedy_of_its_own_reason(monkeypatch, number, remedy):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(Refused) as watching:
+        TrainerWatch().attach(os.getpid(), 1)
+    with pytest.raises(ConfigError) as making:
+        Memfd("snapshot slot 0")
+    for said, call in ((str(watching.value), "pidfd_open"), (str(making.value), "memfd_create")):
+        assert f"({call}: {os.strerror(number)}): " in said and remedy in said
+        assert ("ulimit" in said) == (number == errno.EMFILE)
+
+
 @pytest.mark.parametrize("left", [0, 1])
 async def test_a_process_that_cannot_be_watched_is_refused_and_the_former_is_watched_on(left):
     trainer = TrainerWatch()
@@ -136,7 +162,8 @@ async def test_a_process_that_cannot_be_watched_is_refused_and_the_former_is_wat
     trainer.attach(child.pid, 1)
     with no_more_descriptors(left) as lowest:
         sentence = (
-            rf"cannot watch process {os.getpid()} \(Too many open files\): raise its limit on open files"
+            rf"cannot watch process {os.getpid()} \({('open', 'pidfd_open')[left]}: Too many open files\): "
+            "raise its limit on open files"
         )
         with pytest.raises(Refused, match=sentence):
             trainer.attach(os.getpid(), 2)

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 from fabric.client.loop import start
-from fabric.client.process.incarnation_lock import ProcessIdentity, claim
+from fabric.client.process.incarnation_lock import ProcessIdentity, claim, claim_above
 from fabric.model import DataPlan
 from fabric.runtime.config import Settings
 
@@ -49,6 +49,20 @@ def test_the_lock_file_remembers_a_bounded_number_of_processes(tmp_path):
     (tmp_path / "trainer.lock").write_bytes(b"".join(f"{n}\n".encode().ljust(32) for n in range(90, 60, -1)))
     _, before = claim(tmp_path)
     assert before == tuple(range(90, 74, -1))
+
+
+def test_the_next_process_claims_an_incarnation_above_the_one_that_a_lighthouse_named(tmp_path):
+    own, _ = claim(tmp_path)
+    named = own + 86_400_000
+    claim_above(named)
+    newest, before = claim(tmp_path)
+    assert newest > named and before == (own,), "nobody here saw the named process end"
+
+
+def test_a_damaged_note_of_an_incarnation_is_passed_over(tmp_path):
+    (tmp_path / "claim_above").write_text("not a number")
+    incarnation, _ = claim(tmp_path)
+    assert incarnation > 0
 
 
 def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):

@@ -4,6 +4,7 @@ states end bitwise equal, and every sample counts once.
 
 import os
 import signal
+import time
 
 import pytest
 from job import Job
@@ -206,3 +207,22 @@ def test_a_single_replica_trains_and_resumes(zygote, tmp_path):
         job.start_all({"r0": "forward@9=kill"})
         job.finish()
         assert job.codes == {"r0": 0}, job.logs()
+
+
+def test_a_replica_comes_back_on_a_host_whose_clock_is_behind(zygote, tmp_path):
+    """The first process claims an incarnation of tomorrow, so the clock of every other host is behind."""
+    home = tmp_path / "run" / "r2"
+    with Job(zygote, tmp_path, environment=PATIENT) as job:
+        home.mkdir(mode=0o700, parents=True)
+        tomorrow = int((time.time() + 86400) * 1000)
+        (home / "trainer.lock").write_bytes(f"{tomorrow}\n".encode().ljust(32))
+        job.start_all()
+        job.wait_for(lambda: len(job.events("r2", "commit")) > 5, "r2 at work")
+        job.kill("r2")
+        job.wait_for(lambda: "r2" not in job.events("r0", "epoch")[-1]["roster"], "r2 is out")
+        job.environment = {**PATIENT, "FABRIC_RUN_DIR": str(tmp_path / "run" / "elsewhere")}
+        job.start("r2", FABRIC_JOURNAL="")
+        job.wait_for(lambda: job.ended("r2") is not None, "the end of the process with the lower incarnation")
+        assert job.ended("r2") == 75 and "the clock of this host is behind" in job.said("r2"), job.logs()
+        finish_and_check(job)
+        assert job.starts["r2"] == 3, job.logs()

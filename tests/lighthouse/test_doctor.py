@@ -1,5 +1,7 @@
 """``fabric doctor`` finds each mistake and says what to do, and finds nothing on a healthy host."""
 
+import errno
+import os
 import socket
 
 import pytest
@@ -22,6 +24,10 @@ def environment(lighthouse: LighthouseProcess, tmp_path, monkeypatch) -> None:
         "RUN_DIR": str(tmp_path / "run"),
     }.items():
         monkeypatch.setenv(f"FABRIC_{name}", value)
+
+
+def refuse(*_) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
 
 def findings(level: str, store: str = "", state_gb: float = 0.0) -> str:
@@ -104,6 +110,13 @@ def test_a_port_that_is_taken_is_found(environment, monkeypatch):
 def test_the_doctor_finds_a_token_that_other_users_can_read(environment, monkeypatch, tmp_path):
     (tmp_path / "token").chmod(0o644)
     assert "chmod 600" in findings("warn")
+
+
+def test_a_system_call_that_a_container_forbids_is_found(environment, monkeypatch):
+    assert "pidfd_open and memfd_create are allowed" in findings("ok")
+    for name in ("pidfd_open", "memfd_create"):
+        monkeypatch.setattr(os, name, refuse)
+    assert findings("bad").count("seccomp profile allow") == 2
 
 
 def test_free_memory_is_compared_with_the_size_of_the_state(environment):

@@ -130,6 +130,53 @@ def test_a_newer_process_is_taken_where_the_first_ones_server_is_silent():
     assert not lighthouse.sent(m.Rejected)
 
 
+def late(lighthouse, **session):
+    """Open a session of an older process of a; return the lighthouse's refusal."""
+    lighthouse.do(lio.SessionOpened(session_of("a", 1, **{"roster": "none"} | session)))
+    [(_, refusal)] = lighthouse.sent(m.Rejected)
+    return refusal
+
+
+def with_a_clock_ahead():
+    """Return a job whose member a has incarnation 9."""
+    lighthouse = Lighthouse(record_of("a b", epoch=1, a={"incarnation": 9}))
+    lighthouse.open("a", incarnation=9, generation=1, step=5, epoch=1)
+    lighthouse.open("b", generation=1, step=5, epoch=1)
+    for name, incarnation in (("a", 9), ("b", 1)):
+        lighthouse.status(name, incarnation=incarnation)
+        lighthouse.beat(name, 5)
+    return lighthouse
+
+
+@pytest.mark.parametrize("lost", ["process", "host"])
+def test_a_new_process_whose_clock_is_behind_starts_again_above_the_lost_one(lost):
+    lighthouse = with_a_clock_ahead()
+    if lost == "process":
+        lighthouse.do(lio.SessionClosed("a", 9))
+        lighthouse.status("a", "gone", incarnation=9)
+    else:
+        lighthouse.lose("a")
+    refusal = late(lighthouse)
+    assert refusal.above == 9 and not refusal.retry and "clock of this host is behind" in refusal.reason
+    lighthouse.do(lio.SessionOpened(session_of("a", 10, roster="none")))
+    assert not lighthouse.sent(m.Rejected)
+
+
+def test_an_older_process_ends_for_good_while_the_newer_one_lives():
+    lighthouse = with_a_clock_ahead()
+    for closed in ((), (lio.SessionClosed("a", 9),)):  # the server still says that the trainer runs
+        lighthouse.do(*closed)
+        refusal = late(lighthouse)
+        assert refusal.above == 0 and "newer process of a has taken its place" in refusal.reason
+
+
+@pytest.mark.parametrize("roster", ["", "a-digest"])
+def test_a_replaced_member_and_one_of_an_older_version_end_for_good(roster):
+    lighthouse = with_a_clock_ahead()
+    lighthouse.lose("a")
+    assert late(lighthouse, roster=roster).above == 0
+
+
 # --- certain ends ----------------------------------------------------------------------------------------
 
 

@@ -486,6 +486,12 @@ def test_a_member_that_leaves_stays_in_its_round_until_all_are_ready():
     assert [s.code for s in trainer.found(io.Stop)] == [0]
 
 
+def test_a_member_whose_clock_is_behind_starts_again_with_a_higher_incarnation():
+    trainer = Trainer()
+    trainer.leader(m.Rejected("the clock", above=9))
+    assert trainer.effects[-2:] == [io.ClaimAbove(9), io.Stop(75, "the clock")]
+
+
 # --- cold start, parking, autonomy, the end --------------------------------------------------------------
 
 

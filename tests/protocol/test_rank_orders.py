@@ -233,6 +233,13 @@ def test_a_lighthouse_that_refuses_the_replica_stops_every_rank():
     assert [s.reason for s in replica.orders(io.Stop)] == ["wrong token"] * 2
 
 
+def test_rank_0_alone_keeps_the_incarnation_to_pass():
+    replica = Replica()
+    effects = replica.do(io.FromLeader(m.Rejected("the clock", above=9)))
+    assert [x for x in effects if isinstance(x, io.ClaimAbove)] == [io.ClaimAbove(9)]
+    assert [s.code for s in replica.orders(io.Stop)] == [75, 75]
+
+
 def test_ranks_with_different_loops_are_an_error():
     replica = Replica()
     replica.rank(0, io.Ready(0, ""))

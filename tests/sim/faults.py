@@ -143,6 +143,7 @@ class Faults:
         self.world.kill_server(name)
         self.world.kill_trainer(name)
         host = self.world.hosts[name]
+        host.above = 0
         host.before, host.time_of_day = (), self.world.clockwork.between(-4.0, 1.0)
 
     def _kill_two(self, name: str, other: str) -> None:

@@ -109,6 +109,7 @@ class Trainer(Process):
             io.CancelFetch: lambda _: self.transfer.cancel(),
             io.RetainGradients: self._listen,
             io.WriteJournal: self._note,
+            io.ClaimAbove: self._claim_above,
         }
         server.attach(self)
         self.after(0.0, self._connect)
@@ -206,6 +207,9 @@ class Trainer(Process):
             self.fallen = False
             self.world.checks.healed(self)
         self.world.happened(note.kind, self.host)
+
+    def _claim_above(self, effect: io.ClaimAbove) -> None:
+        self.world.hosts[self.host].above = effect.incarnation
 
     # --- the session -------------------------------------------------------------------------------
 

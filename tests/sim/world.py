@@ -68,6 +68,7 @@ class Host:
     incarnation: int = 0
     starts: int = 0
     before: tuple[int, ...] = ()  # the incarnations that have run on this host, newest first
+    above: int = 0  # the incarnation that a lighthouse told this host to pass
     time_of_day: float = 0.0  # error of this host's time of day, in seconds
     trainer: Trainer | None = None
     drained: bool = False
@@ -176,7 +177,7 @@ class World:
         time_of_day = 10_000 + int(1000 * (self.clockwork.now + host.time_of_day))
         if time_of_day <= host.incarnation and not host.before:
             self.clockwork.counts["path: incarnation of a host whose time is behind"] += 1
-        host.incarnation = max(time_of_day, max(host.before, default=0) + 1)
+        host.incarnation = max(time_of_day, max(host.before, default=0) + 1, host.above + 1)
         trainer = self.trainer_class(self.clockwork, self, name, host.incarnation, host.server, host.before)
         host.before, host.trainer = (host.incarnation, *host.before), trainer
         self.by_key[name, host.incarnation] = host.trainer
@@ -231,7 +232,9 @@ class World:
         host = self.hosts[trainer.host]
         self.kill_trainer(trainer.host, 0.3)
         self.clockwork.counts[f"exit {code}"] += 1
-        if code == 75:
+        if "clock of this host is behind" in reason:
+            self.clockwork.counts["path: started again above a number"] += 1
+        elif code == 75:
             self.clockwork.counts["path: stopped by itself without a lighthouse"] += 1
         if code == 0:
             host.finished = reason == "finished"

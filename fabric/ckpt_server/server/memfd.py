@@ -14,6 +14,7 @@ import os
 
 from fabric.errors import Refused
 from fabric.runtime.host_memory import available_bytes
+from fabric.runtime.system_calls import create_memfd
 
 # The largest part of the available memory that one allocation may take.
 _SHARE = 0.95
@@ -22,13 +23,16 @@ _MADV_POPULATE_READ = 22
 
 
 class Memfd:
-    """A memfd of ``capacity`` bytes (whole pages), which never shrinks; ``view`` is read-only."""
+    """A memfd of ``capacity`` bytes (whole pages), which never shrinks; ``view`` is read-only.
+
+    Raises ConfigError where the kernel refuses to make it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.capacity = 0
         self.view = memoryview(b"")
-        self.fd = os.memfd_create(f"fabric-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = create_memfd(f"fabric-{name}")
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
     def grow(self, nbytes: int) -> None:

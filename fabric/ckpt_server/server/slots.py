@@ -177,7 +177,10 @@ class SlotTable:
         return list(self._slots.values())
 
     async def allocate(self, slot: SharedSlot, nbytes: int) -> Memfd:
-        """Return the slot's memory, at least ``nbytes`` of it, without blocking the loop. Raises Refused."""
+        """Return the slot's memory, at least ``nbytes`` of it, without blocking the loop.
+
+        Raises Refused without the memory, ConfigError where the kernel refuses to make a memfd.
+        """
         if slot.memfd is None:
             slot.memfd = Memfd(f"{slot.kind} slot {slot.index}")
         await asyncio.get_running_loop().run_in_executor(_GROWING, slot.memfd.grow, nbytes)

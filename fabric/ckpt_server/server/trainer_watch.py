@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from fabric.errors import Refused
 from fabric.model import JobEnd
+from fabric.runtime.system_calls import refused
 
 RUNNING = "running"
 STOPPED = "stopped"
@@ -76,7 +77,7 @@ class TrainerWatch:
 
     def attach(self, pid: int, incarnation: int) -> None:
         """Begin to watch process ``pid``, whose channel is open. Raises Refused, with nothing changed, where
-        this process has no free descriptors."""
+        this process has no free descriptors or may not open a pidfd."""
         descriptors = _descriptors_of(pid)
         self.on_attach()
         self._unwatch()
@@ -163,8 +164,6 @@ def _descriptors_of(pid: int) -> tuple[int, int] | None:
             os.close(descriptor)
         if isinstance(error, FileNotFoundError | ProcessLookupError):
             return None
-        raise Refused(
-            f"the checkpoint server cannot watch process {pid} ({error.strerror}): raise its limit on open"
-            " files (ulimit -n), where the trainer is started"
-        ) from error
+        call = "pidfd_open" if opened else "open"
+        raise Refused(f"the checkpoint server cannot watch process {pid} {refused(call, error)}") from error
     return opened[0], opened[1]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO
 
 from fabric.cli.launch.rank_output import RankOutput
-from fabric.runtime.parent_death import die_with
 from fabric.runtime.rank_layout import RankLayout
+from fabric.runtime.system_calls import die_with, open_pidfd
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class LaunchAttempt:
             pass_fds=spec.inherited,
             preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509  (this process has one thread)
         )
-        started = RankProcess(rank, process, os.pidfd_open(process.pid), log=log)
+        started = RankProcess(rank, process, open_pidfd(process.pid), log=log)
         self.ranks.append(started)
         self._selector.register(started.pidfd, selectors.EVENT_READ, started)
         prefix = f"[{rank}] " if spec.layout.ranks > 1 else ""

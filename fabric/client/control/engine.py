@@ -32,6 +32,7 @@ from fabric.client.gradients.gradient_backend import GradientBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.process.crash_marker import CrashMarker
+from fabric.client.process.incarnation_lock import claim_above
 from fabric.client.process.journal import Journal
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
@@ -148,6 +149,7 @@ class Engine:
             io.CancelFetch: lambda _: parts.fetch_thread.cancel(),
             io.RetainGradients: self._listen,
             io.WriteJournal: self._note,
+            io.ClaimAbove: lambda e: claim_above(e.incarnation),
             NameSnapshot: lambda e: parts.snapshot_worker.submit(lambda: parts.snapshots.name(e, self.post)),
         }
 

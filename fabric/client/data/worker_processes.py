@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from fabric.client.data.fetching import IndexFetcher
 from fabric.errors import ConfigError
-from fabric.runtime.parent_death import die_with
+from fabric.runtime.system_calls import die_with
 
 Key = tuple[int, int]  # step and micro-batch
 

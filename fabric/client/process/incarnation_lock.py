@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,19 @@ from fabric.errors import ConfigError
 from fabric.runtime.config import Settings
 from fabric.runtime.private_folder import make_private, open_private
 
+_ABOVE = "claim_above"  # the file with the number that the next process must reach
 # The lock file holds incarnations, newest first, each in a field of this many bytes.
 _NUMBER_BYTES = 32
 # The number of earlier incarnations in the file: a process may end before its session opens, so the newest
 # incarnation that the leader knows may be older than the newest incarnation on this host.
 _REMEMBERED = 16
 
+# A claim lies this many numbers at most above the number that a lighthouse named. It is drawn, because the
+# host that lost the replica may start it again too, and no two processes may claim the same number.
+_SPREAD = 1 << 20
+
 # The kernel releases a lock when the process ends, so the descriptors of lock files stay open.
-_claims: list[int] = []
+_claims: dict[Path, int] = {}  # folder -> descriptor; the newest claim is the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ def claim_identity(settings: Settings, group: RankGroup | None) -> ProcessIdenti
             )
     newest = max(other["incarnation"] for other in claims)
     # Every rank writes the file: the next process may have fewer ranks, and its incarnation must be newer.
-    _write_newest(_claims[-1], newest)
+    _write_newest(next(reversed(_claims.values())), newest)
     # Only rank 0 commits for the replica: an ended process of rank 0 can commit nothing more.
     return ProcessIdentity(newest, tuple(claims[0]["before"]), group)
 
@@ -88,10 +94,11 @@ def claim(home: Path) -> tuple[int, tuple[int, ...]]:
             f"another living process has this replica id on this host ({path} is locked): give every "
             "replica its own FABRIC_REPLICA, or end that process first"
         ) from None
-    _claims.append(descriptor)
+    _claims.pop(home, None)
+    _claims[home] = descriptor
     text = os.pread(descriptor, _NUMBER_BYTES * (1 + _REMEMBERED), 0).decode("ascii", "replace")
     before = tuple(int(word) for word in text.split() if word.isdigit())[:_REMEMBERED]
-    incarnation = max(int(time.time() * 1000), max(before, default=0) + 1)
+    incarnation = max(int(time.time() * 1000), max(before, default=0) + 1, _above(home))
     history = "".join(f"{number}\n".ljust(_NUMBER_BYTES) for number in (incarnation, *before))
     os.pwrite(descriptor, history.encode(), 0)
     return incarnation, before
@@ -99,3 +106,28 @@ def claim(home: Path) -> tuple[int, tuple[int, ...]]:
 
 def _write_newest(descriptor: int, incarnation: int) -> None:
     os.pwrite(descriptor, f"{incarnation}\n".encode().ljust(_NUMBER_BYTES), 0)
+
+
+def claim_above(incarnation: int) -> None:
+    """Let the next process in this process's folder claim a number above ``incarnation``. Raises OSError.
+
+    The number is not in the lock file, because that process ran on another host: nobody here saw it end.
+    """
+    descriptor = open_private(next(reversed(_claims)) / _ABOVE, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    try:
+        os.write(descriptor, str(incarnation + 1 + secrets.randbelow(_SPREAD)).encode())
+    finally:
+        os.close(descriptor)
+
+
+def _above(home: Path) -> int:
+    """Return the number to claim at least; 0 where no lighthouse has named one."""
+    try:
+        descriptor = open_private(home / _ABOVE, os.O_RDONLY)
+    except OSError:
+        return 0
+    try:
+        text = os.read(descriptor, _NUMBER_BYTES).decode("ascii", "replace")
+    finally:
+        os.close(descriptor)
+    return int(text) if text.isdigit() else 0

@@ -21,6 +21,7 @@ import torch
 
 from fabric.errors import ConfigError, ProtocolError, StateError
 from fabric.runtime.host_memory import available_bytes
+from fabric.runtime.system_calls import create_memfd
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _FAULT_BYTES = 64 * 1024 * 1024
@@ -79,7 +80,7 @@ class OwnSegments:
         # Check first: the kernel would allocate pages until the machine has no memory left.
         if capacity > available_bytes():
             raise _none_left(capacity)
-        descriptor = os.memfd_create("fabric-bucket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = create_memfd("fabric-bucket")
         try:
             os.posix_fallocate(descriptor, 0, capacity)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)

@@ -1,7 +1,7 @@
 """The sessions that may stand and the newcomers that may join, and why the others may not."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fabric.model import Record, ReplicaProcess, counted
 from fabric.protocol.leader.evidence import FailureEvidence
@@ -221,6 +221,28 @@ def replaced(session: m.OpenSession, liveness: Liveness) -> str:
     if peer is None or peer.incarnation <= session.incarnation:
         return ""
     return f"a newer process of {session.replica} has taken its place: this one must end"
+
+
+def number_to_pass(session: m.OpenSession, liveness: Liveness, record: Record | None, now: float) -> int:
+    """The incarnation above which this older process may start again; 0: it must end for good.
+
+    It may where a process whose host has the right time would be let in now. A process that has been in an
+    epoch was replaced, and must end.
+    """
+    peer = liveness.peers.get(session.replica)
+    if peer is None or session.roster != "none":
+        return 0
+    entry = record.member(session.replica) if record is not None else None
+    newest = max(peer.incarnation, entry.incarnation if entry is not None else 0)
+    return 0 if taken(replace(session, incarnation=newest + 1), liveness, record, now) else newest
+
+
+def clock_behind(replica: str) -> str:
+    """Say why such a process starts again."""
+    return (
+        f"the clock of this host is behind that of the host where {replica} ran before: this process starts "
+        "again with a higher incarnation"
+    )
 
 
 def taken(session: m.OpenSession, liveness: Liveness, record: Record | None, now: float) -> str:

@@ -315,7 +315,8 @@ class LeaderCore:
         live, record = self.state.liveness, self.state.record
         replaced = admission.replaced(session, live)
         if replaced:
-            return m.Rejected(replaced)
+            above = admission.number_to_pass(session, live, record, self.state.now)
+            return m.Rejected(admission.clock_behind(session.replica) if above else replaced, above=above)
         failed = self.endings.refusal_as_failed(session)
         if failed is not None:
             return failed

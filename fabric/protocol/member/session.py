@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from fabric.exit_codes import FAILED
+from fabric.exit_codes import FAILED, RESTART
 from fabric.model import EarlierStep, Fence, SnapshotRef, StepTimes
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.epochs import KnownEpochs
@@ -204,6 +204,9 @@ class LighthouseSession:
             self._context.emit(
                 io.WriteJournal("kept out", self._epochs.epoch(), self._memory.state.step, message.reason)
             )
+        elif message.above:
+            self._context.emit(io.ClaimAbove(message.above))
+            self._context.stop(RESTART, message.reason)
         else:
             self._context.stop(FAILED, message.reason, message.poison)
 

@@ -451,6 +451,13 @@ class WriteJournal:
     micro_batches: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ClaimAbove:
+    """Let the next process on this host claim an incarnation above this one."""
+
+    incarnation: int
+
+
 Effect = (
     SendPeer
     | SendLeader
@@ -473,4 +480,5 @@ Effect = (
     | CancelFetch
     | RetainGradients
     | WriteJournal
+    | ClaimAbove
 )

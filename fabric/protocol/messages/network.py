@@ -160,6 +160,8 @@ class Rejected:
     reason: str  # the reason of the rejection, for a person
     retry: bool = False  # the session stays open, but the leader does not admit its replica for now
     poison: tuple[Poison, ...] = ()  # the micro-batches that are the reason, if any are
+    # Start again with an incarnation above this one, because the host's clock is behind; 0: end for good.
+    above: Int64 = 0
 
 
 @dataclass(frozen=True, slots=True)

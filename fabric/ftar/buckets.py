@@ -1,12 +1,12 @@
 """Packs a model's gradients into one flat buffer before the round, and unpacks them after the commit.
 
 The buffer is bytes. Parameters of one dtype lie together in a *section*, the last one first, because backward
-finishes them in that order; there are no gaps within a section. Sections start at multiples of
-ALIGNMENT_BYTES, and the gaps between them are zero, so that the digest of the buffer is a digest of the
-gradients. A section is cut into *buckets* of whole parameters, about BUCKET_BYTES each: a bucket is one
-all-reduce, and may begin as soon as the gradients in it are final. Buckets follow from the parameters alone,
-so they are the same on all members, whatever buckets others (DDP) have. The layout hash covers names, shapes,
-dtypes and order: members whose hashes differ must not sum.
+finishes them in that order. A section is cut into *buckets* of whole parameters, about BUCKET_BYTES each.
+Buckets start at multiples of ALIGNMENT_BYTES, and the gaps between them are zero, so that the digest of the
+buffer is a digest of the gradients. A bucket is one all-reduce, and may begin as soon as the gradients in it
+are final. Buckets follow from the parameters alone, so they are the same on all members, whatever buckets
+others (DDP) have. The layout hash covers names, shapes, dtypes and order: members whose hashes differ must
+not sum.
 
 A bucket ends with its *presence*: one element per parameter, 1 where this process has a gradient and 0 where
 it has none. The sum counts the members that have one, and is above 0 for any number of them. A parameter
@@ -158,13 +158,11 @@ class FlatGradients:
     def absent(self, buffer: torch.Tensor) -> frozenset[str]:
         """Return the names of the parameters for which no member has a gradient in ``buffer``, a sum.
 
-        If no parameter has one, return none: the sum of nothing is zero. On a device this waits for it.
+        On a device this waits for the sum.
         """
         counts = [bucket.presence(buffer).float() for bucket in self.buckets]
         flags = torch.cat(counts).tolist() if counts else []
         names = [name for bucket in self.buckets for name, _ in bucket.parameters]
-        if not any(flags):
-            return frozenset()
         return frozenset(name for name, flag in zip(names, flags, strict=True) if not flag)
 
     @torch.no_grad()

@@ -146,6 +146,7 @@ def snapshots() -> dict[str, float]:
 def lanes(device: str = "cuda", matrices: int = 16, size: int = 2048) -> dict[str, float]:
     """GB/s of the copies between a flat gradient and its lanes, beside a replica that cuts each matrix in two
     by rows (long pieces) or by columns (short ones)."""
+    from fabric.ftar.lanes.held_parameters import FlatPlaces
     from fabric.ftar.lanes.rank_lanes import RankLanes
     from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, lanes_of
     from fabric.protocol.rules.tensor_region import TensorRegion
@@ -160,12 +161,12 @@ def lanes(device: str = "cuda", matrices: int = 16, size: int = 2048) -> dict[st
         return tuple(HeldParameter(f"m{n}", "float32", shape, region) for n in range(matrices))
 
     whole = row(TensorRegion.whole(shape))
-    flat = torch.zeros(matrices * size * size * 4, dtype=torch.uint8, device=device)
+    flat = torch.zeros(FlatPlaces(whole).nbytes, dtype=torch.uint8, device=device)
     found: dict[str, float] = {}
     for name, regions in halves.items():
         cut = ReplicaLayout(tuple(row(TensorRegion(*region)) for region in regions))
         own = RankLanes(lanes_of({"r0": ReplicaLayout((whole,)), "r1": cut}), 0, 0, whole)
-        parts = [(x, torch.zeros(x.elements, dtype=x.dtype, device=device)) for x in own.sections]
+        parts = [(x, torch.zeros(x.size, dtype=x.dtype, device=device)) for x in own.sections]
         copies = {
             "gather": lambda own=own, parts=parts: [own.gather(x, flat, part) for x, part in parts],
             "scatter": lambda own=own, parts=parts: [own.scatter(x, part, flat) for x, part in parts],

@@ -299,7 +299,7 @@ def _gradients(
     fragments: Mapping[str, int] | None,
 ) -> FlatGradients:
     exchanged = [*parameters, *averaged.stand_ins, *own_states.stand_ins]
-    gradients = FlatGradients(exchanged, any_layout=lanes is not None, fragments=fragments)
+    gradients = FlatGradients(exchanged, fragments=fragments)
     gradients.of_one = averaged.of_one
     if lanes is not None:  # pipeline stages hold parts of the model, which members compare as a whole
         gradients.layout = lanes.model_name

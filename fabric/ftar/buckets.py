@@ -1,12 +1,12 @@
 """Packs a model's gradients into one flat buffer before the round, and unpacks them after the commit.
 
 The buffer is bytes. Parameters of one dtype lie together in a *section*, the last one first, because backward
-finishes them in that order; there are no gaps within a section. Sections start at multiples of
-ALIGNMENT_BYTES, and the gaps between them are zero, so that the digest of the buffer is a digest of the
-gradients. A section is cut into *buckets* of whole parameters, about BUCKET_BYTES each: a bucket is one
-all-reduce, and may begin as soon as the gradients in it are final. Buckets follow from the parameters alone,
-so they are the same on all members, whatever buckets others (DDP) have. The layout hash covers names, shapes,
-dtypes and order: members whose hashes differ must not sum.
+finishes them in that order. A section is cut into *buckets* of whole parameters, about BUCKET_BYTES each.
+Buckets start at multiples of ALIGNMENT_BYTES, and the gaps between them are zero, so that the digest of the
+buffer is a digest of the gradients. A bucket is one all-reduce, and may begin as soon as the gradients in it
+are final. Buckets follow from the parameters alone, so they are the same on all members, whatever buckets
+others (DDP) have. The layout hash covers names, shapes, dtypes and order: members whose hashes differ must
+not sum.
 
 A bucket ends with its *presence*: one element per parameter, 1 where this process has a gradient and 0 where
 it has none. The sum counts the members that have one, and is above 0 for any number of them. A parameter
@@ -17,9 +17,8 @@ equal shards, so the hash also covers how the tensor is sharded.
 """
 
 import json
-import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -29,8 +28,6 @@ import xxhash
 
 from fabric.errors import ConfigError, StateError
 from fabric.ftar.ring_schedule import DTYPE_CODES
-
-_log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
 BUCKET_BYTES = 16 * 2**20
@@ -54,16 +51,15 @@ class Bucket:
     end: int
     parameters: tuple[NamedParameter, ...]
     fragment: int = 0  # the fragment of the model that these parameters belong to
-    has_presence: bool = True
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the bucket's elements in ``buffer``, 1-D."""
         return buffer[self.begin : self.end].view(self.dtype)
 
     def presence(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return, by parameter, the part of ``buffer`` that counts the gradients. It may be empty."""
+        """Return, by parameter, the part of ``buffer`` that counts the gradients."""
         flat = self.view(buffer)
-        return flat[flat.numel() - len(self.parameters) * self.has_presence :]
+        return flat[flat.numel() - len(self.parameters) :]
 
     def local_gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Return this rank's part of each gradient that there is, by the parameter's name."""
@@ -94,17 +90,11 @@ class FlatGradients:
         self,
         parameters: Iterable[NamedParameter],
         bucket_bytes: int = BUCKET_BYTES,
-        any_layout: bool = False,
         fragments: Mapping[str, int] | None = None,
     ) -> None:
-        """``any_layout``: the layout hash does not cover how the parameters are sharded, and buckets have no
-        presence: members of unequal layouts exchange pieces of parameters.
-
-        ``fragments``: the number of each parameter's fragment, if one fragment is exchanged per step.
-        """
+        """``fragments``: the number of each parameter's fragment, if one fragment is exchanged per step."""
         fragments = fragments or {}
         self.fragments = max(fragments.values(), default=0) + 1
-        self._zeros = any_layout  # a gradient that no member has becomes zeros, and no log says so yet
         self.scale = 1.0  # factor for gradients when they are gathered
         # Parameters whose sum is the value of one member: it is not divided by the weight.
         self.of_one: frozenset[str] = frozenset()
@@ -114,9 +104,9 @@ class FlatGradients:
         _check_parameters(self.parameters)
         self.described = _described(self.parameters)
         backwards = self.parameters[::-1]
-        presence = [] if any_layout else [("presence", torch.empty(len(backwards), device="meta"))]
-        self.layout = layout_hash([*backwards, *presence], any_layout)
-        laid_out = _lay_out(backwards, bucket_bytes, fragments, not any_layout)
+        presence = "presence", torch.empty(len(backwards), device="meta")
+        self.layout = layout_hash([*backwards, presence])
+        laid_out = lay_out(backwards, bucket_bytes, fragments)
         self.nbytes = laid_out[-1].end if laid_out else 0
         # Backward completes a bucket with the bucket's last parameter, which comes first in the model.
         finished = {id(parameter): at for at, (_, parameter) in enumerate(backwards)}
@@ -168,13 +158,11 @@ class FlatGradients:
     def absent(self, buffer: torch.Tensor) -> frozenset[str]:
         """Return the names of the parameters for which no member has a gradient in ``buffer``, a sum.
 
-        If no parameter has one, return none: the sum of nothing is zero. On a device this waits for it.
+        On a device this waits for the sum.
         """
         counts = [bucket.presence(buffer).float() for bucket in self.buckets]
         flags = torch.cat(counts).tolist() if counts else []
         names = [name for bucket in self.buckets for name, _ in bucket.parameters]
-        if not any(flags):
-            return frozenset()
         return frozenset(name for name, flag in zip(names, flags, strict=True) if not flag)
 
     @torch.no_grad()
@@ -214,7 +202,6 @@ class FlatGradients:
                 "average: give step.backward a positive finite weight"
             )
         absent = self.absent(buffer) if absent is None else absent
-        self._tell_of_zeros()
         for bucket in self.buckets:
             for (name, _), (view, parameter) in zip(bucket.parameters, bucket.views(buffer), strict=True):
                 if name in absent:
@@ -231,21 +218,6 @@ class FlatGradients:
                     gradient.copy_(view)
                     gradient.div_(weight)
 
-    def _tell_of_zeros(self) -> None:
-        """Say once that a parameter gets zeros that would keep None in a job without presence."""
-        if not self._zeros:
-            return
-        missing = [name for name, parameter in self.parameters if parameter.grad is None]
-        if 0 < len(missing) < len(self.parameters):
-            self._zeros = False
-            _log.warning(
-                "%d parameters such as %s have no gradient here, and FABRIC_UNEQUAL makes zeros of it: "
-                "momentum and weight decay move a parameter that no replica uses, so freeze it or turn "
-                "FABRIC_UNEQUAL off",
-                len(missing),
-                missing[0],
-            )
-
     def _check_buffer(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.shape != (self.nbytes,):
             raise StateError(
@@ -254,10 +226,10 @@ class FlatGradients:
             )
 
 
-def layout_hash(parameters: Iterable[tuple[str, torch.Tensor]], any_layout: bool = False) -> str:
+def layout_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Return xxh3_64, in hex, of the canonical JSON ``[[name, shape, dtype], ...]``, in the order given.
-    Unless ``any_layout``, a sharded tensor's row also has its local shape, mesh sizes and placements."""
-    rows = [_row(name, p)[: 3 if any_layout else None] for name, p in parameters]
+    A sharded tensor's row also has its local shape, mesh sizes and placements."""
+    rows = [_row(name, p) for name, p in parameters]
     text = json.dumps(rows, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(text.encode())
 
@@ -285,16 +257,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _lay_out(
-    parameters: tuple[NamedParameter, ...],
-    bucket_bytes: int,
-    fragments: Mapping[str, int],
-    has_presence: bool,
+def lay_out(
+    parameters: Sequence[NamedParameter], bucket_bytes: int, fragments: Mapping[str, int]
 ) -> list[Bucket]:
     """Return buckets in the order of their bytes: section by section, in the order given.
 
-    A bucket has parameters of one fragment. Without presence a section has no gaps: the places of parameters
-    then follow from the parameters alone, see ``flat_places``.
+    A bucket has parameters of one fragment.
     """
     buckets: list[Bucket] = []
     gap = begin = end = 0
@@ -307,10 +275,10 @@ def _lay_out(
             fragment = fragments.get(name, 0)
             ends = following is None or fragments.get(following[0], 0) != fragment
             if ends or end - begin >= bucket_bytes:
-                end += len(members) * dtype.itemsize * has_presence
-                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment, has_presence))
+                end += len(members) * dtype.itemsize
+                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment))
                 gap, members = end, []
-                begin = end = _aligned(end) if has_presence or following is None else end
+                begin = end = _aligned(end)
     return buckets
 
 

@@ -64,8 +64,7 @@ def segment_bounds(length: int, world: int) -> list[tuple[int, int]]:
 def schedule(length: int, world: int, position: int, chunk_elements: int) -> Schedule:
     """Return the pieces that member ``position`` of ``world`` sends and receives for ``length`` elements.
 
-    ``chunk_elements`` is rounded down to a multiple of ALIGNMENT, but is never zero. No piece is larger than
-    ``largest_piece(chunk_elements)``.
+    ``chunk_elements`` is rounded down to a multiple of ALIGNMENT, but is never zero.
     """
     chunk = max(ALIGNMENT, chunk_elements // ALIGNMENT * ALIGNMENT)
     bounds = segment_bounds(length, world)
@@ -73,20 +72,7 @@ def schedule(length: int, world: int, position: int, chunk_elements: int) -> Sch
     sends = _pieces(bounds, position, chunk)
     receives = _pieces(bounds, position - 1, chunk)
     start, stop = bounds[position]
-    return Schedule(tuple(sends), tuple(receives), len(_cuts(start, stop, chunk)))
-
-
-def largest_piece(chunk: int) -> int:
-    """Return an upper bound of a piece, in the unit of ``chunk``: the last one may be an eighth larger."""
-    return chunk + chunk // 8
-
-
-def _cuts(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
-    """Cut [start, stop) into pieces of ``chunk``. A small rest is part of the last piece."""
-    lows = list(range(start, stop, chunk))
-    if len(lows) > 1 and stop - lows[-1] <= chunk // 8:
-        lows.pop()
-    return list(zip(lows, [*lows[1:], stop], strict=False))
+    return Schedule(tuple(sends), tuple(receives), -(-(stop - start) // chunk))
 
 
 def _pieces(bounds: list[tuple[int, int]], first: int, chunk: int) -> list[RingPiece]:
@@ -96,6 +82,7 @@ def _pieces(bounds: list[tuple[int, int]], first: int, chunk: int) -> list[RingP
         start, stop = bounds[(first - hop) % world]
         gather, everybody = hop >= world - 1, hop >= world - 2
         last = hop in (world - 2, 2 * world - 3)
-        for low, high in _cuts(start, stop, chunk):
+        for low in range(start, stop, chunk):
+            high = min(low + chunk, stop)
             pieces.append(RingPiece(len(pieces), hop, gather, low, high, last, everybody))
     return pieces

@@ -21,9 +21,10 @@ from fabric.protocol.rules.tensor_region import TensorRegion
 def flat_of(layout: ReplicaLayout, rank: int, gradient) -> torch.Tensor:
     places = FlatPlaces(layout.ranks[rank])
     flat = torch.zeros(places.nbytes, dtype=torch.uint8)
-    for held in places.regions():
+    for held in layout.ranks[rank]:
         whole = TensorRegion.whole(held.shape)
         places.view(flat, held.name, held.region).copy_(gradient[held.name][held.region.within(whole)])
+        places.presence(flat, held.name).fill_(len(held.name) % 2)
     return flat
 
 

@@ -48,7 +48,7 @@ class LaneRank:
             held.name: torch.nn.Parameter(torch.zeros(held.region.sizes, dtype=dtype_of(held), device=memory))
             for held in layout.ranks[rank]
         }
-        self.gradients = FlatGradients(self.parameters.items(), any_layout=True)
+        self.gradients = FlatGradients(self.parameters.items())
         chosen = settings(
             {},
             job="j",
@@ -72,20 +72,24 @@ class LaneRank:
 
     def fill(self, gradient: Gradient) -> None:
         for held in self.layout.ranks[self.rank]:
+            if held.name not in gradient:
+                continue
             part = gradient[held.name][held.region.within(TensorRegion.whole(held.shape))]
             parameter = self.parameters[held.name]
             parameter.grad = part.to(parameter.device).clone()
+        for name in self.parameters.keys() - gradient.keys():
+            self.parameters[name].grad = None
         self.backend.mark_ready()
 
     def start(self, epoch: int, step: int, weight: float = 1.0) -> None:
         self.exchange.start(io.StartExchange(Fence("s", 1, epoch), step, weight), None, self.events.put)
 
-    def scattered(self, weight: float) -> dict[str, torch.Tensor]:
+    def scattered(self, weight: float) -> dict[str, torch.Tensor | None]:
         """The averaged gradient at this rank, in host memory."""
         self.backend.scatter(self.gradients, self.slot.buffer, weight)
         if self.device is not None:
             self.device.compute().record().wait()
-        return {name: parameter.grad.cpu() for name, parameter in self.parameters.items()}
+        return {name: p.grad if p.grad is None else p.grad.cpu() for name, p in self.parameters.items()}
 
     def close(self) -> None:
         self.exchange.close()

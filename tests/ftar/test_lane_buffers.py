@@ -49,7 +49,7 @@ class Rank:
         self.weight = torch.nn.Parameter(torch.zeros(self.rows[1], 2))
         self.averaged = ForwardBuffers(self.model, choose_buffers(self.model, "average"))
         self.averaged.begin()
-        self.gradients = FlatGradients([("weight", self.weight), *self.averaged.stand_ins], any_layout=True)
+        self.gradients = FlatGradients([("weight", self.weight), *self.averaged.stand_ins])
         self.gradients.scale = self.scale
 
     def row(self) -> tuple[HeldParameter, ...]:

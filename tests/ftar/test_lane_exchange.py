@@ -5,12 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from ftar.lane_exchange import LaneJob
-from ftar.lane_layouts import COLUMNS, ROWS, SINGLE, gradient_of
+from ftar.lane_layouts import COLUMNS, MODEL, ROWS, SINGLE, gradient_of
 from ftar.simulated_device import SimulatedDevice
 from ring_harness import WAIT_S, wait_until
 
 from fabric.ftar.device.device_ring import DeviceRing
 from fabric.protocol.messages import member_events as io
+from fabric.protocol.rules.tensor_region import TensorRegion
 
 MEMORY: dict[str, Callable[[], SimulatedDevice] | None] = {"host": None, "device": SimulatedDevice}
 TWO = {"r0": SINGLE, "r1": ROWS}
@@ -125,3 +126,30 @@ def test_a_slot_stays_registered_while_any_ring_uses_the_device():
     second.close()
     first.close()
     device.close()
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(
+    "layouts",
+    [TWO, {"r0": COLUMNS, "r1": SINGLE, "r2": ROWS}, {"r0": ROWS, "r1": ROWS}, {"r0": ROWS}],
+    ids=["two", "three", "equal", "alone"],
+)
+def test_a_parameter_that_no_replica_used_keeps_no_gradient_in_any_layout(layouts, memory):
+    """Every rank of every replica agrees, also the one that holds nothing of a small parameter."""
+    with LaneJob(layouts, "tcp", MEMORY[memory]) as job:
+        job.install(1)
+        for step, missing in enumerate([{"half"}, {"in.weight", "norm"}, {"scalar"}, set(), {"half"}]):
+            gradients = gradients_of(job, 10 * step)
+            for number, gradient in enumerate(gradients.values()):
+                for name in missing | {[*MODEL][(step + number) % len(MODEL)]}:
+                    del gradient[name]
+            assert len(job.reduce(1, step, gradients)) == 1
+            used = {name for gradient in gradients.values() for name in gradient}
+            for rank in job.ranks:
+                rank.slot.settle()
+                assert {name for name, part in rank.scattered(2.0).items() if part is not None} == used
+                for held in rank.layout.ranks[rank.rank]:
+                    whole = [g[held.name] for g in gradients.values() if held.name in g]
+                    if whole:
+                        part = (sum(whole) / 2)[held.region.within(TensorRegion.whole(held.shape))]
+                        assert torch.equal(rank.parameters[held.name].grad.cpu(), part), held.name

@@ -12,7 +12,7 @@ from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
-from fabric.ftar.lanes.held_parameters import FlatPlaces, flat_places, held_parameters
+from fabric.ftar.lanes.held_parameters import FlatPlaces, held_parameters
 from fabric.ftar.lanes.lane_plane import LanePlane
 from fabric.ftar.plane import Ring
 from fabric.model import Base, Record
@@ -93,7 +93,7 @@ def test_all_copies_of_a_piece_have_equal_bits():
 def test_equal_layouts_have_one_ring_and_one_exchange_per_type():
     processes = start({"r0": ROWS, "r1": ROWS})
     assert [p.lanes.numbers for p in processes] == [(0,), (1,), (0,), (1,)]
-    assert [len(p.lanes.sections) for p in processes] == [2, 1, 2, 1]
+    assert [len(p.lanes.sections) for p in processes] == [2, 2, 2, 2]
     for process in processes:
         process.plane.close()
 
@@ -146,25 +146,28 @@ def test_a_link_or_an_exchange_without_a_lane_is_refused():
     plane.close()
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
-def test_the_places_are_those_of_the_flat_gradients(bucket_bytes):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False).bfloat16())
-    gradients = FlatGradients(model.named_parameters(), bucket_bytes, any_layout=True)
+def test_the_places_are_those_of_the_flat_gradients():
+    """Also where the gradients fill several buckets, each with its presence at the end."""
+    wide = torch.nn.Linear(1500, 1500)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), wide, torch.nn.Linear(1500, 1500), wide.bfloat16())
+    gradients = FlatGradients(model.named_parameters())
+    assert len(gradients.buckets) >= 2
     held = held_parameters(gradients.parameters)
-    _, nbytes = flat_places(held)
-    assert nbytes == gradients.nbytes
-    flat = torch.zeros(nbytes, dtype=torch.uint8)
+    places = FlatPlaces(held)
+    assert places.nbytes == gradients.nbytes
+    flat = torch.zeros(places.nbytes, dtype=torch.uint8)
     for number, (_, parameter) in enumerate(gradients.parameters):
-        parameter.grad = torch.full_like(parameter, number + 1.0)
+        parameter.grad = torch.full_like(parameter, number + 1.0) if number % 3 else None
     gradients.gather(flat)
-    views = FlatPlaces(held)
     for number, part in enumerate(held):
-        assert (views.view(flat, part.name, part.region) == number + 1).all()
+        has = number % 3 > 0
+        assert (places.view(flat, part.name, part.region) == has * (number + 1)).all()
+        assert bool(places.presence(flat, part.name).any()) == has
 
 
 def test_a_type_that_torch_does_not_have_is_refused():
     with pytest.raises(ConfigError, match="a is of 'float33'"):
-        flat_places([HeldParameter("a", "float33", (2,), TensorRegion.whole((2,)))])
+        FlatPlaces([HeldParameter("a", "float33", (2,), TensorRegion.whole((2,)))])
 
 
 def record(epoch: int, **layouts: ReplicaLayout) -> Record:

@@ -2,7 +2,8 @@
 ``2+2``, the number of layers in each pipeline stage.
 
 ``LAYOUT_WIDTH`` changes the model's width. With ``LAYOUT_BUFFERS`` the model also has running statistics of
-its input, which are averaged and printed at the end. The pace is the sharded trainer's.
+its input, which are averaged and printed at the end. With ``LAYOUT_SOMETIMES`` it has a layer that forward
+uses in half of the steps; the updates of its parameters are printed. The pace is the sharded trainer's.
 """
 
 import faulthandler
@@ -40,6 +41,23 @@ class Statistics(torch.nn.Module):
         return x
 
 
+class Sometimes(torch.nn.Module):
+    """A layer that forward uses in two steps of four. A second rank of FSDP2 holds nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(x) if self.step % 4 < 2 else x
+
+
+def with_sometimes(model: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(6)
+    return torch.nn.Sequential(OrderedDict(model.named_children()) | {"sometimes": Sometimes()})
+
+
 def build(width: int = 30) -> torch.nn.Module:
     """Build the whole model, which is equal in every layout."""
     torch.manual_seed(5)
@@ -57,6 +75,8 @@ def make(layout: str, ranks: int, width: int) -> tuple[torch.nn.Module, object]:
     if os.environ.get("LAYOUT_BUFFERS"):
         statistics = OrderedDict(statistics=Statistics(16))
         model = torch.nn.Sequential(statistics | OrderedDict(model.named_children()))
+    if os.environ.get("LAYOUT_SOMETIMES"):
+        model = with_sometimes(model)
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
         fully_shard(model, mesh=mesh)
@@ -116,7 +136,10 @@ def main() -> None:
 
     if "+" in layout:
         compute = pipeline(model, session, rank, ranks)
+    sometimes = [module for module in model.modules() if isinstance(module, Sometimes)]
     for step in session.steps(data, until=int(os.environ["TINY_STEPS"])):
+        for module in sometimes:
+            module.step = step.number
         for x, y in step:
             compute(x, y, step)
         if rank == 0:
@@ -126,6 +149,8 @@ def main() -> None:
     session.close()
     for name, buffer in model.named_buffers():
         print(f"buffer {name} {json.dumps(buffer.tolist())}", flush=True)
+    for parameter in (p for module in sometimes for p in module.parameters()):
+        print(f"updates {int(optimizer.state[parameter]['step'])}", flush=True)
     if layout != "plain":
         dist.destroy_process_group()
 

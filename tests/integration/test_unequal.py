@@ -11,7 +11,7 @@ import signal
 import pytest
 import torch
 from alone import losses_alone
-from layout_trainer import GLOBAL_BATCH, MOMENTUM, build
+from layout_trainer import GLOBAL_BATCH, MOMENTUM, build, with_sometimes
 from rank_job import RankJob
 from sharded_trainer import MICRO_BATCH, example
 from test_layouts import recoverable
@@ -44,12 +44,13 @@ def unequal(zygote, folder, layouts: dict[str, tuple[str, int]], **environment: 
     return job
 
 
-def check(job: RankJob) -> None:
+def check(job: RankJob, expected: list[float] | None = None) -> None:
     """All have ended in one state, with the losses of one process alone, and kept every promise."""
+    expected = losses_alone(build(), STEPS, GLOBAL_BATCH) if expected is None else expected
     assert set(job.codes.values()) == {0}, job.logs()
     assert len({job.states(replica)[STEPS] for replica in job.sizes}) == 1, job.logs()
     survivor = next(replica for replica, starts in job.starts.items() if starts == 1)
-    assert losses(job, survivor) == pytest.approx(losses_alone(build(), STEPS, GLOBAL_BATCH), rel=1e-4)
+    assert losses(job, survivor) == pytest.approx(expected, rel=1e-4)
     verdict = judge(read_run(job.folder))
     assert not verdict.broken, "\n".join(verdict.broken[:10])
     assert (verdict.summary.steps, verdict.summary.steps_lost) == (STEPS, 0)
@@ -79,6 +80,33 @@ def test_a_killed_replica_catches_up_from_another_layout(zygote, tmp_path, layou
         assert job.rank_events(victim, 0, "join")[-1]["resharded"], job.logs()
         assert all(contributed(job, replica, 8) for replica in layouts), job.logs()
         check(job)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "victim", "point", "rank"),
+    [
+        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
+        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r0", "optimizer@7=kill", 0),
+        ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r0", "after-barrier@6=kill", 1),
+    ],
+)
+def test_a_parameter_unused_in_half_of_the_steps_is_updated_in_the_others_alone(
+    zygote, tmp_path, layouts, victim, point, rank
+):
+    """Its momentum and its decay stand still at every rank, as in one process without fabric."""
+    alone = with_sometimes(build())
+    expected = losses_alone(
+        alone, STEPS, GLOBAL_BATCH, begin=lambda step: setattr(alone.sometimes, "step", step)
+    )
+    with unequal(zygote, tmp_path, layouts, LAYOUT_SOMETIMES="1") as job:
+        for replica in layouts:
+            job.start(replica, point if replica == victim else "", rank=rank if replica == victim else 0)
+        job.finish(deadline_s=150)
+        check(job, expected)
+        for replica, (_, ranks) in layouts.items():
+            for k in range(ranks):
+                lines = (job.folder / f"{replica}.{k}.log").read_text().splitlines()
+                assert [x for x in lines if x.startswith("updates ")] == [f"updates {STEPS // 2}"] * 2
 
 
 def averaged(job: RankJob, replica: str) -> torch.Tensor:

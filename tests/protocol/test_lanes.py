@@ -155,7 +155,7 @@ def test_a_piece_is_as_coarse_as_the_layouts_allow(job):
             for at in places(TensorRegion.whole(shape))
         }
         regions = {piece.region for lane in lanes for piece in lane.pieces if piece.name == name}
-        assert len(regions) == len(labels)
+        assert len([region for region in regions if region.elements]) == len(labels)
         assert sum(region.elements for region in regions) == math.prod(shape)
 
 
@@ -163,7 +163,18 @@ def test_a_piece_is_as_coarse_as_the_layouts_allow(job):
 def test_no_two_lanes_have_the_same_holders(job):
     lanes = lanes_of(job[1])
     assert len({lane.holders for lane in lanes}) == len(lanes)
-    assert all(lane.elements for lane in lanes)
+    assert all(lane.pieces for lane in lanes)
+
+
+@given(jobs())
+def test_every_rank_that_names_a_parameter_meets_every_replica_in_it(job):
+    """So each rank hears whether any replica has a gradient, also where it holds none of the elements."""
+    _, layouts = job
+    lanes = lanes_of(layouts)
+    for place, layout in enumerate(layouts.values()):
+        for rank, row in enumerate(layout.ranks):
+            numbers = lanes_of_rank(lanes, place, rank)
+            assert {p.name for n in numbers for p in lanes[n].pieces} == {p.name for p in row}
 
 
 @given(jobs(), st.integers(1, 4))
@@ -171,13 +182,14 @@ def test_equal_layouts_have_one_lane_per_rank_of_whole_parts(job, count):
     _, layouts = job
     layout = next(iter(layouts.values()))
     lanes = lanes_of({f"r{i}": layout for i in range(count)})
-    holding = [rank for rank, row in enumerate(layout.ranks) if any(p.region.elements for p in row)]
+    holding = [rank for rank, row in enumerate(layout.ranks) if row]
     assert sorted(lane.holders for lane in lanes) == [(rank,) * count for rank in holding]
     for lane in lanes:
-        row = [p for p in layout.ranks[lane.holders[0]] if p.region.elements]
-        assert sorted((p.name, p.region.begin, p.region.sizes) for p in row) == [
-            (piece.name, piece.region.begin, piece.region.sizes) for piece in lane.pieces
+        row = layout.ranks[lane.holders[0]]
+        assert sorted((p.name, p.region) for p in row if p.region.elements) == [
+            (piece.name, piece.region) for piece in lane.pieces if piece.region.elements
         ]
+        assert sorted(p.name for p in row) == [piece.name for piece in lane.pieces]
 
 
 @settings(max_examples=50)
@@ -272,11 +284,16 @@ def test_three_beside_two_cuts_where_neither_is_whole():
     ]
 
 
-def test_a_rank_without_elements_takes_part_in_no_lane():
+def test_a_rank_without_elements_takes_part_in_a_lane_of_empty_pieces():
     lanes = lanes_of({"r0": sharded({"w": (2,)}, 4), "r1": single({"w": (2,)})})
-    assert [lane.holders for lane in lanes] == [(0, 0), (1, 0)]
-    assert lanes_of_rank(lanes, 0, 3) == ()
-    assert lanes_of_rank(lanes, 1, 0) == (0, 1)
+    assert [(lane.holders, lane.elements) for lane in lanes] == [
+        ((0, 0), 1),
+        ((1, 0), 1),
+        ((2, 0), 0),
+        ((3, 0), 0),
+    ]
+    assert lanes_of_rank(lanes, 0, 3) == (3,)
+    assert lanes_of_rank(lanes, 1, 0) == (0, 1, 2, 3)
 
 
 def test_without_replicas_there_are_no_lanes():

@@ -273,13 +273,13 @@ class LaneRings:
         return [x for x in self._exchange.lanes.rank_lanes.sections if x.lane == lane]
 
     def _gather(self, section: LaneSection) -> list[Element]:
-        exchange, into = self._exchange, torch.zeros(section.elements, dtype=torch.int64)
+        exchange, into = self._exchange, torch.zeros(section.size, dtype=torch.int64)
         assert exchange is not None
         try:
             exchange.lanes.rank_lanes.gather(section, exchange.flat, into)
         except (KeyError, RuntimeError) as error:
             raise Violation(f"{self.trainer.name} holds nothing of {error}, which its lane has") from error
-        symbols = [self.trainer.world.pieces.symbol(number) for number in into.tolist()]
+        symbols = [self.trainer.world.pieces.symbol(number) for number in into[: section.elements].tolist()]
         return [x.element if isinstance(x, Sum) else x for x in symbols]
 
     def lane_failed(self, order: io.StartExchange, why: str, about: str, waited_for: str) -> None:
@@ -312,7 +312,8 @@ class LaneRings:
                 segment = running.segments[place * len(running.segments) // len(elements)]
                 sums.append(Sum(element, exchange.order.step, _as_added(segment), flipped))
                 numbers.append(pieces.number(sums[-1]))
-            exchange.lanes.rank_lanes.scatter(section, torch.tensor(numbers), exchange.flat)
+            presence = [1] * len(section.pieces)
+            exchange.lanes.rank_lanes.scatter(section, torch.tensor(numbers + presence), exchange.flat)
         exchange.done.append((lane, digest_of(lane, sums)))
         exchange.left.remove(lane)
         if exchange.left:

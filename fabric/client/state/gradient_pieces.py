@@ -100,22 +100,25 @@ class PieceFetcher:
                 raise StateError(f"rank {rank} of {member.replica} publishes another round than its rank 0")
             for name, region in parts:
                 self._places.view(flat, name, region).copy_(theirs.view(source, name, region))
+                self._places.presence(flat, name).copy_(theirs.presence(source, name))
         if first is None:
             raise StateError(f"{member.replica} holds nothing of what this rank holds")
         return replace(first, digest=str(first.meta["round_digest"]))
 
     def _parts(self, member: Member) -> dict[int, list[tuple[str, TensorRegion]]]:
-        """Return the parts to read from each rank of ``member``. Of copies the lowest rank's is read."""
+        """Return the parts to read from each rank of ``member``. Of copies the lowest rank's is read.
+
+        Where this rank holds nothing of a parameter, it reads an empty part, with the presence.
+        """
         holders: dict[str, dict[TensorRegion, tuple[int, HeldParameter]]] = {}
         for rank, row in enumerate(read_layout(member.cuts).ranks):
             for held in row:
                 holders.setdefault(held.name, {}).setdefault(held.region, (rank, held))
         parts: dict[int, list[tuple[str, TensorRegion]]] = {}
         for own in self._row:
-            for region, (rank, _) in holders.get(own.name, {}).items():
-                common = own.region.common(region)
-                if common.elements:
-                    parts.setdefault(rank, []).append((own.name, common))
+            read = [(rank, own.region.common(x)) for x, (rank, _) in holders.get(own.name, {}).items()]
+            for rank, common in [x for x in read if x[1].elements] or read[:1]:
+                parts.setdefault(rank, []).append((own.name, common))
         return parts
 
 

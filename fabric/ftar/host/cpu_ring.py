@@ -24,7 +24,7 @@ from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments
 from fabric.ftar.host.shm_transport import MAX_REFERENCES, SUPPORTED
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
-from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, largest_piece, schedule, segment_bounds
+from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
 
 # A piece costs about 0.1 ms besides its bytes, so smaller pieces are slower. Larger pieces gain nothing
 # (benchmarks/notes/all-reduce.md).
@@ -62,7 +62,7 @@ class CpuRing(EpochPlane[RingLinks]):
         self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
         # Partial results of 16-bit elements travel as float32, twice as large.
         self._resources = ExchangeResources(
-            torch.empty(2 * largest_piece(self._chunk_bytes), dtype=torch.uint8), checksum, on_piece
+            torch.empty(2 * self._chunk_bytes, dtype=torch.uint8), checksum, on_piece
         )
         self._own = OwnSegments()
         self._others = PeerSegments()

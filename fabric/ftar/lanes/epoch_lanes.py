@@ -67,8 +67,11 @@ class LaneDirectory:
 
     @property
     def model_name(self) -> str:
-        """A digest of the parameters' names, shapes and types, equal for every layout."""
-        return xxhash.xxh3_64_hexdigest("\n".join(self.described).encode())
+        """A digest of the parameters' names, shapes and types, equal for every layout.
+
+        A release that exchanges no presence has another digest.
+        """
+        return xxhash.xxh3_64_hexdigest("\n".join([*self.described, "presence"]).encode())
 
     def _parameters(self) -> list[HeldParameter]:
         """Every parameter of the model once, by name."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fabric.errors import ConfigError
-from fabric.ftar.buckets import ALIGNMENT_BYTES
+from fabric.ftar.buckets import BUCKET_BYTES, lay_out
 from fabric.protocol.rules.lanes import HeldParameter
 from fabric.protocol.rules.tensor_region import TensorRegion
 
@@ -36,23 +36,6 @@ def _held(name: str, parameter: torch.Tensor) -> HeldParameter:
     return HeldParameter(name, dtype, shape, TensorRegion(tuple(map(int, begin)), tuple(map(int, sizes))))
 
 
-def flat_places(row: Sequence[HeldParameter]) -> tuple[dict[str, int], int]:
-    """Return the first byte of every parameter in a rank's flat gradient, and the gradient's size.
-
-    ``row``: what the rank holds. The order is that of ``FlatGradients``: by type, the last parameter first.
-    """
-    places: dict[str, int] = {}
-    end = 0
-    backwards = row[::-1]
-    for dtype in dict.fromkeys(held.dtype for held in backwards):
-        end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        for held in backwards:
-            if held.dtype == dtype:
-                places[held.name] = end
-                end += held.region.elements * dtype_of(held).itemsize
-    return places, end
-
-
 def dtype_of(held: HeldParameter) -> torch.dtype:
     """Return the type of its elements. Raises ConfigError where torch does not have it."""
     dtype = getattr(torch, held.dtype, None)
@@ -64,11 +47,22 @@ def dtype_of(held: HeldParameter) -> torch.dtype:
 
 
 class FlatPlaces:
-    """Views of a flat gradient in which a rank that holds ``row`` keeps its parts."""
+    """Views of a flat gradient in which a rank that holds ``row`` keeps its parts, as ``FlatGradients``."""
 
     def __init__(self, row: Sequence[HeldParameter]) -> None:
         self._held = {held.name: held for held in row}
-        self._begins, self.nbytes = flat_places(row)
+        self._begins: dict[str, int] = {}
+        self.presence_begins: dict[str, int] = {}  # the byte at which each parameter's presence begins
+        self.nbytes = 0
+        for bucket in lay_out([(held.name, _without_data(held)) for held in row[::-1]], BUCKET_BYTES, {}):
+            at, itemsize = bucket.begin, bucket.dtype.itemsize
+            for name, parameter in bucket.parameters:
+                self._begins[name] = at
+                at += parameter.numel() * itemsize
+            for name, _ in bucket.parameters:
+                self.presence_begins[name] = at
+                at += itemsize
+            self.nbytes = bucket.end
 
     def regions(self) -> Iterable[HeldParameter]:
         """The parts that have elements."""
@@ -80,3 +74,13 @@ class FlatPlaces:
         dtype = dtype_of(held)
         part = flat[begin : begin + held.region.elements * dtype.itemsize].view(dtype)
         return part.view(held.region.sizes)[region.within(held.region)]
+
+    def presence(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """Return, as a view of ``flat``, the bytes that tell whether parameter ``name`` has a gradient."""
+        begin = self.presence_begins[name]
+        return flat[begin : begin + dtype_of(self._held[name]).itemsize]
+
+
+def _without_data(held: HeldParameter) -> torch.nn.Parameter:
+    part = torch.empty(held.region.sizes, dtype=dtype_of(held), device="meta")
+    return torch.nn.Parameter(part, requires_grad=False)

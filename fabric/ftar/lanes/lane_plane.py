@@ -106,18 +106,15 @@ class LanePlane:
 
     def memory(self, section: LaneSection) -> torch.Tensor:
         """Return memory for a section's pieces, which the lane's neighbours on this host can read."""
-        key, ring, elements = (
-            (section.lane, section.dtype, section.group),
-            self._ring(section.lane),
-            section.elements,
-        )
+        key = section.lane, section.dtype, section.group
+        ring, size = self._ring(section.lane), section.size
         memory = self._memory.get(key)
-        if memory is None or memory.numel() < elements:
+        if memory is None or memory.numel() < size:
             if memory is not None:
                 ring.unregister(memory.view(torch.uint8))
-            nbytes = max(elements, 1) * section.dtype.itemsize
+            nbytes = size * section.dtype.itemsize
             memory = self._memory[key] = ring.allocate(nbytes).view(section.dtype)
-        return memory[:elements]
+        return memory[:size]
 
     def reduce_lane(self, lane: int, epoch: int, step: int, part: torch.Tensor) -> None:
         """Sum ``part`` over the lane's ranks, in place: see ``DataPlane.all_reduce``."""

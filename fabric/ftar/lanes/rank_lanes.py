@@ -1,4 +1,7 @@
-"""The lanes of one rank in one epoch: its pieces go from its flat gradient to each lane, and back."""
+"""The lanes of one rank in one epoch: its pieces go from its flat gradient to each lane, and back.
+
+With each piece travels the presence of its parameter, as in a bucket of replicas of equal layouts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +25,11 @@ class LaneSection:
     @property
     def elements(self) -> int:
         return sum(piece.region.elements for piece in self.pieces)
+
+    @property
+    def size(self) -> int:
+        """Elements of its memory: those of the pieces, then each piece's presence."""
+        return self.elements + len(self.pieces)
 
 
 def _by_kind(lane: Lane) -> dict[tuple[str, int], list[Piece]]:
@@ -53,19 +61,34 @@ class RankLanes:
         for piece in (piece for section in self.sections for piece in section.pieces):
             key = piece.name, piece.region
             self._lowest[key] = min(piece.copy, self._lowest.get(key, piece.copy))
+        self._indices: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}  # of each section's presence
 
     @torch.no_grad()
     def gather(self, section: LaneSection, flat: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy the section's pieces out of the flat gradient."""
+        """Copy the section's pieces and their presence out of the flat gradient."""
         for piece, part in self._parts(section, into):
             part.copy_(self._places.view(flat, piece.name, piece.region))
+        words, index = self._presence(section, flat)
+        into[section.elements :].copy_(words[index])
 
     @torch.no_grad()
     def scatter(self, section: LaneSection, reduced: torch.Tensor, flat: torch.Tensor) -> None:
-        """Copy the section's reduced pieces to their places in the flat gradient."""
+        """Copy the section's reduced pieces and their presence to their places in the flat gradient."""
         for piece, part in self._parts(section, reduced):
             if self._lowest[piece.name, piece.region] == piece.copy:
                 self._places.view(flat, piece.name, piece.region).copy_(part)
+        words, index = self._presence(section, flat)
+        # The pieces of one parameter may come by several lanes, in any order: one that is present suffices.
+        present = reduced[section.elements :].clamp(max=1).to(words.dtype)
+        words[index] = torch.maximum(words[index], present)
+
+    def _presence(self, section: LaneSection, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``flat`` in the section's type, and the index of each piece's presence there."""
+        key, itemsize = (section.lane, section.dtype, section.group), section.dtype.itemsize
+        if key not in self._indices:
+            begins = [self._places.presence_begins[piece.name] // itemsize for piece in section.pieces]
+            self._indices[key] = torch.tensor(begins, device=flat.device)
+        return flat[: flat.numel() // itemsize * itemsize].view(section.dtype), self._indices[key]
 
     def _parts(self, section: LaneSection, memory: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
         parts, begin = [], 0

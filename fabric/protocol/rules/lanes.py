@@ -11,6 +11,9 @@ It keeps the result of the lowest copy. The pieces with copies at the same ranks
 exchanges a group as one buffer, so all copies of a piece have equal bits.
 Equal layouts make one lane per rank: rank k with rank k.
 
+With each piece travels the presence of its parameter. A rank that holds nothing of a small parameter has an
+empty piece of it, which carries the presence only.
+
 The lanes do not depend on the order of the replicas, nor on how many of them have the same layout.
 """
 
@@ -82,6 +85,7 @@ class _Cut:
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[_Part, ...]
+    without: tuple[int, ...]  # the ranks that hold an empty part
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,10 @@ def lanes_of_rank(lanes: Sequence[Lane], place: int, rank: int) -> tuple[int, ..
 
 
 def _refine(cuts: Sequence[_Cut]) -> list[_CommonPiece]:
-    """The largest pieces of one parameter that no layout cuts further, in order of their places."""
+    """The largest pieces of one parameter that no layout cuts further, in order of their places.
+
+    An empty piece comes last.
+    """
     pieces = [_CommonPiece(TensorRegion.whole(cuts[0].shape), ())]
     for cut in cuts:
         pieces = [
@@ -141,7 +148,17 @@ def _refine(cuts: Sequence[_Cut]) -> list[_CommonPiece]:
             for part in cut.parts
             if (region := piece.region.common(part.region)).elements
         ]
-    return sorted(pieces, key=lambda piece: piece.region.begin)
+    return [*sorted(pieces, key=lambda piece: piece.region.begin), *_empty_piece(cuts)]
+
+
+def _empty_piece(cuts: Sequence[_Cut]) -> list[_CommonPiece]:
+    """The piece that tells the ranks with an empty part of one parameter whether it has a gradient."""
+    count = max(len(cut.without) for cut in cuts)
+    if not count:
+        return []
+    holders = [cut.without or tuple(rank for part in cut.parts for rank in part.ranks) for cut in cuts]
+    nothing = TensorRegion.whole((0,) * len(cuts[0].shape))
+    return [_CommonPiece(nothing, tuple(ranks[:count] for ranks in holders))]
 
 
 def _check_equal_models(cuts: Mapping[str, Mapping[str, _Cut]]) -> None:
@@ -202,7 +219,8 @@ def _cut(replica: str, name: str, held: Mapping[int, HeldParameter]) -> _Cut:
             ranks.setdefault(parameter.region, []).append(rank)
     _check_parts(replica, first, ranks)
     parts = sorted((_Part(region, tuple(holders)) for region, holders in ranks.items()), key=_place)
-    return _Cut(first.dtype, first.shape, tuple(parts))
+    without = tuple(rank for rank, parameter in held.items() if not parameter.region.elements)
+    return _Cut(first.dtype, first.shape, tuple(parts), without)
 
 
 def _is_inside(parameter: HeldParameter) -> bool:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
+from fabric.lighthouse.history.launches import LaunchReports
 from fabric.model import Member, Record, incident_id_of, shortened
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.leader.view import EpochView, LeaderView
@@ -113,6 +114,7 @@ class Recoveries:
         ] = []  # the open records among ``kept``, which the lighthouse examines after every event
         # The last NAMED drained replicas that are away, as this leader saw them.
         self.left: dict[str, Absence] = {}
+        self.launches = LaunchReports()
         self._record: Record | None = None
         self._looked = 0.0
 

@@ -32,7 +32,7 @@ def absences(view: LeaderView, recoveries: Recoveries, now: float) -> list[Absen
             by_name[member.replica] = Absence(member.replica, DOWN, why, since, host_of(member), True)
     for recovery in recoveries.kept:
         for name, back in recovery.lost.items():
-            if not back.joined and record.member(name) is None:
+            if not (back.joined or back.replaced_by) and record.member(name) is None:
                 why = back.why or recovery.why
                 by_name[name] = _outside(view, name, why, recovery.detected, back.host, now)
     by_name = {**{x: gone for x, gone in recoveries.left.items() if record.member(x) is None}, **by_name}

@@ -34,6 +34,11 @@ class LaunchReports:
         before = self.newest.get(replica)
         return before.at if before is not None else now
 
+    @property
+    def given_up(self) -> list[str]:
+        """The replicas that their launchers start no more, the oldest report first."""
+        return [name for name, report in self.newest.items() if report.gave_up]
+
     def take(self, report: LaunchReport) -> None:
         """Keep ``report`` in the place of the replica's earlier one."""
         self.newest.pop(report.replica, None)
@@ -42,5 +47,5 @@ class LaunchReports:
             del self.newest[next(iter(self.newest))]
 
     def attached(self, replica: str) -> None:
-        """Forget the report of a replica that has a session again."""
+        """Forget the report of a replica that has a session again, or whose place is taken."""
         self.newest.pop(replica, None)

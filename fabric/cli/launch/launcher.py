@@ -209,6 +209,7 @@ class Launcher:
             log.error("%s cannot be started (%s): correct the command", self._plan.command[0], error.strerror)
             return AttemptEnd({0: code})
         self._guard.tell(attempt.pids)
+        log.info("attempt %d runs (%s): %s", self._attempts, layout, _named(attempt.pids))
         first: tuple[int, ...] = ()
         failed_at = 0.0
         deadlines = Deadlines()
@@ -299,6 +300,11 @@ class Launcher:
                 return
             else:
                 self._selector.select(left_s)
+
+
+def _named(pids: Sequence[int]) -> str:
+    """Name the process of each rank, for a person who must find one of them on this host."""
+    return ", ".join(f"rank {rank} is process {pid}" for rank, pid in enumerate(pids))
 
 
 def launch(plan: LaunchPlan) -> int:

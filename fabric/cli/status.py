@@ -21,6 +21,9 @@ from fabric.runtime.http.lighthouse_client import Lighthouses, understood
 _SPENT = ("training", "degraded", "recovering", "stalled")
 # In a narrower terminal the table has only columns that show trouble, and addresses stand below the table.
 _WIDE = 120
+# The columns that a table without room for its words leaves out, the first one first.
+_LEAST_NEEDED = ("checkpoint server", "status", "share", "session", "trainer", "speed")
+_LONGEST_WORD = 30
 # A table with more rows than this does not fit on a screen.
 _LONG = 20
 # The most failed hosts that the output names.
@@ -117,11 +120,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     speeds = _speeds(job)
     columns = ["replica", "role", "phase", "step", *(["speed", "share"] if speeds else [])]
     columns += ["session", "trainer", "verdict", *(["status", "checkpoint server"] if wide else [])]
-    table = Table()
-    for name in columns:
-        table.add_column(name, overflow="fold")  # a shortened name could fit several replicas
-    for entry, role in rows:
-        table.add_row(*_row(entry, role, speeds, wide))
+    table = _table(columns, [_row(entry, role, speeds, wide) for entry, role in rows], width)
     lighthouse, store = job["lighthouse"], job["store"]
     ledger = job.get("ledger") or {}
     led = f"led by {lighthouse['url']} over store {store['id']}"
@@ -147,10 +146,35 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     lines += _slow(job.get("health")) + _slowest(job.get("health") or {})
     lines += _goodput(ledger)
     # Addresses are not wrapped, so that people can copy them.
-    below = [] if wide else [_address(entry) for entry, _ in rows if entry["ckpt"]]
+    has_addresses = any(column.header == "checkpoint server" for column in table.columns)
+    below = [] if has_addresses else [_address(entry) for entry, _ in rows if entry["ckpt"]]
     addresses = (Text(line, no_wrap=True, overflow="ignore") for line in below)
     head = [Text(job["headline"], style="bold red" if absent else "bold green")] if "headline" in job else []
     return Group(*head, *map(Text, lines), table, *addresses, Text(led, style="dim"))
+
+
+def _table(columns: list[str], rows: list[list[Text]], width: int) -> Table:
+    """Return a table that wraps at words. Without room it leaves the least needed columns out."""
+    cells = [[name, *(row[i].plain for row in rows)] for i, name in enumerate(columns)]
+    least = [
+        min(_LONGEST_WORD, max(len(word) for cell in column for word in cell.split())) for column in cells
+    ]
+    kept = list(range(len(columns)))
+    for name in _LEAST_NEEDED:
+        if sum(least[i] + 3 for i in kept) < width:
+            break
+        kept = [i for i in kept if columns[i] != name]
+    left, table = width - 1 - sum(least[i] + 3 for i in kept), Table()
+    widths = dict[int, int]()
+    for i in sorted(kept, key=lambda i: max(map(len, cells[i])) - least[i]):
+        more = max(0, min(left, max(map(len, cells[i])) - least[i]))
+        left, widths[i] = left - more, least[i] + more
+    for i in kept:
+        # A longer word is folded: a shortened name could fit several replicas.
+        table.add_column(columns[i], overflow="fold", width=widths[i])
+    for row in rows:
+        table.add_row(*(row[i] for i in kept))
+    return table
 
 
 def _absent(absence: dict[str, Any]) -> dict[str, Any]:

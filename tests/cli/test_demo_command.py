@@ -19,7 +19,7 @@ from rich.console import Console
 from fabric.audit.journal_follower import JournalFollower
 from fabric.cli.demo.command import demo
 from fabric.cli.demo.folder import MARKER, claimed
-from fabric.cli.demo.progress import DemoProgress
+from fabric.cli.demo.progress import DemoProgress, _plain
 from fabric.cli.demo.replica_view import ReplicaView
 from fabric.cli.demo.supervise import last_words
 from fabric.errors import ConfigError
@@ -213,3 +213,11 @@ def test_a_journal_is_followed_as_it_grows(tmp_path: Path) -> None:
         "r1 fetched the state of step 5 (4.0 MB)",
         "r1 joined with step 8",
     ]
+
+
+def test_a_line_of_the_demo_has_the_loss_of_its_newest_step():
+    killed = ReplicaView("r0", "killed", step=3, loss=4.5)
+    training = ReplicaView("r1", "training", step=9, loss=2.25)
+    starting = ReplicaView("r2")
+    assert _plain([killed, training, starting]).startswith("loss 2.2500, r0 killed (3), ")
+    assert _plain([starting]) == "r2 starting (0)"

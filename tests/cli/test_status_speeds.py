@@ -2,6 +2,7 @@
 
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
 from fabric.cli.status import _job, _slowest
@@ -91,3 +92,28 @@ def test_the_slowest_rank_over_several_steps_has_a_line():
     assert _slowest({**health, "mode": "off"}) == []
     assert _slowest({**health, "by_step": {"steps": [], "rows": [], "left_out": 0}}) == []
     assert _slowest({}) == []
+
+
+@pytest.mark.parametrize("width", range(50, 181))
+def test_no_word_of_the_table_breaks_at_any_width(width):
+    shown = job({"r0": 1.72, "r1": 0.72})
+    shown["members"][0] |= {
+        "phase": "run, waiting",
+        "joining": True,
+        "verdict": "alive, but its server is silent",
+    }
+    for entry in shown["members"]:
+        entry |= {"ckpt": "http://10.77.0.10:29500", "trainer_status": {"trainer": "running", "age_s": 0.1}}
+    lines = printed(shown, width)
+    assert max(map(len, lines)) <= max(width, len(f"r0: checkpoint server {entry['ckpt']}, status 0.1 s"))
+    table = [line for line in lines if line[0] in "│┃"]
+    words = {word for line in table for word in line.replace("┃", "│").replace("│", " ").split()}
+    whole = (
+        "replica role phase step speed share session trainer verdict status checkpoint server r0 r1 late new"
+    )
+    whole += (
+        " member outside run run, waiting 7 1.72 0.72 75% 25% 0.1 s running alive alive, but its is silent"
+    )
+    assert words <= {*whole.split(), entry["ckpt"]}
+    assert {"replica", "role", "phase", "step", "verdict"} <= words
+    assert any(f"checkpoint server {entry['ckpt']}" in line or entry["ckpt"] in line for line in lines)

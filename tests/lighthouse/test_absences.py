@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fabric.cli.status import _job
 from fabric.lighthouse.diagnosis.absences import absences, headline
+from fabric.lighthouse.history.launches import LaunchReport
 from fabric.lighthouse.history.recovery import NAMED, Recoveries, from_json
 from fabric.lighthouse.http.job_status import _member_view
 from fabric.model import Policy
@@ -73,8 +74,15 @@ class Watched:
         return re.sub(r"\d\d:\d\d:\d\d UTC", "TIME", text)
 
     def evict(self, name: str) -> None:
-        self.job.status(name, "gone")
+        self.job.status(name, "gone", incarnation=self.job.record.member(name).incarnation)
         self.job.wait(1.0)
+
+    def join(self, name: str, step: int) -> None:
+        """Let a replica of this name join."""
+        newcomer(self.job, name)
+        self.job.wait(0.1)
+        assert self.said
+        runs(self.job, " ".join(m.replica for m in self.job.record.roster if m.replica != name), step)
 
 
 def test_a_job_that_has_not_started_counts_its_replicas():
@@ -108,6 +116,32 @@ def test_a_lost_replica_that_is_back_stands_outside_until_it_joins():
     assert "c down" in watched.said
     watched.job.open("c", incarnation=2)
     assert watched.said.startswith("2 of 3 replicas; c outside since TIME (")
+
+
+def test_a_lost_replica_that_another_name_replaces_is_missing_no_more():
+    watched = Watched(start_replicas=3)
+    watched.evict("c")
+    watched.log.launches.take(LaunchReport("c", "h", "rank 0 ended with 1", True, False, 0.0))
+    assert watched.said.startswith("2 of 3 replicas; c down since TIME (")
+    watched.join("d", 6)
+    assert watched.said == "3 of 3 replicas"
+    after = Recoveries()
+    after.restore([from_json(json.dumps(x.to_json()).encode()) for x in watched.log.kept])
+    watched.log = after
+    after.begin(watched.job.record)
+    assert watched.said == "3 of 3 replicas", "the next leader knows it too"
+    watched.evict("d")
+    assert watched.said.startswith("2 of 3 replicas; d down since TIME ("), "the newcomer is the missing one"
+
+
+def test_a_newcomer_replaces_one_lost_replica_and_no_more():
+    watched = Watched("a b c d", start_replicas=4)
+    watched.evict("c")
+    assert "c down" in watched.said
+    watched.evict("d")
+    assert watched.said.startswith("2 of 4 replicas; c down since TIME (")
+    watched.join("e", 6)
+    assert watched.said.startswith("3 of 4 replicas; d down since TIME (")
 
 
 def test_a_drained_replica_is_named_and_a_scaled_one_is_not_wanted():

@@ -70,6 +70,7 @@ class DemoProgress:
 
 
 def _plain(views: Sequence[ReplicaView]) -> str:
-    losses = [view.loss for view in views if view.loss is not None and view.step]
-    loss = f"loss {losses[0]:.4f}, " if losses else ""
+    # A replica that was killed or is behind shows the loss of an older step.
+    newest = max((view for view in views if view.step), key=lambda view: view.step, default=None)
+    loss = f"loss {newest.loss:.4f}, " if newest is not None and newest.loss is not None else ""
     return loss + ", ".join(f"{view.replica} {view.phase} ({view.step})" for view in views)

@@ -202,7 +202,8 @@ class _Supervisor:
             self._kill(victim, show)
         if not self._shown and all(view.step > 0 for view in self.views.values()):
             self._shown = True
-            show.say("look inside, in another terminal:", *self._curl_lines())
+            page = f"{self._lighthouse}/ with the token of {self._options.out / 'token'}"
+            show.say(f"look inside: {page} in a browser, or in another terminal:", *self._curl_lines())
         if changed:
             show.update()
 

@@ -16,6 +16,7 @@ from fabric.cli.launch.devices import visible_devices
 from fabric.cli.launch.guard import Guard
 from fabric.cli.launch.rank_output import RankOutput
 from fabric.cli.launch.rendezvous import RendezvousPort
+from fabric.cli.launch.reports import Reporter
 from fabric.cli.launch.restart_policy import (
     AttemptEnd,
     DeviceHistory,
@@ -52,6 +53,7 @@ class LaunchPlan:
     log_dir: Path | None = None
     leave_file: Path | None = None  # if it exists when the replica finishes, the replica has left this host
     stop_s: float = 30.0  # time from the signal that ends the launcher to SIGKILL
+    has_lighthouse: bool = False  # whether the lighthouse is told how attempts end
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,20 @@ class Launcher:
         self._selector.register(inbox.descriptor, selectors.EVENT_READ, inbox)
         self._ended_by = 0  # the signal that ends this launcher
         self._attempts = 0
+        self._reporter = Reporter(plan.environment) if plan.has_lighthouse else None
 
     def run(self) -> int:
         """Run attempts until the end; return the exit code. Raises FabricError where no attempt can begin."""
+        try:
+            return self._run()
+        except ConfigError as error:
+            self._report(str(error), gave_up=True)
+            raise
+        finally:
+            if self._reporter is not None:
+                self._reporter.close()
+
+    def _run(self) -> int:
         while True:
             layout, devices = self._next_layout()
             end = self._attempt(layout, devices)
@@ -113,6 +126,8 @@ class Launcher:
                 self._refused.append(layout)
                 self._ordered = None
             self._say(move, layout)
+            if order is None:
+                self._report(move.why, gave_up=False)
             self._pause(move.pause_s)
             if self._ended_by:
                 return END_BY_SIGNAL + self._ended_by
@@ -194,6 +209,7 @@ class Launcher:
             log.error("%s cannot be started (%s): correct the command", self._plan.command[0], error.strerror)
             return AttemptEnd({0: code})
         self._guard.tell(attempt.pids)
+        log.info("attempt %d runs (%s): %s", self._attempts, layout, _named(attempt.pids))
         first: tuple[int, ...] = ()
         failed_at = 0.0
         deadlines = Deadlines()
@@ -256,6 +272,7 @@ class Launcher:
         assert move.code is not None
         if move.code != FINISHED:
             log.error("the replica is not started again: %s", move.why)
+            self._report(move.why, gave_up=True)
         elif self._plan.leave_file is not None and self._plan.leave_file.exists():
             return RESTART
         return move.code
@@ -263,6 +280,13 @@ class Launcher:
     def _say(self, move: NextMove, layout: RankLayout) -> None:
         when = f"in {move.pause_s:g} s" if move.pause_s else "at once"
         log.warning("%s (%s): attempt %d begins %s", move.why, layout, self._attempts + 1, when)
+
+    def _report(self, why: str, *, gave_up: bool) -> None:
+        """Tell the lighthouse how the newest attempt ended."""
+        if self._reporter is not None:
+            self._reporter.tell(self._attempts, why, gave_up=gave_up)
+            if gave_up:
+                self._reporter.finish()
 
     def _pause(self, pause_s: float) -> None:
         """Wait, unless a signal ends the launcher."""
@@ -276,6 +300,11 @@ class Launcher:
                 return
             else:
                 self._selector.select(left_s)
+
+
+def _named(pids: Sequence[int]) -> str:
+    """Name the process of each rank, for a person who must find one of them on this host."""
+    return ", ".join(f"rank {rank} is process {pid}" for rank, pid in enumerate(pids))
 
 
 def launch(plan: LaunchPlan) -> int:

@@ -5,20 +5,24 @@ Status, page, metrics and alerts all read ``absences``, so that they agree.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fabric.lighthouse.diagnosis.status_text import outside_because
 from fabric.lighthouse.history.recovery import DOWN, LEFT, OUTSIDE, Absence, Recoveries
 from fabric.model import counted
 from fabric.protocol.leader.evidence import host_of
+from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.view import LeaderView
 
 _NAMED = 8  # the headline names this many replicas and counts the others
 
 
 def absences(view: LeaderView, recoveries: Recoveries, now: float) -> list[Absence]:
-    """Return the replicas that a running job misses, by name: the failed members, the lost, the drained."""
+    """Return the replicas that a job misses, by name: failed, lost, drained, or never seen."""
     record = view.record
-    if record is None or record.complete or record.failed:
+    if record is None:
+        return _launched(view, recoveries, {}, now)
+    if record.complete or record.failed:
         return []
     by_name = {}
     for member in record.roster:
@@ -28,19 +32,43 @@ def absences(view: LeaderView, recoveries: Recoveries, now: float) -> list[Absen
             by_name[member.replica] = Absence(member.replica, DOWN, why, since, host_of(member), True)
     for recovery in recoveries.kept:
         for name, back in recovery.lost.items():
-            if not back.joined and record.member(name) is None:
+            if not (back.joined or back.replaced_by) and record.member(name) is None:
                 why = back.why or recovery.why
                 by_name[name] = _outside(view, name, why, recovery.detected, back.host, now)
     by_name = {**{x: gone for x, gone in recoveries.left.items() if record.member(x) is None}, **by_name}
-    return [by_name[name] for name in sorted(by_name)]
+    return _launched(view, recoveries, by_name, now)
+
+
+def _launched(
+    view: LeaderView, recoveries: Recoveries, by_name: dict[str, Absence], now: float
+) -> list[Absence]:
+    """Add the launchers' reports: the reason of an absence, and replicas whose processes never attach."""
+    absent = dict(by_name)
+    for name, report in recoveries.launches.newest.items():
+        before = by_name.get(name)
+        if _living(view, name, now) is not None:
+            continue
+        if before is not None:
+            why = "; ".join(filter(None, (before.why, report.sentence)))
+            absent[name] = replace(before, why=why, host=before.host or report.host)
+        elif not report.is_spare and (view.record is None or view.record.member(name) is None):
+            absent[name] = Absence(name, DOWN, report.sentence, report.at, report.host, False)
+    return [absent[name] for name in sorted(absent)]
 
 
 def _outside(view: LeaderView, name: str, why: str, since: float, host: str, now: float) -> Absence:
     """Describe a lost replica by its new process, if it has one."""
-    peer = view.peers.get(name)
-    if peer is None or not peer.connected or view.liveness.suspicion(peer.session, now):
+    peer = _living(view, name, now)
+    if peer is None:
         return Absence(name, DOWN, why, since, host, False)
     return Absence(name, OUTSIDE, outside_because(view, peer, now), since, host, False)
+
+
+def _living(view: LeaderView, name: str, now: float) -> Peer | None:
+    """Return the replica's process that has a session; None without one, and while it seems to be dead."""
+    peer = view.peers.get(name)
+    is_dead = peer is None or not peer.connected or view.liveness.suspicion(peer.session, now)
+    return None if is_dead else peer
 
 
 def counts(view: LeaderView, absent: Sequence[Absence]) -> tuple[int, int]:

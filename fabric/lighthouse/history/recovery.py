@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
+from fabric.lighthouse.history.launches import LaunchReports
 from fabric.model import Member, Record, incident_id_of, shortened
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.leader.view import EpochView, LeaderView
@@ -36,6 +37,7 @@ class ReplicaReturn:
     joined: float = 0.0  # the time of the replica's first round
     why: str = ""  # why the replica was lost
     host: str = ""  # where the lost process ran
+    replaced_by: str = ""  # the new replica that has taken its place, so that the job misses it no more
 
 
 @dataclass(slots=True)
@@ -113,6 +115,7 @@ class Recoveries:
         ] = []  # the open records among ``kept``, which the lighthouse examines after every event
         # The last NAMED drained replicas that are away, as this leader saw them.
         self.left: dict[str, Absence] = {}
+        self.launches = LaunchReports()
         self._record: Record | None = None
         self._looked = 0.0
 
@@ -138,7 +141,7 @@ class Recoveries:
         changed: dict[int, RecoveryRecord] = {}
         if record is not None and record is not self._record:
             self._note_departures(record, now)
-            for recovery in self._on_record(view, record, event, now):
+            for recovery in [*self._on_record(view, record, event, now), *self._note_replacements(record)]:
                 changed[recovery.id] = recovery
             self._record = record
         elif record is not None and _has_failed(view.epoch) and self._unanswered() is None:
@@ -166,6 +169,26 @@ class Recoveries:
         for member in record.roster:
             self.left.pop(member.replica, None)
         self.left = dict(list(self.left.items())[-NAMED:])
+
+    def _note_replacements(self, record: Record) -> list[RecoveryRecord]:
+        """Let each replica of a new name take the place of the one that is away for longest."""
+        if self._record is None:
+            return []
+        expected = {member.replica for member in self._record.roster}
+        away = [
+            (recovery, name)
+            for recovery in self.kept
+            for name, back in recovery.lost.items()
+            if not (back.joined or back.replaced_by or record.member(name))
+        ]
+        expected |= {name for _, name in away}
+        names = [member.replica for member in record.roster if member.replica not in expected]
+        for newcomer, (recovery, name) in zip(names, away, strict=False):
+            recovery.lost[name].replaced_by = newcomer
+            self.launches.attached(name)
+        for _, gone in zip(names[len(away) :], self.launches.given_up, strict=False):
+            self.launches.attached(gone)
+        return [recovery for recovery, _ in away[: len(names)]]
 
     def _unanswered(self) -> RecoveryRecord | None:
         """Return the newest recovery if no epoch has answered it yet."""

@@ -14,15 +14,17 @@ from dataclasses import asdict, dataclass, field
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from fabric.errors import StoreError
+from fabric.errors import ProtocolError, StoreError
 from fabric.lighthouse.connections.admission_queue import AdmissionQueue
+from fabric.lighthouse.connections.validation import check_name
 from fabric.lighthouse.election.election import Election
 from fabric.lighthouse.election.store_probe import WriteProbe
+from fabric.lighthouse.history.launches import LaunchReport
 from fabric.lighthouse.http import dashboard, websockets
 from fabric.lighthouse.http.drill_routes import add_drills
 from fabric.lighthouse.http.job_status import job_line, job_view
 from fabric.lighthouse.http.login_limit import TokenTries
-from fabric.lighthouse.http.operator_routes import add_commands, find_job
+from fabric.lighthouse.http.operator_routes import add_commands, body_of, find_job, text_of
 from fabric.lighthouse.http.status_cache import StatusCache
 from fabric.lighthouse.http.tokens import Tokens, is_in_scope, token_required
 from fabric.lighthouse.jobs.job import Job
@@ -130,6 +132,7 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     add("/v1/jobs/{job}/live", routes.live)
     add("/v1/jobs/{job}/session", routes.session)
     add("/v1/jobs/{job}/trainer-status", routes.trainer_status)
+    app.router.add_post("/v1/jobs/{job}/launcher", routes.launcher)
     dashboard.add_routes(app, tokens, tries)
     add_commands(app, lambda: parts.jobs)
     add_drills(app, lambda: parts.jobs, tokens)
@@ -276,6 +279,21 @@ class LighthouseRoutes:
         if isinstance(job, web.Response):
             return job
         return await dashboard.stream(request, job, self._looks, lambda: self._parts.leads)
+
+    async def launcher(self, request: web.Request) -> web.Response:
+        """Take a launcher's report of an attempt that failed."""
+        body = await body_of(request, '{"replica": "r1", "host": "node-7", "attempt": 1, "why": "it died"}')
+        replica, host = check_name("replica", text_of(body, "replica")), text_of(body, "host")
+        attempt, gave_up, spare = (body.get(name, 0) for name in ("attempt", "gave_up", "spare"))
+        if not all(isinstance(x, int) and 0 <= x < _MAX_ID for x in (attempt, gave_up, spare)):
+            raise ProtocolError('"attempt" must be a count, "gave_up" and "spare" must be true or false')
+        job = self._job(request)
+        if isinstance(job, web.Response):
+            return job
+        since = job.history.recoveries.launches.since(replica, time.time())
+        report = LaunchReport(replica, host, text_of(body, "why"), bool(gave_up), bool(spare), since)
+        job.launch_failed(report, attempt)
+        return web.json_response({"ok": True, "job": job.name})
 
     async def session(self, request: web.Request) -> web.StreamResponse:
         """Serve a trainer's WebSocket."""

@@ -22,6 +22,7 @@ from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
 from fabric.lighthouse.diagnosis.server_states import CheckpointServers
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
+from fabric.lighthouse.history.launches import LaunchReport
 from fabric.lighthouse.history.ledger import GoodputLedger
 from fabric.lighthouse.history.recovery import LEFT, Absence, Recoveries, recoverable
 from fabric.lighthouse.history.slowdowns import Slowdowns
@@ -216,6 +217,7 @@ class Job:
             self.note("policy kept", session.replica, policy_kept(asked, self.view.policy))
         self.peer_addresses.session(session, connection.address, is_trusted=connection.is_trusted)
         self.connections.opened(connection)
+        self.history.recoveries.launches.attached(session.replica)
         return True
 
     def _refusal(self, session: m.OpenSession, policy: Policy) -> str:
@@ -278,6 +280,14 @@ class Job:
         """Note the end of a checkpoint server's connection; the server may already have a new one."""
         for status in self.connections.server_closed(connection):
             self._feed(io.TrainerStatusClosed(status.replica, status.ckpt, status.rank))
+
+    # --- launchers ---------------------------------------------------------------------------------------
+
+    def launch_failed(self, report: LaunchReport, attempt: int) -> None:
+        """Take a launcher's report, and record it; a replica that has a session again is not absent."""
+        self.note("launch failed", report.replica, f"attempt {attempt} on {report.host}: {report.sentence}")
+        if report.replica not in self.connections.sessions:
+            self.history.recoveries.launches.take(report)
 
     # --- operators ---------------------------------------------------------------------------------------
 

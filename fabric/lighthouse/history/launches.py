@@ -1,0 +1,51 @@
+"""The newest report of a failed attempt of each replica, until the replica attaches."""
+
+from dataclasses import dataclass
+
+# The most reports that are kept; beyond it the oldest are forgotten.
+_KEPT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchReport:
+    """How the newest attempt of a replica ended, in its launcher's words."""
+
+    replica: str
+    host: str
+    why: str
+    gave_up: bool  # the launcher starts the replica no more
+    is_spare: bool
+    at: float  # Unix seconds; `LaunchReports` keeps the time of the first failure in a row
+
+    @property
+    def sentence(self) -> str:
+        """Return the reason without the attempt's number, so that equal ends have equal sentences."""
+        return f"{self.why}; its launcher {'gave up' if self.gave_up else 'starts it again'}"
+
+
+class LaunchReports:
+    """The newest report of each replica that has not attached since."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, LaunchReport] = {}
+
+    def since(self, replica: str, now: float) -> float:
+        """Return when the first of the replica's failures in a row was reported."""
+        before = self.newest.get(replica)
+        return before.at if before is not None else now
+
+    @property
+    def given_up(self) -> list[str]:
+        """The replicas that their launchers start no more, the oldest report first."""
+        return [name for name, report in self.newest.items() if report.gave_up]
+
+    def take(self, report: LaunchReport) -> None:
+        """Keep ``report`` in the place of the replica's earlier one."""
+        self.newest.pop(report.replica, None)
+        self.newest[report.replica] = report
+        while len(self.newest) > _KEPT:
+            del self.newest[next(iter(self.newest))]
+
+    def attached(self, replica: str) -> None:
+        """Forget the report of a replica that has a session again, or whose place is taken."""
+        self.newest.pop(replica, None)

@@ -1,0 +1,150 @@
+"""`fabric launch` tells the lighthouse of attempts that failed, so that people see who never attaches."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from lighthouse_support import DEADLINE_S, WireMember, close_all, get, headers, post, start_job
+from protocol.test_leader import runs
+from test_absences import Watched
+
+from fabric.lighthouse.diagnosis.absences import absences, headline
+from fabric.lighthouse.history.launches import LaunchReport
+from fabric.lighthouse.history.recovery import Recoveries
+from fabric.model import Policy
+from fabric.protocol.leader.core import LeaderConfig, LeaderCore
+from fabric.protocol.messages import leader_events as io
+
+
+def launch(lighthouse, job: str, script, *options: str) -> "subprocess.Popen[bytes]":
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
+    named = ["--job", job, "--replica", "r3", "--lighthouse", lighthouse.url]
+    own = [sys.executable, "-m", "fabric.cli.main", "launch", *named, "--token-file", lighthouse.token_file]
+    command = [*own, *options, "--no-python", sys.executable, script]
+    return subprocess.Popen(command, env=plain, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+async def look(http, lighthouse, job: str) -> dict:
+    return (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[1]
+
+
+async def until_said(http, lighthouse, job: str, words: str) -> dict:
+    """Wait until the first line has ``words``; return the status."""
+    seen = {}
+
+    async def says() -> bool:
+        seen.update(await look(http, lighthouse, job))
+        return words in seen["headline"]
+
+    deadline = time.monotonic() + DEADLINE_S
+    while not await says():
+        assert time.monotonic() < deadline, seen["headline"]
+    return seen
+
+
+@pytest.fixture
+def script(tmp_path):
+    return tmp_path / "trainer.py"
+
+
+@pytest.fixture
+async def members(lighthouse, http, job):
+    """The members of a job that trains with three replicas."""
+    opened = await start_job(http, lighthouse.url, job=job)
+    yield opened
+    await close_all(opened)
+
+
+async def test_a_replica_that_dies_before_it_attaches_is_named(lighthouse, http, job, script, members):
+    script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
+    launcher = launch(lighthouse, job, script)
+    try:
+        body = await until_said(http, lighthouse, job, "r3 down")
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(DEADLINE_S)
+    assert re.fullmatch(
+        r"3 of 4 replicas; r3 down since \d\d:\d\d:\d\d UTC "
+        r"\(rank 0 was killed by SIGKILL; its launcher starts it again, \S+\)",
+        body["headline"],
+    )
+    _, events = await get(http, f"{lighthouse.url}/v1/jobs/{job}/events")
+    said = [event["why"] for event in events if (event["kind"], event["about"]) == ("launch failed", "r3")]
+    assert re.match(r"attempt \d+ on ", said[0])
+    async with http.get(f"{lighthouse.url}/metrics", headers=headers()) as answer:
+        assert f'fabric_lighthouse_replicas_missing{{job="{job}"}} 1.0' in await answer.text()
+    await WireMember(http, lighthouse.url, "r3", job=job, replicas="3").open()
+    assert "starts it again" not in (await look(http, lighthouse, job))["headline"]
+
+
+async def test_a_launcher_that_gives_up_says_so_before_it_ends(lighthouse, http, job, script, members):
+    script.write_text("raise SystemExit(1)\n")
+    launcher = launch(lighthouse, job, script)
+    assert launcher.wait(DEADLINE_S) == 1
+    (absent,) = (await look(http, lighthouse, job))["absent"]
+    assert (absent["replica"], absent["state"]) == ("r3", "down")
+    assert absent["why"].endswith("its launcher gave up") and "rank 0 ended with 1" in absent["why"]
+
+
+async def test_a_report_that_cannot_be_read_is_refused_and_changes_nothing(lighthouse, http, job, members):
+    good = {"replica": "r3", "host": "h", "attempt": 1, "why": "it died", "gave_up": False, "spare": False}
+    url = f"{lighthouse.url}/v1/jobs/{job}/launcher"
+    for name, value in (
+        ("replica", "a/b"),
+        ("host", ""),
+        ("why", "x\ny"),
+        ("why", "x" * 301),
+        ("attempt", -1),
+        ("attempt", 1e999),
+        ("attempt", 10**400),
+        ("gave_up", "yes"),
+        ("spare", [1]),
+    ):
+        status, answer = await post(http, url, json.dumps({**good, name: value}).encode())
+        assert status == 400 and answer["error"], (name, value)
+    assert (await look(http, lighthouse, job))["absent"] == []
+    assert (await post(http, url, good, token="wrong"))[0] == 401
+    assert (await post(http, url, good))[0] == 200
+
+
+def _report(name: str, **more) -> LaunchReport:
+    given = {"host": "h9", "why": "rank 0 ended with 75", "gave_up": False, "is_spare": False, "at": 0.0}
+    return LaunchReport(name, **{**given, **more})
+
+
+def test_a_lost_member_is_shown_with_its_launchers_reason():
+    watched = Watched(start_replicas=3)
+    watched.evict("c")
+    watched.log.launches.take(_report("c", gave_up=True))
+    assert "rank 0 ended with 75; its launcher gave up" in watched.said
+    watched.job.open("c", incarnation=2)
+    assert "gave up" not in watched.said, "a process that has a session is not down"
+
+
+def test_a_late_report_does_not_make_a_member_absent_and_a_spare_is_not_missing():
+    watched = Watched(start_replicas=3)
+    watched.log.launches.take(_report("c"))
+    watched.log.launches.take(_report("s", is_spare=True))
+    assert watched.said == "3 of 3 replicas"
+    runs(watched.job, "a b c", 6)
+    assert watched.said == "3 of 3 replicas"
+
+
+def test_a_job_that_has_not_begun_names_the_replica_that_keeps_it_waiting():
+    core, log = LeaderCore("job", LeaderConfig(policy=Policy(1, 4, 3)), random.Random(1), 0.0), Recoveries()
+    core.handle(io.Elected("store", None), 0.0)
+    log.launches.take(_report("d"))
+    assert headline(core.view, absences(core.view, log, 0.0)).startswith("0 of 3 replicas; d down since")
+
+
+def test_reports_of_ever_new_names_do_not_fill_memory():
+    watched = Watched()
+    for i in range(300):
+        watched.log.launches.take(_report(f"spot-{i}"))
+    assert len(watched.log.launches.newest) == 100

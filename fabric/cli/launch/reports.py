@@ -16,7 +16,7 @@ from typing import Any
 from fabric.errors import FabricError, Unreachable
 from fabric.runtime.config import advertised_host, settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
-from fabric.runtime.parent_death import die_with
+from fabric.runtime.system_calls import die_with
 from fabric.runtime.process_environment import LAUNCH_MARK, own_program
 
 # A report that no lighthouse has taken by then is old, and is dropped.

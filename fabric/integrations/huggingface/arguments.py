@@ -34,8 +34,8 @@ ARGUMENTS = ArgumentTable(
             _GIVEN,
             "lr_scheduler_type lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 "
             "adam_beta2 adam_epsilon max_grad_norm bf16 label_smoothing_factor logging_strategy "
-            "logging_steps logging_first_step logging_nan_inf_filter eval_strategy eval_steps eval_delay eval_on_start "
-            "metric_for_best_model greater_is_better remove_unused_columns label_names",
+            "logging_steps logging_first_step logging_nan_inf_filter eval_strategy eval_steps eval_delay "
+            "eval_on_start metric_for_best_model greater_is_better remove_unused_columns label_names",
         ),
         **rows_of(_READ, "per_device_train_batch_size gradient_accumulation_steps"),
         **rows_of(

@@ -136,6 +136,18 @@ def test_a_scheduler_of_epochs_makes_one_step():
     assert scheduler.get_last_lr() == [0.5]
 
 
+def test_gradients_are_clipped_by_value_once_a_step():
+    accelerator = FabricAccelerator(cpu=True)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, -3.0])
+    accelerator._replica.goes_over = True
+    accelerator.clip_grad_value_([weight], 1.0)
+    assert weight.grad.tolist() == [3, -3], "not yet the gradient of the step"
+    accelerator._replica.goes_over = False
+    accelerator.clip_grad_value_([weight], 1.0)
+    assert weight.grad.tolist() == [1, -1]
+
+
 PAGE = Path(__file__).parent.parent.parent / "docs" / "accelerate.md"
 
 

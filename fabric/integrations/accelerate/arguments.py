@@ -112,7 +112,7 @@ METHODS: dict[str, Row] = {
     "accumulate": _EPOCHS,
     "backward": _EPOCHS,
     "clip_grad_norm_": _EPOCHS,
-    "clip_grad_value_": _NOT_YET,
+    "clip_grad_value_": Kept("test_gradients_are_clipped_by_value_once_a_step"),
     "sync_gradients": _EPOCHS,
     "gradient_accumulation_steps": _EPOCHS,
     "no_sync": NoInfluence("an incomplete step is never exchanged"),

@@ -47,8 +47,8 @@ class RenewedContext(ssl.SSLContext):
         return super().wrap_bio(*arguments, **options)
 
     def _stamps(self) -> list[tuple[int, int]]:
-        found = [path.stat() for path in (self.cert, self.key, self.ca) if path is not None]
-        return [(stat.st_mtime_ns, stat.st_ino) for stat in found]
+        stats = [path.stat() for path in (self.cert, self.key, self.ca) if path is not None]
+        return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
 
     def _renew(self) -> None:
         with self._lock:

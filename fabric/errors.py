@@ -47,7 +47,11 @@ class RoundAborted(FabricError):
         self.mismatch = mismatch  # whether the peer ``about`` takes part in another exchange
 
 
-class RoundsFailed(FabricError):
+class SessionOver(FabricError):
+    """This process has left its job, and its session trains no more."""
+
+
+class RoundsFailed(SessionOver):
     """As many exchanges in a row failed as FABRIC_MAX_FAILED_ROUNDS allows; this process has left the job."""
 
 

@@ -35,12 +35,20 @@ class Authority:
     def _openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], check=True, capture_output=True)
 
-    def issue(self, name: str, host: str = "IP:127.0.0.1") -> tuple[Path, Path]:
-        """Issue a certificate for ``host``, valid for servers and clients, with its key."""
+    def issue(self, name: str, host: str = "IP:127.0.0.1", days: int = 2) -> tuple[Path, Path]:
+        """Issue a certificate for ``host``, valid for servers and clients, with its key; 0 days: expired."""
         cert, key, request, extra = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr", "ext"))
         extra.write_text(f"subjectAltName={host}\nextendedKeyUsage=serverAuth,clientAuth\n")
         new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
         self._openssl("req", *new, "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(request))
-        sign = ("-CA", str(self.ca), "-CAkey", str(self.folder / "ca.key"), "-CAcreateserial", "-days", "2")
+        sign = (
+            "-CA",
+            str(self.ca),
+            "-CAkey",
+            str(self.folder / "ca.key"),
+            "-CAcreateserial",
+            "-days",
+            str(days),
+        )
         self._openssl("x509", "-req", "-in", str(request), *sign, "-extfile", str(extra), "-out", str(cert))
         return cert, key

@@ -16,18 +16,22 @@ from fabric.runtime.http.lighthouse_client import understood
 _REPLICAS = click.IntRange(0, MOST_REPLICAS)
 
 
-def _command(action: str, help_text: str, done: str) -> Callable[..., None]:
+def _command(action: str, help_text: str, done: str, *more: Callable[..., Any]) -> Callable[..., None]:
     @click.command(action, help=help_text)
     @click.argument("replica")
     @lighthouse_options
     @click.option("--why", required=True, help="The reason, for the record.")
     @click.option("--who", default="", help="Who decides; by default this user at this host.")
-    def run(lighthouse: str, job: str, token_file: Path | None, replica: str, why: str, who: str) -> None:
+    def run(
+        lighthouse: str, job: str, token_file: Path | None, replica: str, why: str, who: str, **options: Any
+    ) -> None:
         lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=True)
-        body = {"replica": replica, "who": who or operator_name(), "why": why}
+        body = {**options, "replica": replica, "who": who or operator_name(), "why": why}
         lighthouses.ask(lighthouses.path(action), body)
         click.echo(f"{replica} of job {lighthouses.job} {done}")
 
+    for option in more:
+        run = option(run)
     return run
 
 
@@ -71,6 +75,7 @@ evict = _command(
     "evict",
     "Evict REPLICA from its job at once, as if it had died; the others redo its part of the step.",
     "is being evicted; it may come back, as after a death",
+    click.option("--host-is-gone", is_flag=True, help="Nobody waits any more for its host, which is away."),
 )
 pause = _order(
     "pause",

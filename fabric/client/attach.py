@@ -60,7 +60,7 @@ from fabric.protocol.rules.adaptive_timeout import Budget
 from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of
 from fabric.protocol.rules.layout_text import layout_text, read_layout
 from fabric.runtime import config, logs
-from fabric.runtime.config import Settings, parse_replicas
+from fabric.runtime.config import Settings, advertised_host, parse_replicas
 from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
@@ -249,7 +249,7 @@ def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
         bind=settings.bind,
         # A single port is for the trainer's links.
         port=settings.ports if len(parse_ports(settings.ports)) > 1 else "0",
-        advertise=settings.advertise,
+        advertise=advertised_host(settings),
         token_file=settings.token_file,
         lighthouse=settings.lighthouse,
         orphan_s=settings.orphan_s,

@@ -3,6 +3,8 @@
 A number has its unit in its name. A value that cannot be used raises ConfigError with one sentence.
 """
 
+import contextlib
+import ipaddress
 import math
 import os
 import re
@@ -12,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fabric.errors import ConfigError
 from fabric.protocol.rules.adaptive_timeout import problem
@@ -339,12 +342,28 @@ def _check_name(what: str, name: str) -> None:
 
 
 def advertised_host(chosen: Settings) -> str:
-    """Return the host name or address that peers dial: the setting, else the bound address."""
+    """Return the host name or address that peers dial: the setting, else the bound address.
+
+    A host that binds all its addresses gives the one from which it reaches a lighthouse. Its name is the last
+    choice, because hosts have names that are cloned, unknown, or mean the host itself.
+    """
     if chosen.advertise:
         return chosen.advertise
     if chosen.bind in ("0.0.0.0", "::", ""):
-        return socket.gethostname()
+        return _outward_address(chosen) or socket.gethostname()
     return chosen.bind
+
+
+def _outward_address(chosen: Settings) -> str:
+    """Return this host's IPv4 address towards a lighthouse; empty under TLS: certificates have names."""
+    for url in () if chosen.bind == "::" or chosen.tls.is_on else chosen.lighthouse:
+        with contextlib.suppress(OSError, ValueError), socket.socket(type=socket.SOCK_DGRAM) as sock:
+            where = urlsplit(url)
+            sock.connect((where.hostname, where.port or 80))  # sends nothing: it asks the kernel for a route
+            address = str(sock.getsockname()[0])
+            if not ipaddress.ip_address(address).is_loopback:
+                return address
+    return ""
 
 
 _DEFAULTS = Settings()

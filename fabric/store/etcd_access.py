@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fabric.errors import ConfigError
+from fabric.runtime.http.tls import RenewedContext
 
 _MAX_PASSWORD_BYTES = 4096
 
@@ -43,9 +44,10 @@ class EtcdAccess:
         if not self.tls:
             return True
         try:
-            context = ssl.create_default_context(cafile=self.ca_file)
-            if self.cert_file is not None:
-                context.load_cert_chain(self.cert_file, self.key_file)
+            context = RenewedContext(ssl.PROTOCOL_TLS_CLIENT)
+            if self.ca_file is None:
+                context.load_default_certs()
+            context.read(self.cert_file, self.key_file, self.ca_file)
         except (OSError, ssl.SSLError) as error:
             names = ", ".join(str(f) for f in (self.ca_file, self.cert_file, self.key_file) if f is not None)
             raise ConfigError(

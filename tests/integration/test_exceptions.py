@@ -82,3 +82,18 @@ def test_exchanges_that_fail_in_a_row_raise_in_the_loop(zygote, tmp_path):
         job.start_all()
         job.finish()
         assert job.codes == {"r0": 0, "r1": 0}, "new processes of both go on with the job"
+
+
+@pytest.mark.parametrize("cell", ["raise ValueError('a mistake')", "raise KeyboardInterrupt", "a b"])
+def test_an_error_in_a_notebooks_cell_ends_its_replica_alone(zygote, tmp_path, cell):
+    pytest.importorskip("IPython")
+    given = {"TEST_TRAINER": "notebook_trainer", "TINY_STEPS": "30"}
+    with Job(zygote, tmp_path, replicas=2, environment=given) as job:
+        job.start("r0", NOTEBOOK_CELL=cell)
+        job.start("r1")
+        job.wait_for(lambda: job.ended("r1") is not None, "the end of r1")
+        assert job.ended("r1") == 0, "it went on alone while the kernel of r0 lives"
+        job.wait_for(lambda: "the kernel goes on" in job.said("r0"), "the last cell of r0")
+        said = job.said("r0")
+        assert said.count("an error in a cell ended this session, and other replicas go on") >= 2
+        assert "SessionOver" in said, "the next cell that trains says so too"

@@ -64,3 +64,17 @@ def test_a_job_survives_a_pulled_cable_and_a_cable_that_loses_one_direction(zygo
             has_r2_again(job)
             finish_and_check(job, STEPS)
             assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
+
+
+def test_hosts_of_one_name_train_together_without_an_advertised_address(zygote, tmp_path):
+    """Both hosts have this machine's name, which names neither of them, as after a clone."""
+    with Cable() as cable:
+        inside = ("ip", "netns", "exec", cable.names[0])
+        given = {"TINY_STEPS": "20", "FABRIC_BIND": "0.0.0.0"}
+        with Job(zygote, tmp_path, 2, environment=given, bind=ADDRESSES[0], inside=inside) as job:
+            for replica, name in zip(("r0", "r1"), cable.names, strict=True):
+                job.start(replica, TEST_NETNS=name)
+            job.finish()
+            assert set(job.codes.values()) == {0} and set(job.starts.values()) == {1}, job.logs()
+            assert rosters(job) == [["r0", "r1"]], "they trained together from the first step on"
+            assert links(job, "r0") == links(job, "r1") == ("tcp", "tcp")

@@ -543,6 +543,27 @@ def test_a_process_that_waits_outside_can_be_sent_away_but_not_evicted():
     assert "`fabric drain d`" in objections(lighthouse, "d", "evict")[0]
 
 
+def test_a_person_ends_the_wait_for_hosts_that_never_return():
+    lighthouse = started("a b")
+    gone = [io.Operator("evict", name, "ann", "spot reclaim", host_is_gone=True) for name in "ab"]
+    assert "a process of it is connected" in lighthouse.core.orders.objection(gone[0])
+    for name in "ab":
+        lighthouse.lose(name)
+    lighthouse.do(gone[0])
+    assert "was heard" in lighthouse.told("not evicted")[-1].why, "it may still train"
+    lighthouse.wait(6.0)
+    for name in "cd":
+        lighthouse.status(name)
+    lighthouse.open("c", "d")
+    generation = lighthouse.record.generation
+    lighthouse.do(gone[0])
+    lighthouse.wait(6.0)
+    assert lighthouse.record.generation == generation, "b may still commit"
+    lighthouse.do(gone[1])
+    lighthouse.wait(6.0)
+    assert lighthouse.record.generation == generation + 1 and lighthouse.record.names == ("c", "d")
+
+
 # --- the end of a job without its replicas ----------------------------------------------------------------
 
 

@@ -99,6 +99,8 @@ def test_peers_dial_the_advertised_address():
     assert advertised_host(Settings(bind="127.0.0.1")) == "127.0.0.1"
     assert advertised_host(Settings(bind="0.0.0.0", advertise="node7")) == "node7"
     assert advertised_host(Settings(bind="0.0.0.0")) != "0.0.0.0"
+    local = Settings(bind="0.0.0.0", lighthouse=("http://127.0.0.1:80", "http://no.such.host.invalid:80"))
+    assert advertised_host(local) == advertised_host(Settings(bind="0.0.0.0")), "others cannot dial 127.0.0.1"
 
 
 def test_the_launcher_says_how_many_ranks_a_replica_has():

@@ -122,6 +122,54 @@ def test_one_wrong_address_of_several_ends_nothing(mine):
     assert "is not a lighthouse" in asyncio.run(ask()), "the second one was asked, and said so"
 
 
+async def shown_by(service: TlsService, client: ssl.SSLContext) -> str:
+    """Return the serial number of the certificate that the service shows now."""
+    host, port = service.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=client)
+    serial = writer.get_extra_info("peercert")["serialNumber"]
+    writer.write(b"GET / HTTP/1.0\r\n\r\n")
+    assert (await reader.read(8)).startswith(b"HTTP"), "the service believes the client too"
+    writer.close()
+    return serial
+
+
+def replace(authority: Authority, tls: Tls, days: int = 2) -> None:
+    """Put new files in the place of those of ``tls``, the certificate first, as a renewal does."""
+    for new, old in zip(authority.issue("renewed", days=days), (tls.cert, tls.key), strict=True):
+        new.replace(old)
+
+
+def test_renewed_files_are_read_by_services_and_clients(authority):
+    renewed = Tls(*authority.issue("in-place"), authority.ca)
+    other = Tls(*authority.issue("other"), authority.ca)
+
+    async def look() -> None:
+        mine, others = renewed.client_context(), other.client_context()
+        async with TlsService(renewed) as here, TlsService(other) as there:
+            first = await shown_by(here, others)
+            replace(authority, renewed, days=0)
+            for service, client in ((here, others), (there, mine)):
+                with pytest.raises((OSError, AssertionError)):
+                    await shown_by(service, client)
+            replace(authority, renewed)
+            assert await shown_by(here, others) != first
+            await shown_by(there, mine)
+            renewed.key.write_text("not a key")
+            assert await shown_by(here, others) == await shown_by(here, mine), "the last good ones stay"
+            renewed.cert.unlink()
+            await shown_by(here, mine)
+
+    asyncio.run(look())
+
+
+def test_an_expired_certificate_is_waited_for(authority, mine):
+    old = Tls(*authority.issue("old", days=0), authority.ca)
+    assert "expired: renew its FABRIC_TLS_CERT; each process reads" in heard_by_a_command(old, "https", mine)
+    waited = heard_by_a_trainer(old, "https", mine, 0.0)
+    assert waited.startswith("no lighthouse was found within 0 s") and "has expired" in waited
+    assert "is of its authority, and has not expired" in heard_by_a_command(mine, "https", old)
+
+
 def test_other_errors_are_not_called_tls_mistakes():
     url = "http://127.0.0.1:1"
     for error in (ConnectionRefusedError(), OSError(113, "No route to host"), TimeoutError()):

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 
-from fabric.errors import RoundsFailed
+from fabric.errors import SessionOver
 from fabric.model import DataPlan
 
 
@@ -17,7 +17,7 @@ class LoopProgress:
     news: DataPlan | None = None  # the data plan of this call, until the core knows it
     bare: bool = False  # whether the newest step of the user's code has no micro-batch
     source: str = ""  # where the loaded state came from
-    left: RoundsFailed | None = None  # the error with which this process left the job before its end
+    left: SessionOver | None = None  # the error with which this process left the job before its end
     finished: bool = False  # whether the job is complete
     behind: bool = False  # true from a load or a replayed step until this replica contributes again
     at: tuple[int, int] | None = None  # the step and micro-batch that user code computes

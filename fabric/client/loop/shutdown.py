@@ -15,7 +15,7 @@ from fabric.client.process import excepthook, raised_note
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
 from fabric.client.process.incarnation_lock import ProcessIdentity
-from fabric.errors import CollectiveFailed, FabricError, NotAMember
+from fabric.errors import CollectiveFailed, FabricError, NotAMember, SessionOver
 from fabric.exit_codes import DEVICE_FAILED, FAILED, FINISHED, RESTART
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
@@ -28,6 +28,9 @@ BARE = (
     "has such steps, so use step.metrics, or `if step.contributed:`, for what the loop over micro-batches "
     "has set; this replica ends alone, and the others go on"
 )
+
+# The last words of a session in a notebook.
+CELL_FAILED = "an error in a cell ended this session, and other replicas go on; restart the kernel to train"
 
 
 def start_line(job: str, durable: bool, step: int, generation: int, progress: LoopProgress) -> str:
@@ -74,8 +77,9 @@ class Shutdown:
         self._debug_endpoint = DebugEndpoint(settings.home, answers)
 
     def watch_uncaught(self) -> None:
-        """Make uncaught exceptions fail the job."""
+        """Make uncaught exceptions fail the job, and those of a notebook's cells end this replica alone."""
         excepthook.on_uncaught.append(self._on_uncaught)
+        excepthook.on_cell_error.append(self._on_cell_error)
 
     def leave(self, reason: str, code: int = FINISHED, layout: str = "") -> NoReturn:
         """End this process; print ``reason``, one sentence. ``layout``: order it from the launcher."""
@@ -108,9 +112,7 @@ class Shutdown:
                 self._parts.handle.finish(linger_s, unheard)
         else:
             self._release_server()
-        atexit.unregister(self._on_exit)
-        if self._on_uncaught in excepthook.on_uncaught:
-            excepthook.on_uncaught.remove(self._on_uncaught)
+        self._watch_no_more()
         self._parts.handle.close()
         self._parts.journal.close()
 
@@ -134,9 +136,7 @@ class Shutdown:
             with contextlib.suppress(FabricError):
                 self._parts.handle.gone()
         self._debug_endpoint.close()
-        atexit.unregister(self._on_exit)
-        if self._on_uncaught in excepthook.on_uncaught:
-            excepthook.on_uncaught.remove(self._on_uncaught)
+        self._watch_no_more()
 
     def _on_uncaught(self, error: BaseException) -> None:
         """Fail the job for an error of the user's loop, then end this process.
@@ -173,6 +173,23 @@ class Shutdown:
         self._parts.journal.write("stop", code=1, reason=reason)
         self._engine.close()
         self.end(finished=False)
+
+    def _on_cell_error(self, error: BaseException) -> None:
+        """Leave the job for an error of a notebook's cell, because the process goes on without its loop.
+
+        A person tries things in a notebook: an error proves no poison and does not fail the job.
+        """
+        reason = describe(error, None, ())
+        self._say(f"{reason}: {CELL_FAILED}")
+        self._parts.crash_marker.clear()
+        self._progress.left = SessionOver(CELL_FAILED)
+        self.depart(reason, FAILED)
+
+    def _watch_no_more(self) -> None:
+        atexit.unregister(self._on_exit)
+        if self._on_uncaught in excepthook.on_uncaught:
+            excepthook.on_uncaught.remove(self._on_uncaught)
+            excepthook.on_cell_error.remove(self._on_cell_error)
 
     def _on_exit(self) -> None:
         """Handle an end of the interpreter without ``close``: Ctrl-C, ``sys.exit``, a loop that was left.

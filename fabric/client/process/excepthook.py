@@ -3,12 +3,13 @@
 Mistakes that ``attach`` cannot see (an inner loop left early, a state that stops being serialisable) raise
 FabricError where they occur, so that a program may catch it. For an uncaught FabricError the exception hook
 prints one line on standard error and ends with exit code 1, "do not restart me". Every other exception is
-shown as usual.
+shown as usual. A notebook shows a cell's error without the hook, and its process goes on.
 """
 
 import sys
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from fabric.errors import FabricError, IllegalTransition
 
@@ -16,6 +17,8 @@ _shown_before = sys.excepthook
 _is_showing = False
 # Functions called with an uncaught exception after the hook has shown it.
 on_uncaught: list[Callable[[BaseException], None]] = []
+# Functions called with the error that ended a notebook's cell, in a process that goes on.
+on_cell_error: list[Callable[[BaseException], None]] = []
 # Functions that may end this process with a better explanation than the uncaught error.
 _waits: list[Callable[[], None]] = []
 
@@ -34,6 +37,16 @@ def install_excepthook() -> None:
     global _shown_before
     if sys.excepthook is not _show:
         _shown_before, sys.excepthook = sys.excepthook, _show
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+        shell.events.register("post_run_cell", _after_cell)  # the second time changes nothing
+
+
+def _after_cell(result: Any) -> None:
+    """Pass on the error of a notebook's cell, which never reaches ``sys.excepthook``."""
+    error = result.error_before_exec or result.error_in_exec
+    for watch in list(on_cell_error) if error is not None else ():
+        watch(error)
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

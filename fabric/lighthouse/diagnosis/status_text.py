@@ -191,7 +191,8 @@ def _waiting_to_evict(view: LeaderView, record: Record, now: float) -> str:
     until = max(view.liveness.last_contact(x, now) for x in unsure) + limit_s
     return (
         f"certainty before a cold start: {_some([x.replica for x in unsure])} must be seen to have "
-        f"ended, or be out of contact for {limit_s:g} s, which is until {time_of_day(until, now)}"
+        f"ended, or be out of contact for {limit_s:g} s, which is until {time_of_day(until, now)}; "
+        "where a host never returns, `fabric evict --host-is-gone` says so"
     )
 
 

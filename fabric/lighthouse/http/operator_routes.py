@@ -58,7 +58,8 @@ def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
             return job
         if not _is_known(job, replica):
             return _unknown(job, replica)
-        asked = io.Operator(action, replica, who, why)
+        gone = action == "evict" and body.get("host_is_gone") is True
+        asked = io.Operator(action, replica, who, why, host_is_gone=gone)
         _check(job, asked)
         job.operate(asked)
         if not job.is_running:

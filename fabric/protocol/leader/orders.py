@@ -11,6 +11,9 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_data
 
+# An order takes a host for gone only if nothing was heard of it for this many seconds.
+GONE_AFTER_S = 5.0
+
 
 @dataclass(slots=True, eq=False)
 class OperatorOrders:
@@ -101,6 +104,20 @@ class OperatorOrders:
             return f"it is no member; where a process of it waits outside, `fabric drain {name}` ends that"
         return "" if self.state.is_spared_by(name) else "no other member knows the job's state"
 
+    def _objection_to_gone(self, record: Record, name: str) -> str:
+        """Why the host of this member is not taken for gone."""
+        member, liveness = record.member(name), self.state.liveness
+        if member is None:
+            return "it is no member"
+        peer, status = liveness.peers.get(name), liveness.servers.of_process(member)
+        speaks = peer is not None and peer.connected and peer.process == member.process
+        if speaks or (status is not None and status.connected):
+            return "its host is there: a process of it is connected"
+        silent_s = self.state.now - liveness.last_contact(member, self.state.now)
+        if silent_s < GONE_AFTER_S:
+            return f"its host was heard {silent_s:.1f} s ago; give the command again in {GONE_AFTER_S:g} s"
+        return ""
+
     def _objection_to_end(self, record: Record) -> str:
         """Why the job cannot be ended now: a process of it lives, or may live where no lighthouse sees it."""
         liveness, now, limit_s = self.state.liveness, self.state.now, self.state.out_of_sight_s
@@ -150,6 +167,9 @@ class OperatorOrders:
         if record.failed:
             failed = f"job {self.state.job} has failed, and has no members until it is started again"
             return f"{failed}: {record.failed}"
+        if asked.host_is_gone:
+            why = self._objection_to_gone(record, asked.replica)
+            return f"{asked.replica} is not evicted: {why}" if why else ""
         objection = self._objection_to_drain if asked.action == "drain" else self._objection_to_evict
         why = objection(record, asked.replica)
         return f"{asked.replica} is not {asked.action}ed: {why}" if why else ""

@@ -85,6 +85,7 @@ class Operator:
     min_replicas: int | None = None  # the new minimum, for scale; None: unchanged, 0: as the sessions ask
     max_replicas: int | None = None  # the new maximum, for scale; None: unchanged, 0: as the sessions ask
     mode: str = ""  # the new mode, for adapt
+    host_is_gone: bool = False  # for evict: a person knows that the member's host will never return
 
 
 @dataclass(frozen=True, slots=True)

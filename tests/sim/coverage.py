@@ -70,6 +70,7 @@ REQUIRED = (
     "path: corrupted chunk refused",
     "path: stopped rather than guess",
     "path: incarnation of a host whose time is behind",
+    "path: started again above a number",
     "path: stopped by itself without a lighthouse",
     "path: all lighthouses down, steps go on",
     "path: gradient gone",

@@ -16,8 +16,8 @@ from typing import Any
 from fabric.errors import FabricError, Unreachable
 from fabric.runtime.config import advertised_host, settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
-from fabric.runtime.system_calls import die_with
 from fabric.runtime.process_environment import LAUNCH_MARK, own_program
+from fabric.runtime.system_calls import die_with
 
 # A report that no lighthouse has taken by then is old, and is dropped.
 _TRIES_S = 30.0

@@ -124,7 +124,9 @@ def test_a_trainer_that_closed_its_handle_makes_room(run_dir, attach):
 def test_a_server_without_descriptors_says_so_and_goes_on(attach):
     first = attach()
     publish(first, 0, snapshot_file(NBYTES), 3)
-    sentence = r"cannot watch process \d+ \((pidfd_)?open: Too many open files\): raise its limit on open files"
+    sentence = (
+        r"cannot watch process \d+ \((pidfd_)?open: Too many open files\): raise its limit on open files"
+    )
     # One descriptor is left, and the connection takes it.
     with no_more_descriptors(1, first.pid), pytest.raises(Refused, match=sentence):
         attach(incarnation=2)

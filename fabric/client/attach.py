@@ -299,7 +299,8 @@ def _gradients(
     fragments: Mapping[str, int] | None,
 ) -> FlatGradients:
     exchanged = [*parameters, *averaged.stand_ins, *own_states.stand_ins]
-    gradients = FlatGradients(exchanged, fragments=fragments)
+    # Lanes carry all fragments in each step; a fragment that is not exchanged has no gradient and stays so.
+    gradients = FlatGradients(exchanged, fragments=fragments if lanes is None else None)
     gradients.of_one = averaged.of_one
     if lanes is not None:  # pipeline stages hold parts of the model, which members compare as a whole
         gradients.layout = lanes.model_name

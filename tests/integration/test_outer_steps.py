@@ -64,9 +64,14 @@ def finish_and_check(job: Job) -> None:
     assert (verdict.summary.steps_lost, verdict.summary.samples_repeated) == (0, 0)
 
 
-@pytest.mark.parametrize("outer", [None, DILOCO, STREAMING], ids=["local_sgd", "diloco", "streaming"])
-def test_a_job_without_failures_computes_what_a_plain_loop_computes(zygote, tmp_path, outer):
-    with Job(zygote, tmp_path, replicas=2, environment=environment(outer)) as job:
+@pytest.mark.parametrize(
+    ("outer", "unequal"),
+    [(None, "0"), (DILOCO, "0"), (STREAMING, "0"), (STREAMING, "1")],
+    ids=["local_sgd", "diloco", "streaming", "streaming_unequal"],
+)
+def test_a_job_without_failures_computes_what_a_plain_loop_computes(zygote, tmp_path, outer, unequal):
+    variables = environment(outer, FABRIC_UNEQUAL=unequal)
+    with Job(zygote, tmp_path, replicas=2, environment=variables) as job:
         job.start_all()
         finish_and_check(job)
         ours = said(job, "r0", "global")

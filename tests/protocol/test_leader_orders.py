@@ -564,6 +564,26 @@ def test_a_person_ends_the_wait_for_hosts_that_never_return():
     assert lighthouse.record.generation == generation + 1 and lighthouse.record.names == ("c", "d")
 
 
+@pytest.mark.parametrize("sign", ["its session", "its checkpoint server"])
+def test_a_host_that_was_called_gone_and_returns_keeps_its_commits(sign):
+    lighthouse = started("a b")
+    for name in "ab":
+        lighthouse.lose(name)
+    lighthouse.wait(6.0)
+    for name in "cd":
+        lighthouse.status(name)
+    lighthouse.open("c", "d")
+    generation = lighthouse.record.generation
+    for name in lighthouse.record.names:
+        lighthouse.do(io.Operator("evict", name, "ann", "spot reclaim", host_is_gone=True))
+        if sign == "its session":
+            lighthouse.open(name, generation=generation, step=5)
+        else:
+            lighthouse.status(name)
+    lighthouse.wait(6.0)
+    assert lighthouse.record.generation == generation, "it lives, and knows the newest state"
+
+
 # --- the end of a job without its replicas ----------------------------------------------------------------
 
 

@@ -103,7 +103,8 @@ class Liveness:
             if former.connected:
                 former.connected, former.closed = False, now
             self.former[former.process] = former
-        self.peers[session.replica] = Peer(session, True, now, opened=now)
+        self.peers[session.replica] = peer = Peer(session, True, now, opened=now)
+        self.proven_ends.pop(peer.process, None)  # a person may have called a host gone that returns
 
     def keep(self, roster: Sequence[Member]) -> None:
         """Forget processes that ended or were replaced, unless this roster names them."""
@@ -152,6 +153,8 @@ class Liveness:
     def hear(self, status: TrainerStatus, member: Member | None, now: float) -> LastStatus | None:
         """Take a status of a replica whose roster entry is ``member``; return this server's last status."""
         peer = self.peers.get(status.replica)
+        if status.trainer == "running" and not status.rank:
+            self.proven_ends.pop(ReplicaProcess(status.replica, status.incarnation), None)
         return self.servers.hear(status, {x.incarnation for x in (peer, member) if x is not None}, now)
 
     def durable(self) -> set[SnapshotRef]:

@@ -1,4 +1,4 @@
-"""The device of a FabricStrategy is that of the Trainer's accelerator. The GPUs of these tests are pretended."""
+"""The device of a FabricStrategy is that of the Trainer's accelerator. The GPUs here are pretended."""
 
 import pytest
 import torch

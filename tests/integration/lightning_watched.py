@@ -35,9 +35,17 @@ class Watch(Callback):
                 file.write(json.dumps(note) + "\n")
 
 
+class Stops(Callback):
+    """Ends the training after the update ``TEST_STOP_AT``, where it is given."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == int(os.environ.get("TEST_STOP_AT", "-1")):
+            trainer.should_stop = True
+
+
 class WatchedTrainer(Trainer):
     def __init__(self, *arguments, callbacks=(), **named) -> None:
-        super().__init__(*arguments, callbacks=[*callbacks, Watch()], **named)
+        super().__init__(*arguments, callbacks=[*callbacks, Watch(), Stops()], **named)
 
 
 def main() -> None:

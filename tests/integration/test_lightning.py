@@ -79,3 +79,18 @@ def test_disabled_the_strategy_trains_as_lightning_alone(lightning_zygote, tmp_p
             run_all(job)
         ends.append(notes(job, "r0", 0))
     assert ends[0] == ends[1] and list(ends[0]) == list(range(1, STEPS + 1))
+
+
+def test_a_trainer_that_stops_alone_ends_the_job_and_the_other_says_why_in_the_words_of_lightning(
+    lightning_zygote, tmp_path
+):
+    with Job(lightning_zygote, tmp_path / "job", replicas=2, environment=environment(tmp_path)) as job:
+        start(job, "r0")
+        start(job, "r1", TEST_STOP_AT="3")
+        job.finish(restart=False)
+        assert job.codes == {"r0": 1, "r1": 0}, job.logs()
+        [sentence] = [line for line in job.said("r0").splitlines() if "r1 finished at step 3" in line]
+        assert "this Trainer has more steps to do: let Trainer.should_stop follow a figure that" in sentence
+        assert "session" not in sentence and "Traceback" not in job.said("r0"), job.said("r0")
+        assert list(notes(job, "r0", 0)) == [1, 2, 3] and notes(job, "r0", 0) == notes(job, "r1", 0)
+        assert not job.told("aborted") and not job.recoveries() and job.status()["complete"]

@@ -27,7 +27,7 @@ TRAINER = ArgumentTable(
     "Trainer",
     _BY,
     {
-        "accelerator": NoInfluence("the device of FabricStrategy is the replica's"),
+        "accelerator": NoInfluence("it chooses the replica's device"),
         "strategy": _JOB,
         "devices": Refusal(_ONE),
         "num_nodes": Refusal(_ONE),

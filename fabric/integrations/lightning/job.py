@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # Sentences for a loop of one's own, in the words of Lightning.
 _WORDS = {
     "this loop ended": "this Trainer stopped",
+    "this loop has more steps": "this Trainer has more steps",
     "let it count session.committed_step, so that all loops end at the same step": (
         "let Trainer.should_stop follow a figure that training_step or validation_step logs, so that all "
         "replicas stop at the same step"

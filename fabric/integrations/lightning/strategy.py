@@ -39,8 +39,11 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
     strategy_name = "fabric"
     busy_s = 3600.0  # how long the others wait for a validation or a checkpoint
 
-    def __init__(self, device: Any = "cpu", **arguments: Any) -> None:
-        super().__init__(device)
+    parallel_devices: Any = None  # set by the Trainer: the devices of its accelerator
+
+    def __init__(self, device: Any = None, **arguments: Any) -> None:
+        super().__init__("cpu" if device is None else device)
+        self._has_device = device is not None
         self._arguments = arguments
         self._job: LightningJob | None = None  # none with FABRIC_DISABLE=1, and before the first batch
         self._disabled = True
@@ -50,6 +53,13 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
     def session(self) -> Any:
         """The session; None before the first batch."""
         return getattr(self._job, "session", None)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that the caller gave; else the Trainer's first, as Lightning chooses one."""
+        if not self._has_device and self.parallel_devices:
+            return torch.device(self.parallel_devices[0])
+        return torch.device(self._root_device)
 
     # --- the course of a training -----------------------------------------------------------------------
 
@@ -198,9 +208,7 @@ def adopt_trainer(trainer: Any, hand_over: Callable[[], None]) -> Callable[[], N
                 f"the Trainer has the strategy {named['strategy']!r}, and --adopt replaces none: leave it "
                 "out, or give FabricStrategy and run the script without --adopt"
             )
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        strategy = FabricStrategy(device)
-        make(self, *arguments, **{**named, "strategy": strategy})
+        make(self, *arguments, **{**named, "strategy": FabricStrategy()})
 
     trainer.__init__ = make_adopted
     return functools.partial(setattr, trainer, "__init__", make)

@@ -224,18 +224,18 @@ class DeviceBackend:
         weight: float,
         absent: Collection[str] | None = None,
     ) -> None:
-        """See ``GradientBackend``. A fetched gradient, or the gradient of an older round, is copied from
-        ``slot``."""
+        """See ``GradientBackend``. A fetched gradient, or the gradient of an older round, is read from
+        ``slot``: a newcomer applies it while its next round already fills the flat buffer."""
         without = gradients.absent(slot) if absent is None else absent
         compute = self._device.compute()
         if self._left is not None:
             compute.wait(self._left)
+        source = self._flat
         if self._copied_to != slot.data_ptr():
-            self._copied_to = 0
             if self._copied is not None:
-                compute.wait(self._copied)  # reads the buffer, and may fill this slot
-            compute.run(lambda: self._flat.copy_(slot))
-        compute.run(lambda: gradients.scatter(self._flat, weight, without))
+                compute.wait(self._copied)  # may fill this slot
+            source = slot
+        compute.run(lambda: gradients.scatter(source.to(self._flat.device), weight, without))
 
 
 def device_of(parameters: tuple[NamedParameter, ...]) -> torch.device:

@@ -171,11 +171,14 @@ def _by_layout(lines: Sequence[JournalLine]) -> list[list[JournalLine]]:
 def _lives(journal: ReplicaJournal) -> list[str]:
     broken: list[str] = []
     groups = journal.incarnations()
-    for earlier, later in pairwise(groups):
+    newest = -1
+    for group in groups:
+        first = group[0]
         # A host whose clock is behind may start a process that is refused before its first step.
-        is_refused = later[0].incarnation < earlier[0].incarnation and not lines_of(later, "commit")
-        if later[0].incarnation <= earlier[0].incarnation and not is_refused:
-            broken.append(f"{later[0].place} does not have a higher incarnation than before.")
+        if first.incarnation == newest or (first.incarnation < newest and lines_of(group, "commit")):
+            broken.append(f"{first.place} does not have a higher incarnation than before.")
+        newest = max(newest, first.incarnation)
+    for earlier, later in pairwise(groups):
         if later[0].mono < earlier[-1].mono:
             broken.append(f"{later[0].place} starts before the process before it ended.")
     for group in groups:

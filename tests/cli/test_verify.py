@@ -326,6 +326,27 @@ def test_a_drained_process_may_have_a_successor_and_a_finished_one_may_not(
     assert bool(broken) is is_broken
 
 
+@pytest.mark.parametrize("trains_below", [False, True])
+def test_only_a_process_that_never_trained_may_have_a_lower_incarnation(
+    honest: SyntheticRun, trains_below: bool
+) -> None:
+    """A host whose clock is behind starts a process that is refused, and then one above the first."""
+
+    def change(lines: list[Entry]) -> None:
+        second = [i for i, line in enumerate(lines) if line["event"] == "start"][1]
+        refused = {**lines[second], "incarnation": 20}
+        for line in lines[:second]:
+            line["incarnation"] = 40
+        for line in lines[second:]:
+            line["incarnation"] = 30 if trains_below else 50
+        lines.insert(second, refused)
+
+    broken = judged(altered(honest, VICTIM, change)).broken
+    assert any("does not have a higher incarnation" in sentence for sentence in broken) is trains_below, (
+        broken
+    )
+
+
 @pytest.mark.parametrize(("event", "is_broken"), [("stop", False), ("finish", True)])
 def test_the_others_may_commit_the_last_round_of_a_process_that_was_drained(
     honest: SyntheticRun, event: str, is_broken: bool

@@ -10,6 +10,7 @@ from pytorch_lightning import Trainer
 from test_lightning_refusals import DATA, Net
 from torch.utils.data import DataLoader
 
+from fabric.errors import ConfigError
 from fabric.integrations.adopt.adoption import run_adopted
 from fabric.integrations.lightning import FabricStrategy
 
@@ -77,3 +78,21 @@ def test_an_adopted_trainer_starts_on_the_device_of_its_accelerator(accelerator,
     found = []
     run_adopted(lambda: found.append(fit(accelerator=accelerator)))
     assert found == [device]
+
+
+@pytest.mark.parametrize(
+    "named", [{"accelerator": "cpu", "devices": 2}, {"devices": 3}, {"devices": [0, 1, 2]}], ids=str
+)
+def test_several_devices_for_one_replica_are_refused(monkeypatch, named):
+    for module in (lightning_fabric.accelerators.cuda, pytorch_lightning.accelerators.cuda):
+        monkeypatch.setattr(module, "num_cuda_devices", lambda: 4)
+    trainer = Trainer(strategy=FabricStrategy(), enable_checkpointing=False, **QUIET, **named)
+    with pytest.raises(ConfigError, match=r"refuses Trainer\(devices=\d\), because a replica is one process"):
+        trainer.fit(Net(), DataLoader(DATA, batch_size=2))
+
+
+@pytest.mark.parametrize(("device", "count"), [(None, 1), ("cuda:1", 0)])
+def test_a_replica_that_takes_one_of_all_devices_says_so(caplog, device, count):
+    fit(strategy=FabricStrategy(device))
+    said = [x for x in caplog.messages if "alone, although the Trainer found 2 devices" in x]
+    assert len(said) == count

@@ -7,6 +7,7 @@ new release cannot change what is trained in silence. docs/lightning.md has the 
 import dataclasses
 import importlib
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from fabric.integrations.lightning.release import ROOT
 _pl: Any = importlib.import_module(ROOT)
 _signature: Any = importlib.import_module(f"{ROOT}.utilities.signature_utils")
 _BY = "FabricStrategy"
+_log = logging.getLogger(__name__)
 _CLOCK = "each replica has its own clock, so the replicas would part"
 _JOB = Kept("test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_job")
 _NOT_YET = Kept("no test shows it yet")
@@ -233,9 +235,9 @@ def check_trainer(trainer: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_arguments(trainer: Any) -> None:
-    plugin = type(trainer.precision_plugin)
+    plugin, devices = type(trainer.precision_plugin), _devices(trainer)
     refused = {
-        f"devices={trainer.num_devices}": ("devices", trainer.num_devices != 1),
+        f"devices={devices}": ("devices", devices != 1),
         f"num_nodes={trainer.num_nodes}": ("num_nodes", trainer.num_nodes != 1),
         f'precision="{trainer.precision}"': ("precision", str(trainer.precision).startswith("16")),
         f"plugins={plugin.__name__}": ("plugins", plugin.__name__ not in PRECISIONS),
@@ -253,6 +255,23 @@ def _check_arguments(trainer: Any) -> None:
             raise ConfigError(f"{_BY} refuses Trainer({argument}), because {_why(TRAINER.rows[name])}")
     new = TRAINER.unknown(_pl.Trainer.__init__)
     TRAINER.check(_pl.Trainer.__init__, {x: getattr(trainer, x) for x in new if hasattr(trainer, x)})
+
+
+def _devices(trainer: Any) -> int:
+    """Return how many devices the Trainer was told to use. All devices of the host count as one, with a word:
+    Lightning does not keep whether they were given, or chosen by its default "auto"."""
+    strategy = trainer.strategy
+    named = len(strategy.parallel_devices or [strategy.root_device])
+    if named == 1 or named != trainer.accelerator.auto_device_count():
+        return named
+    if not strategy.has_device:
+        _log.warning(
+            "fabric: this replica trains on %s alone, although the Trainer found %d devices: start a replica "
+            "for each device, or say devices=1",
+            strategy.root_device,
+            named,
+        )
+    return 1
 
 
 def _check_callback(callback: Any) -> None:

@@ -43,7 +43,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
 
     def __init__(self, device: Any = None, **arguments: Any) -> None:
         super().__init__("cpu" if device is None else device)
-        self._has_device = device is not None
+        self.has_device = device is not None
         self._arguments = arguments
         self._job: LightningJob | None = None  # none with FABRIC_DISABLE=1, and before the first batch
         self._disabled = True
@@ -57,7 +57,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
     @property
     def root_device(self) -> torch.device:
         """The device that the caller gave; else the Trainer's first, as Lightning chooses one."""
-        if not self._has_device and self.parallel_devices:
+        if not self.has_device and self.parallel_devices:
             return torch.device(self.parallel_devices[0])
         return torch.device(self._root_device)
 

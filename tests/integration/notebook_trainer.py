@@ -1,7 +1,7 @@
 """The trainer of a notebook: IPython runs its cells, shows their errors, and its process goes on."""
 
 import os
-import time
+import signal
 
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -33,6 +33,5 @@ def main() -> None:
         shell.run_cell(text)
     if cell:
         print("the kernel goes on", flush=True)
-        while True:
-            time.sleep(3600)
+        signal.pause()
     shell.run_cell("session.close()")

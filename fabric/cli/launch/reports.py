@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fabric.errors import FabricError, Unreachable
+from fabric.model import shortened
 from fabric.runtime.config import advertised_host, settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
 from fabric.runtime.process_environment import LAUNCH_MARK, own_program
@@ -39,7 +40,7 @@ class Reporter:
     def tell(self, attempt: int, why: str, *, gave_up: bool) -> None:
         """Begin to report the end of an attempt; never waits."""
         self.close()
-        body = {"attempt": attempt, "why": why[:_LONGEST], "gave_up": gave_up}
+        body = {"attempt": attempt, "why": shortened(why, _LONGEST), "gave_up": gave_up}
         with contextlib.suppress(OSError):
             self._sender = subprocess.Popen(
                 own_program("fabric.cli.launch.reports", json.dumps(body)),

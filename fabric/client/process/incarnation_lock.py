@@ -1,6 +1,7 @@
 """The lock on a replica's folder on this host, and the incarnation number that its holder gets."""
 
 import fcntl
+import logging
 import os
 import secrets
 import time
@@ -12,6 +13,7 @@ from fabric.errors import ConfigError
 from fabric.runtime.config import Settings
 from fabric.runtime.private_folder import make_private, open_private
 
+_log = logging.getLogger(__name__)
 _ABOVE = "claim_above"  # the file with the number that the next process must reach
 # The lock file holds incarnations, newest first, each in a field of this many bytes.
 _NUMBER_BYTES = 32
@@ -109,15 +111,24 @@ def _write_newest(descriptor: int, incarnation: int) -> None:
 
 
 def claim_above(incarnation: int) -> None:
-    """Let the next process in this process's folder claim a number above ``incarnation``. Raises OSError.
+    """Let the next process in this process's folder claim a number above ``incarnation``.
 
     The number is not in the lock file, because that process ran on another host: nobody here saw it end.
     """
-    descriptor = open_private(next(reversed(_claims)) / _ABOVE, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    path = next(reversed(_claims)) / _ABOVE
     try:
-        os.write(descriptor, str(incarnation + 1 + secrets.randbelow(_SPREAD)).encode())
-    finally:
-        os.close(descriptor)
+        descriptor = open_private(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        try:
+            os.write(descriptor, str(incarnation + 1 + secrets.randbelow(_SPREAD)).encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        _log.warning(
+            "fabric: %s cannot be written (%s), so the next process is refused as well: set the host's clock "
+            "or make the file writable",
+            path,
+            error.strerror,
+        )
 
 
 def _above(home: Path) -> int:

@@ -242,11 +242,11 @@ class LeaderCore:
             self.outbox.record_event(f"not {event.action}ed", event.replica, objection)
         elif event.action == "end":
             self.endings.end(event)
-        elif event.host_is_gone and self.state.record is not None:
-            for member in self.state.record.roster:
-                if member.replica == event.replica:
-                    gone = f"its host is gone, says {event.who}: {event.why}"
-                    self.state.liveness.proven_ends[member.process] = gone
+        elif event.host_is_gone:
+            member = self.state.record.member(event.replica) if self.state.record is not None else None
+            assert member is not None  # the objection says so otherwise
+            gone = f"its host is gone, says {event.who}: {event.why}"
+            self.state.liveness.proven_ends[member.process] = gone
         elif event.action == "drain":
             self.orders.draining[event.replica] = f"drained by {event.who} ({event.why})"
         else:

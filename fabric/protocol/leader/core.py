@@ -32,6 +32,7 @@ from fabric.protocol.leader.state import MANY, EpochState, JobState, LeaderConfi
 from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
 
 __all__ = ["MANY", "LeaderConfig", "LeaderCore"]
 
@@ -210,6 +211,7 @@ class LeaderCore:
         if is_new_generation:
             self.progress.highest_step = record.base.step
             state.liveness.began = state.now
+            self.evictions.stragglers, self.rebuilds.ring_rebuilds = StragglerTracker(), RingRebuilds()
         self.admission.back_off(record)
         departed = state.departed(record)
         self.writer.data_slots.update((x.replica, x.data_slot) for x in record.roster)
@@ -290,6 +292,8 @@ class LeaderCore:
             self.orders.draining.pop(session.replica, None)
             self.admission.waiting_outside.pop(session.replica, None)
             self.joins.serving.pop(session.replica, None)
+            self.evictions.stragglers.forget(session.replica)
+            self.rebuilds.ring_rebuilds.forget(session.replica)
             self.outbox.record_event("session opened", session.replica, f"incarnation {session.incarnation}")
         self.endings.note_ended(session.replica, session.ended)
         self._greet(session)

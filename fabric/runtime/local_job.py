@@ -142,8 +142,8 @@ def claimed(directory: Path, command: str, names: Sequence[str] = ()) -> Iterato
 
     The job of an earlier run in it and the command's own ``names`` are removed, anything else stays. Raises
     ConfigError where the folder holds files and is not one of ``command``, cannot be written, or belongs to a
-    running command. The run writes a token there, so the folder of another user, or one in which all users may
-    write, is refused too.
+    running command. The run writes a token there, so the folder of another user is refused too, and one in
+    which all users may write.
     """
     directory = directory.absolute()
     marker = directory / f".fabric-{command}"

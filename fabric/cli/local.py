@@ -79,7 +79,7 @@ def _train(folder: Path, replicas: int, ranks: int, words: Sequence[str]) -> int
         job.start_lighthouse()
         url = next(iter(job.urls.values()))
         click.echo(f"lighthouse: {url}/ in a browser, with the token of {job.token_file}")
-        click.echo(f"status: fabric status {name} --lighthouse {url} --token-file {job.token_file}")
+        click.echo(f"status: fabric status --job {name} --lighthouse {url} --token-file {job.token_file}")
         for number, replica in enumerate(names):
             job.start_replica(replica, words, _devices_of(number, replicas, devices))
         return _follow(job)

@@ -6,6 +6,8 @@ not need. An error that a person can mend gives one line on standard error and e
 
 import importlib
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -16,66 +18,196 @@ from fabric.errors import FabricError
 from fabric.runtime.config import refuse_unknown_variables
 from fabric.runtime.http.tls import Tls
 
-# Command -> its module, and its line in the help.
-_COMMANDS: dict[str, tuple[str, str]] = {
-    "adapt": ("fabric.cli.operate:adapt", "Say what is done about slow replicas of a job."),
-    "admit": ("fabric.cli.operate:admit", "Let in a replica or a host that failures keep out."),
-    "ckpt-server": ("fabric.cli.ckpt_server:ckpt_server", "Hold and serve one replica's snapshots."),
-    "demo": (
-        "fabric.cli.demo.command:demo",
-        "Train with replicas, kill one, and prove that nothing is lost.",
-    ),
-    "diagnose": (
-        "fabric.cli.collectives.command:diagnose",
-        "Say what holds a job up, from recorded collectives.",
-    ),
-    "diff": ("fabric.cli.states.inspect:diff", "Show where two states differ, files or URLs."),
-    "doctor": ("fabric.cli.doctor:doctor", "Check this host, and say what to do."),
-    "drain": ("fabric.cli.operate:drain", "Let a replica leave its job at a step boundary."),
-    "drill": ("fabric.cli.drill:drill", "Break a job on purpose, and judge whether it held."),
-    "events": ("fabric.cli.events:events", "Show what happened to a job, or follow what happens."),
-    "evict": ("fabric.cli.operate:evict", "Evict a replica from its job at once."),
-    "inspect": ("fabric.cli.states.inspect:inspect_state", "Show what is in a state, a file or a URL."),
-    "launch": (
-        "fabric.cli.launch.command:launch_command",
-        "Start one replica's ranks on this host; start them again where that helps.",
-    ),
-    "end": ("fabric.cli.operate:end", "End a job whose processes are gone for good."),
-    "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Run a lighthouse: watch members, announce epochs."),
-    "local": ("fabric.cli.local:local", "Train a script with several replicas on this host."),
-    "pause": ("fabric.cli.operate:pause", "Pause joins: no replica enters a job for now."),
-    "plan": ("fabric.cli.plan:plan", "Compare failure policies for a cluster, and say what to run."),
-    "pull": ("fabric.cli.states.pull:pull", "Fetch a snapshot into a file, verified."),
-    "resume": ("fabric.cli.operate:resume", "Resume joins after `fabric pause`."),
-    "retry": ("fabric.cli.operate:retry", "Let a job that has failed begin again."),
-    "run": ("fabric.cli.run:run", "Run a training script; import torch at low priority."),
-    "scale": ("fabric.cli.operate:scale", "Set how many members a job needs and may have."),
-    "status": ("fabric.cli.status:status", "Show the jobs of a lighthouse, or one of them."),
-    "top": ("fabric.cli.status:top", "The same, live."),
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    where: str  # module and attribute
+    does: str  # the line in the help
+    example: str  # the words after ``fabric``
+    first: bool = False  # `fabric --help` shows it; `fabric commands` shows all
+
+
+# Group -> command -> what is shown without importing the command.
+_GROUPS: dict[str, dict[str, _Command]] = {
+    "Run": {
+        "local": _Command(
+            "fabric.cli.local:local",
+            "Train a script with several replicas on this host.",
+            "local --replicas 3 --adopt auto train.py",
+            first=True,
+        ),
+        "launch": _Command(
+            "fabric.cli.launch.command:launch_command",
+            "Start one replica's ranks on this host; start them again where that helps.",
+            "launch --job gpt --replica r0 --replicas 3 --lighthouse http://10.0.0.5:8600 train.py",
+            first=True,
+        ),
+        "lighthouse": _Command(
+            "fabric.cli.lighthouse:lighthouse",
+            "Run a lighthouse: watch members, announce epochs.",
+            "lighthouse --store sqlite:///lighthouse.db --token-file token",
+            first=True,
+        ),
+        "run": _Command(
+            "fabric.cli.run:run",
+            "Run a training script; import torch at low priority.",
+            "run train.py --epochs 2",
+        ),
+        "ckpt-server": _Command(
+            "fabric.cli.ckpt_server:ckpt_server",
+            "Hold and serve one replica's snapshots.",
+            "ckpt-server --job gpt --replica r0 --run-dir /run/fabric/r0",
+        ),
+    },
+    "Look": {
+        "status": _Command(
+            "fabric.cli.status:status",
+            "Show the jobs of a lighthouse, or one of them.",
+            "status --job gpt --lighthouse http://10.0.0.5:8600 --token-file token",
+            first=True,
+        ),
+        "top": _Command("fabric.cli.status:top", "The same, live.", "top --job gpt"),
+        "events": _Command(
+            "fabric.cli.events:events",
+            "Show what happened to a job, or follow what happens.",
+            "events --job gpt --follow",
+            first=True,
+        ),
+        "doctor": _Command(
+            "fabric.cli.doctor:doctor", "Check this host, and say what to do.", "doctor", first=True
+        ),
+        "diagnose": _Command(
+            "fabric.cli.collectives.command:diagnose",
+            "Say what holds a job up, from recorded collectives.",
+            "diagnose --job gpt --save evidence",
+        ),
+    },
+    "States": {
+        "pull": _Command(
+            "fabric.cli.states.pull:pull",
+            "Fetch a snapshot into a file, verified.",
+            "pull http://10.0.0.7:35905 -o state.safetensors --token-file token",
+            first=True,
+        ),
+        "inspect": _Command(
+            "fabric.cli.states.inspect:inspect_state",
+            "Show what is in a state, a file or a URL.",
+            "inspect state.safetensors",
+        ),
+        "diff": _Command(
+            "fabric.cli.states.inspect:diff",
+            "Show where two states differ, files or URLs.",
+            "diff state.safetensors http://10.0.0.8:41233 --token-file token",
+        ),
+    },
+    "Operate": {
+        "adapt": _Command(
+            "fabric.cli.operate:adapt",
+            "Say what is done about slow replicas of a job.",
+            'adapt --mode act --why "the remedies held in advice"',
+        ),
+        "admit": _Command(
+            "fabric.cli.operate:admit",
+            "Let in a replica or a host that failures keep out.",
+            'admit r1 --why "its disk is new"',
+        ),
+        "drain": _Command(
+            "fabric.cli.operate:drain",
+            "Let a replica leave its job at a step boundary.",
+            'drain r2 --why "its memory is bad"',
+        ),
+        "end": _Command(
+            "fabric.cli.operate:end",
+            "End a job whose processes are gone for good.",
+            'end --job gpt --why "the run is over"',
+        ),
+        "evict": _Command(
+            "fabric.cli.operate:evict",
+            "Evict a replica from its job at once.",
+            'evict r2 --why "its host is gone" --host-is-gone',
+        ),
+        "pause": _Command(
+            "fabric.cli.operate:pause",
+            "Pause joins: no replica enters a job for now.",
+            'pause --why "rack 4 is serviced"',
+        ),
+        "resume": _Command(
+            "fabric.cli.operate:resume",
+            "Resume joins after `fabric pause`.",
+            'resume --why "rack 4 is back"',
+        ),
+        "retry": _Command(
+            "fabric.cli.operate:retry", "Let a job that has failed begin again.", 'retry --why "data mended"'
+        ),
+        "scale": _Command(
+            "fabric.cli.operate:scale",
+            "Set how many members a job needs and may have.",
+            'scale --max 6 --why "two hosts less"',
+        ),
+    },
+    "Prove and plan": {
+        "demo": _Command(
+            "fabric.cli.demo.command:demo",
+            "Train with replicas, kill one, and prove that nothing is lost.",
+            "demo --replicas 3",
+        ),
+        "drill": _Command(
+            "fabric.cli.drill:drill",
+            "Break a job on purpose, and judge whether it held.",
+            "drill --replicas 3 --fault 'kill r1' -- python train.py",
+            first=True,
+        ),
+        "plan": _Command(
+            "fabric.cli.plan:plan",
+            "Compare failure policies for a cluster, and say what to run.",
+            "plan --gpus 4096 --replica-gpus 64 --mtbf 7200",
+        ),
+    },
 }
+_COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}
 
 # ``doctor`` reports an unknown variable among its findings, and the demo's processes get no FABRIC_ variable.
-_TAKE_ANY_VARIABLES = ("demo", "doctor")
+_TAKE_ANY_VARIABLES = ("commands", "demo", "doctor")
 
 
 class LazyGroup(click.Group):
     """A group that imports a command when it is invoked."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_COMMANDS)
+        return [*_COMMANDS, "commands"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "commands":
+            return commands
         if cmd_name not in _COMMANDS:
             return None
-        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
+        chosen = _COMMANDS[cmd_name]
+        module, _, attribute = chosen.where.partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
+        command.epilog = f"Example: fabric {chosen.example}"
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # Click's default would import every command to show the first line of its help.
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, _COMMANDS[name][1]) for name in sorted(_COMMANDS)])
+        _write_groups(formatter, lambda command: command.first)
+        formatter.write_paragraph()
+        formatter.write_text("All commands: fabric commands. One command: fabric COMMAND --help.")
+
+
+def _write_groups(formatter: click.HelpFormatter, shown: Callable[[_Command], bool]) -> None:
+    for title, group in _GROUPS.items():
+        if rows := [(name, command.does) for name, command in group.items() if shown(command)]:
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+@click.command("commands")
+def commands() -> None:
+    """Show all commands, in groups."""
+    formatter = click.HelpFormatter()
+    _write_groups(formatter, lambda command: True)
+    click.echo(formatter.getvalue().strip())
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

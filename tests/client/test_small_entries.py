@@ -71,3 +71,20 @@ def test_the_tensors_of_a_large_state_share_entries_with_their_neighbours():
     after = entries_of(objects)
     (path,) = [x for x in after if after[x] != before[x]]
     assert path.startswith("~parameter model/") and " to model/" in path
+
+
+def test_the_samples_of_a_tensor_end_with_the_tensor():
+    memory = torch.zeros(400)
+
+    class Values:
+        def state_dict(self):
+            return {"values": memory[:275]}  # the last of its samples would end after 282 elements
+
+        def load_state_dict(self, state):
+            raise NotImplementedError
+
+    before = entries_of({"ema": Values()})
+    memory[275:] = 1.0
+    assert entries_of({"ema": Values()}) == before
+    memory[274] = 1.0
+    assert entries_of({"ema": Values()}) != before

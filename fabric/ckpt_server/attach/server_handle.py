@@ -145,7 +145,7 @@ class ServerHandle:
             {
                 "op": "publish_gradient",
                 "slot": slot,
-                **asdict(gradient),
+                **gradient.to_dict(),
                 "meta": dict(meta),
                 "then_begin": then_begin,
             },
@@ -170,7 +170,7 @@ class ServerHandle:
             finally:
                 self._lock.release()
         try:
-            text = _JSON.encode({**asdict(gradient), "meta": meta})
+            text = _JSON.encode({**gradient.to_dict(), "meta": meta})
         except ValueError:  # a number is not finite: ``publish_gradient`` raises the error about this number
             return False
         return self._gradient_index.write(slot, text.encode())

@@ -46,6 +46,10 @@ class PublishedGradient:
     weight: float
     layout: str
 
+    def to_dict(self) -> dict[str, int | float | str]:
+        """Return the fields by name. ``dataclasses.asdict`` would copy them, at each step."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 class GradientIndex:
     """The trainer's side. ``memory``: TOTAL_BYTES of shared memory. One thread at a time may use it."""

@@ -47,7 +47,7 @@ def sample_indices(dataset_size: int, seed: int, start: int, count: int, shard: 
     while count > 0:
         number, offset = divmod(start, dataset_size)
         part = _permutation(dataset_size, seed, number, shard)[offset : offset + count]
-        indices.extend(int(i) for i in part)
+        indices.extend(part.tolist())
         start += len(part)
         count -= len(part)
     return indices

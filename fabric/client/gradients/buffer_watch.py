@@ -57,22 +57,29 @@ class BufferWatch:
         self._checked = 0
         self.begin()
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Remember the values before a forward."""
         following = self._checked + 1
         self._marks.clear()
         if following & (following - 1) == 0:
-            self._marks = {name: _Mark.of(tensor) for name, tensor in self._watched()}
-            self._trainable = self._versions()
+            self._remember()
 
     @torch.no_grad()
+    def _remember(self) -> None:
+        self._marks = {name: _Mark.of(tensor) for name, tensor in self._watched()}
+        self._trainable = self._versions()
+
     def check(self) -> None:
         """Raise ConfigError if a tensor has changed since ``begin``, except where the user loaded a state."""
         if self._marks and self._trainable != self._versions():
             return
         self._checked += 1
         marks, self._marks = self._marks, {}
+        if marks:
+            self._compare(marks)
+
+    @torch.no_grad()
+    def _compare(self, marks: dict[str, _Mark]) -> None:
         changed = [
             name
             for name, tensor in self._watched()

@@ -14,7 +14,7 @@ import torch
 
 from fabric.ckpt_server.state.training_state import StateView
 
-_SAMPLE_BYTES = 64  # size of one line of the processor's cache
+SAMPLE_BYTES = 64  # size of one line of the processor's cache
 # The most samples of one tensor, and of all tensors together unless there are more tensors. So a guard
 # touches at most 64 KiB, or a line of each tensor.
 _MOST_SAMPLES, _ALL_SAMPLES = 16, 1024
@@ -89,9 +89,9 @@ def sample_count(tensors: int) -> int:
 
 def _places(nbytes: int, count: int, draw: random.Random) -> list[int]:
     """Return the places of the samples: one in each of ``count`` equal parts of the tensor."""
-    if nbytes <= _SAMPLE_BYTES * count:
-        return list(range(0, nbytes, _SAMPLE_BYTES))
-    part = (nbytes - _SAMPLE_BYTES) / count
+    if nbytes <= SAMPLE_BYTES * count:
+        return list(range(0, nbytes, SAMPLE_BYTES))
+    part = (nbytes - SAMPLE_BYTES) / count
     return [int((at + draw.random()) * part) for at in range(count)]
 
 
@@ -100,6 +100,6 @@ def samples(tensor: torch.Tensor, places: Sequence[int]) -> bytes:
     if tensor.device.type != "cpu":
         return b""
     address, nbytes = tensor.data_ptr(), tensor.nbytes
-    if len(places) * _SAMPLE_BYTES >= nbytes:  # the samples are the whole tensor
+    if len(places) * SAMPLE_BYTES >= nbytes:  # the samples are the whole tensor
         return ctypes.string_at(address, nbytes)
-    return b"".join([ctypes.string_at(address + at, _SAMPLE_BYTES) for at in places])
+    return b"".join([ctypes.string_at(address + at, SAMPLE_BYTES) for at in places])

@@ -7,7 +7,7 @@ import torch
 import xxhash
 
 from fabric.ckpt_server.state.training_state import StateView
-from fabric.client.state.mutation_guard import sample_count, samples
+from fabric.client.state.mutation_guard import SAMPLE_BYTES, sample_count, samples
 from fabric.protocol.rules.divergence import MAX_NUMBERS, MAX_TENSORS, TENSOR_MARK, Entries, bounded
 
 _DEPTH = 4
@@ -66,7 +66,8 @@ def tensor_entries(objects: Mapping[str, object], view: StateView) -> Entries:
         else:
             kind = "optimizer" if root.startswith("optimizer") else "object"
         step = tensor.nbytes / count
-        places = sorted({min(int((at + 0.5) * step), max(0, tensor.nbytes - 1)) for at in range(count)})
+        last = max(0, tensor.nbytes - SAMPLE_BYTES)  # a sample that begins here ends with the tensor
+        places = sorted({min(int((at + 0.5) * step), last) for at in range(count)})
         (of_model if root == "model" else others).append((kind, name, samples(tensor, places)))
     return (*_grouped(of_model, _MODEL_GROUPS), *_grouped(others, MAX_TENSORS - _MODEL_GROUPS))
 

@@ -74,4 +74,5 @@ def _names(names: list[str]) -> str:
 
 
 def _clean(text: str, length: int) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:length])
+    cut = text[:length]
+    return cut if cut.isprintable() else "".join(c if c.isprintable() else "?" for c in cut)

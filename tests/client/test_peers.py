@@ -14,6 +14,7 @@ from fabric.client.control.peers import Peers
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.model import Member
 from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.network import LARGE_BYTES
 from fabric.runtime.http.token_file import TokenFile
 from fabric.transport.greeting import Greeting
 from fabric.transport.tcp import ListenerIdentity, dial
@@ -80,6 +81,29 @@ async def test_a_probe_finds_the_reachable_peers_and_leaves_no_link(nobody):
         a.peers.probe((a.member, b.member, Member("c", 1, nobody, "")))
         assert await a.event() == io.Probed(("c",))
         assert a.peers.linked == b.peers.linked == [] and b.events.empty()
+
+
+async def test_a_probe_tells_that_large_messages_are_lost_and_small_ones_pass(monkeypatch):
+    """The end that answers reads the greeting, and nothing of the large message."""
+
+    async def read_nothing(sock):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(link_echo, "PROBE_S", 0.2)
+    monkeypatch.setattr(link_echo, "answer_probe", read_nothing)
+    async with Party("a") as a, Party("b") as b:
+        a.peers.probe((b.member,))
+        assert await a.event() == io.Probed(("b",), LARGE_BYTES)
+
+
+async def test_a_probed_member_of_the_version_before_ends_the_connection_and_counts_as_reached(monkeypatch):
+    async def close(sock):
+        sock.close()
+
+    monkeypatch.setattr(link_echo, "answer_probe", close)
+    async with Party("a") as a, Party("b") as b:
+        a.peers.probe((b.member,))
+        assert await a.event() == io.Probed(())
 
 
 async def test_two_members_that_reach_each_other_are_linked():

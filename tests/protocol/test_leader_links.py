@@ -53,6 +53,33 @@ def test_the_complaint_of_one_end_of_a_link_is_enough():
     assert lighthouse.record.names == ("a", "b", "d")
 
 
+def test_complaints_after_a_test_are_judged_together_and_name_the_size():
+    """Kernels end the tested links of one host within half a second of each other."""
+    lighthouse = started("a b c d")
+    fence = lighthouse.record.fence
+    for name, others in (("a", "b"), ("b", "a"), ("c", "b"), ("d", "b"), ("b", "acd")):
+        lighthouse.say(
+            name, m.Aborted(fence, 5, "timed out", others[0], (), False, False, tuple(others), 16384)
+        )
+        for other in lighthouse.incarnations:
+            lighthouse.do(lighthouse.statuses[other])
+        lighthouse.wait(0.15)
+    lighthouse.wait(0.2)
+    assert lighthouse.record.names == ("a", "c", "d") and lighthouse.record.epoch == 2
+    assert "b evicted: it and a, c, d cannot exchange messages of 16384 bytes" in lighthouse.record.reason
+
+
+def test_a_replica_that_loses_large_messages_is_kept_out_with_their_size():
+    lighthouse = started("a b c d")
+    complain(lighthouse, a="b", b="a")
+    epoch = lighthouse.record.epoch
+    beat = m.Heartbeat(1, epoch, 1, 5, phase="outside", unreachable=("a",), lost_bytes=16384)
+    lighthouse.say("b", beat)
+    lighthouse.wait(0.1)
+    said = lighthouse.core.view.notified_refusals["b"]
+    assert said.startswith("small messages pass between it and a, and messages of 16384 bytes are lost:")
+
+
 def test_a_partition_into_halves_is_resolved_in_one_epoch():
     lighthouse = started("a b c d")
     complain(lighthouse, a="cd", b="cd", c="ab", d="ab")

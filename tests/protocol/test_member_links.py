@@ -5,9 +5,10 @@ outside.
 from dataclasses import replace
 
 from protocol.makers import record_of
-from protocol.test_member import FIRST, Trainer, running
+from protocol.test_member import FIRST, Trainer, contribution, running
 
-from fabric.protocol.member.links import PROBE_AGAIN_S, PROBE_S
+from fabric.protocol.member.links import PROBE_AGAIN_S, PROBE_S, TEST_S
+from fabric.protocol.member.rounds import TEST_ENDS_S
 from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
@@ -187,3 +188,72 @@ def test_a_link_that_was_cut_is_looked_at_often_until_links_have_stood():
     trainer.leader(m.Epoch(record_of("a b c", epoch=3)))
     trainer.do(io.Linked(3))
     assert not trainer.core.epochs.links.flaps
+
+
+def in_the_exchange():
+    """Return a member of two whose peer has contributed too."""
+    trainer = running()
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    trainer.peer("b", contribution(FIRST, 0, (2, 3)))
+    assert trainer.core.next_deadline() <= trainer.now + TEST_S
+    return trainer
+
+
+def after(trainer, seconds):
+    trainer.now += seconds
+    trainer.do(io.Tick())
+
+
+def test_a_round_that_takes_long_tests_the_links_once_with_a_large_message():
+    trainer = in_the_exchange()
+    after(trainer, TEST_S - 0.1)
+    assert not trainer.told_peers(m.Contribution)
+    after(trainer, 0.1)
+    (test,) = trainer.told_peers(m.Contribution)
+    assert len(wire.encode(test)) > m.LARGE_BYTES and test.micro_batches == (0, 1)
+    after(trainer, TEST_S)
+    assert not trainer.told_peers(m.Contribution)
+
+
+def test_a_reduced_round_tests_no_links():
+    trainer = in_the_exchange()
+    trainer.do(io.Exchanged(0, 0, "g0"), io.Exchanged(1, 0, "g0"))
+    after(trainer, TEST_S)
+    assert not trainer.told_peers(m.Contribution)
+
+
+def test_a_member_answers_the_test_of_its_round_with_its_own():
+    trainer = running()
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    test = replace(contribution(FIRST, 0, (2, 3)), padding=m.PADDING)
+    trainer.peer("b", test)
+    assert [x.padding for x in trainer.told_peers(m.Contribution)] == [m.PADDING]
+    trainer.peer("b", test)
+    assert not trainer.told_peers(m.Contribution)
+    assert trainer.core.rounds.round.contributions["b"].padding == ""
+
+
+def test_the_test_of_another_round_and_of_a_member_in_user_code_has_no_answer():
+    trainer = running()
+    trainer.peer("b", replace(contribution(FIRST, 0, (2, 3)), padding=m.PADDING))
+    assert not trainer.told_peers(m.Contribution)
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    assert [x.padding for x in trainer.told_peers(m.Contribution)] == [""]
+    trainer.peer("b", replace(contribution(FIRST, 1, (2, 3)), padding=m.PADDING))
+    assert not trainer.told_peers(m.Contribution)
+
+
+def test_an_abort_names_the_size_only_where_the_test_has_ended_the_link():
+    for silent_s, size in ((TEST_ENDS_S + 0.1, m.LARGE_BYTES), (TEST_ENDS_S - 0.1, 0)):
+        trainer = in_the_exchange()
+        after(trainer, TEST_S)
+        trainer.now += silent_s
+        trainer.do(io.LinkLost("b", 1, "timed out", silent=True))
+        (aborted,) = trainer.said(m.Aborted)
+        assert (aborted.unreachable, aborted.lost_bytes) == (("b",), size)
+
+
+def test_a_replica_outside_tells_the_size_of_the_messages_that_its_probes_lose():
+    trainer, _ = left_out()
+    trainer.do(io.Probed(("b",), m.LARGE_BYTES))
+    assert trainer.said(m.Heartbeat)[-1].lost_bytes == m.LARGE_BYTES

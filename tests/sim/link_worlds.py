@@ -15,9 +15,12 @@ from sim.world import Settings, World
 
 from fabric.lighthouse.diagnosis.status_text import waiting_for
 from fabric.protocol.messages import leader_events
+from fabric.protocol.messages.network import LARGE_BYTES
 
 KINDS = ("pair", "split", "one way", "chain", "star", "flapping")
-REQUIRED = (*(f"links: {kind}" for kind in KINDS), "links: left out")
+# Small messages pass and large ones are lost: on all ways of one host, and on one way between two hosts.
+LARGE_KINDS = ("large, a host", "large, one way")
+REQUIRED = (*(f"links: {kind}" for kind in (*KINDS, *LARGE_KINDS)), "links: left out", "links: size named")
 CALM_FAULTS = ("lighthouse crash", "lighthouse pause", "store down", "store restart")
 
 FAULT_S = 14.0
@@ -25,6 +28,7 @@ LOOK_S = 0.25
 # After a cut, both ends notice it within 2.4 s, and complaints take 0.3 s; a second cut may follow.
 BOUND_S = 7.0
 LONG_S = 3.0
+STEP_S = 0.5  # a step and the reports before it take less
 FLAP_S = 2.6
 
 Pair = tuple[str, str]
@@ -34,7 +38,7 @@ class LinkWorld(World):
     """A world with one graph of cut links for some time."""
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
-        self.kind = KINDS[seed % len(KINDS)]
+        self.kind = (*KINDS, *LARGE_KINDS)[seed % len((*KINDS, *LARGE_KINDS))]
         self.cut: dict[Pair, float] = {}  # both ends of a link, in order -> the time of its last cut
         self.left_out: list[str] = []
         self.progress = (0, 0.0)  # the number of committed steps, and the time since which it is unchanged
@@ -47,8 +51,13 @@ class LinkWorld(World):
         replicas = max(4, found.replicas)
         policy = replace(found.leader.policy, start_replicas=replicas)
         leader = replace(found.leader, policy=policy)
+        member = replace(found.member, exchange_s=self.clockwork.random.choice((2.0, 8.0)))
         return replace(
-            found, replicas=replicas, micro_batches=max(replicas, found.micro_batches), leader=leader
+            found,
+            replicas=replicas,
+            micro_batches=max(replicas, found.micro_batches),
+            leader=leader,
+            member=member if self.kind in LARGE_KINDS else found.member,
         )
 
     # --- the graph ---------------------------------------------------------------------------------
@@ -65,8 +74,10 @@ class LinkWorld(World):
             "split": list(itertools.product(names[:half], names[half:])),
             "chain": list(itertools.pairwise(names)),
             "star": [(names[0], other) for other in names[1:]],
+            "large, a host": [(names[0], other) for other in names[1:]],
+            "large, one way": [(names[0], names[1])],
         }[self.kind]
-        return pairs if self.kind == "one way" else [way for a, b in pairs for way in ((a, b), (b, a))]
+        return pairs if "one way" in self.kind else [way for a, b in pairs for way in ((a, b), (b, a))]
 
     def _begin(self) -> None:
         self.clockwork.counts[f"links: {self.kind}"] += 1
@@ -78,6 +89,9 @@ class LinkWorld(World):
         self.clockwork.at(LOOK_S, lambda: self._look(until))
 
     def _block(self, ways: list[Pair]) -> None:
+        if self.kind in LARGE_KINDS:
+            self.network.lossy.update(dict.fromkeys(ways))
+            return
         for a, b in ways:
             self.network.block(a, b)
 
@@ -97,7 +111,7 @@ class LinkWorld(World):
 
     def _look(self, until: float) -> None:
         now = self.clockwork.now
-        for a, b in self.network.blocked:
+        for a, b in (*self.network.blocked, *self.network.lossy):
             self.cut[min(a, b), max(a, b)] = now
         steps = self._steps_committed()
         if steps > self.progress[0]:
@@ -129,6 +143,8 @@ class LinkWorld(World):
         if lighthouse is None or lighthouse.core is None:
             return
         self.clockwork.counts["links: nothing committed for long"] += 1
+        if lighthouse.clock() - lighthouse.core.view.epoch.since < STEP_S:
+            return  # the members redo the step
         said = waiting_for(lighthouse.core.view, lighthouse.clock())
         demand(
             not said.startswith("nothing"),
@@ -152,10 +168,26 @@ class LinkWorld(World):
 
     def _end(self) -> None:
         changes = len(self.left_out)
-        if self.kind in ("pair", "one way", "flapping"):
+        if self.kind in LARGE_KINDS:
+            self._check_lost_sizes()
+        if self.kind in ("pair", "one way", "flapping", *LARGE_KINDS):
             demand(changes <= 1, f"one cut link ({self.kind}) cost {changes} changes: {self.left_out}")
         demand(changes < 2 * len(self.hosts), f"{self.kind}: left out again and again: {self.left_out}")
         self.network.heal()
+
+    def _check_lost_sizes(self) -> None:
+        """Demand that only an end of the lossy ways is outside, and that the leader says what it loses."""
+        ends = set.intersection(*({a, b} for a, b in self.network.lossy))
+        demand(set(self.left_out) <= ends, f"{self.left_out} are left out, not {ends}")
+        if not self.left_out:
+            demand(self.kind != "large, a host", "the host is not left out")
+            return  # no ring used the lossy way
+        lighthouse = next((x for x in self.lighthouses.values() if x.leads and x.core is not None), None)
+        if lighthouse is None or lighthouse.core is None:
+            return
+        said = " ".join(lighthouse.core.view.notified_refusals.values())
+        demand(f"messages of {LARGE_BYTES} bytes are lost:" in said, f"the leader says only {said!r}")
+        self.clockwork.counts["links: size named"] += 1
 
 
 class CalmWorld(World):

@@ -10,7 +10,7 @@ from sim.ring import RingLinks
 
 from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io
-from fabric.protocol.messages.network import PeerMessage
+from fabric.protocol.messages.network import LARGE_BYTES, PeerMessage
 
 if TYPE_CHECKING:
     from sim.trainer import Trainer
@@ -212,13 +212,24 @@ class Links:
     # --- who can be reached ------------------------------------------------------------------------
 
     def probe(self, members: tuple[Member, ...]) -> None:
-        """Probe each member by a connection to its host, with a time limit."""
-        names = [x.replica for x in members if x.replica != self.trainer.host]
-        missing = self._unreachable(members, names)
-        delay = PROBE_S if missing else 2 * self.trainer.world.network.delay()
+        """Probe each member by a large message to its host and back, with a time limit."""
+        names, network = (
+            [x.replica for x in members if x.replica != self.trainer.host],
+            self.trainer.world.network,
+        )
+
+        def lost(names: list[str]) -> dict[str, bool]:
+            """Return the names to which the probe fails, and whether small messages pass."""
+            away, here = self._unreachable(members, names), self.trainer.host
+            small = [n for n in names if n not in away and not network.can_carry(here, n)]
+            return dict.fromkeys(away, False) | dict.fromkeys(small, True)
+
+        missing = list(lost(names))
+        delay = PROBE_S if missing else 2 * network.delay()
 
         def ended() -> None:
-            self.trainer.feed(io.Probed(tuple(self._unreachable(members, missing))))
+            found = lost(missing)
+            self.trainer.feed(io.Probed(tuple(found), LARGE_BYTES if any(found.values()) else 0))
 
         self.trainer.after(delay, ended)
 

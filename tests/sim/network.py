@@ -11,8 +11,12 @@ from sim.clockwork import Clockwork, Process
 
 from fabric.protocol.messages import network, wire
 
+# The most bytes of a message in a small packet.
+SMALL_BYTES = 1400
 # Seconds without an acknowledgement after which an end closes its connection.
 GIVE_UP_S = (0.8, 2.0)
+# The same where only large messages are lost: all kernels count from the test, to which nothing is added.
+GIVE_UP_LARGE_S = (1.6, 1.8)
 TIMED_OUT = "timed out"
 
 
@@ -59,11 +63,14 @@ class Connection:
         self.ends = (first, second)
         network.connections[self] = None
 
-    def send(self, side: int, message: object) -> None:
-        """Queue a message; lost when this end is closed."""
+    def send(self, side: int, message: object, bulk: bool = False) -> None:
+        """Queue a message; lost when this end is closed. Only connections without ``bulk`` have a timeout."""
         if self.ends[side].open:
             there = self.ends[1 - side]
-            self._to(1 - side, lambda: self._deliver(there, message))
+            large = bulk or (isinstance(message, bytes) and len(message) > SMALL_BYTES)
+            self._to(1 - side, lambda: self._deliver(there, message), large)
+            if large and not bulk and not self.network.can_carry(self.ends[side].host, there.host):
+                self.network.clockwork.at(self.network.clockwork.between(*GIVE_UP_LARGE_S), self.give_up)
 
     def close(self, side: int, why: str) -> None:
         """Close this end; the other end gets everything sent before, then the end."""
@@ -102,14 +109,15 @@ class Connection:
     def is_between(self, a: str, b: str) -> bool:
         return {self.ends[0].host, self.ends[1].host} == {a, b}
 
-    def _to(self, side: int, action: Callable[[], None]) -> None:
+    def _to(self, side: int, action: Callable[[], None], large: bool = False) -> None:
         clockwork, end = self.network.clockwork, self.ends[side]
         arrival = max(clockwork.now + self.network.delay(), end.arrival + 1e-9)
         end.arrival = arrival
         source = self.ends[1 - side].host
 
         def arrive() -> None:
-            if end.held or (source, end.host) in self.network.blocked:
+            lost = self.network.lossy if large else self.network.blocked
+            if end.held or (source, end.host) in self.network.blocked or (source, end.host) in lost:
                 end.held.append(action)
             else:
                 action()
@@ -127,7 +135,8 @@ class Connection:
     def give_up(self) -> None:
         """Close both ends if the partition still lasts."""
         a, b = self.ends[0].host, self.ends[1].host
-        if (a, b) in self.network.blocked or (b, a) in self.network.blocked:
+        held = self.ends[0].held or self.ends[1].held
+        if not self.network.can_talk(a, b) or (held and not self.network.can_carry(a, b)):
             for end in self.ends:
                 later = self.network.clockwork.between(0.0, 0.4)
                 self.network.clockwork.at(later, lambda end=end: self._end(end, TIMED_OUT))
@@ -153,6 +162,7 @@ class Network:
         self.clockwork = clockwork
         self.connections: dict[Connection, None] = {}
         self.blocked: dict[tuple[str, str], None] = {}
+        self.lossy: dict[tuple[str, str], None] = {}  # ways that lose large messages and pass small ones
         # a pair of hosts without a link -> the time until which the link stays cut
         self.healed: dict[frozenset[str], float] = {}
         self.flips: dict[str, bool] = {}  # hosts whose next chunk gets damaged on the wire
@@ -169,6 +179,10 @@ class Network:
     def can_talk(self, a: str, b: str) -> bool:
         return (a, b) not in self.blocked and (b, a) not in self.blocked
 
+    def can_carry(self, a: str, b: str) -> bool:
+        """Return whether messages of every size pass between two hosts."""
+        return self.can_talk(a, b) and (a, b) not in self.lossy and (b, a) not in self.lossy
+
     def could_talk(self, a: str, b: str, seconds: float) -> bool:
         """Return whether two hosts could talk during this time up to now."""
         healed = self.healed.get(frozenset((a, b)), -seconds)
@@ -184,6 +198,7 @@ class Network:
     def heal(self) -> None:
         self.healed |= {frozenset(pair): self.clockwork.now for pair in self.blocked}
         self.blocked.clear()
+        self.lossy.clear()
         for connection in list(self.connections):
             connection.flush()
 

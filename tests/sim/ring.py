@@ -299,7 +299,7 @@ class Ring:
             if self.trainer.world.network.flips.pop(self.trainer.host, False):
                 payload, segment = bytes([payload[0] ^ 1]) + payload[1:], (*segment, FLIPPED)
             assert links.next is not None
-            links.next[0].send(links.next[1], Chunk(header, payload, segment))
+            links.next[0].send(links.next[1], Chunk(header, payload, segment), bulk=True)
             running.sent += 1
 
     def _receive(self, running: Running, chunk: Chunk) -> bool:

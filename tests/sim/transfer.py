@@ -100,5 +100,5 @@ class Transfer:
         return [
             s
             for s in found
-            if s.alive and not s.paused and (with_own or s.host != me) and world.network.can_talk(me, s.host)
+            if s.alive and not s.paused and (with_own or s.host != me) and world.network.can_carry(me, s.host)
         ]

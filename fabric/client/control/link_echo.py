@@ -3,9 +3,12 @@
 The replica that measures connects to its peer, so the bytes take the way of the ring's links, which carry
 nothing at a step boundary. The peer answers with the number of bytes that it has read so far. The connection
 ends with the echo.
+
+A probe from outside the roster is simpler: a message of LARGE_BYTES goes there and another one comes back.
 """
 
 import asyncio
+import os
 import select
 import socket
 import struct
@@ -16,6 +19,7 @@ from contextlib import suppress
 
 from fabric.errors import FabricError, ProtocolError
 from fabric.model import SpeedMeasurement
+from fabric.protocol.messages.network import LARGE_BYTES
 
 CONNECT_S = 0.5  # seconds for the connection and its greeting
 ECHO_S = 0.5  # seconds for the round trips and the transfer together
@@ -28,6 +32,8 @@ _PIECE = memoryview(bytes(2**18))
 MOST_ECHOES = 16
 _echoed: set[socket.socket] = set()
 _COUNT = struct.Struct(">Q")
+PROBE_S = 3.0  # seconds for the two large messages of a probe
+_LARGE = os.urandom(LARGE_BYTES)
 
 
 def run_echo(
@@ -75,6 +81,38 @@ async def _echo(sock: socket.socket) -> None:
         while count := await loop.sock_recv_into(sock, buffer):
             total += count
             await loop.sock_sendall(sock, _COUNT.pack(total))
+
+
+async def carries_large_messages(sock: socket.socket) -> bool:
+    """Whether large packets pass in both directions, by an exchange with ``answer_probe``.
+
+    A peer of the version before closes the connection at once: it counts as one that they reach.
+    """
+    try:
+        async with asyncio.timeout(PROBE_S):
+            await asyncio.get_running_loop().sock_sendall(sock, _LARGE)
+            await _read_large(sock)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+async def answer_probe(sock: socket.socket) -> None:
+    """Read one large message and send one, within PROBE_S."""
+    with sock, suppress(OSError):  # TimeoutError is an OSError
+        async with asyncio.timeout(PROBE_S):
+            if await _read_large(sock):
+                await asyncio.get_running_loop().sock_sendall(sock, _LARGE)
+
+
+async def _read_large(sock: socket.socket) -> bool:
+    """Read LARGE_BYTES; return whether they came before the end of the connection."""
+    left = LARGE_BYTES
+    while left and (data := await asyncio.get_running_loop().sock_recv(sock, left)):
+        left -= len(data)
+    return not left
 
 
 class _Echo:

@@ -23,7 +23,7 @@ from fabric.ftar.plane import DataPlane, Ring
 from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import wire
-from fabric.protocol.messages.network import CommitVote, Contribution, Finished, PeerMessage
+from fabric.protocol.messages.network import LARGE_BYTES, CommitVote, Contribution, Finished, PeerMessage
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
 from fabric.transport.greeting import Greeting
@@ -414,22 +414,25 @@ class Peers:
         self._spawn(self._probe(members))
 
     async def _probe(self, members: tuple[Member, ...]) -> None:
-        reached = await asyncio.gather(*(self._reaches(x) for x in members if x.replica != self._me.replica))
-        self._feed(io.Probed(tuple(name for name, is_there in reached if not is_there)))
+        others = [x for x in members if x.replica != self._me.replica]
+        lost = await asyncio.gather(*(self._lost_bytes(x) for x in others))
+        away = [x.replica for x, size in zip(others, lost, strict=True) if size is not None]
+        self._feed(io.Probed(tuple(away), max((size for size in lost if size), default=0)))
 
-    async def _reaches(self, member: Member) -> tuple[str, bool]:
-        """Return whether ``member`` answers. A refusal counts: it shows that the network works both ways."""
+    async def _lost_bytes(self, member: Member) -> int | None:
+        """Return the size of messages that get lost on the way to ``member`` or back; 0: of any size.
+
+        None: all pass. A refusal counts: it shows that the network works both ways.
+        """
         greeting = self._greeting(self._identity.store_id, member, "probe")
         try:
-            sock = await dial(
-                member.link, greeting, self._token.shown().encode(), _DIAL_S, self._plane.shares_memory
-            )
+            token = self._token.shown().encode()
+            with await dial(member.link, greeting, token, _DIAL_S, self._plane.shares_memory) as sock:
+                return None if await link_echo.carries_large_messages(sock) else LARGE_BYTES
         except Unconnected:
-            return member.replica, False
+            return 0
         except FabricError:
-            return member.replica, True
-        sock.close()
-        return member.replica, True
+            return None
 
     # --- links that peers have dialled ------------------------------------------------------------
 
@@ -443,7 +446,7 @@ class Peers:
             case "control":
                 self._adopt(key, sock)
             case "probe":
-                sock.close()
+                self._spawn(link_echo.answer_probe(sock))
             case "echo":
                 self._spawn(link_echo.answer_echo(sock))
             case _:

@@ -92,6 +92,12 @@ class Admission:
         missing = self.out_of_reach(record, peer)
         if missing:
             names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+            lost_bytes = peer.beat.lost_bytes if peer.beat is not None else 0
+            if lost_bytes > 0:
+                return (
+                    f"small messages pass between it and {names}, and messages of {lost_bytes} bytes are "
+                    "lost: give their networks the same MTU; it is let in when large messages pass"
+                )
             return f"it cannot reach {names}: it is let in when it reaches every member"
         process = peer.process
         if self.state.is_parked(record) or self.healing.is_calm(process, self.state.now):

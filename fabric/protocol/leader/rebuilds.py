@@ -15,6 +15,8 @@ from fabric.protocol.rules.wait_graph import RingRebuilds, blamed_link, ring_ord
 # A process from which neither source was heard for this many seconds may be dead. Before the leader acts on a
 # missing link to a silent process, it waits for the verdict on that process.
 QUIET_S = 0.75
+# After a test of links their ends come later than after a cut, so the leader waits longer for all complaints.
+TEST_PATIENCE = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -106,8 +108,18 @@ class RingRebuilder:
         for member in record.roster:
             if member.replica not in kept:
                 others = sorted(cut[member.replica] & kept)
-                self._leave_out(member, f"it and {_some(others)} cannot reach each other")
+                self._leave_out(member, f"it and {_some(others)} cannot {self._lack()}")
         return True
+
+    def _lack(self) -> str:
+        """Say for people which act is impossible between two members without a link."""
+        lost_bytes = self._lost_bytes()
+        return f"exchange messages of {lost_bytes} bytes" if lost_bytes else "reach each other"
+
+    def _lost_bytes(self) -> int:
+        """Return the size of the messages whose loss has ended links; 0 if no test of links has ended any."""
+        aborted = self.state.epoch.aborted.values()
+        return max((a.lost_bytes for a in aborted if a.unreachable), default=0)
 
     def _leave_out(self, member: Member, why: str) -> None:
         """Leave out a member that did not fail. It comes back when its links have worked for a while."""
@@ -165,7 +177,8 @@ class RingRebuilder:
     def rebuild_due(self) -> float:
         """When the same members rebuild their ring after an abort, unless a death is noticed first."""
         if self.state.epoch.unreachable:
-            return self.state.epoch.complained_at + self.state.config.complaints_s
+            patience = TEST_PATIENCE if self._lost_bytes() else 1
+            return self.state.epoch.complained_at + patience * self.state.config.complaints_s
         delay_s = min(
             self.state.config.rebuild_s * 2**self.ring_rebuilds.tries, self.state.config.rebuild_limit_s
         )

@@ -119,7 +119,8 @@ class MemberCore:
         """Return the latest time at which the shell must send a Tick."""
         next_beat = self.session.contact.next_beat if self.session.contact.connected else None
         next_probe = self.epochs.links.next_probe if self.link_watch.may_probe() else None
-        dues = [self.rounds.stall_deadline(), self.ending.end_deadline(), next_beat, next_probe]
+        rounds = [self.rounds.stall_deadline(), self.link_watch.test_deadline()]
+        dues = [*rounds, self.ending.end_deadline(), next_beat, next_probe]
         return None if self.context.stopped else min((d for d in dues if d is not None), default=None)
 
     def _advance(self) -> None:
@@ -132,6 +133,7 @@ class MemberCore:
         self.rounds.prepare_when_reduced()
         self.rounds.commit_when_agreed()
         self.rounds.abort_when_stalled()
+        self.link_watch.test_when_slow()
         self.ending.end_when_due()
 
     def _advance_main(self) -> None:
@@ -158,7 +160,10 @@ class MemberCore:
         """Take another member's message, about its end or a round."""
         if isinstance(event.message, m.Finished):
             self.ending.on_finished(event, event.message)
-        elif self.rounds.on_peer(event):
+            return
+        if isinstance(event.message, m.Contribution) and event.message.padding:
+            event = self.link_watch.on_test(event, event.message)
+        if self.rounds.on_peer(event):
             self.membership.first_data()
 
     def on_leader(self, event: io.FromLeader) -> None:

@@ -1,5 +1,8 @@
 """Links of epochs: made, failed, lost, and probed from outside the roster."""
 
+import math
+from dataclasses import replace
+
 from fabric.model import ReplicaProcess
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.ending import Ending
@@ -14,6 +17,8 @@ from fabric.protocol.messages import network as m
 # Seconds between two probes of the members: while the member reaches all of them; while a link flaps.
 PROBE_S = 5.0
 PROBE_AGAIN_S = 0.5
+# When all members have been in a round for this many seconds, they test their links.
+TEST_S = 1.0
 # In rosters larger than this a newcomer probes only members that it could not reach before.
 MAX_PROBED = 64
 
@@ -39,7 +44,7 @@ class LinkWatch:
 
     def on_linked(self, event: io.Linked) -> None:
         self._epochs.links.up.add(event.epoch)
-        self._epochs.links.flaps = False
+        self._epochs.links.flaps, self._epochs.links.lost_bytes = False, 0
         for record in (self._epochs.current, self._epochs.newest):
             if record is not None and record.epoch == event.epoch:
                 self._epochs.links.silent.difference_update(record.names)
@@ -85,6 +90,33 @@ class LinkWatch:
             self._complain(f"the link to {event.replica} ended: {event.why}", event.replica)
         self._context.emit(io.LinkUp(newest))
 
+    def test_deadline(self) -> float | None:
+        """When to test the links of a round that takes long; None while no test is due."""
+        round_ = self._rounds.round
+        if round_ is None or round_.begun < 0 or round_.tested_at < math.inf or round_.gradient_digest:
+            return None
+        return round_.begun + TEST_S if len(round_.record.roster) > 1 else None
+
+    def test_when_slow(self) -> None:
+        """Test the links once in a round that takes long: they may lose large packets and pass small ones."""
+        due = self.test_deadline()
+        if due is not None and self._context.now >= due:
+            self._test()
+
+    def on_test(self, event: io.FromPeer, message: m.Contribution) -> io.FromPeer:
+        """Test my links too, so that the leader gets all complaints together; return the event unpadded."""
+        round_ = self._rounds.round
+        if round_ is not None and (round_.record.epoch, round_.step) == (message.fence.epoch, message.step):
+            self._test()
+        return replace(event, message=replace(message, padding=""))
+
+    def _test(self) -> None:
+        """Send my contribution again as a large message. A link that loses it ends in silence."""
+        round_ = self._rounds.round
+        if round_ is not None and round_.contributed and round_.tested_at == math.inf:
+            round_.tested_at = self._context.now
+            self._rounds.to_roster(replace(round_.contributions[self._context.replica], padding=m.PADDING))
+
     def may_probe(self) -> bool:
         links, newest = self._epochs.links, self._epochs.newest
         there = newest is not None and (len(newest.roster) <= MAX_PROBED or bool(links.silent))
@@ -113,6 +145,7 @@ class LinkWatch:
         links.next_probe = self._context.now + (PROBE_AGAIN_S if links.flaps else PROBE_S)
         if self._epochs.mode is not Mode.OUTSIDE:
             return
-        if links.silent != set(event.unreachable):
-            links.silent = set(event.unreachable)
+        probed = set(event.unreachable), event.lost_bytes
+        if (links.silent, links.lost_bytes) != probed:
+            links.silent, links.lost_bytes = probed
             self._session.contact.next_beat = self._context.now

@@ -4,6 +4,7 @@ Prepared: my reduction is finished, and every member's contribution is here. Com
 roster has voted, and the digests of all votes are equal. Rules 1 to 3 of a member.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class Round:
     contributed: bool = False
     exchanging: bool = False
     begun: float = -1.0  # the time when every member had contributed, and no member was catching up
+    tested_at: float = math.inf  # when this member tested its links with a message of LARGE_BYTES
     gradient_digest: str = ""
     nonfinite: str = ""  # as ``nonfinite`` in Exchanged
     nonfinite_input: str = ""

@@ -29,6 +29,8 @@ from fabric.protocol.rules.divergence import bounded
 # Rule 11: seconds between two heartbeats for steps. For a while after a newcomer's request each step has one.
 STEP_BEAT_S = 0.25
 FOLLOWED_S = 5.0
+# A link that a test has ended was silent for at least this many seconds.
+TEST_ENDS_S = 1.2
 
 
 class Rounds:
@@ -79,6 +81,8 @@ class Rounds:
         self._epochs.enter_mode(Mode.ABORTED)
         round_ = self.round
         given_away = round_ is not None and round_.exchanging and not self._context.config.retain
+        is_ended_by_test = round_ is not None and self._context.now - round_.tested_at > TEST_ENDS_S
+        lost_bytes = m.LARGE_BYTES if is_ended_by_test else 0
         self.leave_round()
         self._context.emit(io.AbortExchange(self._epochs.current.epoch, why))
         if given_away:
@@ -88,7 +92,9 @@ class Rounds:
         )
         step, away = self._memory.state.step, self._session.unreachable()
         self._session.send_aborted(
-            m.Aborted(self._epochs.current.fence, step, why, about, waiting_for, stalled, mismatch, away)
+            m.Aborted(
+                self._epochs.current.fence, step, why, about, waiting_for, stalled, mismatch, away, lost_bytes
+            )
         )
 
     def leave_round(self) -> None:
@@ -120,7 +126,7 @@ class Rounds:
             else self._memory.state.step
         )
 
-    def _to_roster(self, message: m.PeerMessage) -> None:
+    def to_roster(self, message: m.PeerMessage) -> None:
         assert self.round is not None
         for x in self.round.record.roster:
             if x.replica != self._context.replica:
@@ -324,7 +330,7 @@ class Rounds:
         )
         round_.contributed = True
         round_.contributions[self._context.replica] = message
-        self._to_roster(message)
+        self.to_roster(message)
 
     def exchange_when_linked(self) -> None:
         """Start the exchange, perhaps before I contribute. A prepared round needs the contribution too."""
@@ -408,7 +414,7 @@ class Rounds:
             entries=self._memory.state.entries if self._memory.state.digest else (),
         )
         round_.votes[self._context.replica] = vote
-        self._to_roster(vote)
+        self.to_roster(vote)
 
     def commit_when_agreed(self) -> None:
         """Rule 3: commit when all votes are here; abort if their digests differ."""

@@ -117,6 +117,7 @@ class LighthouseSession:
                     busy_s=self.busy_s,
                     empty=self._memory.empty,
                     unreachable=self.unreachable() if self._epochs.mode is Mode.OUTSIDE else (),
+                    lost_bytes=self._epochs.links.lost_bytes,
                     micro_batches=self._memory.plan.micro_batches,
                 )
             )

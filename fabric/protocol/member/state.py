@@ -168,6 +168,7 @@ class LinkState:
 
     up: set[int] = field(default_factory=set)  # epochs whose links are up
     silent: set[str] = field(default_factory=set)  # members that this member cannot reach, as far as it knows
+    lost_bytes: int = 0  # as in Heartbeat, by the last probe
     probing: bool = False  # a probe from outside the roster is under way
     flaps: bool = False  # whether a member was out of reach since this member was last linked
     next_probe: float = -math.inf

@@ -128,6 +128,7 @@ class Probed:
     """The members of the last Probe that could not be reached."""
 
     unreachable: tuple[str, ...]
+    lost_bytes: int = 0  # as in Heartbeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 A message carries the fence of its epoch. A receiver drops messages of epochs older than it promised.
 """
 
+import hashlib
 from dataclasses import dataclass
 
 from fabric.model import (
@@ -26,6 +27,10 @@ from fabric.model import (
 
 # The word in a heartbeat's phase while this member still lacks links of the epoch.
 LINKING = ", linking"
+# The size of a message that tests a link: above every usual size of a packet.
+LARGE_BYTES = 16384
+# A text of that size. No tunnel can compress it to a small packet.
+PADDING = hashlib.shake_256(b"fabric").hexdigest(LARGE_BYTES // 2)
 
 # --- member to member ---------------------------------------------------------------------------
 
@@ -42,6 +47,7 @@ class Contribution:
     metrics: tuple[tuple[str, float], ...] = ()  # summed over the members at the commit
     # As ``DataPlan.described``; empty: as in the sender's contribution before in this epoch, or not said.
     data: str = ""
+    padding: str = ""  # PADDING in a contribution that is sent again to test the link; else empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +258,7 @@ class Heartbeat:
     busy_s: float = 0.0  # the longest time for the announced work
     empty: Int64 = -1  # the newest step that was committed with total weight 0
     unreachable: tuple[str, ...] = ()  # members that I cannot reach; sent from outside the roster
+    lost_bytes: Int64 = 0  # small messages reach some of ``unreachable``, this size does not
     micro_batches: Int64 = 0  # the number of micro-batches in a step now; 0: an older version
 
     @property
@@ -290,6 +297,7 @@ class Aborted:
     stalled: bool = False  # the round took longer than its time budget
     mismatch: bool = False  # the peer ``about`` takes part in another exchange: other parameters or sizes
     unreachable: tuple[str, ...] = ()  # members that the sender cannot reach
+    lost_bytes: Int64 = 0  # the size of messages whose loss ended those links; 0: any size
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
     python benchmarks/faults.py
     python benchmarks/faults.py --joins 5     # kills and joins alone, phase by phase
     python benchmarks/faults.py --unequal 3   # beside a replica of another layout of ranks
+    python benchmarks/faults.py --restored 3  # kills after the store was restored from an older copy
 
 Three replicas of 84 million float32 parameters with AdamW (1.0 GB of state, 336 MB of gradients), default
 settings, one lighthouse on SQLite, everything on this machine. The compute phase stands for a device: a timer
@@ -167,9 +168,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what a fault costs those that survive it")
     parser.add_argument("--joins", type=int, metavar="N", help="only so many kills and joins, by phase")
     parser.add_argument("--unequal", type=int, metavar="N", help="only so many kills of unequal replicas")
+    parser.add_argument("--restored", type=int, metavar="N", help="only so many kills past a restored store")
     asked = parser.parse_args()
     common.begin()
-    if asked.unequal:
+    if asked.restored:
+        past_restored_stores(asked.restored)
+    elif asked.unequal:
         figures = faults_unequal.compare(asked.unequal)
         common.finish({key: round(value, 4) for key, value in figures.items()})
     elif asked.joins:
@@ -194,6 +198,32 @@ def joins_alone(count: int) -> None:
     common.say("")
     tell_verdict(figures)
     common.finish({key: round(value, 4) for key, value in figures.items()})
+
+
+def past_restored_stores(count: int) -> None:
+    """Kills after the store was put back to a copy from before the last kill and join."""
+    with FaultFleet() as fleet:
+        disturbance = Disturbance(fleet)
+        disturbance.begin()
+        for _ in range(count):
+            fleet.copy_store()
+            disturbance.fault("kill")
+            fleet.restore_store()
+            disturbance.fault("kill")
+        record = RunRecord(fleet, disturbance.faults, [])
+    record.faults[:] = record.faults[1::2]
+    tell_faults(record)
+    kills = stalls(record, "kill")
+    result = {
+        "restored_sigkill_stall_s": statistics.median(kills),
+        "restored_sigkill_stall_max_s": max(kills),
+        "steps_lost": sum(record.lost(fault) for fault in record.faults),
+    }
+    common.say("")
+    common.verdict("SIGKILL stall past a restored store, median, s", statistics.median(kills), at_most=0.25)
+    common.verdict("SIGKILL stall past a restored store, worst, s", max(kills), at_most=0.6)
+    common.verdict("steps lost", result["steps_lost"], at_most=0)
+    common.finish({key: round(value, 4) for key, value in result.items()})
 
 
 def everything() -> None:

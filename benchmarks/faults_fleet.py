@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import shutil
 import signal
 import time
 import urllib.request
@@ -47,6 +48,7 @@ class FaultFleet(Fleet):
         super().__init__(str(HERE / "faults_trainer.py"), len(REPLICAS), {"FABRIC_JOB": JOB})
         self._steps = {name: AppendedLines(self.folder / f"{name}.steps") for name in REPLICAS}
         self._journals = {name: AppendedLines(self.folder / f"{name}.journal") for name in REPLICAS}
+        self._events: list[dict[str, Any]] = []  # of lighthouses that were stopped
         self.mode("timer")
 
     def begin(self, name: str) -> float:
@@ -62,6 +64,25 @@ class FaultFleet(Fleet):
         if number == signal.SIGKILL:
             self.trainers[name].wait()
         return sent
+
+    def copy_store(self) -> None:
+        """Copy the files of the lighthouse's store, as a backup of a stopped lighthouse does."""
+        port = self._stop_lighthouse()
+        _copy(self.folder, self.folder / "backup")
+        self._start_lighthouse(port)
+
+    def restore_store(self) -> None:
+        """Put the copied files back while the lighthouse is stopped."""
+        port = self._stop_lighthouse()
+        _copy(self.folder / "backup", self.folder)
+        self._start_lighthouse(port)
+
+    def _stop_lighthouse(self) -> int:
+        assert self._lighthouse is not None
+        self._events = self.events()
+        self._lighthouse.terminate()
+        self._lighthouse.wait()
+        return int(self._url.rsplit(":", 1)[1])
 
     def server_pid(self, name: str) -> int:
         """The process id of a replica's checkpoint server; OSError or ValueError where there is none."""
@@ -88,7 +109,7 @@ class FaultFleet(Fleet):
         return self._journals[name].read()
 
     def events(self) -> list[dict[str, Any]]:
-        """The lighthouse's events, with ``mono``, the time on this machine's monotonic clock."""
+        """All lighthouses' events, with ``mono``, the time on this machine's monotonic clock."""
         token = (self.folder / "token").read_text().strip()
         request = urllib.request.Request(  # noqa: S310  (our own lighthouse)
             f"{self._url}/v1/jobs/{JOB}/events?after=0", headers={"Authorization": f"Bearer {token}"}
@@ -96,7 +117,7 @@ class FaultFleet(Fleet):
         with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
             events = json.load(answer)
         offset = time.monotonic() - time.time()
-        return [{**event, "mono": event["t"] + offset} for event in events]
+        return [*self._events, *({**event, "mono": event["t"] + offset} for event in events)]
 
     def wait(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
         """Poll until ``condition``; a trainer that ends unasked, or the deadline, ends the benchmark."""
@@ -108,6 +129,15 @@ class FaultFleet(Fleet):
             if time.monotonic() > end:
                 self.fail(f"waited {deadline_s:g} s for {what}")
             time.sleep(POLL_S)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy the files of a SQLite store, in place of those that are there."""
+    target.mkdir(exist_ok=True)
+    for old in target.glob("lighthouse.db*"):
+        old.unlink()
+    for path in source.glob("lighthouse.db*"):
+        shutil.copy(path, target)
 
 
 def durations(steps: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:

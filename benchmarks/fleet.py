@@ -53,16 +53,17 @@ class Fleet:
             raise
         return self
 
-    def _start_lighthouse(self) -> None:
+    def _start_lighthouse(self, port: int = 0) -> None:
         token = self.folder / "token"
         token.write_text("benchmark\n")
         token.chmod(0o600)
         ready = self.folder / "lighthouse.json"
+        ready.unlink(missing_ok=True)
         command = [*self.inside(""), sys.executable, "-m", "fabric.cli.main", "lighthouse"]
-        command += ["--bind", self.bind, "--port", "0"]
+        command += ["--bind", self.bind, "--port", str(port)]
         command += ["--store", f"sqlite:///{self.folder}/lighthouse.db", "--token-file", str(token)]
         command += ["--ready-file", str(ready), "--failures", str(self.failures)]
-        with (self.folder / "lighthouse.log").open("wb") as log:
+        with (self.folder / "lighthouse.log").open("ab") as log:
             self._lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + START_S
         while not ready.exists():

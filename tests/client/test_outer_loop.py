@@ -2,6 +2,7 @@
 
 import copy
 import queue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlot, GradientSlots
 from fabric.client.outer.global_parameters import GlobalParameters, local_buffers
 from fabric.client.outer.outer_loop import make_outer_loop
+from fabric.client.outer.outer_rounds import JobRounds
 from fabric.client.outer.outer_schedule import OuterSchedule, cut_fragments
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
@@ -274,3 +276,139 @@ def test_a_closure_and_a_loop_that_goes_on_too_long_are_refused():
         inner.step()
     loop.close()
     inner_step(model, inner, 2)  # after close the optimizer is the user's own again
+
+
+# --- the rounds of a job ----------------------------------------------------------------------------------
+
+
+class ScriptedSession:
+    """A session whose orders the test gives; ``given`` has the step and weight of each contribution."""
+
+    def __init__(self) -> None:
+        self.loads, self.committed_step, self.drawn = 0, 0, True
+        self.orders, self.boundary, self.arrived, self.given = self, [], [], []
+
+    def start_exchanges(self, *_: object) -> None:
+        pass
+
+    def reach_boundary(self):
+        order = self.boundary.pop(0)
+        self.loads += isinstance(order, io.Compute) and order.step > self.committed_step
+        self.committed_step = order.step
+        return order
+
+    def end_step(self, order):
+        self.committed_step = order.step + 1
+        replayed = order.prepared is None
+        return SimpleNamespace(number=order.step, contributed=order.contributed, replayed=replayed)
+
+    def poll(self):
+        return self.arrived.pop(0) if self.arrived else None
+
+    next = poll
+
+    def contribute(self, order, weight: float) -> None:
+        self.given.append((order.step, weight))
+
+    def take_drawn(self) -> bool:
+        return self.drawn
+
+
+def committed(step: int, contributed: bool = True, replayed: bool = False):
+    return io.Apply(1, step, None if replayed else object(), contributed=contributed, digest=False)
+
+
+@pytest.fixture
+def rounds():
+    """The rounds of a model of two fragments, opened at step 0, after an inner step."""
+    model = make_model()
+    shared, session = GlobalParameters(model, 2), ScriptedSession()
+    outer = sgd(model, lr=0.5, momentum=0.9)
+    shared.move(outer)
+    made = JobRounds(session, shared, outer, OuterSchedule(2, 2))
+    made.model, made.shared, made.outer, made.session = model, shared, outer, session
+    session.boundary.append(io.Compute(0, (0,)))
+    assert made.open() is False and made.is_open
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1.0
+    return made
+
+
+def local_and_shared(rounds):
+    return zip(rounds.model.parameters(), rounds.shared.module.parameters(), strict=True)
+
+
+def test_inner_steps_without_data_give_no_weight(rounds):
+    rounds.session.drawn = False
+    rounds.hand_over()
+    assert rounds.session.given == [(0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("drops", "loads", "step", "weight"),
+    [(True, 0, 0, 1.0), (False, 0, 0, 0.0), (True, 1, 0, 0.0), (True, 0, 1, 0.0)],
+    ids=["dropped", "kept", "of a replaced state", "of another step"],
+)
+def test_a_redone_round_gets_the_pseudo_gradient_again_only_where_it_was_dropped(
+    rounds, drops, loads, step, weight
+):
+    rounds.hand_over()
+    if drops:
+        rounds.outer.zero_grad(set_to_none=True)
+    rounds.session.loads += loads
+    rounds.session.arrived = [io.Compute(step, (0,))]
+    assert not rounds.poll()
+    assert rounds.session.given == [(0, 1.0), (step, weight)]
+    assert rounds.shared.has_gradient == (weight > 0 or not drops)
+
+
+def test_the_pseudo_gradient_points_from_the_local_to_the_global_parameters(rounds):
+    rounds.hand_over()
+    given = [x.grad for x in rounds.shared.module.parameters() if x.grad is not None]
+    assert given and all(torch.allclose(x, torch.full_like(x, -1.0)) for x in given)
+
+
+def test_a_commit_moves_its_fragment_alone_and_leaves_no_gradient(rounds):
+    rounds.hand_over()
+    for parameter in rounds.shared.module.parameters():
+        parameter.grad = torch.ones_like(parameter)  # as after an exchange with another fragment's remains
+    rounds.session.arrived = [committed(0)]
+    rounds.commit()
+    moved = {id(x) for x, state in rounds.outer.state.items() if state}
+    assert 0 < len(moved) < len(list(rounds.shared.module.parameters()))
+    assert not rounds.shared.has_gradient
+    assert any(not torch.equal(a, b) for a, b in local_and_shared(rounds)), "the other fragment stays local"
+
+
+def test_a_replica_that_gave_nothing_begins_from_the_global_parameters(rounds):
+    rounds.hand_over()
+    rounds.session.arrived = [committed(0, contributed=False)]
+    rounds.commit()
+    assert all(torch.equal(a, b) for a, b in local_and_shared(rounds))
+
+
+def test_a_loaded_state_replaces_the_local_parameters(rounds):
+    rounds.session.boundary.append(io.Compute(3, (0,)))
+    assert rounds.open() is True
+    assert all(torch.equal(a, b) for a, b in local_and_shared(rounds))
+
+
+def test_a_replica_that_fell_behind_opens_the_next_round_at_once(rounds):
+    rounds.hand_over()
+    rounds.session.arrived = [committed(0, contributed=False, replayed=True)]
+    assert rounds.poll(), "it fell behind"
+    rounds.session.boundary.append(io.Compute(1, (0,)))
+    rounds.commit()
+    assert rounds.is_open
+
+
+def test_alpha_is_the_share_of_the_local_parameters():
+    model = make_model()
+    shared = GlobalParameters(model, 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1.0
+    shared.load(0, alpha=0.25)
+    for local, other in zip(model.parameters(), shared.module.parameters(), strict=True):
+        assert torch.allclose(local - other, torch.full_like(local, 0.25), atol=1e-6)

@@ -151,6 +151,27 @@ def test_the_users_mistake_ends_every_launcher_after_one_start(job):
     assert "ValueError: the user's own mistake" in said and "the replica is not started again" in said
 
 
+def test_an_outage_of_all_lighthouses_beyond_every_bound_ends_no_launcher(zygote, tmp_path):
+    """The members stop themselves, and their next processes look for a lighthouse beyond ``contact_s``."""
+    bounds = {"FABRIC_AUTONOMY_S": "5", "FABRIC_EXCHANGE_S": "2", "FABRIC_CONTACT_S": "1"}
+    environment = {**bounds, "FABRIC_USER_CODE_S": "2", "FABRIC_ORPHAN_S": "600", "TINY_STEP_S": "0.1"}
+    environment |= {"TINY_STEPS": "150", "FABRIC_REPLICAS": "2"}
+    with LaunchedJob(zygote, tmp_path, replicas=2, ranks=1, environment=environment) as job:
+        job.trainer = "tiny_trainer.py"
+        for name in ("r0", "r1"):
+            job.launch(name, "--ranks", "1", *AT_ONCE[2:])
+        job.wait_step("r1", 5)
+        port = int(job.url.rsplit(":", 1)[1])
+        job.stop_lighthouse(signal.SIGKILL)
+        waits = "it waits until one is there, because its launcher has restarted it"
+        for name in ("r0", "r1"):
+            log = job.folder / f"{name}.log"
+            job.wait_for(lambda log=log: waits in log.read_text(), f"the next process of {name} to wait")
+        job.start_lighthouse(port)
+        assert job.end_codes() == {"r0": 0, "r1": 0}, job.logs()
+        assert {x["step"] for x in job.events("r0", "commit")} == set(range(150))
+
+
 def test_a_replica_alone_goes_on_with_fewer_ranks(zygote, tmp_path):
     """The device of rank 1 fails in two attempts. One rank then reads the state of two ranks from memory."""
     steps, gate = 14, tmp_path / "gate"

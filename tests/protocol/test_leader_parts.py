@@ -7,7 +7,7 @@ import pytest
 from protocol.makers import member_of, record_of, session_of
 from protocol.test_leader import Lighthouse, started
 
-from fabric.model import OperatorOverrides, Sharing
+from fabric.model import Base, OperatorOverrides, Sharing
 from fabric.protocol.leader.admission import READMIT_LIMIT_S, READMIT_S, Backoff
 from fabric.protocol.leader.base_choice import BaseChoice, base_ref
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
@@ -157,3 +157,84 @@ def test_the_next_leader_remembers_the_data_slots_of_replicas_that_are_away():
     writer = Lighthouse(record).core.writer
     assert writer.data_slots == {"a": 0, "b": 1, "c": 2}
     assert [x.data_slot for x in seated((*record.roster, member_of("b")), writer.data_slots)] == [2, 1]
+
+
+# --- data that only some replicas can read ------------------------------------------------------------------
+
+
+def read_by_two(on_loss="wait", **more):
+    """A job of four members, each on its data slot: part p can be read on the slots p and p - 1."""
+    seats = {name: {"data_slot": slot, **more.get(name, {})} for slot, name in enumerate("abcd")}
+    record = record_of("a b c d", epoch=5, forced=4, **seats)
+    return replace(record, sharing=Sharing(data_slots=4, readers=2, on_loss=on_loss))
+
+
+def drain_of(name):
+    return io.Operator("drain", name, "ann", "a test")
+
+
+def test_a_lost_part_stops_the_job_in_a_later_epoch_too():
+    lighthouse = started("a b c d", read_by_two("stop"))
+    for name in "ab":
+        lighthouse.status(name, "gone")
+    lighthouse.wait(1.0)
+    assert "no member can read shard 1" in lighthouse.record.failed
+
+
+def test_a_drain_under_way_counts_for_the_next_drain():
+    lighthouse = started("a b c d", read_by_two())
+    lighthouse.commits = False
+    assert not lighthouse.core.orders.objection(drain_of("d"))
+    lighthouse.do(drain_of("a"))
+    assert "no other member can read shard 0" in lighthouse.core.orders.objection(drain_of("d"))
+
+
+def test_a_member_that_leaves_is_no_reader_under_the_next_leader():
+    lighthouse = started("a b c d", read_by_two(a={"leaving": True}))
+    lighthouse.core.orders.draining.clear()
+    record = read_by_two(a={"leaving": True})
+    lighthouse = Lighthouse(record)
+    for name in "bcd":
+        lighthouse.open(name, generation=1, step=5, epoch=5)
+        lighthouse.status(name)
+    assert "no other member can read shard 0" in lighthouse.core.orders.objection(drain_of("d"))
+
+
+def test_a_smaller_maximum_keeps_a_reader_of_each_part():
+    lighthouse = started("a b c d", read_by_two(c={"since": 2}, d={"since": 3}))
+    lighthouse.do(io.Operator("scale", "", "ann", "a test", max_replicas=2))
+    lighthouse.wait(1.0)
+    assert set(lighthouse.core.orders.draining) == {"c"}, "d is the last reader of shard 3"
+
+
+# --- a base that members could not load ---------------------------------------------------------------------
+
+
+def second_generation():
+    """The parts of a leader whose second generation begins from step 3, and the record."""
+    record = record_of("a b", epoch=4, cold=4, generation=2, base=Base(1, 3, "x", ("http://a",)))
+    return Lighthouse(record).core.bases, record
+
+
+def test_only_a_load_of_the_present_base_clears_a_verdict():
+    bases, record = second_generation()
+    bases.unusable = {base_ref(record): "it is damaged"}
+    bases.note_loaded(1)
+    assert bases.unusable, "a member of the generation before loaded another base"
+    bases.note_loaded(2)
+    assert not bases.unusable
+
+
+@pytest.mark.parametrize(("loaded", "is_passed_over"), [(1, True), (2, False)])
+def test_a_base_is_passed_over_only_where_no_member_loaded_it(loaded, is_passed_over):
+    bases, record = second_generation()
+    bases.base_loaded_generation = loaded
+    bases.note_cannot_load(m.CannotContinue(record.fence, "it is damaged", unusable=True), record)
+    assert bool(bases.unusable) == is_passed_over
+
+
+def test_a_retry_forgives_states_that_were_called_wrong():
+    bases, record = second_generation()
+    bases.mistrusted = {base_ref(record): "a disagrees"}
+    bases.forgive()
+    assert not bases.mistrusted

@@ -213,3 +213,18 @@ def test_a_drained_member_that_goes_with_the_last_vote_aborts_no_round():
 def test_a_drained_member_that_dies_before_that_aborts_the_round():
     trainer, _ = leaving(prepared=False)
     assert trainer.core.view.mode is Mode.ABORTED
+
+
+def test_members_hear_of_the_end_again_over_a_new_link_of_the_same_epoch():
+    trainer = closed()
+    trainer.do(io.LinkLost("b", 1, "reset"))
+    trainer.do(io.Linked(1))
+    assert trainer.told_peers(m.Finished) == [finished()]
+
+
+def test_the_end_of_a_loop_is_told_in_the_generation_of_its_state():
+    trainer = holding()
+    trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
+    trainer.leader(m.Epoch(record_of("a b", epoch=2, cold=2, generation=2)))
+    trainer.do(io.Closing())
+    assert {x.fence.generation for x in trainer.said(m.Finished)} == {1}

@@ -229,6 +229,25 @@ class Twins(ColdWorld):
         demand(effect.kind != "evicting", f"{effect.about} is evicted for a second process: {effect.why}")
 
 
+class EarlyTwins(Twins):
+    """After a fail-over the second process speaks to the next leader before the first process does."""
+
+    def strike(self) -> None:
+        first = self.hosts["r0"].trainer
+        assert first is not None
+        first.reach(Cut(self))
+        for name in self.lighthouses:
+            self.kill_lighthouse(name)
+            self.start_lighthouse(name)
+        super().strike()
+        self.clockwork.at(self.clockwork.between(0.3, 2.0), lambda: first.reach(self))
+
+    def told(self, effect: lio.RecordEvent) -> None:
+        super().told(effect)
+        waits = effect.kind == "session refused" and "has not spoken to this lighthouse" in effect.why
+        self.clockwork.counts["cold: a twin spoke first after a fail-over"] += waits
+
+
 class Tie(ColdWorld):
     """Two of four replicas came later, and a bit of the state that these two have is wrong. Neither half is a
     majority, so the leader evicts the members with the shorter tenure.

@@ -154,6 +154,7 @@ class RebatchedWorld(World):
         core = next(x.core for x in self.lighthouses.values() if x.leads)
         assert core is not None
         first = next(iter(core.state.liveness.peers))
+        self.clockwork.counts["data: all started again with other batches"] += 1
         for name in self.hosts:
             self.kill_trainer(name, 10**6 if name == first else 0.5)
         self.hosts[first].drained = True

@@ -70,6 +70,46 @@ class DisputeWorld(World):
         demand(is_fair, f"the healthy member is evicted: {effect.why}")
 
 
+class ReportedWorld(World):
+    """A bit of r2's state flips, and a link ends before the votes of that step. The job needs all replicas.
+    r2 is evicted by reports, which r2 does not hear, and must come back with another state.
+    """
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        self.struck, self.evicted = False, 0
+        super().__init__(seed, tracing, faultless=True)
+        self.faults.not_before, self.faults.over = 3.0, False
+
+    def choose(self) -> Settings:
+        settings = super().choose()
+        policy = replace(settings.leader.policy, min_replicas=3, start_replicas=3)
+        return replace(
+            settings,
+            replicas=3,
+            min_replicas=3,
+            micro_batches=6,
+            compute_s=0.03,
+            leader=replace(settings.leader, policy=policy),
+            member=replace(settings.member, min_replicas=3),
+        )
+
+    def happened(self, what: str, host: str) -> None:
+        super().happened(what, host)
+        trainer = self.hosts["r2"].trainer
+        is_due = (what, host) == ("commit", "r2") and self.clockwork.now > 1.5 and not self.struck
+        if is_due and trainer is not None:
+            self.struck = self.flipped = True
+            trainer.main.digest += FLIPPED
+            self.clockwork.at(0.03, lambda: self.network.reset_between("r0", "r1"))
+
+    def told(self, effect: leader_events.RecordEvent) -> None:
+        super().told(effect)
+        is_reported = effect.kind == "evicting" and "about the state" in effect.why
+        self.clockwork.counts["dispute: evicted by reports"] += is_reported
+        self.evicted += is_reported
+        demand(self.evicted < 2, f"{effect.about} came back with the state for which it was evicted")
+
+
 class ColdDisputeWorld(DisputeWorld):
     """Both members serve snapshots of one step after the flip, and die."""
 

@@ -15,9 +15,9 @@ if __name__ == "__main__":
 
 from sim import coverage
 from sim.adapt_worlds import AdaptWorld
-from sim.cold_worlds import cold_world
+from sim.cold_worlds import EarlyTwins, cold_world
 from sim.data_worlds import CurriculumWorld, RebatchedWorld
-from sim.dispute_worlds import ColdDisputeWorld, DisputeWorld
+from sim.dispute_worlds import ColdDisputeWorld, DisputeWorld, ReportedWorld
 from sim.durable_worlds import DurableWorld
 from sim.end_worlds import EndWorld
 from sim.late_worlds import late_world
@@ -57,6 +57,8 @@ KINDS: dict[str, Callable[[int], World]] = {
     "norm": NormWorld,
     "dispute": DisputeWorld,
     "cold-dispute": ColdDisputeWorld,
+    "reported": ReportedWorld,
+    "twin": EarlyTwins,
 }
 
 

@@ -8,6 +8,7 @@ from sim.run import hunt
 from sim.world import run_seed
 
 SEEDS = 56
+TWIN_SEEDS = 12
 MUTATION_SEEDS = 28
 # In these plain worlds a cold start once began from an older state than a reachable server held.
 BASE_SEEDS = (230, 753, 985, 8000253, 8001949, 8003351)
@@ -20,6 +21,12 @@ def test_no_cold_start_passes_a_process_over_or_loses_a_held_state():
     assert not failures, "\n".join(failures)
     missing = [name for name in cold_worlds.REQUIRED if not counts[name]]
     assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+
+
+def test_a_twin_that_speaks_first_after_a_fail_over_takes_no_members_place():
+    counts, failures = hunt(0, TWIN_SEEDS, "twin")
+    assert not failures, "\n".join(failures)
+    assert counts["cold: a twin spoke first after a fail-over"] and counts["cold: a second process refused"]
 
 
 @pytest.mark.parametrize("name", sorted(cold_worlds.MUTATIONS))

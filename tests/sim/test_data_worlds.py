@@ -25,8 +25,10 @@ def test_every_step_has_the_micro_batches_of_its_stage():
 
 
 def test_a_restart_with_other_batches_loses_and_invents_no_micro_batch():
-    _, failures = hunt(0, REBATCHED_SEEDS, "rebatched")
+    counts, failures = hunt(0, REBATCHED_SEEDS, "rebatched")
     assert not failures, "\n".join(failures)
+    assert counts["data: all started again with other batches"] == REBATCHED_SEEDS
+    assert counts["path: cold start"], "the steps after the restart count with the new number"
 
 
 def decide_with_the_number_of_the_first_stage(patch: pytest.MonkeyPatch) -> None:

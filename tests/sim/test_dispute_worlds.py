@@ -4,6 +4,7 @@ from sim import dispute_worlds, noticing
 from sim.run import hunt
 
 SEEDS = 20
+REPORTED_SEEDS = 8
 
 
 def test_no_newcomer_makes_a_wrong_state_the_majority():
@@ -15,6 +16,12 @@ def test_no_newcomer_makes_a_wrong_state_the_majority():
         "path: stopped rather than guess",
     ):
         assert counts[name], name
+
+
+def test_a_member_that_is_evicted_by_reports_comes_back_with_another_state():
+    counts, failures = hunt(0, REPORTED_SEEDS, "reported")
+    assert not failures, "\n".join(failures)
+    assert counts["dispute: evicted by reports"]
 
 
 def test_no_job_begins_again_from_a_disputed_state():

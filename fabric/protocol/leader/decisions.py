@@ -38,6 +38,7 @@ class Decisions:
         decision = decide(record, reports, self.state.micro_batches(record))
         if isinstance(decision, Evict):
             if decision.state:
+                self._tell_outvoted(decision)
                 self.bases.mistrust(decision.replicas, decision.reason)
             for name in decision.replicas:
                 self.state.epoch.cannot_continue.add(name)
@@ -56,6 +57,12 @@ class Decisions:
                 self.outbox.record_event("resume", "", text, record.incident_id)
             for member in record.roster:
                 self.outbox.send(member.replica, self.row(member.replica))
+
+    def _tell_outvoted(self, decision: Evict) -> None:
+        """Tell each member once that its state is wrong: it has not heard the others' reports."""
+        for name in decision.replicas:
+            if name not in self.state.epoch.cannot_continue:
+                self.outbox.send(name, m.Rejected(decision.reason, retry=True, outvoted=True))
 
     def row(self, replica: str) -> m.Resume:
         """The decision with this member's row of the table; all members without a row get the same object."""

@@ -202,6 +202,8 @@ class LighthouseSession:
 
     def on_rejected(self, message: m.Rejected) -> None:
         if message.retry:
+            # A member that is outvoted loads another state when an epoch leaves it out.
+            self._memory.state.outvoted = self._memory.state.outvoted or message.outvoted
             self._context.emit(
                 io.WriteJournal("kept out", self._epochs.epoch(), self._memory.state.step, message.reason)
             )

@@ -168,6 +168,7 @@ class Rejected:
     poison: tuple[Poison, ...] = ()  # the micro-batches that are the reason, if any are
     # Start again with an incarnation above this one, because the host's clock is behind; 0: end for good.
     above: Int64 = 0
+    outvoted: bool = False  # the reports of most members call the state of this process wrong
 
 
 @dataclass(frozen=True, slots=True)

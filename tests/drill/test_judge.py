@@ -12,6 +12,7 @@ from fabric.audit.journal import RecordedRun, parse_journal
 from fabric.audit.verify import judge
 from fabric.drill.judge.drill_record import (
     DrillRecord,
+    HeadlineSighting,
     InjectedFault,
     LostReplica,
     RecoveryFacts,
@@ -214,6 +215,10 @@ VIOLATIONS: dict[str, tuple[str, DrillRecord]] = {
         "sources-agree",
         record(sightings=(StepSighting(1011.0, "r0", 9),)),
     ),
+    "the first line of the status counts a replica too many": (
+        "status-true",
+        record(headlines=(HeadlineSighting(1014.3, "4 of 4 replicas"),)),
+    ),
 }
 
 
@@ -382,7 +387,11 @@ def test_an_expectation_that_nothing_measures_fails_where_it_was_asked_for(text)
 
 def test_a_default_expectation_that_nothing_measures_is_passed_over():
     judged = judge_drill(replace(record(), faults=(), recoveries=None, sightings=()))
-    assert [o.expectation for o in judged.outcomes if o.value is None] == ["sources-agree", "rejoined<=120s"]
+    assert [o.expectation for o in judged.outcomes if o.value is None] == [
+        "sources-agree",
+        "status-true",
+        "rejoined<=120s",
+    ]
     assert any("was killed" not in s for s in judged.broken) or judged.broken == ()
 
 

@@ -21,6 +21,7 @@ EXPECT = (
     "digests-equal",
     "samples-exactly-once",
     "sources-agree",
+    "status-true",
     "restarts==0",
 )
 

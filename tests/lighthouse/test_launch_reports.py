@@ -15,19 +15,21 @@ from protocol.test_leader import runs
 from test_absences import Watched
 
 from fabric.lighthouse.diagnosis.absences import absences, headline
-from fabric.lighthouse.history.launches import LaunchReport
+from fabric.lighthouse.history.launches import LaunchReport, LaunchReports
 from fabric.lighthouse.history.recovery import Recoveries
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 
 
-def launch(lighthouse, job: str, script, *options: str) -> "subprocess.Popen[bytes]":
+def launch(
+    lighthouse, job: str, script, *options: str, stdout: int = subprocess.DEVNULL
+) -> "subprocess.Popen[bytes]":
     plain = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
     named = ["--job", job, "--replica", "r3", "--lighthouse", lighthouse.url]
     own = [sys.executable, "-m", "fabric.cli.main", "launch", *named, "--token-file", lighthouse.token_file]
     command = [*own, *options, "--no-python", sys.executable, script]
-    return subprocess.Popen(command, env=plain, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command, env=plain, stdout=stdout, stderr=subprocess.DEVNULL)
 
 
 async def look(http, lighthouse, job: str) -> dict:
@@ -105,6 +107,9 @@ async def test_a_report_that_cannot_be_read_is_refused_and_changes_nothing(light
         ("attempt", 10**400),
         ("gave_up", "yes"),
         ("spare", [1]),
+        ("stopped", "no"),
+        ("last_line", "x\ny"),
+        ("last_line", ["x"]),
     ):
         status, answer = await post(http, url, json.dumps({**good, name: value}).encode())
         assert status == 400 and answer["error"], (name, value)
@@ -141,6 +146,68 @@ def test_a_job_that_has_not_begun_names_the_replica_that_keeps_it_waiting():
     core.handle(io.Elected("store", None), 0.0)
     log.launches.take(_report("d"))
     assert headline(core.view, absences(core.view, log, 0.0)).startswith("0 of 3 replicas; d down since")
+
+
+async def test_the_last_line_of_a_failed_attempt_is_told(lighthouse, http, job, script, members):
+    script.write_text("import sys; print('work'); sys.exit('\\x1b[31mValueError: no data\\x1b[0m')\n")
+    launcher = launch(lighthouse, job, script)
+    assert launcher.wait(DEADLINE_S) == 1
+    body = await look(http, lighthouse, job)
+    assert body["absent"][0]["last_line"] == "ValueError: no data"
+    assert 'its launcher gave up, its last line: "ValueError: no data", ' in body["headline"]
+    _, events = await get(http, f"{lighthouse.url}/v1/jobs/{job}/events")
+    said = next(event["why"] for event in events if event["kind"] == "launch failed")
+    assert said.endswith('; its last line: "ValueError: no data"')
+
+
+async def test_a_launcher_that_a_signal_ends_is_seen(lighthouse, http, job, script, members):
+    script.write_text("import signal; print(7, flush=True); signal.pause()\n")
+    launcher = launch(lighthouse, job, script, stdout=subprocess.PIPE)
+    assert launcher.stdout.readline() == b"7\n"
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    (absent,) = (await look(http, lighthouse, job))["absent"]
+    assert (absent["replica"], absent["why"]) == ("r3", "SIGTERM ended its launcher")
+
+
+async def test_a_job_whose_replicas_all_die_before_they_attach_is_listed(lighthouse, http, job, script):
+    script.write_text("raise SystemExit(1)\n")
+    assert launch(lighthouse, job, script).wait(DEADLINE_S) == 1
+    listed = (await get(http, f"{lighthouse.url}/v1/jobs"))[1]
+    (line,) = [x["headline"] for x in listed if x["job"] == job]
+    assert line.startswith("0 of 1 replica; r3 down since") and "rank 0 ended with 1" in line
+    async with http.get(f"{lighthouse.url}/metrics", headers=headers()) as answer:
+        assert f'fabric_lighthouse_replicas_missing{{job="{job}"}} 1.0' in await answer.text()
+
+
+async def test_attempts_that_die_before_they_attach_count_for_a_penalty(lighthouse, http, job, members):
+    url, report = f"{lighthouse.url}/v1/jobs/{job}/launcher", {"host": "h9", "why": "rank 0 ended with 1"}
+    session = WireMember(http, lighthouse.url, "r3", job=job, replicas="3")
+    await session.open()
+    await session.close()
+    for attempt in range(4):
+        assert (await post(http, url, {**report, "replica": "r3", "attempt": attempt}))[0] == 200
+    penalties, deadline = [], time.monotonic() + DEADLINE_S
+    while not penalties and time.monotonic() < deadline:
+        penalties = (await look(http, lighthouse, job))["penalties"]
+    found = {x["about"]: x["times"] for x in penalties}
+    assert found["r3"] == 3, "the eviction counts the attempt that had attached"
+
+
+def test_a_failure_without_an_epoch_counts_each_time():
+    core = LeaderCore("job", LeaderConfig(policy=Policy(1, 4, 3)), random.Random(1), 0.0)
+    for at in (1.0, 2.0, 3.0):
+        assert core.view.penalties() == []
+        core.handle(io.LaunchFailed("r3", "h9", "rank 0 ended with 1"), at)
+    (penalty,) = core.view.penalties()
+    assert (penalty.about, penalty.times, penalty.why) == ("r3", 3, "rank 0 ended with 1")
+
+
+def test_old_reports_of_a_job_without_processes_are_forgotten():
+    reports = LaunchReports()
+    reports.take(_report("a", at=1.0))
+    reports.take(_report("b", at=9.0))
+    assert reports.forget_before(5.0) and list(reports.newest) == ["b"] and not reports.forget_before(5.0)
 
 
 def test_reports_of_ever_new_names_do_not_fill_memory():

@@ -64,6 +64,11 @@ class AttemptSpec:
         """Whether the ranks' output goes through the launcher."""
         return self.layout.ranks > 1 or self.log_dir is not None
 
+    @property
+    def reads_errors(self) -> bool:
+        """Whether the launcher reads standard error, for its reports. On a terminal a person reads it."""
+        return self.is_piped or not os.isatty(2)
+
 
 @dataclass(slots=True)
 class RankProcess:
@@ -108,6 +113,11 @@ class LaunchAttempt:
         """The exit code of every rank that has ended."""
         return {rank.rank: rank.code for rank in self.ranks if rank.code is not None}
 
+    def last_line(self, ranks: Sequence[int]) -> str:
+        """Return the last line of standard error of the first of ``ranks``, where the launcher reads it."""
+        errors = [x for rank in self.ranks if rank.rank in ranks for x in rank.outputs if x.terminal == 2]
+        return errors[0].last_line if errors else ""
+
     def note_end(self, rank: RankProcess) -> None:
         """Note the exit code of a rank that has ended, but keep its process id reserved until ``close``."""
         status = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOWAIT)
@@ -145,14 +155,13 @@ class LaunchAttempt:
     def _start(self, rank: int) -> None:
         spec = self._spec
         log = self._open_log(rank)
-        stream = subprocess.PIPE if spec.is_piped else None
         sys.stdout.flush()
         process = subprocess.Popen(
             spec.command,
             env=spec.rank_environment(rank),
             stdin=subprocess.DEVNULL if spec.layout.ranks > 1 else None,
-            stdout=stream,
-            stderr=stream,
+            stdout=subprocess.PIPE if spec.is_piped else None,
+            stderr=subprocess.PIPE if spec.reads_errors else None,
             # Ctrl-C in the terminal must reach only the launcher, which ends the ranks in order.
             start_new_session=True,
             pass_fds=spec.inherited,

@@ -16,7 +16,7 @@ from fabric.cli.launch.devices import visible_devices
 from fabric.cli.launch.guard import Guard
 from fabric.cli.launch.rank_output import RankOutput
 from fabric.cli.launch.rendezvous import RendezvousPort
-from fabric.cli.launch.reports import Reporter
+from fabric.cli.launch.reports import AttemptReport, Reporter
 from fabric.cli.launch.restart_policy import (
     AttemptEnd,
     DeviceHistory,
@@ -98,6 +98,7 @@ class Launcher:
         self._selector.register(inbox.descriptor, selectors.EVENT_READ, inbox)
         self._ended_by = 0  # the signal that ends this launcher
         self._attempts = 0
+        self._last_line = ""  # what the first rank of the newest attempt that failed wrote last
         self._reporter = Reporter(plan.environment) if plan.has_lighthouse else None
 
     def run(self) -> int:
@@ -116,7 +117,7 @@ class Launcher:
             layout, devices = self._next_layout()
             end = self._attempt(layout, devices)
             if self._ended_by and set(end.codes.values()) != {FINISHED}:
-                return END_BY_SIGNAL + self._ended_by
+                return self._stop()
             self._note_devices(end, devices)
             order = self._layouts.take() if end.codes.get(0) == RESTART else None
             move = self._policy.judge(end) if order is None else self._follow(order, devices)
@@ -130,7 +131,7 @@ class Launcher:
                 self._report(move.why, gave_up=False)
             self._pause(move.pause_s)
             if self._ended_by:
-                return END_BY_SIGNAL + self._ended_by
+                return self._stop()
 
     # --- before an attempt --------------------------------------------------------------------------------
 
@@ -225,6 +226,7 @@ class Launcher:
         self._marked.sessions = frozenset(attempt.pids)
         self._marked.kill(_KILL_S)
         attempt.close()
+        self._last_line = attempt.last_line(first)
         return AttemptEnd(attempt.codes, first, (failed_at or time.monotonic()) - began)
 
     def _wait(self, attempt: LaunchAttempt, deadlines: Deadlines) -> list[RankProcess]:
@@ -277,6 +279,11 @@ class Launcher:
             return RESTART
         return move.code
 
+    def _stop(self) -> int:
+        """Report the signal that ends this launcher; return its exit code."""
+        self._report(f"{signal.Signals(self._ended_by).name} ended its launcher", gave_up=True)
+        return END_BY_SIGNAL + self._ended_by
+
     def _say(self, move: NextMove, layout: RankLayout) -> None:
         when = f"in {move.pause_s:g} s" if move.pause_s else "at once"
         log.warning("%s (%s): attempt %d begins %s", move.why, layout, self._attempts + 1, when)
@@ -284,7 +291,8 @@ class Launcher:
     def _report(self, why: str, *, gave_up: bool) -> None:
         """Tell the lighthouse how the newest attempt ended."""
         if self._reporter is not None:
-            self._reporter.tell(self._attempts, why, gave_up=gave_up)
+            report = AttemptReport(self._attempts, why, self._last_line, gave_up, bool(self._ended_by))
+            self._reporter.tell(report)
             if gave_up:
                 self._reporter.finish()
 

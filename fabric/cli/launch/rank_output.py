@@ -2,12 +2,17 @@
 
 import contextlib
 import os
+import re
 import select
 from typing import IO
+
+from fabric.model import shortened
 
 _READ_BYTES = 1 << 16
 # A longer line is cut, so that a rank that never ends a line does not fill the launcher's memory.
 _MAX_LINE_BYTES = 1 << 16
+_LAST_CHARACTERS = 200
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class RankOutput:
@@ -15,8 +20,9 @@ class RankOutput:
 
     def __init__(self, source: int, prefix: str, terminal: int, log: IO[bytes] | None) -> None:
         self.source = source
-        self._prefix, self._terminal, self._log = prefix.encode(), terminal, log
+        self._prefix, self.terminal, self._log = prefix.encode(), terminal, log
         self._pending = b""
+        self._last = b""  # the last line that is not empty
         os.set_blocking(source, False)
 
     def pump(self) -> bool:
@@ -31,8 +37,15 @@ class RankOutput:
         *lines, self._pending = _lines(self._pending + data)
         if len(self._pending) > _MAX_LINE_BYTES or not data:
             lines, self._pending = [*lines, self._pending], b""
+        self._last = next((line for line in reversed(lines) if line.strip()), self._last)
         self._show(b"".join(self._prefix + line for line in lines if line), ends=not data)
         return bool(data)
+
+    @property
+    def last_line(self) -> str:
+        """Return the last line, in printable characters without colours."""
+        text = _COLOUR.sub("", self._last.decode(errors="replace")).strip()
+        return shortened("".join(c if c.isprintable() else "?" for c in text), _LAST_CHARACTERS)
 
     def close(self) -> None:
         """Copy the remaining output, and close the stream."""
@@ -46,7 +59,7 @@ class RankOutput:
             text += b"\n"
         with contextlib.suppress(OSError):  # no program reads the output any more
             while text:
-                text = text[os.write(self._terminal, text) :]
+                text = text[os.write(self.terminal, text) :]
 
 
 def _lines(data: bytes) -> list[bytes]:

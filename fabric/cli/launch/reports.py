@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fabric.errors import FabricError, Unreachable
@@ -28,6 +29,17 @@ _LAST_S = 5.0
 _LONGEST = 300  # characters of a reason that the lighthouse takes
 
 
+@dataclass(frozen=True, slots=True)
+class AttemptReport:
+    """How an attempt ended, for the lighthouse."""
+
+    attempt: int
+    why: str
+    last_line: str  # of standard error; empty: the launcher does not read it
+    gave_up: bool  # the launcher starts the replica no more
+    stopped: bool  # a signal ended the launcher
+
+
 class Reporter:
     """Sends reports one at a time; a newer report ends the sending of the older one."""
 
@@ -37,10 +49,10 @@ class Reporter:
         self._environment = {name: value for name, value in environment.items() if name not in hidden}
         self._sender: subprocess.Popen[bytes] | None = None
 
-    def tell(self, attempt: int, why: str, *, gave_up: bool) -> None:
+    def tell(self, report: AttemptReport) -> None:
         """Begin to report the end of an attempt; never waits."""
         self.close()
-        body = {"attempt": attempt, "why": shortened(why, _LONGEST), "gave_up": gave_up}
+        body = asdict(replace(report, why=shortened(report.why, _LONGEST)))
         with contextlib.suppress(OSError):
             self._sender = subprocess.Popen(
                 own_program("fabric.cli.launch.reports", json.dumps(body)),

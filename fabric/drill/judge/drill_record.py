@@ -47,6 +47,14 @@ class StepSighting:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class HeadlineSighting:
+    """The first line of the lighthouse's status at ``t``."""
+
+    t: float
+    text: str
+
+
 class LostReplica(msgspec.Struct, frozen=True):
     """One lost replica of a recovery record; 0.0: not yet."""
 
@@ -87,6 +95,7 @@ class DrillRecord:
     faults: tuple[InjectedFault, ...] = ()
     recoveries: tuple[RecoveryFacts, ...] | None = None  # None: the lighthouse was not asked
     sightings: tuple[StepSighting, ...] = ()
+    headlines: tuple[HeadlineSighting, ...] = ()
     is_over: bool = True  # whether the job has finished
     began: float = 0.0  # waits, ends and losses before this time are not the drill's
 

@@ -11,6 +11,7 @@ from fabric.audit.verify import Verdict, judge
 from fabric.drill.judge.disagreements import disagreements
 from fabric.drill.judge.drill_record import WIPED, DrillRecord, InjectedFault
 from fabric.drill.judge.expectations import DEFAULTS, MAY_LOSE, Expectation, MeasureUnit, parse_expectation
+from fabric.drill.judge.headlines import untrue_headlines
 from fabric.drill.judge.outside import OutsideTimes
 from fabric.drill.judge.timelines import DrillTimes
 
@@ -102,6 +103,7 @@ class _Measures:
     ) -> None:
         self._record, self._summary, self._times = record, verdict.summary, times
         self._evidence, self._broken, self._differing = verdict.evidence, verdict.broken, differing
+        self._untrue = list(untrue_headlines(record, verdict.evidence, times.median_step_s))
 
     def outcome(self, wish: Expectation, *, is_asked: bool) -> Outcome:
         """Measure the value that ``wish`` bounds, and compare it."""
@@ -135,11 +137,14 @@ class _Measures:
             return None
         if measure == "sources_agree" and self._record.recoveries is None and not self._record.sightings:
             return None
+        if measure == "status_true" and not self._record.headlines:
+            return None
         values = {
             "promises_kept": not self._broken,
             "digests_equal": summary.digests_equal,
             "samples_exactly_once": not summary.samples_skipped and not summary.samples_repeated,
             "sources_agree": not self._differing,
+            "status_true": not self._untrue,
             "steps": summary.steps,
             "steps_lost": summary.steps_lost,
             "samples_skipped": summary.samples_skipped,
@@ -154,6 +159,8 @@ class _Measures:
             return self._broken[0]
         if wish.measure == "sources_agree":
             return self._differing[0]
+        if wish.measure == "status_true":
+            return self._untrue[0]
         if wish.measure == "samples_exactly_once":
             return f"{summary.samples_skipped} samples are skipped and {summary.samples_repeated} repeated"
         if wish.measure == "restarts" and value and not self._record.run.journals:

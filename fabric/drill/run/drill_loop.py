@@ -60,6 +60,7 @@ class DrillRun:
             faults=tuple(self.faults),
             recoveries=recoveries,
             sightings=poller.sightings,
+            headlines=poller.headlines,
             is_over=is_over,
         )
 

@@ -160,6 +160,7 @@ class RunningDrill:
             faults=tuple(self.faults),
             recoveries=recoveries,
             sightings=poller.sightings,
+            headlines=poller.headlines,
             is_over=False,
             began=began,
         )

@@ -5,7 +5,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from fabric.drill.judge.drill_record import StepSighting
+from fabric.drill.judge.drill_record import HeadlineSighting, StepSighting
 from fabric.errors import FabricError
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
@@ -13,12 +13,14 @@ _EVERY_S = 1.0
 
 
 class StatusPoller:
-    """Polls from ``start`` to ``close``; ``sightings`` has the steps that the lighthouse named."""
+    """Polls from ``start`` to ``close``; ``sightings`` has the steps that the lighthouse named, ``headlines``
+    its first lines."""
 
     def __init__(self, client: Lighthouses) -> None:
         self._client = client
         self._over = threading.Event()
         self._seen: list[StepSighting] = []
+        self._headlines: list[HeadlineSighting] = []
         self._thread = threading.Thread(target=self._run, name="fabric-drill-status", daemon=True)
 
     def start(self) -> None:
@@ -32,6 +34,10 @@ class StatusPoller:
     def sightings(self) -> tuple[StepSighting, ...]:
         return tuple(self._seen)
 
+    @property
+    def headlines(self) -> tuple[HeadlineSighting, ...]:
+        return tuple(self._headlines)
+
     def _run(self) -> None:
         while not self._over.wait(_EVERY_S):
             self._look()
@@ -40,7 +46,10 @@ class StatusPoller:
     def _look(self) -> None:
         with suppress(FabricError):
             status = self._client.ask(self._client.path())
-            self._seen += _steps(status, time.time())
+            now = time.time()
+            self._seen += _steps(status, now)
+            if isinstance(status, dict) and isinstance(text := status.get("headline"), str):
+                self._headlines.append(HeadlineSighting(now, text))
 
 
 def _steps(status: Any, now: float) -> list[StepSighting]:

@@ -50,9 +50,11 @@ def _launched(
             continue
         if before is not None:
             why = "; ".join(filter(None, (before.why, report.sentence)))
-            absent[name] = replace(before, why=why, host=before.host or report.host)
+            host = before.host or report.host
+            absent[name] = replace(before, why=why, host=host, last_line=report.last_line)
         elif not report.is_spare and (view.record is None or view.record.member(name) is None):
-            absent[name] = Absence(name, DOWN, report.sentence, report.at, report.host, False)
+            why, last = report.sentence, report.last_line
+            absent[name] = Absence(name, DOWN, why, report.at, report.host, False, last)
     return [absent[name] for name in sorted(absent)]
 
 
@@ -78,7 +80,7 @@ def counts(view: LeaderView, absent: Sequence[Absence]) -> tuple[int, int]:
     """
     record = view.record
     if record is None:
-        return view.startable(), view.policy.start_replicas
+        return view.startable(), max(view.policy.start_replicas, view.startable() + len(absent))
     training = len(record.roster) - sum(absence.is_member for absence in absent)
     lost = sum(absence.state != LEFT for absence in absent)
     wanted = min(view.max_members, max(view.policy.start_replicas, training + lost))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 # The most reports that are kept; beyond it the oldest are forgotten.
 _KEPT = 100
+_MOST_ATTACHED = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +17,14 @@ class LaunchReport:
     gave_up: bool  # the launcher starts the replica no more
     is_spare: bool
     at: float  # Unix seconds; `LaunchReports` keeps the time of the first failure in a row
+    last_line: str = ""  # of the attempt's standard error; empty where the launcher does not know it
+    is_stopped: bool = False  # a signal ended the launcher, and ``why`` says so
 
     @property
     def sentence(self) -> str:
         """Return the reason without the attempt's number, so that equal ends have equal sentences."""
+        if self.is_stopped:
+            return self.why
         return f"{self.why}; its launcher {'gave up' if self.gave_up else 'starts it again'}"
 
 
@@ -28,6 +33,8 @@ class LaunchReports:
 
     def __init__(self) -> None:
         self.newest: dict[str, LaunchReport] = {}
+        # The replicas that have attached since their last report: an eviction counts these attempts.
+        self._attached: dict[str, None] = {}
 
     def since(self, replica: str, now: float) -> float:
         """Return when the first of the replica's failures in a row was reported."""
@@ -39,6 +46,17 @@ class LaunchReports:
         """The replicas that their launchers start no more, the oldest report first."""
         return [name for name, report in self.newest.items() if report.gave_up]
 
+    def ends_attached(self, replica: str) -> bool:
+        """Whether the attempt that ended now had a session. The next attempt has none yet."""
+        return self._attached.pop(replica, self) is None
+
+    def forget_before(self, at: float) -> bool:
+        """Forget the reports of earlier times; return whether there were any."""
+        old = [name for name, report in self.newest.items() if report.at < at]
+        for name in old:
+            del self.newest[name]
+        return bool(old)
+
     def take(self, report: LaunchReport) -> None:
         """Keep ``report`` in the place of the replica's earlier one."""
         self.newest.pop(report.replica, None)
@@ -47,5 +65,12 @@ class LaunchReports:
             del self.newest[next(iter(self.newest))]
 
     def attached(self, replica: str) -> None:
-        """Forget the report of a replica that has a session again, or whose place is taken."""
+        """Forget the report of a replica that has a session again."""
+        self.replaced(replica)
+        self._attached[replica] = None
+        if len(self._attached) > _MOST_ATTACHED:
+            del self._attached[next(iter(self._attached))]
+
+    def replaced(self, replica: str) -> None:
+        """Forget the report of a replica whose place is taken."""
         self.newest.pop(replica, None)

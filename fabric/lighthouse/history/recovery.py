@@ -88,12 +88,14 @@ class Absence:
     since: float  # Unix seconds
     host: str
     is_member: bool  # whether the roster still lists it
+    last_line: str = ""  # of its last process's standard error, where its launcher knows it
 
     @property
     def sentence(self) -> str:
         """Return the replica, since when it is away, why, and its host."""
         at = datetime.fromtimestamp(self.since, UTC).strftime("%H:%M:%S UTC")
-        details = ", ".join(filter(None, (self.why, self.host)))
+        last = f'its last line: "{self.last_line}"' if self.last_line else ""
+        details = ", ".join(filter(None, (self.why, last, self.host)))
         return f"{self.replica} {self.state} since {at}" + (f" ({details})" if details else "")
 
 
@@ -185,9 +187,9 @@ class Recoveries:
         names = [member.replica for member in record.roster if member.replica not in expected]
         for newcomer, (recovery, name) in zip(names, away, strict=False):
             recovery.lost[name].replaced_by = newcomer
-            self.launches.attached(name)
+            self.launches.replaced(name)
         for _, gone in zip(names[len(away) :], self.launches.given_up, strict=False):
-            self.launches.attached(gone)
+            self.launches.replaced(gone)
         return [recovery for recovery, _ in away[: len(names)]]
 
     def _unanswered(self) -> RecoveryRecord | None:

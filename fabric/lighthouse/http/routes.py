@@ -284,14 +284,18 @@ class LighthouseRoutes:
         """Take a launcher's report of an attempt that failed."""
         body = await body_of(request, '{"replica": "r1", "host": "node-7", "attempt": 1, "why": "it died"}')
         replica, host = check_name("replica", text_of(body, "replica")), text_of(body, "host")
-        attempt, gave_up, spare = (body.get(name, 0) for name in ("attempt", "gave_up", "spare"))
-        if not all(isinstance(x, int) and 0 <= x < _MAX_ID for x in (attempt, gave_up, spare)):
-            raise ProtocolError('"attempt" must be a count, "gave_up" and "spare" must be true or false')
-        job = self._job(request)
-        if isinstance(job, web.Response):
-            return job
+        attempt, *flags = (body.get(name, 0) for name in ("attempt", "gave_up", "spare", "stopped"))
+        if not all(isinstance(x, int) and 0 <= x < _MAX_ID for x in (attempt, *flags)):
+            raise ProtocolError(
+                '"attempt" must be a count, "gave_up", "spare" and "stopped" must be true or false'
+            )
+        gave_up, spare, stopped = map(bool, flags)
+        last_line = text_of(body, "last_line") if body.get("last_line") else ""
+        # The replicas of a job that has not begun may all die before they attach.
+        job = self._parts.jobs.find_or_make(request.match_info["job"])
         since = job.history.recoveries.launches.since(replica, time.time())
-        report = LaunchReport(replica, host, text_of(body, "why"), bool(gave_up), bool(spare), since)
+        why = text_of(body, "why")
+        report = LaunchReport(replica, host, why, gave_up, spare, since, last_line, stopped)
         job.launch_failed(report, attempt)
         return web.json_response({"ok": True, "job": job.name})
 

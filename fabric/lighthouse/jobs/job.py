@@ -111,8 +111,9 @@ class Job:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the store has nothing of this job, and no process has a connection."""
-        return self.connections.are_none and not (self.view.record or self.view.record_in_flight)
+        """Whether the store has nothing of this job, and no process has a connection or a report."""
+        is_new = not (self.view.record or self.view.record_in_flight)
+        return is_new and self.connections.are_none and not self.history.recoveries.launches.newest
 
     @property
     def is_complete(self) -> bool:
@@ -150,7 +151,7 @@ class Job:
             epoch=record.epoch if record else 0,
             step=view.top_step(),
             members=len(record.roster) if record else 0,
-            missing=missing if record and not (record.complete or record.failed) else 0,
+            missing=missing if (record or absent) and not (view.is_complete or view.failed_reason) else 0,
             absent=absent,
             sessions=len(self.connections.sessions),
             recoverable_step=None if state is None else state["step"],
@@ -285,9 +286,21 @@ class Job:
 
     def launch_failed(self, report: LaunchReport, attempt: int) -> None:
         """Take a launcher's report, and record it; a replica that has a session again is not absent."""
-        self.note("launch failed", report.replica, f"attempt {attempt} on {report.host}: {report.sentence}")
-        if report.replica not in self.connections.sessions:
-            self.history.recoveries.launches.take(report)
+        last = f'; its last line: "{report.last_line}"' if report.last_line else ""
+        why = f"attempt {attempt} on {report.host}: {report.sentence}{last}"
+        self.note("launch failed", report.replica, why)
+        launches, record = self.history.recoveries.launches, self.view.record
+        if report.replica in self.connections.sessions:
+            return
+        launches.take(report)
+        is_member = record is not None and record.member(report.replica) is not None
+        if not (launches.ends_attached(report.replica) or is_member or report.is_stopped):
+            self._feed(io.LaunchFailed(report.replica, report.host, report.why))
+
+    def has_only_old_reports(self, seconds: float, unix_s: float) -> bool:
+        """Forget the launchers' reports of such an age; return whether nothing of the job is left."""
+        launches = self.history.recoveries.launches
+        return launches.forget_before(unix_s - seconds) and self.is_idle
 
     # --- operators ---------------------------------------------------------------------------------------
 

@@ -207,6 +207,9 @@ class Jobs:
             for job in [x for x in self.by_name.values() if x.is_over_since(retain_s, time.time())]:
                 if self._context is context and await self._forget(job):
                     log.info("job %s: complete for %g s, and forgotten now", job.name, retain_s)
+            for job in list(self.by_name.values()):
+                if job.has_only_old_reports(retain_s, time.time()):
+                    self.release(job)
 
     async def _forget(self, job: Job) -> bool:
         try:

@@ -256,6 +256,9 @@ class LeaderCore:
             self.state.epoch.not_counted_as_failure.add(event.replica)
             self.evictions.schedule(event.replica, f"evicted by {event.who}: {event.why}")
 
+    def on_launch_failed(self, event: io.LaunchFailed) -> None:
+        self.evidence.note_launch(event.replica, event.host, event.why)
+
     def on_advised(self, event: io.SharesAdvised) -> None:
         self.adaptations.on_advised(event)
 
@@ -458,6 +461,7 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.RecordRead: LeaderCore.on_read,
     io.WriteFailed: LeaderCore.on_write_failed,
     io.Operator: LeaderCore.on_operator,
+    io.LaunchFailed: LeaderCore.on_launch_failed,
     io.AcceptQueueFull: LeaderCore.on_accept_queue_full,
     io.SharesAdvised: LeaderCore.on_advised,
     io.LayoutAdvised: LeaderCore.on_layout_advised,

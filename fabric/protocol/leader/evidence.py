@@ -68,13 +68,20 @@ class FailureEvidence:
             and (member := record.member(name)) is not None
             if (name, record.epoch) not in noted
         ]
-        recent = [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
-        self.failures = (*recent, *new)[-MAX_FAILURES:] if self.state.config.failures else ()
+        self._add(*new)
         # Members on one host that fail in the same epoch count as one failure of that host.
         already = {x.host for x in self.failures if x.epoch == record.epoch and x not in new}
         failed = {x.host: x.why for x in new if x.host and x.host not in already}
         if failed and self.state.config.failures:
             self.hosts = host_history.with_failures(self.hosts, failed, now, self.state.config.half_life_s)
+
+    def note_launch(self, replica: str, host: str, why: str) -> None:
+        """Note a process that ended before it had a session: a failure without an epoch."""
+        self._add(HostFailure(replica, host, 0, self.state.unix_now, shortened(why, MAX_WHY_CHARACTERS)))
+
+    def _add(self, *new: HostFailure) -> None:
+        recent = [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
+        self.failures = (*recent, *new)[-MAX_FAILURES:] if self.state.config.failures else ()
 
     def _age_s(self, failure: HostFailure) -> float:
         return self.state.unix_now - failure.at
@@ -92,7 +99,7 @@ class FailureEvidence:
             return []
         for kind in ("replica", "host"):
             # Replicas on one host that fail in the same epoch count as one failure of that host.
-            by_epoch = {(getattr(x, kind), x.epoch): x for x in recent if getattr(x, kind)}
+            by_epoch = {(getattr(x, kind), x.epoch or x.at): x for x in recent if getattr(x, kind)}
             counts = Counter(about for about, _ in by_epoch)
             for about, times in sorted(counts.items()):
                 if times >= limit and (kind == "replica" or self._has_other_host(about)):

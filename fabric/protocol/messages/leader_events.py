@@ -89,6 +89,15 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchFailed:
+    """A process of a replica ended before it had a session, says its launcher."""
+
+    replica: str
+    host: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class AcceptQueueFull:
     """Too many members connect at once: some of them wait in the queue, for ``seconds`` more."""
 
@@ -134,6 +143,7 @@ Event = (
     | RecordRead
     | WriteFailed
     | Operator
+    | LaunchFailed
     | AcceptQueueFull
     | SharesAdvised
     | LayoutAdvised

@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 DEMO_ARGS ?=
 SOAK_ARGS ?= --random 1 --every 20s --for 1h
 PYTEST := $(BIN)/pytest
@@ -26,14 +27,28 @@ EARLY_JOBS := $(filter-out $(LATE_JOBS) $(LONG_JOBS),$(JOBS))
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "fabric needs Python 3.11 or newer; this is %s: run make PYTHON=python3.11" % sys.version.split()[0])'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q "$$(grep -i '^torch==' constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	@touch $@ $(DEMO_STAMP)
+
+# The demo needs no packages of the tests. Each file must have a hash of demo-requirements.txt, except what torch brings
+# from a TORCH_INDEX that you name.
+$(DEMO_STAMP): pyproject.toml demo-requirements.txt | $(BIN)/python
+ifneq ($(TORCH_INDEX),)
+	$(BIN)/python -m pip install -q "$$(grep -i '^torch==' constraints.txt)" --index-url $(TORCH_INDEX)
+endif
+	awk '/^(torch|triton|nvidia-|cuda-)/ {skip = "$(TORCH_INDEX)" != ""} !skip {print} !/\\$$/ {skip = 0}' \
+		demo-requirements.txt > $(VENV)/demo-requirements.txt
+	$(BIN)/python -m pip install -q --require-hashes --no-deps -r $(VENV)/demo-requirements.txt
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: setup
+demo: $(DEMO_STAMP)
 	$(BIN)/fabric demo $(DEMO_ARGS)
 
 # An hour of drawn faults. Another seed: make soak SOAK_ARGS="--random 2 --every 20s --for 1h"

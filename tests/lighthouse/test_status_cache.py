@@ -24,13 +24,13 @@ async def first_view(answer) -> dict:
 
 async def test_many_viewers_cost_one_computation_per_change(http, monkeypatch):
     clock, computed = Clock(), []
-    view = status_cache.job_view
+    view = status_cache.job_text
 
-    def counted(job):
+    async def counted(job):
         computed.append(job.name)
-        return view(job)
+        return await view(job)
 
-    monkeypatch.setattr(status_cache, "job_view", counted)
+    monkeypatch.setattr(status_cache, "job_text", counted)
     monkeypatch.setattr(routes, "StatusCache", lambda: status_cache.StatusCache(clock))
     async with lighthouse_on(MemoryStore(MemorySpace()), lease_s=3600) as instance, AsyncExitStack() as stack:
 

@@ -6,10 +6,12 @@ learnt of the event: it learns of the first step after a failure from a heartbea
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
+
+from msgspec import to_builtins
 
 from fabric.lighthouse.history.launches import LaunchReports
 from fabric.model import Member, Record, incident_id_of, shortened
@@ -71,7 +73,7 @@ class RecoveryRecord:
         """Return the form for the store and for people; it names at most NAMED lost replicas."""
         names, others = list(self.lost)[:NAMED], list(self.lost.values())[NAMED:]
         body = {name: getattr(self, name) for name in _FIELDS}
-        body["lost"] = {name: asdict(self.lost[name]) for name in names}
+        body["lost"] = to_builtins({name: self.lost[name] for name in names})
         body["incarnations"] = {name: self.incarnations[name] for name in names if name in self.incarnations}
         if others:
             body["unnamed"] = {"lost": len(others), "joined": sum(1 for back in others if back.joined)}
@@ -357,7 +359,7 @@ def recoverable(view: LeaderView, now: float) -> dict[str, Any] | None:
     same = view.record is not None and view.record.generation == ref.generation
     age_s = view.liveness.state_age_s(ref, now)
     return {
-        **asdict(ref),
+        **to_builtins(ref),
         "steps_behind": max(0, view.top_step() - ref.step) if same else None,
         "age_s": None if age_s is None else round(age_s, 3),
     }

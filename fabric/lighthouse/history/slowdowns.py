@@ -5,8 +5,10 @@ report the times of some of their steps.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from msgspec import to_builtins
 
 from fabric.model import shortened
 from fabric.protocol.messages.wire import decode_value
@@ -79,7 +81,7 @@ class SlowdownRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the form for the store and for people."""
         body = {name: getattr(self, name) for name in _FIELDS}
-        return {**body, "actions": [asdict(action) for action in self.actions]}
+        return {**body, "actions": to_builtins(self.actions)}
 
 
 _FIELDS = tuple(f.name for f in fields(SlowdownRecord))

@@ -139,7 +139,7 @@ async def _news(job: Job, looks: StatusCache, leads: Callable[[], bool]) -> Asyn
         if events:
             last_event = events[-1].id
             news.append(("events", json.dumps([asdict(event) for event in events[-200:]])))
-        look = looks.look(job)
+        look = await looks.look(job)
         for kind, body in (("recoveries", look.recoveries), ("job", look.view)):
             if body != sent[kind]:
                 sent[kind] = body

@@ -1,23 +1,35 @@
 """A job as people see it: plain JSON values, and one sentence on what its leader is waiting for."""
 
-from dataclasses import asdict
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
 from typing import Any
+
+from msgspec import to_builtins
 
 from fabric.lighthouse.diagnosis.absences import headline
 from fabric.lighthouse.diagnosis.server_states import silence
 from fabric.lighthouse.diagnosis.shard_readers import shard_readers
 from fabric.lighthouse.diagnosis.status_text import outside_because, waiting_for
-from fabric.lighthouse.history.recovery import recoverable
+from fabric.lighthouse.history.recovery import Absence, recoverable
 from fabric.lighthouse.jobs.job import Job
-from fabric.model import Member, Record
+from fabric.model import Member, Record, StepTimes
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.server_statuses import LastStatus
 from fabric.protocol.leader.view import LeaderView
 
+# The rows that one turn of the loop describes.
+_ROWS = 16
+# The most names, and the most snapshots, in one row of a status: a job may have a thousand rows.
+_MOST_LISTED = 16
 
-def job_line(job: Job) -> dict[str, Any]:
-    """Describe one job in the list of all jobs."""
+
+def job_line(job: Job, absent: list[Absence] | None = None) -> dict[str, Any]:
+    """Describe one job in the list of all jobs; ``absent``: the replicas that it misses, if known."""
     record = job.view.record
+    absent = job.absences() if absent is None else absent
     return {
         "job": job.name,
         "generation": record.generation if record else 0,
@@ -28,32 +40,59 @@ def job_line(job: Job) -> dict[str, Any]:
         "complete": bool(record and record.complete),
         "paused": record.overrides.paused if record else "",
         "failed": job.view.failed_reason,
-        "headline": headline(job.view, job.absences()),
+        "headline": headline(job.view, absent),
         "waiting_for": waiting_for(job.view, job.now),
     }
 
 
 def job_view(job: Job) -> dict[str, Any]:
     """Describe all that the leader knows about a job. Ages and durations are in seconds."""
+    return {**_head(job), **{name: list(rows) for name, rows in _rows(job).items()}}
+
+
+async def job_text(job: Job, more: Mapping[str, Any] | None = None) -> str:
+    """Return ``job_view`` and ``more`` as JSON; several turns of the loop make it."""
+    text = json.dumps({**_head(job), **(more or {})})[:-1]
+    for name, rows in _rows(job).items():
+        pieces = []
+        while piece := list(islice(rows, _ROWS)):
+            pieces.append(json.dumps(piece)[1:-1])
+            await asyncio.sleep(0)
+        text += f', "{name}": [{", ".join(pieces)}]'
+    return text + "}"
+
+
+def _rows(job: Job) -> dict[str, Iterator[dict[str, Any]]]:
     view, now = job.view, job.now
     record = view.record
-    peers = view.peers
-    roster = record.roster if record else ()
-    outside = [p for n, p in sorted(peers.items()) if not (record and record.lists(n, p.incarnation))]
+    outside = [p for n, p in sorted(view.peers.items()) if not (record and record.lists(n, p.incarnation))]
     return {
-        **job_line(job),
-        "record": _record_view(record),
-        "roster": [member.replica for member in roster],
-        "policy": {**asdict(view.policy), "min_replicas": view.min_members, "max_replicas": view.max_members},
-        "penalties": [asdict(penalty) for penalty in view.penalties()],
-        "hosts": view.hosts_that_failed(),
-        "members": [_member_view(view, member, now) for member in roster],
-        "absent": [asdict(absence) for absence in job.absences()],
-        "joiners": [_joiner_view(view, peer, now) for peer in outside if peer.connected],
-        "checkpoint_servers": [
+        "members": (_member_view(view, member, now) for member in (record.roster if record else ())),
+        "joiners": (_joiner_view(view, peer, now) for peer in outside if peer.connected),
+        "checkpoint_servers": (
             {"replica": name, "rank": rank, "incarnation": status.incarnation, **_status_view(status, now)}
             for name, rank, status in _servers(view)
-        ],
+        ),
+    }
+
+
+def _head(job: Job) -> dict[str, Any]:
+    view, now = job.view, job.now
+    record = view.record
+    roster = record.roster if record else ()
+    absent = job.absences()
+    return {
+        **job_line(job, absent),
+        "record": _record_view(record),
+        "roster": [member.replica for member in roster],
+        "policy": {
+            **to_builtins(view.policy),
+            "min_replicas": view.min_members,
+            "max_replicas": view.max_members,
+        },
+        "penalties": to_builtins(view.penalties()),
+        "hosts": view.hosts_that_failed(),
+        "absent": to_builtins(absent),
         "data_shards": shard_readers(record),
         "recoverable": recoverable(view, now),
         "durable": _durable(view),
@@ -81,13 +120,13 @@ def _durable(view: LeaderView) -> dict[str, Any] | None:
     )
     if newest is None:
         return None
-    return {**asdict(newest), "steps_behind": max(0, view.top_step() - newest.step)}
+    return {**to_builtins(newest), "steps_behind": max(0, view.top_step() - newest.step)}
 
 
 def _record_view(record: Record | None) -> dict[str, Any] | None:
     if record is None:
         return None
-    body = asdict(record)
+    body = to_builtins(replace(record, roster=()))
     del body["roster"]
     return {**body, "is_forced": record.is_forced}
 
@@ -105,7 +144,7 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
     session = _session_view(peer if peer and peer.incarnation == member.incarnation else None, now)
     alive = status is not None and status.incarnation == member.incarnation and status.ckpt
     return {
-        **{name: value for name, value in asdict(member).items() if name != "cuts"},  # very long
+        **{name: value for name, value in to_builtins(member).items() if name != "cuts"},  # very long
         # A restarted server listens at another address than the record says.
         "ckpt": status.ckpt if status is not None and alive else "" if is_complete else member.ckpt,
         "joining": member.joining and not view.knows_every_step(member),
@@ -145,9 +184,18 @@ def _session_view(peer: Peer | None, now: float) -> dict[str, Any]:
         "step": peer.step,
         "generation": peer.generation,
         "busy": beat.busy if beat else "",
-        "waiting_for": list(beat.waiting_for) if beat else [],
-        "times": asdict(peer.times) if peer.times is not None else None,
+        "waiting_for": list(beat.waiting_for[:_MOST_LISTED]) if beat else [],
+        "times": _times_view(peer.times) if peer.times is not None else None,
     }
+
+
+def _times_view(times: StepTimes) -> dict[str, Any]:
+    ranks, measured = times.ranks[:_MOST_LISTED], times.measured[:_MOST_LISTED]
+    waiting_s, sending_s = (dict(list(x.items())[:_MOST_LISTED]) for x in (times.waiting_s, times.sending_s))
+    few = replace(times, work={}, ranks=ranks, measured=measured, waiting_s=waiting_s, sending_s=sending_s)
+    body: dict[str, Any] = to_builtins(few)
+    del body["work"]
+    return body
 
 
 def _status_of(status: LastStatus | None, incarnation: int, now: float) -> dict[str, Any] | None:
@@ -160,5 +208,5 @@ def _status_view(status: LastStatus, now: float) -> dict[str, Any]:
         "age_s": round(now - status.seen, 3),
         "connected": status.connected,
         "ckpt": status.ckpt,
-        "snapshots": [asdict(ref) for ref in status.snapshots],
+        "snapshots": to_builtins(status.snapshots[-_MOST_LISTED:]),
     }

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
+from msgspec import to_builtins
 
 from fabric.errors import ProtocolError, StoreError
 from fabric.lighthouse.connections.admission_queue import AdmissionQueue
@@ -20,14 +21,17 @@ from fabric.lighthouse.connections.validation import check_name
 from fabric.lighthouse.election.election import Election
 from fabric.lighthouse.election.store_probe import WriteProbe
 from fabric.lighthouse.history.launches import LaunchReport
+from fabric.lighthouse.history.recovery import RecoveryRecord
+from fabric.lighthouse.history.slowdowns import SlowdownRecord
 from fabric.lighthouse.http import dashboard, websockets
 from fabric.lighthouse.http.drill_routes import add_drills
-from fabric.lighthouse.http.job_status import job_line, job_view
+from fabric.lighthouse.http.job_status import job_line, job_text
 from fabric.lighthouse.http.login_limit import TokenTries
 from fabric.lighthouse.http.operator_routes import add_commands, body_of, find_job, text_of
 from fabric.lighthouse.http.status_cache import StatusCache
 from fabric.lighthouse.http.tokens import Tokens, is_in_scope, token_required
 from fabric.lighthouse.jobs.job import Job
+from fabric.lighthouse.jobs.job_events import PIECE, JobEvent
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.lighthouse.telemetry import metrics
 from fabric.runtime.http.browser_guard import pages_kept_out
@@ -170,6 +174,28 @@ def _leader_only(parts: LighthouseParts) -> Middleware:
     return check
 
 
+async def _write_list(response: web.StreamResponse, events: list[JobEvent]) -> None:
+    """Write a JSON list in several turns of the loop."""
+    for begin in range(0, len(events), PIECE):
+        piece = json.dumps(to_builtins(events[begin : begin + PIECE]))
+        await response.write(f", {piece[1:-1]}".encode() if begin else piece[:-1].encode())
+        await asyncio.sleep(0)
+    await response.write(b"]" if events else b"[]")
+
+
+async def _lines(
+    request: web.Request, records: Iterable[RecoveryRecord | SlowdownRecord]
+) -> web.StreamResponse:
+    """Answer with a line for each record, and a turn of the loop for each."""
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    await response.prepare(request)
+    for record in tuple(records):
+        await response.write(f"{json.dumps(record.to_json())}\n".encode())
+        await asyncio.sleep(0)
+    await response.write_eof()
+    return response
+
+
 class LighthouseRoutes:
     """One handler per path."""
 
@@ -227,14 +253,13 @@ class LighthouseRoutes:
             return job
         election = self._parts.election
         term = election.term
-        body = job_view(job)
-        body["store"] = {
-            "id": term.store_id if term else "",
-            "election_key": term.key if term else election.prefix,
+        store = {"id": term.store_id if term else "", "election_key": term.key if term else election.prefix}
+        more = {
+            "store": store,
+            "token_for_servers": request.get("may_reach_servers", True),
+            "lighthouse": {**asdict(election.me), "term": term.revision if term else 0},
         }
-        body["token_for_servers"] = request.get("may_reach_servers", True)
-        body["lighthouse"] = {**asdict(election.me), "term": term.revision if term else 0}
-        return web.json_response(body)
+        return web.json_response(text=await job_text(job, more))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """List the job's events after an id: JSON, or with ``follow=1`` JSON lines as they come."""
@@ -242,31 +267,33 @@ class LighthouseRoutes:
         if isinstance(job, web.Response):
             return job
         last = query_integer(request, "after", low=0, high=_MAX_ID) or 0
-        if not query_integer(request, "follow", low=0, high=1):
-            return web.json_response([asdict(event) for event in job.events.after(last)])
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        follows = bool(query_integer(request, "follow", low=0, high=1))
+        kind = "application/x-ndjson" if follows else "application/json; charset=utf-8"
+        response = web.StreamResponse(headers={"Content-Type": kind})
         await response.prepare(request)
-        async for batch in job.events.follow(last):
-            text = "".join(json.dumps(asdict(event)) + "\n" for event in batch)
-            await response.write(text.encode())
+        if follows:
+            async for batch in job.events.follow(last):
+                text = "".join(json.dumps(event) + "\n" for event in to_builtins(batch))
+                await response.write(text.encode())
+                await asyncio.sleep(0)
+        else:
+            await _write_list(response, job.events.after(last))
         await response.write_eof()
         return response
 
-    async def recoveries(self, request: web.Request) -> web.Response:
+    async def recoveries(self, request: web.Request) -> web.StreamResponse:
         """List the recovery records, one JSON object per line, oldest first."""
         job = self._job(request)
         if isinstance(job, web.Response):
             return job
-        text = "".join(json.dumps(recovery.to_json()) + "\n" for recovery in job.history.recoveries.kept)
-        return web.Response(text=text, content_type="application/x-ndjson")
+        return await _lines(request, job.history.recoveries.kept)
 
-    async def slowdowns(self, request: web.Request) -> web.Response:
+    async def slowdowns(self, request: web.Request) -> web.StreamResponse:
         """List the slowdown records, one JSON object per line, oldest first."""
         job = self._job(request)
         if isinstance(job, web.Response):
             return job
-        text = "".join(json.dumps(slowdown.to_json()) + "\n" for slowdown in job.history.slowdowns.kept)
-        return web.Response(text=text, content_type="application/x-ndjson")
+        return await _lines(request, job.history.slowdowns.kept)
 
     async def hosts(self, request: web.Request) -> web.Response:
         """List the hosts on which replicas failed in the last days, the most suspect first."""

@@ -16,7 +16,7 @@ LEASE_S = 10.0
 MOST_SECONDS = 600.0
 # An injector that has not asked for this time is gone with its trainer.
 INJECTOR_S = 15.0
-_MOST_FAULTS = 10_000
+_MOST_FAULTS = 1000
 _MOST_INJECTORS = 4096
 _MAX_TEXT = 500
 # event kind, replica, sentence

@@ -15,6 +15,8 @@ from itertools import takewhile
 from fabric.lighthouse.election.election import boot_time
 
 CAPACITY = 10_000
+# The most events that one turn of the loop writes for a reader.
+PIECE = 500
 _MAX_WHY = 2000
 
 
@@ -71,7 +73,7 @@ class EventLog:
         begun = self._round
         while True:
             changed = self._changed
-            newer = self.after(last)
+            newer = self.after(last)[:PIECE]
             if newer:
                 last = newer[-1].id
                 yield newer

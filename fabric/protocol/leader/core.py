@@ -346,6 +346,7 @@ class LeaderCore:
         if peer is not None and peer.incarnation == event.incarnation and peer.connected:
             peer.connected = False
             peer.closed = self.state.now
+            self.state.liveness.forget_strangers(self.state.record.names if self.state.record else ())
 
     def on_status(self, event: io.TrainerStatusSeen) -> None:
         status, record = event.status, self.state.record
@@ -388,11 +389,8 @@ class LeaderCore:
         status = self.state.liveness.servers.closed(
             event.replica, event.ckpt, event.rank, member, self.state.now
         )
-        if status is None:
-            return
-        belongs = event.replica in self.state.liveness.peers or self.state.lists(event.replica)
-        if not (belongs or status.deaths or status.durable):  # no epoch has admitted this process
-            del self.state.liveness.servers.of_rank(event.rank)[event.replica]
+        if status is not None and event.rank >= self.state.liveness.ranks_of(event.replica, member):
+            self.state.liveness.servers.forget_stranger(event.replica, event.rank)
 
     def on_member(self, event: io.FromMember) -> None:
         peer = self.state.liveness.peers.get(event.replica)

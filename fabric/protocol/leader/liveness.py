@@ -5,12 +5,12 @@ trainers may hold the GIL for long. A verdict is a sentence with the evidence, o
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from fabric.model import Member, Policy, ReplicaProcess, SnapshotRef, StepTimes
-from fabric.protocol.leader.server_statuses import LastStatus, ServerStatuses
+from fabric.protocol.leader.server_statuses import MOST_GONE, LastStatus, ServerStatuses
 from fabric.protocol.messages.network import Heartbeat, OpenSession, TrainerStatus
 
 Named = TypeVar("Named", Member, OpenSession)
@@ -156,6 +156,23 @@ class Liveness:
         if status.trainer == "running" and not status.rank:
             self.proven_ends.pop(ReplicaProcess(status.replica, status.incarnation), None)
         return self.servers.hear(status, {x.incarnation for x in (peer, member) if x is not None}, now)
+
+    def ranks_of(self, replica: str, member: Member | None) -> int:
+        """Return how many ranks of this replica its session or its roster entry names; 0 without them."""
+        peer = self.peers.get(replica)
+        ranks = len(member.addresses) if member is not None else 0
+        return max(ranks, 1 + len(peer.session.ranks)) if peer is not None else ranks
+
+    def forget_strangers(self, names: Collection[str]) -> None:
+        """Of the replicas outside ``names`` whose session has ended, keep those that ended last."""
+        if len(self.peers) <= len(names) + MOST_GONE:
+            return
+        named = frozenset(names)
+        gone = [name for name, peer in self.peers.items() if not peer.connected and name not in named]
+        gone.sort(key=lambda name: self.peers[name].closed)
+        for name in gone[:-MOST_GONE]:
+            for rank in range(1 + len(self.peers.pop(name).session.ranks)):
+                self.servers.forget_stranger(name, rank)
 
     def durable(self) -> set[SnapshotRef]:
         """Every durable checkpoint that a process has found or written, also if that process has ended."""

@@ -14,6 +14,8 @@ from fabric.protocol.messages.rank_messages import rank_of_url
 
 # A stopped trainer counts as running again after it has run for this many seconds without another stop.
 STOP_CALM_S = 10.0
+# The most replicas outside the roster, without a connection, whose last words are kept.
+MOST_GONE = 256
 
 
 @dataclass(slots=True)
@@ -47,6 +49,8 @@ class ServerStatuses:
     counting: dict[int, dict[str, LastStatus]] = field(default_factory=lambda: {0: {}})
     # replica -> the URL and the rank of another server of this replica -> its status
     elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)
+    # Replica and rank of unconnected servers of which no epoch and no session knows, oldest first.
+    strangers: dict[tuple[str, int], None] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> dict[str, LastStatus]:
         """Replica -> the status that counts of its checkpoint server of this rank."""
@@ -68,6 +72,7 @@ class ServerStatuses:
         same_trainer = current is not None and current.incarnation == status.incarnation
         before = current if is_current or (same_trainer and at not in aside) else aside.get(at)
         after = _last_status(status, before, now)
+        self.strangers.pop((key, status.rank), None)
         if current is not None and not is_current and not _counts(status, current, let_in):
             self.elsewhere.setdefault(key, {})[at] = after
             return before
@@ -96,6 +101,21 @@ class ServerStatuses:
         elif other is not None:
             del aside[ckpt, rank]
         return None
+
+    def forget_stranger(self, replica: str, rank: int) -> None:
+        """Forget an unconnected server that no epoch and no session names; evidence of MOST_GONE stays."""
+        status = self.of_rank(rank).get(replica)
+        if status is not None and (status.deaths or status.durable):
+            self.strangers[replica, rank] = None
+            if len(self.strangers) <= MOST_GONE:
+                return
+            replica, rank = next(iter(self.strangers))
+            del self.strangers[replica, rank]
+        status = self.of_rank(rank).get(replica)
+        if status is not None and not status.connected:
+            del self.counting[rank][replica]
+        if rank and not self.counting[rank]:
+            del self.counting[rank]
 
     def keep(self, named: Collection[ReplicaProcess]) -> None:
         """Forget the other servers of processes that are not in ``named``, once they are gone."""

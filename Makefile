@@ -22,7 +22,7 @@ LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drain_to_spare drill_running ray relayout repartition slurm)
 EARLY_JOBS := $(filter-out $(LATE_JOBS) $(LONG_JOBS),$(JOBS))
 
-.PHONY: demo soak test long conformance torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean
+.PHONY: demo soak quick test long conformance torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -65,6 +65,26 @@ LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(
 
 lint: setup
 	$(LINT)
+
+# "Is my change good so far?", in a minute on two quiet cores: the linters, the rules of text, the protocol's units, one
+# world of each kind, a few parts, and one job in which a replica dies.
+QUICK_CORES := tests/protocol --ignore=tests/protocol/test_leader_two_processes.py \
+	tests/sim/test_worlds.py::test_a_failure_in_worlds_of_any_kind_replays_from_the_printed_line \
+	tests/sim/test_worlds.py::test_a_seed_replays_exactly
+QUICK_PARTS := $(filter-out tests/test_bench% tests/test_pack% tests/test_parse%,$(wildcard tests/test_*.py)) \
+	$(patsubst %,tests/%.py,ckpt_server/test_state_encoding client/test_calls_of_steps cli/test_restart_policy \
+		ftar/test_buckets health/test_detector lighthouse/test_message_bounds runtime/test_config) \
+	'tests/integration/test_failures.py::test_a_member_killed_at_a_failpoint_comes_back[ring]'
+
+quick: export PYTHONDONTWRITEBYTECODE :=
+quick: setup
+	@$(PYTEST) -q --durations=3 -p no:cacheprovider --hypothesis-profile=quick $(QUICK_CORES) > .cores.log 2>&1 & cores=$$!; \
+	($(LINT)) > .lint.log 2>&1 & lint=$$!; \
+	trap "kill $$cores $$lint" INT TERM; failed=; \
+	$(PYTEST) -q --durations=3 -p no:cacheprovider --hypothesis-profile=quick $(QUICK_PARTS) || failed=1; \
+	for run in $$lint $$cores; do wait $$run || failed=1; done; \
+	for log in .cores.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
+	test -z "$$failed"
 
 # Four runs side by side: tests of whole jobs (two lanes) wait much of their time, those of the parts some of it, and
 # the simulator's worlds, at a low priority, only need a processor. Thousands of processes are started, so what is

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 
 # No deadline per example: on a loaded machine hypothesis may take half a minute for one example.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# `make quick` takes this one.
+settings.register_profile("quick", parent=settings.get_profile("here"), max_examples=10)
 settings.load_profile("here")
 
 

@@ -1,4 +1,4 @@
-"""docs/design is short, docs/decisions is its indexed archive, and docs/benchmarks.md has short cells."""
+"""docs/design is short, and docs/benchmarks.md has short cells."""
 
 import re
 from pathlib import Path
@@ -6,11 +6,9 @@ from pathlib import Path
 from fabric.protocol.member.state import TRANSITIONS
 
 DOCS = Path(__file__).parent.parent / "docs"
-DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 NOTES = sorted((DOCS.parent / "benchmarks" / "notes").glob("*.md"))
 MOST_WORDS = 120
 MOST_WORDS_OF_A_CELL = 12
-MOST_WORDS_OF_A_TITLE = 10
 
 
 def words(text: str) -> int:
@@ -41,11 +39,6 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 SECTIONS = design_sections()
-INDEX = {
-    int(re.sub(r"\D", "", row[0].partition("]")[0])): row
-    for row in table_rows((DOCS / "decisions" / "README.md").read_text())
-    if row[0].startswith("[")
-}
 
 
 # --- docs/design ------------------------------------------------------------------------------------------
@@ -60,7 +53,6 @@ def faults_of_a_section(text: str) -> list[str]:
         "Price": re.search(r"\n\*\*Price:\*\* \w", text),
         "Code": re.search(r"\nCode: \[", text),
         "Tests": re.search(r"Tests:\s\[", text),
-        "Archive": re.search(r"Archive:\s\[", text),
         "a link to code": any(re.match(r"(fabric|ops)/", target) for _, target in links),
         "a link to a test": any(target.startswith("tests/") for _, target in links),
         "links that show what they lead to": all(
@@ -70,14 +62,14 @@ def faults_of_a_section(text: str) -> list[str]:
     return [part for part, is_there in needed.items() if not is_there]
 
 
-def test_a_heading_is_short_and_gives_reason_price_code_test_and_archive():
+def test_a_heading_is_short_and_gives_reason_price_code_and_test():
     faults = {place: faults_of_a_section(text) for place, (_, text) in SECTIONS.items()}
     assert {place: lacks for place, lacks in faults.items() if lacks} == {}
 
 
 def test_each_missing_part_of_a_section_is_noticed():
     code = "Code: [x.py](../../fabric/x.py)"
-    good = f"\n**Why:** a\n**Price:** b\n{code} Tests: [t](../../tests/t) Archive: [1](a)"
+    good = f"\n**Why:** a\n**Price:** b\n{code} Tests: [t](../../tests/t)"
     assert faults_of_a_section(good) == []
     assert faults_of_a_section("word " * 121) == [
         "at most 120 words",
@@ -85,7 +77,6 @@ def test_each_missing_part_of_a_section_is_noticed():
         "Price",
         "Code",
         "Tests",
-        "Archive",
         "a link to code",
         "a link to a test",
     ]
@@ -98,33 +89,6 @@ def test_the_word_counter_counts_words_of_markdown():
 
 def test_the_number_of_headings_is_bounded():
     assert 22 <= len(SECTIONS) <= 38
-
-
-# --- docs/decisions ---------------------------------------------------------------------------------------
-
-
-def test_the_index_lists_every_decision_once_in_order():
-    listed = [number for number, _ in sorted(INDEX.items())]
-    assert list(INDEX) == listed == [int(path.name[:4]) for path in DECISIONS]
-    text = (DOCS / "decisions" / "README.md").read_text()
-    for path in DECISIONS:
-        assert text.count(f"({path.name})") == 1, path.name
-
-
-def test_a_decision_has_a_title_a_date_a_status_and_a_heading():
-    for path in DECISIONS:
-        number, title, date, status, heading = INDEX[int(path.name[:4])]
-        assert number == f"[{int(path.name[:4])}]({path.name})"
-        assert 2 <= words(title) <= MOST_WORDS_OF_A_TITLE, path.name
-        assert re.fullmatch(r"20\d\d-\d\d-\d\d", date), path.name
-        assert re.fullmatch(r"(holds|replaced by \d+|tried and dropped)(; .*)?", status), path.name
-        for other in re.findall(r"\bby (\d+)|\band (\d+)", status):
-            assert int("".join(other)) in INDEX, status
-        link = re.fullmatch(r"\[(.+)\]\(\.\./design/(.+)\)", heading)
-        assert link, heading
-        assert link[2] in SECTIONS, f"{path.name} leads to {link[2]}"
-        assert link[1] == SECTIONS[link[2]][0]
-        assert f"(../decisions/{path.name})" in SECTIONS[link[2]][1], f"{link[2]} does not lead back"
 
 
 # --- docs/benchmarks.md and benchmarks/notes --------------------------------------------------------------

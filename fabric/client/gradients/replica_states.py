@@ -1,4 +1,4 @@
-"""State of each replica's own, such as its data loader's: ``attach(..., local_state=)``. decisions/0124.
+"""State of each replica's own, such as its data loader's: ``attach(..., local_state=)``.
 
 The states travel with the gradients. A stand-in parameter has a row of bytes for each data slot. In a step a
 replica fills the row of its slot, and the sum over the replicas has the rows of all. So a step commits its

@@ -74,7 +74,7 @@ QUICK_CORES := tests/protocol --ignore=tests/protocol/test_leader_two_processes.
 QUICK_PARTS := $(filter-out tests/test_bench% tests/test_pack% tests/test_parse%,$(wildcard tests/test_*.py)) \
 	$(patsubst %,tests/%.py,ckpt_server/test_state_encoding client/test_calls_of_steps cli/test_restart_policy \
 		ftar/test_buckets health/test_detector lighthouse/test_message_bounds runtime/test_config) \
-	'tests/integration/test_failures.py::test_a_member_killed_at_a_failpoint_comes_back[ring]'
+	'tests/integration/test_failures.py::test_two_members_die_at_once_and_one_survives'
 
 quick: export PYTHONDONTWRITEBYTECODE :=
 quick: setup

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from job import Job
+from job import DEADLINE_S, Job
 
 from fabric.audit.journal import read_run
 from fabric.audit.verify import judge
@@ -34,8 +34,8 @@ def finals(job: Job) -> dict[str, str]:
     return {f"r{i}": job.events(f"r{i}", "state")[-1]["digest"] for i in range(job.replicas)}
 
 
-def finish_and_check(job: Job, steps: int = STEPS) -> None:
-    job.finish()
+def finish_and_check(job: Job, steps: int = STEPS, deadline_s: float = DEADLINE_S) -> None:
+    job.finish(deadline_s=deadline_s)
     assert job.codes == {f"r{i}": 0 for i in range(job.replicas)}, job.logs()
     assert len(set(finals(job).values())) == 1
     check(job, steps)
@@ -49,71 +49,90 @@ def test_a_job_without_failures_runs_in_one_epoch(zygote, tmp_path):
         assert {e["epoch"] for r in ("r0", "r1", "r2") for e in job.events(r, "commit")} == {1}
 
 
-KILL_POINTS = [
-    "forward",
-    "before-ring",
-    "ring",
-    "before-barrier",
-    "barrier",
-    "after-barrier",
-    "optimizer",
-]
+# One job has several faults, one after the other. While a replica is away the others wait for it at each
+# step, so it is back long before the next fault.
+FAULT_STEPS = {"r1": 12, "r2": 30, "r0": 48}
+LATER_FAULT = 66
+SHARED_STEPS = 84
+SHARED = {"TINY_STEPS": str(SHARED_STEPS), "TINY_PATIENT_STEPS": str(SHARED_STEPS)}
+SEQUENCES = [("forward", "before-ring", "ring", "before-barrier"), ("barrier", "after-barrier", "optimizer")]
 
 
-@pytest.mark.parametrize("point", KILL_POINTS)
-def test_a_member_killed_at_a_failpoint_comes_back(zygote, tmp_path, point):
-    with Job(zygote, tmp_path, environment=PATIENT) as job:
-        job.start_all({"r1": f"{point}@12=kill"})
-        finish_and_check(job)
-        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()
-        rejoined = [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 12]
-        assert rejoined, "the killed replica never contributed again"
+def contributed_after(job: Job, replica: str, step: int) -> bool:
+    return any(e["contributed"] and e["step"] > step for e in job.events(replica, "commit"))
 
 
-@pytest.mark.parametrize(
-    "point", ["forward", "before-ring", "ring", "before-barrier", "barrier", "after-barrier", "optimizer"]
-)
-def test_a_member_stopped_at_a_failpoint_is_evicted_and_comes_back(zygote, tmp_path, point):
+@pytest.mark.parametrize("points", SEQUENCES, ids="+".join)
+def test_each_member_killed_at_a_failpoint_comes_back(zygote, tmp_path, points):
+    """A death at every point; the second process of r1 has the fourth point."""
+    with Job(zygote, tmp_path, environment=SHARED) as job:
+        job.later_points["r1"] = [f"{point}@{LATER_FAULT}=kill" for point in points[3:]]
+        firsts = dict(zip(FAULT_STEPS, points, strict=False))
+        job.start_all({r: f"{point}@{FAULT_STEPS[r]}=kill" for r, point in firsts.items()})
+        finish_and_check(job, SHARED_STEPS, 2 * DEADLINE_S)
+        assert sum(job.starts.values()) == 3 + len(points), job.logs()
+        for replica, step in FAULT_STEPS.items():
+            assert contributed_after(job, replica, step), f"{replica} never contributed again"
+        assert contributed_after(job, "r1", LATER_FAULT)
+
+
+@pytest.mark.parametrize("points", SEQUENCES, ids="+".join)
+def test_each_member_stopped_at_a_failpoint_is_evicted_and_comes_back(zygote, tmp_path, points):
     """A stopped trainer is evicted; continued, it notices, catches up and joins without a restart."""
-    with Job(zygote, tmp_path, environment=PATIENT) as job:
-        job.start_all({"r1": f"{point}@12=stop"})
+    with Job(zygote, tmp_path, environment=SHARED) as job:
+        faults = [*zip(FAULT_STEPS.items(), points, strict=False)]
+        faults += [(("r1", LATER_FAULT), point) for point in points[3:]]
+        armed = {r: [f"{p}@{at}=stop" for (name, at), p in faults if name == r] for r in FAULT_STEPS}
+        job.start_all({replica: ",".join(stops) for replica, stops in armed.items()})
+        for (replica, step), point in faults:
+            job.wait_for(lambda r=replica: job.is_stopped(r), f"{replica} to stop at {point}")
+            other = "r1" if replica == "r0" else "r0"
+            seen = len(job.events(other, "epoch"))
 
-        def evicted() -> bool:
-            epochs = job.events("r0", "epoch")
-            return any("r1" not in e["roster"] for e in epochs)
+            def evicted(replica=replica, other=other, seen=seen) -> bool:
+                # The eviction may have come before this look.
+                epochs = job.events(other, "epoch")
+                return any(replica not in e["roster"] for e in epochs[max(0, seen - 1) :])
 
-        job.wait_for(evicted, "the eviction of the stopped replica")
-        os.kill(job.pids["r1"], signal.SIGCONT)
-        finish_and_check(job)
-        assert job.starts["r1"] == 1
-        assert [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 14]
+            job.wait_for(evicted, f"the eviction of {replica}")
+            os.kill(job.pids[replica], signal.SIGCONT)
+            job.wait_for(lambda r=replica, s=step: contributed_after(job, r, s + 2), f"{replica} is back")
+        finish_and_check(job, SHARED_STEPS)
+        assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
 
 
-@pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
-def test_a_joining_replica_killed_at_a_failpoint_joins_again(zygote, tmp_path, point):
-    """The newcomer dies during its join, and its next process joins."""
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "120", **PATIENT}) as job:
-        job.later_points["r1"] = [f"{point}=kill"]
+JOIN_POINTS = ["fetch", "install", "replay", "switch", "first-round", "snapshot"]
+
+
+def test_a_joining_replica_killed_at_each_failpoint_joins_in_the_end(zygote, tmp_path):
+    """Six newcomers die during their joins, each at another point, and the seventh joins."""
+    environment = {"TINY_STEPS": "120", "TINY_PATIENT_STEPS": "120", "TEST_FAILURES": "0"}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        job.later_points["r1"] = [f"{point}=kill" for point in JOIN_POINTS]
         job.start_all({"r1": "forward@8=kill"})
-        finish_and_check(job, 120)
-        assert job.starts["r1"] >= 2
+        finish_and_check(job, 120, 2 * DEADLINE_S)
+        assert job.starts["r1"] == 2 + len(JOIN_POINTS), job.later_points
         assert job.starts["r0"] == job.starts["r2"] == 1
 
 
-@pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
-def test_a_joining_replica_stopped_at_a_failpoint_holds_up_no_member(zygote, tmp_path, point):
+def test_a_joining_replica_stopped_at_each_failpoint_holds_up_no_member(zygote, tmp_path):
     """A newcomer stopped during its join delays no member; after it continues, it joins without a restart."""
-    environment = {"TINY_STEPS": "120", "FABRIC_SNAPSHOT_SHARE": "1000", **PATIENT}
-    with Job(zygote, tmp_path, environment=environment) as job:
+    environment = {"TINY_STEPS": "300", "FABRIC_SNAPSHOT_SHARE": "1000", "TEST_FAILURES": "0"}
+    with Job(zygote, tmp_path, environment=environment | {"TINY_PATIENT_STEPS": "60"}) as job:
         job.start_all({"r1": "forward@8=kill"})
-        job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
-        job.start("r1", f"{point}=stop")
-        job.wait_for(lambda: job.is_stopped("r1"), f"r1 to stop at {point}")
-        before = len(job.events("r0", "commit"))
-        job.wait_for(lambda: len(job.events("r0", "commit")) > before + 3, "the others' next steps")
-        os.kill(job.pids["r1"], signal.SIGCONT)
-        finish_and_check(job, 120)
-        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
+        for point in JOIN_POINTS:
+            job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
+            job.start("r1", f"{point}=stop")
+            job.wait_for(lambda: job.is_stopped("r1"), f"r1 to stop at {point}")
+            before = len(job.events("r0", "commit"))
+            job.wait_for(lambda n=before: len(job.events("r0", "commit")) > n + 3, "the others' next steps")
+            os.kill(job.pids["r1"], signal.SIGCONT)
+            newest = job.events("r0", "commit")[-1]["step"]
+            job.wait_for(lambda n=newest: contributed_after(job, "r1", n), f"the join after {point}")
+            if point != JOIN_POINTS[-1]:
+                job.kill("r1")
+        finish_and_check(job, 300)
+        assert job.starts == {"r0": 1, "r1": 1 + len(JOIN_POINTS), "r2": 1}
 
 
 def test_a_second_member_is_stopped_during_the_recovery(zygote, tmp_path):

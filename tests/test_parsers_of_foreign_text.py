@@ -21,12 +21,17 @@ from fabric.ckpt_server.server.debug_probe import parse_dump, parse_flight
 from fabric.ckpt_server.state.training_state import FORMAT as STATE
 from fabric.ckpt_server.state.training_state import parse_description
 from fabric.ckpt_server.wire.channel_protocol import decode_line
+from fabric.client.collectives.calls import Call, CallFrame
+from fabric.client.collectives.payload import Payload
 from fabric.collectives.recording import Process, parse_recording
+from fabric.drill.injection.injector import read_answer
 from fabric.drill.judge.drill_record import read_recoveries
 from fabric.drill.judge.expectations import parse_expectation
 from fabric.drill.run.plan_file import read_plan
 from fabric.errors import FabricError
 from fabric.ftar.device.memory_offers import read_offer
+from fabric.lighthouse.diagnosis.rank_probe import ProbeTarget, of_answers
+from fabric.lighthouse.http.drill_routes import _decoded, _FaultRequest, _InjectorRequest
 from fabric.model import SnapshotRef
 from fabric.plan.traces import phases_of, read_trace
 from fabric.protocol.messages.rank_messages import decode_command, decode_outcome
@@ -35,6 +40,8 @@ from fabric.runtime.drill_orders import PointOrder, read_order
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.layout_orders import parse_order
 from fabric.runtime.rank_layout import parse_layout, parse_ranks
+from fabric.transport.framing import FrameParser
+from fabric.transport.greeting import CHALLENGE_BYTES, Greeting, _proof, read_hello
 from fabric.transport.tcp import parse_address
 
 EXAMPLES = 150
@@ -52,6 +59,8 @@ MANIFEST = {
     "files": {name: {"nbytes": 100, "digest": DIGEST} for name in (rank_shard_name(0), "data-0")},
 }
 SHARD = {"$shard": [{"$tensor": "w"}, {"shape": [4, 2], "offset": [0, 0]}]}
+TARGET = ProbeTarget("r0", 0, "http://127.0.0.1:1", frozenset())
+GREETING = asdict(Greeting("j", "s", "r0", 1, "control"))
 LINE = {"replica": "r0", "event": "commit", "step": 1, "epoch": 1, "t": 1.0, "digest": "d", "global_batch": 4}
 
 
@@ -92,6 +101,12 @@ def of_value(parse: Callable[[Any], object]) -> Callable[[bytes, Path], object]:
 
 def of_list(parse: Callable[[list[Any]], object]) -> Callable[[bytes, Path], object]:
     return of_value(lambda body: parse(body if isinstance(body, list) else [body]))
+
+
+def proven(body: bytes) -> bytes:
+    """Return the hello of a dialler that has the token, with any greeting."""
+    nonce = b"n" * CHALLENGE_BYTES
+    return nonce + _proof(b"t", b"dial", b"c", nonce, body) + body
 
 
 def setting(name: str) -> Callable[[bytes, Path], object]:
@@ -144,6 +159,51 @@ PARSERS = (
         "recording of collectives",
         of_value(lambda body: parse_recording(body, Process("h", 0), "s")),
         {"version": "2.5", "entries": [{"record_id": 1, "profiling_name": "a", "input_sizes": [[1]]}]},
+    ),
+    Parser(
+        "frame of a collective", lambda data, _: CallFrame.unpack(data), [[1, 0, 2], "barrier", None, "", 0]
+    ),
+    Parser(
+        "result of a collective",
+        lambda data, _: Payload.unpacked(Call("all_gather", "float32", (2,)), data),
+        '\0\0\0\0\0\0\0\x06["r0"]12345678',
+    ),
+    Parser("hello of a link", lambda data, _: read_hello(data, b"c", b"t"), "n" * 64 + "{}"),
+    Parser("greeting of a link", lambda data, _: read_hello(proven(data), b"c", b"t"), GREETING),
+    Parser("frames of a link", lambda data, _: FrameParser().feed(data), "\0\0\0\x02ab"),
+    Parser(
+        "request of an injector",
+        lambda data, _: _decoded(data, _InjectorRequest),
+        {
+            "replica": "r0",
+            "id": "i",
+            "pid": 1,
+            "host": "h",
+            "restarts": True,
+            "reports": {"1": {"observed": "x"}},
+        },
+    ),
+    Parser(
+        "fault of a drill",
+        lambda data, _: _decoded(data, _FaultRequest),
+        {"drill": "d", "fault": "kill", "replica": "r0", "seconds": 1.5},
+    ),
+    Parser(
+        "answer to an injector",
+        of_value(read_answer),
+        {"drill": "d", "faults": [{"number": 1, "fault": "kill", "seconds": 0.0}]},
+    ),
+    Parser(
+        "answers to a probe",
+        of_value(lambda body: of_answers(TARGET, body, body, body) if isinstance(body, dict) else None),
+        {
+            "trainer": {"state": "running", "pid": 1, "silent": "", "says": {"step": 1}},
+            "how": "interpreter",
+            "threads": [{"stack": ["f"]}],
+            "kernel": [{"state": "S", "wchan": "poll"}],
+            "entries": [{"record_id": 1, "profiling_name": "a", "input_sizes": [[1]]}],
+            "error": "none",
+        },
     ),
     Parser("line of a trainer", lambda data, _: decode_line(data), {"kind": "attach", "job": "j"}),
     Parser("frame of device memory", lambda data, _: read_offer(data), {"device": 0, "size": 1}),

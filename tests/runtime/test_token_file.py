@@ -1,9 +1,12 @@
 """A token file that is replaced while everything runs: two tokens for a while, and none is lost."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
+import fabric
 from fabric.errors import ConfigError
 from fabric.runtime.http.token_file import LOOK_S, MAX_TOKEN_BYTES, TokenFile, read_tokens
 
@@ -87,3 +90,26 @@ def test_without_a_token_file_no_token_is_needed():
     tokens = TokenFile(None)
     assert tokens.is_open and tokens.shown() == "" and not tokens.accepts("") and not tokens.accepts("x")
     assert TokenFile.of("x").accepts("x") and TokenFile.of(None).is_open and not TokenFile.of("x").is_open
+
+
+# Each place that reads a token once, and why a replaced token reaches its process all the same.
+READ_ONCE = {
+    "runtime/config.py": "it gives the token to the others",
+    "runtime/http/http_service.py": "it gives the token to the others",
+    "client/loop/start.py": "a rank dials rank 0 once",
+    "client/state/durable_policy.py": "one question, at the start",
+    "integrations/loggers.py": "it reads the file before each question",
+    "integrations/ray.py": "a Ray job takes a new token when it starts again, as docs/adopt/ray.md says",
+    "cli/run.py": "one question, at the start",
+    "cli/doctor.py": "a command that ends",
+    "cli/launch/command.py": "it only looks whether there is a token",
+    "cli/collectives/command.py": "a command that ends",
+    "cli/states/inspect.py": "a command that ends",
+}
+
+
+def test_every_other_process_reads_its_token_file_again():
+    root = Path(fabric.__file__).parent
+    once = re.compile(r"\b(chosen|settings|self\.settings)\.token\b|\bread_token\(")
+    found = {str(x.relative_to(root)) for x in root.rglob("*.py") if once.search(x.read_text())}
+    assert found == set(READ_ONCE)

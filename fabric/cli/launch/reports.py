@@ -18,6 +18,7 @@ from fabric.errors import FabricError, Unreachable
 from fabric.model import shortened
 from fabric.runtime.config import advertised_host, settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.process_environment import LAUNCH_MARK, own_program
 from fabric.runtime.system_calls import die_with
 
@@ -81,7 +82,8 @@ class Reporter:
 def send(body: dict[str, Any]) -> None:
     """Send one report to the leader, and wait for a leader if there is none. Raises FabricError."""
     chosen = settings()
-    lighthouses = Lighthouses(chosen.lighthouse, chosen.job, chosen.token.decode(), chosen.tls)
+    token = TokenFile(chosen.token_file)  # it may be replaced while no lighthouse leads
+    lighthouses = Lighthouses(chosen.lighthouse, chosen.job, token, chosen.tls)
     own = {"replica": chosen.replica, "host": advertised_host(chosen), "spare": chosen.spare}
     until = time.monotonic() + _TRIES_S
     while True:

@@ -8,13 +8,19 @@ if another member has lost that result, its repeated call gets the kept one.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from fabric.errors import ConfigError
+from fabric.protocol.messages.wire import decode_value
 
 FRAME_BYTES = 1024
 # The place of a collective in the job: committed steps, whether the step's gradient is computed, and the
 # number of the collective since then.
 Key = tuple[int, int, int]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+_Words: type[tuple[Key | None, str, Key | None, str, int]] = tuple[Key | None, str, Key | None, str, _Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +57,8 @@ class CallFrame:
 
     @classmethod
     def unpack(cls, data: bytes) -> "CallFrame":
-        """Return the frame in ``data``."""
-        key, call, held, held_call, held_bytes = json.loads(data)
-        return cls(
-            None if key is None else (key[0], key[1], key[2]),
-            call,
-            None if held is None else (held[0], held[1], held[2]),
-            held_call,
-            held_bytes,
-        )
+        """Return the frame in ``data``. Raises ProtocolError for anything else."""
+        return cls(*decode_value(_Words, data, "frame of a collective"))
 
 
 @dataclass(frozen=True, slots=True)

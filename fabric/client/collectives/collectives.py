@@ -22,7 +22,7 @@ from fabric.client.collectives.payload import Offer, Payload, make_call
 from fabric.client.control.collective_links import CollectiveGroup, CollectiveLinks, LinkedRing
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.process.worker import Worker
-from fabric.errors import CollectiveFailed, ConfigError, Mismatch, NotAMember, RoundAborted
+from fabric.errors import CollectiveFailed, ConfigError, Mismatch, NotAMember, ProtocolError, RoundAborted
 from fabric.model import Record
 from fabric.runtime.failpoints import Failpoints
 
@@ -214,7 +214,7 @@ class Collectives:
                 continue
             try:
                 frames = [CallFrame.unpack(x) for x in ring.gather(self._frame(job).pack())]
-            except RoundAborted as error:
+            except (RoundAborted, ProtocolError) as error:
                 self._break(job, str(error))
                 continue
             verdict = judge(names, frames)
@@ -249,10 +249,10 @@ class Collectives:
             own = self._held[3].packed()
         try:
             data = ring.broadcast(own, verdict.nbytes)
-        except RoundAborted as error:
+            return Payload.unpacked(job.call, data) if verdict.key == job.key else None
+        except (RoundAborted, ProtocolError) as error:
             self._break(job, str(error))
             return None
-        return Payload.unpacked(job.call, data) if verdict.key == job.key else None
 
     def _hold(self, job: _Job, result: Payload) -> Payload:
         """Keep the result for members that lose theirs. The caller may change its own copy."""

@@ -1,15 +1,17 @@
 """The tensors of a collective: checked, exchanged over a ring, kept as bytes for a repeated call."""
 
 import json
+import math
 from dataclasses import dataclass
 
 import torch
 
 from fabric.client.collectives.calls import Call
 from fabric.client.collectives.group_ring import GroupRing
-from fabric.errors import ConfigError, NotAMember
+from fabric.errors import ConfigError, NotAMember, ProtocolError
 from fabric.ftar.reduce_ops import OPERATION_CODES, Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES
+from fabric.protocol.messages.wire import decode_value
 
 _HEAD_BYTES = 8
 
@@ -37,14 +39,17 @@ class Payload:
 
     @classmethod
     def unpacked(cls, call: Call, data: bytes) -> "Payload":
-        """Return the result of ``call`` in ``data``."""
+        """Return the result of ``call`` in ``data``. Raises ProtocolError for anything else."""
         start = _HEAD_BYTES + int.from_bytes(data[:_HEAD_BYTES])
-        names = tuple(json.loads(data[_HEAD_BYTES:start]))
+        names = decode_value(tuple[str, ...], data[_HEAD_BYTES:start], "names of a collective")
+        body = data[start:]
+        count, size = len(names) or 1, size_of(call)
+        if len(body) != count * size:
+            raise ProtocolError(
+                f"a member sent {len(body)} bytes as the result of {call}: restart its replica"
+            )
         if not call.dtype:
             return cls(names)
-        body = data[start:]
-        count = len(names) or 1
-        size = len(body) // count
         return cls(names, tuple(from_bytes(body[i * size :][:size], call) for i in range(count)))
 
 
@@ -110,6 +115,11 @@ def make_call(kind: str, tensor: torch.Tensor | None, option: str) -> tuple[Call
 def as_bytes(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def size_of(call: Call) -> int:
+    """Return the bytes of one tensor of ``call``, 0 without a tensor."""
+    return math.prod(call.shape) * getattr(torch, call.dtype).itemsize if call.dtype else 0
 
 
 def from_bytes(data: bytes, call: Call) -> torch.Tensor:

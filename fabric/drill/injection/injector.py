@@ -24,7 +24,7 @@ import fabric
 from fabric.drill.injection.drilled_processes import ProcessTarget
 from fabric.drill.injection.played_faults import DrilledTrainer, OrderedFault, PlayedFault, make_played
 from fabric.drill.injection.undo_guard import UndoGuard
-from fabric.errors import FabricError
+from fabric.errors import FabricError, ProtocolError
 from fabric.runtime.config import Settings, settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
 from fabric.runtime.http.token_file import TokenFile
@@ -183,11 +183,15 @@ class Injector:
             "drill": self._drill,
             "reports": {str(number): x.reports for number, x in self._faults.items() if x.reports},
         }
-        try:
-            answer = self._client.ask(self._client.path("injector"), body)
-            return msgspec.convert(answer, InjectorAnswer)
-        except (msgspec.ValidationError, UnicodeError) as error:
-            raise FabricError(f"the lighthouse's order cannot be read ({str(error)[:300]})") from error
+        return read_answer(self._client.ask(self._client.path("injector"), body))
+
+
+def read_answer(answer: object) -> InjectorAnswer:
+    """Return the lighthouse's orders. Raises ProtocolError for anything else."""
+    try:
+        return msgspec.convert(answer, InjectorAnswer)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise ProtocolError(f"the lighthouse's order cannot be read ({str(error)[:300]})") from error
 
 
 def start_injector(chosen: Settings) -> None:

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -22,7 +23,7 @@ class OrderedFault(msgspec.Struct, frozen=True):
 
     number: int
     fault: str
-    seconds: float
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
     point: str = ""
 
 

@@ -94,6 +94,13 @@ async def _rank(where: ProbeTarget, access: ProbeAccess, ask_s: float) -> RankPr
             _get(client, f"{base}/debug/stacks", where, access.hosts, ask_s),
             _get(client, f"{base}/debug/flight?last={_LAST_COLLECTIVES}", where, access.hosts, ask_s),
         )
+    return of_answers(where, state, stacks, flight)
+
+
+def of_answers(
+    where: ProbeTarget, state: Mapping[str, Any], stacks: Mapping[str, Any], flight: Mapping[str, Any]
+) -> RankProbe:
+    """Return what the three answers of a rank's checkpoint server say, whatever they hold."""
     trainer = _mapping(state.get("trainer"))
     how, main, kernel = _main_thread(stacks)
     pid = trainer.get("pid")

@@ -159,7 +159,7 @@ def _members(job: Job) -> int:
 def _decoded(data: bytes, kind: type[B]) -> B:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of msgspec too, and bytes that are not UTF-8
         raise ProtocolError(
             f"this request of a drill cannot be read ({error}): use a drill of this version"
         ) from error

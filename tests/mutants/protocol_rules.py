@@ -15,6 +15,7 @@ from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.ending import Ending
 from fabric.protocol.member.links import LinkWatch
 from fabric.protocol.member.membership import Membership
+from fabric.protocol.member.session import LighthouseSession
 from fabric.protocol.ranks import FollowerRank, Ranks
 from fabric.protocol.rules import decide, shares
 from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
@@ -83,6 +84,27 @@ RULES = (
         "if name in there or record.member(name) is not None",
         "",
         "protocol/test_leader_end.py::test_a_member_that_finished_and_died_does_not_complete_the_job_that_went_on",
+    ),
+    Mutant(
+        "the leader believes an end of another generation",
+        Endings.on_finished,
+        "message.fence.generation == self.state.record.generation",
+        "True",
+        "protocol/test_leader_end.py::test_the_leader_ignores_the_end_of_another_generation",
+    ),
+    Mutant(
+        "an end is told in the generation of the newest epoch",
+        LighthouseSession.on_closing,
+        "self._memory.state.generation",
+        "self._epochs.fence().generation",
+        "protocol/test_member_end.py::test_the_end_of_a_loop_is_told_in_the_generation_of_its_state",
+    ),
+    Mutant(
+        "members that finished at other steps end the job",
+        Ending._have_all_finished,
+        "self.finished_peers.get(x.process) == (record.generation, step)",
+        "x.process in self.finished_peers",
+        "protocol/test_member_end.py::test_members_that_finished_at_unequal_steps_have_not_ended_the_job",
     ),
     # data that no member can read
     Mutant(

@@ -208,7 +208,12 @@ def past_restored_stores(count: int) -> None:
         for _ in range(count):
             fleet.copy_store()
             disturbance.fault("kill")
+            restored = time.monotonic()
             fleet.restore_store()
+            fleet.wait(
+                lambda since=restored: has_gone_on_above(fleet, since),
+                "the epoch above those that members know",
+            )
             disturbance.fault("kill")
         record = RunRecord(fleet, disturbance.faults, [])
     record.faults[:] = record.faults[1::2]
@@ -224,6 +229,12 @@ def past_restored_stores(count: int) -> None:
     common.verdict("SIGKILL stall past a restored store, worst, s", max(kills), at_most=0.6)
     common.verdict("steps lost", result["steps_lost"], at_most=0)
     common.finish({key: round(value, 4) for key, value in result.items()})
+
+
+def has_gone_on_above(fleet: FaultFleet, since: float) -> bool:
+    """Whether the lighthouse has noticed the older copy. Until then it waits for its grace period."""
+    epochs = [x for x in fleet.events() if x["kind"] == "epoch" and x["mono"] > since]
+    return any("restored from an older copy" in x["why"] for x in epochs)
 
 
 def everything() -> None:

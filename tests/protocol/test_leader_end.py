@@ -140,3 +140,9 @@ def test_a_member_that_finished_and_died_does_not_complete_the_job_that_went_on(
     lighthouse.wait(10.0)
     assert not lighthouse.record.complete, lighthouse.record.reason
     assert (lighthouse.record.generation, lighthouse.record.base.step) == (2, 120)
+
+
+def test_the_leader_ignores_the_end_of_another_generation():
+    lighthouse = started("a b")
+    lighthouse.say("a", m.Finished(replace(lighthouse.record.fence, generation=0), 5))
+    assert not lighthouse.core.view.finished

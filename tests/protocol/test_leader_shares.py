@@ -268,19 +268,3 @@ def test_a_cold_start_begins_with_the_asked_shares_and_keeps_the_budget():
     record = lighthouse.record
     assert record.generation == 2 and {x.shares for x in record.roster} == {1}
     assert not record.adaptation.speeds and len(record.adaptation.acted) == 1
-
-
-def test_shares_wait_for_a_newcomer_that_has_entered_no_round():
-    lighthouse = acting("a b")
-    lighthouse.status("c")
-    lighthouse.open("c", generation=1, step=5, epoch=1, adapt="act", micro_batches=12)
-    lighthouse.beat("c", 5)
-    lighthouse.wait(1.0)
-    assert lighthouse.record.member("c").joining
-    runs(lighthouse, "a b", 5)
-    advise(lighthouse, a=1000, b=500, c=1000)
-    assert shares(lighthouse) == EQUAL, "the newcomer does not know the division of its first round"
-    runs(lighthouse, "c", 5)
-    lighthouse.beat("c", 5)
-    advise(lighthouse, a=1000, b=500, c=1000)
-    assert shares(lighthouse) == HALF

@@ -5,7 +5,7 @@ from dataclasses import replace
 from protocol.makers import record_of
 from protocol.test_member import FIRST, Trainer, contribution, holding, resume_of, running
 
-from fabric.model import JobEnd
+from fabric.model import Base, JobEnd
 from fabric.protocol.member.ending import LEADER_S, NO_LEADER_S
 from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
@@ -225,6 +225,17 @@ def test_members_hear_of_the_end_again_over_a_new_link_of_the_same_epoch():
 def test_the_end_of_a_loop_is_told_in_the_generation_of_its_state():
     trainer = holding()
     trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
-    trainer.leader(m.Epoch(record_of("a b", epoch=2, cold=2, generation=2)))
+    again = record_of("a b", epoch=2, cold=2, generation=2, base=Base(1, 0, "older", ("http://b",)))
+    trainer.leader(m.Epoch(again), resume_of(again, 0))
     trainer.do(io.Closing())
-    assert {x.fence.generation for x in trainer.said(m.Finished)} == {1}
+    told = {x.fence.generation for x in trainer.said(m.Finished)}
+    assert told and 2 not in told, "it holds no state of generation 2"
+
+
+def test_members_that_finished_at_unequal_steps_have_not_ended_the_job():
+    trainer = closed()
+    trainer.do(io.LeaderLost())
+    trainer.peer("b", finished(step=0))
+    trainer.now += NO_LEADER_S + 1.0
+    trainer.do(io.Tick())
+    assert not trainer.found(io.Finish)

@@ -1,0 +1,256 @@
+"""Deliberate bugs in outer steps, collectives and the launcher: one small change each."""
+
+from mutants.mutant import Mutant
+
+from fabric.cli.launch import restart_policy
+from fabric.cli.launch.restart_policy import DeviceHistory, RestartPolicy
+from fabric.client.collectives import calls
+from fabric.client.collectives.collectives import Collectives
+from fabric.client.collectives.members import CollectiveMembers
+from fabric.client.outer.global_parameters import GlobalParameters
+from fabric.client.outer.outer_loop import OuterLoop
+from fabric.client.outer.outer_rounds import JobRounds, _Updates
+
+SHELLS = (
+    # outer steps
+    Mutant(
+        "every outer step exchanges the first fragment",
+        _Updates.hand_over,
+        "step % self._schedule.fragments",
+        "0",
+        "client/test_outer_loop.py::test_only_the_fragment_in_turn_and_its_optimizer_state_change",
+    ),
+    Mutant(
+        "the other fragments' optimizer state moves",
+        _Updates.apply,
+        "self._shared.keep_gradient(fragment)",
+        "pass",
+        "client/test_outer_loop.py::test_a_commit_moves_its_fragment_alone_and_leaves_no_gradient",
+    ),
+    Mutant(
+        "a replica that gave nothing keeps its parameters",
+        _Updates.apply,
+        "if step.contributed:",
+        "if True:",
+        "client/test_outer_loop.py::test_a_replica_that_gave_nothing_begins_from_the_global_parameters",
+    ),
+    Mutant(
+        "the outer gradient is applied again",
+        _Updates.apply,
+        "self._outer.zero_grad(set_to_none=True)",
+        "pass",
+        "client/test_outer_loop.py::test_a_commit_moves_its_fragment_alone_and_leaves_no_gradient",
+    ),
+    Mutant(
+        "a loaded state leaves the local parameters",
+        JobRounds.open,
+        "if session.loads != loads:",
+        "if False:",
+        "client/test_outer_loop.py::test_a_loaded_state_replaces_the_local_parameters",
+    ),
+    Mutant(
+        "inner steps without data have a weight",
+        JobRounds.hand_over,
+        "1.0 if session.take_drawn() else 0.0",
+        "float(session.take_drawn() or 1)",
+        "client/test_outer_loop.py::test_inner_steps_without_data_give_no_weight",
+    ),
+    Mutant(
+        "a redone round of another step gets the old gradient",
+        JobRounds._note,
+        "order.step == self._order.step and ",
+        "",
+        "client/test_outer_loop.py::test_a_redone_round_gets_the_pseudo_gradient_again_only_where_it_was_dropped",
+    ),
+    Mutant(
+        "a gradient against replaced parameters is handed over",
+        JobRounds._note,
+        " and self._session.loads == self._loads",
+        "",
+        "client/test_outer_loop.py::test_a_redone_round_gets_the_pseudo_gradient_again_only_where_it_was_dropped",
+    ),
+    Mutant(
+        "a kept gradient is counted twice",
+        JobRounds._note,
+        "self._weight if dropped and same else 0.0",
+        "self._weight",
+        "client/test_outer_loop.py::test_a_redone_round_gets_the_pseudo_gradient_again_only_where_it_was_dropped",
+    ),
+    Mutant(
+        "a replica that fell behind opens no round",
+        JobRounds.commit,
+        "if step.replayed:",
+        "if False:",
+        "client/test_outer_loop.py::test_a_replica_that_fell_behind_opens_the_next_round_at_once",
+    ),
+    Mutant(
+        "the model keeps local parameters at the end",
+        OuterLoop.close,
+        "self._shared.load()",
+        "pass",
+        "client/test_outer_loop.py::test_diloco_alone_is_a_plain_loop",
+    ),
+    Mutant(
+        "the pseudo-gradient has the other sign",
+        GlobalParameters.set_gradient,
+        "x.shared - x.local",
+        "x.local - x.shared",
+        "client/test_outer_loop.py::test_diloco_alone_is_a_plain_loop",
+    ),
+    Mutant(
+        "alpha mixes the wrong way round",
+        GlobalParameters.load,
+        "x.local.lerp_(x.shared, 1 - alpha)",
+        "x.local.lerp_(x.shared, alpha)",
+        "client/test_outer_loop.py::test_diloco_alone_is_a_plain_loop",
+    ),
+    Mutant(
+        "a result is used one inner step late",
+        OuterLoop._after_inner_step,
+        "self._made >= self._schedule.delay",
+        "self._made > self._schedule.delay",
+        "client/test_outer_loop.py::test_diloco_alone_is_a_plain_loop",
+    ),
+    Mutant(
+        "a loop goes on past its end",
+        OuterLoop._before_inner_step,
+        "self.committed_step >= self._until",
+        "self.committed_step > self._until",
+        "client/test_outer_loop.py::test_a_closure_and_a_loop_that_goes_on_too_long_are_refused",
+    ),
+    Mutant(
+        "an exchange that this replica missed is not noticed",
+        JobRounds.poll,
+        "isinstance(self._arrived, io.Apply) and self._arrived.prepared is None",
+        "False",
+        "client/test_outer_loop.py::test_a_replica_that_fell_behind_opens_the_next_round_at_once",
+    ),
+    Mutant(
+        "inner steps after a contribution count for it",
+        OuterLoop._after_inner_step,
+        "self._made, self._under_way = 0, True",
+        "self._under_way = True",
+        "client/test_outer_loop.py::test_diloco_alone_is_a_plain_loop",
+    ),
+    # collectives
+    Mutant(
+        "the newest call goes first",
+        calls.judge,
+        "min((x.key for x in frames",
+        "max((x.key for x in frames",
+        "client/test_replica_collectives.py::test_a_member_that_lost_its_result_gets_it_before_the_next_call_of_the_others",
+    ),
+    Mutant(
+        "a call begins before all members have called",
+        calls.judge,
+        "Again() if others else Go()",
+        "Go()",
+        "client/test_replica_collectives.py::test_a_result_of_the_generation_before_is_not_kept_for_the_same_step",
+    ),
+    Mutant(
+        "a forced epoch takes no member out of a collective",
+        CollectiveMembers.group,
+        "if newest.forced > phase.epoch:",
+        "if False:",
+        "client/test_replica_collectives.py::test_a_death_ends_the_call_when_its_epoch_begins",
+    ),
+    Mutant(
+        "a member that committed counts as a newcomer",
+        CollectiveMembers.begin_step,
+        "not x.joining or (before is not None and before.lists(x.replica, x.incarnation))",
+        "not x.joining",
+        "client/test_replica_collectives.py::test_a_newcomer_takes_part_after_its_first_commit_only",
+    ),
+    Mutant(
+        "a newcomer takes part before its first commit",
+        CollectiveMembers.begin_step,
+        "if not x.joining or",
+        "if True or",
+        "client/test_replica_collectives.py::test_a_newcomer_takes_part_after_its_first_commit_only",
+    ),
+    Mutant(
+        "another store's record of this number is kept",
+        CollectiveMembers.note,
+        "before is not None and before.fence != record.fence",
+        "False",
+        "client/test_replica_collectives.py::test_a_store_that_counts_its_epochs_anew_takes_no_record_away",
+    ),
+    Mutant(
+        "the record of a prepared round is forgotten",
+        CollectiveMembers._forget_before,
+        "announced[: announced.index(epoch)]",
+        "announced[: announced.index(epoch) + 1]",
+        "client/test_replica_collectives.py::test_the_epochs_before_a_committed_step_are_forgotten",
+    ),
+    Mutant(
+        "a result of the generation before is given",
+        Collectives._frame,
+        " or self._held[1].generation != job.group.record.generation",
+        "",
+        "client/test_replica_collectives.py::test_a_result_of_the_generation_before_is_not_kept_for_the_same_step",
+    ),
+    Mutant(
+        "a repeated call gets another number",
+        Collectives._fail,
+        "self._calls = min(self._calls, job.key[2])",
+        "pass",
+        "client/test_replica_collectives.py::test_a_late_member_ends_the_call_of_the_others_and_the_repeated_call_succeeds",
+    ),
+    # the launcher
+    Mutant(
+        "one restart more than allowed",
+        RestartPolicy.judge,
+        "self.restarts >= self.most",
+        "self.restarts > self.most",
+        "cli/test_restart_policy.py::test_used_up_restarts_pass_the_first_failures_code_on",
+    ),
+    Mutant(
+        "a long run does not end the pauses",
+        RestartPolicy.judge,
+        "0 if end.ran_s >= HEALTHY_S else self._quick + 1",
+        "self._quick + 1",
+        "cli/test_restart_policy.py::test_quick_deaths_are_restarted_more_and_more_slowly",
+    ),
+    Mutant(
+        "a rank that lost its peer ends the replica",
+        RestartPolicy.judge,
+        "final and not self._has_cause(end)",
+        "final",
+        "cli/test_restart_policy.py::test_only_final_exit_codes_end_the_launcher",
+    ),
+    Mutant(
+        "an error of long ago excludes a device",
+        DeviceHistory.note,
+        "if now - t < DEVICE_ERRORS_WITHIN_S",
+        "",
+        "cli/test_restart_policy.py::test_a_device_is_used_no_more_after_its_second_error_within_half_an_hour",
+    ),
+    Mutant(
+        "a refused layout is tried again",
+        restart_policy.choose_layout,
+        "layout not in refused and ",
+        "",
+        "cli/test_restart_policy.py::test_fewer_devices_lead_to_the_next_layout_that_the_script_builds",
+    ),
+    Mutant(
+        "a layout is chosen for devices that are not there",
+        restart_policy.choose_layout,
+        " and layout.ranks <= devices",
+        "",
+        "cli/test_restart_policy.py::test_fewer_devices_lead_to_the_next_layout_that_the_script_builds",
+    ),
+    Mutant(
+        "a death by a signal has no exit code of its own",
+        restart_policy._code_of,
+        "END_BY_SIGNAL - code if code < 0 else code",
+        "abs(code)",
+        "cli/test_restart_policy.py::test_used_up_restarts_pass_the_first_failures_code_on",
+    ),
+    Mutant(
+        "one failed rank hides another's success",
+        RestartPolicy.judge,
+        "set(end.codes.values()) == {FINISHED}",
+        "FINISHED in end.codes.values()",
+        "cli/test_restart_policy.py::test_only_final_exit_codes_end_the_launcher",
+    ),
+)

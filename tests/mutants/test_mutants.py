@@ -1,0 +1,61 @@
+"""Each deliberate bug in a rule or a shell is noticed by a unit test, or by a simulated world."""
+
+from pathlib import Path
+
+import pytest
+from mutants.mutant import Mutant
+from mutants.protocol_rules import RULES
+from mutants.shells import SHELLS
+from sim.noticing import NOTICED
+from sim.run import KINDS
+
+TESTS = Path(__file__).parents[1]
+MUTANTS = {x.name: x for x in (*RULES, *SHELLS)}
+# Errors of a mutant that makes no sense, and so proves nothing.
+NONSENSE = ("NameError", "ImportError", "SyntaxError", "UnboundLocalError")
+
+
+class Failures:
+    """A plugin that keeps the types of the errors that failed a test."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def pytest_exception_interact(self, call: pytest.CallInfo) -> None:
+        self.kinds.append(call.excinfo.typename)
+
+
+def failures_of(test: str) -> list[str]:
+    """Run one test; return the types of the errors that fail it."""
+    failures = Failures()
+    options = ("-x", "-q", "--no-header", "--no-summary", "-p", "no:cacheprovider", "--durations=0")
+    code = pytest.main([*options, str(TESTS / test)], plugins=[failures])
+    assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), f"{test} cannot be run: {code}"
+    return failures.kinds
+
+
+@pytest.mark.parametrize("name", sorted(MUTANTS))
+def test_a_deliberate_bug_is_noticed(name):
+    mutant = MUTANTS[name]
+    kind, _, seed = mutant.noticed_by.rpartition(" ")
+    if kind in KINDS:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(NOTICED):
+            mutant.apply(patch)
+            KINDS[kind](int(seed)).run()
+        KINDS[kind](int(seed)).run()
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        mutant.apply(patch)
+        kinds = failures_of(mutant.noticed_by)
+    assert kinds, f"{mutant.noticed_by} passes: {name}"
+    assert not set(kinds) & set(NONSENSE), kinds
+
+
+def test_each_bug_has_a_name_of_its_own():
+    assert len(MUTANTS) == len(RULES) + len(SHELLS) > 60
+
+
+def test_a_mutant_of_changed_source_fails_instead_of_passing():
+    mutant = Mutant("gone", failures_of, "no such source", "", "")
+    with pytest.raises(AssertionError, match="write the mutant again"):
+        mutant.code()

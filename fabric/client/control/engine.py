@@ -272,7 +272,16 @@ class Engine:
 
     def exchange_alone(self, order: io.StartExchange) -> None:
         """Do the round of the only member on the main thread, which the round keeps waiting anyway."""
-        self._parts.exchange.run_alone(order, self.post)
+        self._parts.exchange.run_alone(order, self.post, self.sums_are_wanted())
+
+    def sums_are_wanted(self) -> bool:
+        """Whether a replica may ask for the sums of this process: another one has been seen since its start.
+
+        The journal wants their digests.
+        """
+        slots = self._parts.slots
+        slots.wanted |= any(x is not None and len(x.roster) > 1 for x in (self.current, self.newest))
+        return slots.wanted or self._parts.journal.on
 
     def close(self) -> None:
         """Say goodbye to the peers and end the thread."""
@@ -405,6 +414,10 @@ class Engine:
 
     def _publish(self, effect: io.Publish) -> None:
         parts = self._parts
+        stays = parts.exchange.stays(effect.prepared.step)
+        # During the round a replica may have come.
+        if stays and not (self.sums_are_wanted() and parts.exchange.move()):
+            return
         try:
             done = parts.slots.label(effect.generation, effect.prepared)
         except FabricError:
@@ -421,6 +434,7 @@ class Engine:
             parts.recover()
 
     def _listen(self, effect: io.RetainGradients) -> None:
+        self._parts.slots.wanted = True
         self._parts.slots.listening = effect.on
 
     def _cause(self, note: io.WriteJournal) -> str:

@@ -61,6 +61,10 @@ class RankEngine(Engine):
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._feed, event, number)
 
+    def sums_are_wanted(self) -> bool:
+        """As Engine.sums_are_wanted. The ranks would learn of another replica at different times."""
+        return True
+
     def close(self) -> None:
         self._closing = True
         super().close()

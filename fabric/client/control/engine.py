@@ -272,12 +272,12 @@ class Engine:
 
     def exchange_alone(self, order: io.StartExchange) -> None:
         """Do the round of the only member on the main thread, which the round keeps waiting anyway."""
-        self._parts.exchange.run_alone(order, self.post, self.sums_are_wanted())
+        self._parts.exchange.run_alone(order, self.post, self.may_be_asked())
 
-    def sums_are_wanted(self) -> bool:
-        """Whether a replica may ask for the sums of this process: another one has been seen since its start.
+    def may_be_asked(self) -> bool:
+        """Whether a replica may compare states with this one, or ask for its gradients: one was met.
 
-        The journal wants their digests.
+        The journal wants the digests of the gradients.
         """
         slots = self._parts.slots
         slots.wanted |= any(x is not None and len(x.roster) > 1 for x in (self.current, self.newest))
@@ -416,7 +416,7 @@ class Engine:
         parts = self._parts
         stays = parts.exchange.stays(effect.prepared.step)
         # During the round a replica may have come.
-        if stays and not (self.sums_are_wanted() and parts.exchange.move()):
+        if stays and not (self.may_be_asked() and parts.exchange.move()):
             return
         try:
             done = parts.slots.label(effect.generation, effect.prepared)

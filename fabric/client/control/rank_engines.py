@@ -61,8 +61,8 @@ class RankEngine(Engine):
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._feed, event, number)
 
-    def sums_are_wanted(self) -> bool:
-        """As Engine.sums_are_wanted. The ranks would learn of another replica at different times."""
+    def may_be_asked(self) -> bool:
+        """As Engine.may_be_asked. The ranks would learn of another replica at different times."""
         return True
 
     def close(self) -> None:

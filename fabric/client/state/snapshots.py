@@ -335,6 +335,10 @@ class Snapshots:
         """Return the digest that ``begin_digest`` began: see ``Digests.take``."""
         return self._digests.take(step)
 
+    def take_view(self, step: int) -> StateView | None:
+        """Return the view of the state whose digest was begun at ``step``, once; else None."""
+        return self._digests.take_view(step)
+
     def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
         """Make the server serve the fetched state in ``slot``, which was loaded."""
         with contextlib.suppress(FabricError):  # the server refuses where it serves that slot already

@@ -551,3 +551,17 @@ def test_on_a_device_an_uncounted_write_stops_the_next_snapshot(on_device, keepe
     with pytest.raises(StateError, match="changed without torch's knowledge"):
         snapshots.start(ref(2), keeper.submit, lambda event: None)
     assert fetch(handle.url, "/v1/snapshots").json == []
+
+
+def test_the_check_of_a_copy_counts_as_a_cost_of_the_snapshot(taken, keeper, model, slow, monkeypatch):
+    """User code has run beside the copy, so the trainer's thread compares the copy with the state."""
+    snapshots, _ = taken
+    costs, published = [], threading.Event()
+    monkeypatch.setattr(EverySteps, "taken", lambda policy, step, now, cost_s: costs.append((step, cost_s)))
+    snapshots.start(ref(4), keeper.submit, lambda event: published.set())
+    snapshots.expose()
+    slow.set()
+    snapshots.wait_copied()
+    assert published.wait(30)
+    (first, copied), (second, checked) = costs
+    assert first == second == 4 and checked > copied > 0

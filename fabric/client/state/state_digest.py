@@ -39,6 +39,7 @@ class PendingSnapshot:
     guard: MutationGuard
     publish: Callable[[CopiedState], None]  # lets the server serve the copy, once it has been checked
     settled: bool = False  # whether the trainer's thread has checked for writes
+    copy_s: float = 0.0  # how long the copy took
     refused: str = ""  # how user code changed the state while it was copied
     torn: str = ""  # a tensor that user code wrote to for a moment meanwhile
     digest: str = ""  # digest of the copy, once computed

@@ -565,3 +565,20 @@ def test_the_check_of_a_copy_counts_as_a_cost_of_the_snapshot(taken, keeper, mod
     assert published.wait(30)
     (first, copied), (second, checked) = costs
     assert first == second == 4 and checked > copied > 0
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_digest_and_its_entries_view_the_state_once(taken, keeper, model, monkeypatch, copied):
+    snapshots, _ = taken
+    snapshots._watch._whole = 0  # of the first few digests each reads the state twice
+    views, captures = StateDescriber.capture, []
+    monkeypatch.setattr(
+        StateDescriber, "capture", lambda describer, step: captures.append(step) or views(describer, step)
+    )
+    if copied:
+        snapshots.start(ref(4), keeper.submit, lambda event: None)
+    snapshots.begin_digest(4, copied=copied)
+    snapshots.take_digest(4)
+    view = snapshots.take_view(4)
+    assert captures == [4] and view.step == 4
+    assert snapshots.take_view(4) is None, "it would keep tensors alive"

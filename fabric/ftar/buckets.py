@@ -61,6 +61,11 @@ class Bucket:
         flat = self.view(buffer)
         return flat[flat.numel() - len(self.parameters) :]
 
+    def check_gradients(self) -> None:
+        """Raise ConfigError for a gradient whose form cannot be summed."""
+        for name, parameter in self.parameters:
+            _check_gradient(name, parameter)
+
     def local_gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Return this rank's part of each gradient that there is, by the parameter's name."""
         return [(name, _local(p.grad)) for name, p in self.parameters if p.grad is not None]
@@ -140,8 +145,7 @@ class FlatGradients:
     def gather_bucket(self, bucket: Bucket, into: torch.Tensor, is_one: bool = True) -> None:
         """As ``gather``, for one bucket. ``is_one``: this member has the values of ``of_one``."""
         self._check_buffer(into)
-        for name, parameter in bucket.parameters:
-            _check_gradient(name, parameter)
+        bucket.check_gradients()
         into[bucket.gap : bucket.begin].zero_()
         presence = bucket.presence(into).fill_(1)
         for place, ((name, parameter), (view, _)) in enumerate(
@@ -196,11 +200,7 @@ class FlatGradients:
         StateError, before it writes, for a weight by which it cannot divide.
         """
         self._check_buffer(buffer)
-        if not (weight > 0 and math.isfinite(weight)):
-            raise StateError(
-                f"the gradients of this step have the total weight {weight!r}, so there is no "
-                "average: give step.backward a positive finite weight"
-            )
+        _check_weight(weight)
         absent = self.absent(buffer) if absent is None else absent
         for bucket in self.buckets:
             for (name, _), (view, parameter) in zip(bucket.parameters, bucket.views(buffer), strict=True):
@@ -217,6 +217,22 @@ class FlatGradients:
                 else:
                     gradient.copy_(view)
                     gradient.div_(weight)
+
+    @torch.no_grad()
+    def divide(self, weight: float) -> None:
+        """Do in place what ``gather`` and ``scatter`` do in a job of one member, with the same bits.
+
+        Raises StateError, before it writes, for a weight by which it cannot divide.
+        """
+        _check_weight(weight)
+        # Where parameters share one gradient, it is divided once.
+        gradients = {p.grad.data_ptr(): (name, p.grad) for name, p in self.parameters if p.grad is not None}
+        for name, gradient in gradients.values():
+            local = _local(gradient)
+            if self.scale != 1.0:
+                local.mul_(self.scale)
+            if name not in self.of_one and weight != 1.0:
+                local.div_(weight)
 
     def _check_buffer(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.shape != (self.nbytes,):
@@ -288,6 +304,14 @@ def _aligned(nbytes: int) -> int:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check_weight(weight: float) -> None:
+    if not (weight > 0 and math.isfinite(weight)):
+        raise StateError(
+            f"the gradients of this step have the total weight {weight!r}, so there is no "
+            "average: give step.backward a positive finite weight"
+        )
 
 
 def _check_parameters(parameters: tuple[NamedParameter, ...]) -> None:

@@ -551,3 +551,34 @@ def test_on_a_device_an_uncounted_write_stops_the_next_snapshot(on_device, keepe
     with pytest.raises(StateError, match="changed without torch's knowledge"):
         snapshots.start(ref(2), keeper.submit, lambda event: None)
     assert fetch(handle.url, "/v1/snapshots").json == []
+
+
+def test_the_check_of_a_copy_counts_as_a_cost_of_the_snapshot(taken, keeper, model, slow, monkeypatch):
+    """User code has run beside the copy, so the trainer's thread compares the copy with the state."""
+    snapshots, _ = taken
+    costs, published = [], threading.Event()
+    monkeypatch.setattr(EverySteps, "taken", lambda policy, step, now, cost_s: costs.append((step, cost_s)))
+    snapshots.start(ref(4), keeper.submit, lambda event: published.set())
+    snapshots.expose()
+    slow.set()
+    snapshots.wait_copied()
+    assert published.wait(30)
+    (first, copied), (second, checked) = costs
+    assert first == second == 4 and checked > copied > 0
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_digest_and_its_entries_view_the_state_once(taken, keeper, model, monkeypatch, copied):
+    snapshots, _ = taken
+    snapshots._watch._whole = 0  # of the first few digests each reads the state twice
+    views, captures = StateDescriber.capture, []
+    monkeypatch.setattr(
+        StateDescriber, "capture", lambda describer, step: captures.append(step) or views(describer, step)
+    )
+    if copied:
+        snapshots.start(ref(4), keeper.submit, lambda event: None)
+    snapshots.begin_digest(4, copied=copied)
+    snapshots.take_digest(4)
+    view = snapshots.take_view(4)
+    assert captures == [4] and view.step == 4
+    assert snapshots.take_view(4) is None, "it would keep tensors alive"

@@ -3,8 +3,10 @@
 import queue
 import threading
 
+import pytest
 import torch
 
+from fabric.ckpt_server.format.digest import bytes_digest
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlot, GradientSlots
@@ -108,3 +110,73 @@ def test_a_member_gives_its_own_values_only_in_the_epochs_in_which_it_is_the_fir
         sums = dict(zip(("bias", "weight"), gradients.buckets[0].views(slots.find(step).buffer), strict=True))
         given.append((sums["bias"][0].tolist(), sorted(slots.find(step).absent)))
     assert given == [([0.0, 0.0], ["bias"]), ([2.0, 2.0], []), ([0.0, 0.0], ["bias"])]
+
+
+def random_gradients(gradients, seed=0):
+    torch.manual_seed(seed)
+    for _, parameter in gradients.parameters:
+        parameter.grad = torch.randn_like(parameter) * 1e3
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("weight", [1.0, 7.0, 0.3])
+def test_a_sum_that_no_replica_asks_for_stays_in_the_gradients_with_the_same_bits(weight, scale):
+    averages = []
+    for wanted in (True, False):
+        plane = Plane()
+        exchange, gradients, slots = make_exchange(plane)
+        gradients.of_one, gradients.scale = frozenset({"bias"}), scale
+        exchange.give_values(1)
+        random_gradients(gradients)
+        exchange.run_alone(order(4), lambda event: None, wanted)
+        exchange.close()
+        assert exchange.stays(4) is not wanted and bool(plane.rounds) is wanted
+        if wanted:
+            gradients.scatter(slots.find(4).buffer, weight)
+        else:
+            gradients.divide(weight)
+        averages.append([p.grad.clone() for _, p in gradients.parameters])
+    for scattered, divided in zip(*averages, strict=True):
+        assert scattered.view(torch.int32).equal(divided.view(torch.int32))
+
+
+def test_such_a_sum_goes_to_its_slot_where_a_replica_comes_during_the_round():
+    exchange, gradients, slots = make_exchange(Plane())
+    posted: list[io.Event] = []
+    exchange.run_alone(order(4), posted.append, wanted=False)
+    assert exchange.move() and not exchange.stays(4)
+    exchange.close()
+    (bucket,), slot = gradients.buckets, slots.find(4)
+    assert bucket.view(slot.buffer).tolist() == [2.0] * 8 + [1.0] * 2
+    # The digest of the bytes goes with the gradient, and the name of the round stays for the members.
+    assert slot.bytes_digest == bytes_digest(slot.buffer.numpy().data) != posted[0].gradient_digest
+
+
+def test_such_a_sum_stays_where_it_is_if_it_cannot_be_moved():
+    def lose_the_ring(_: int) -> None:
+        raise RoundAborted("the epoch is over")
+
+    exchange, _, _ = make_exchange(Plane(lose_the_ring))
+    exchange.run_alone(order(4), lambda event: None, wanted=False)
+    assert not exchange.move() and exchange.stays(4)
+    exchange.close()
+
+
+def test_such_a_round_names_a_gradient_that_cannot_be_summed():
+    exchange, gradients, _ = make_exchange(Plane())
+    weight = gradients.parameters[0][1]
+    weight.grad = weight.grad.to_sparse()
+    posted: list[io.Event] = []
+    exchange.run_alone(order(4), posted.append, wanted=False)
+    exchange.close()
+    assert [type(event) for event in posted] == [io.LoopRaised] and "sparse" in posted[0].why
+    assert not exchange.stays(4)
+
+
+def test_parameters_that_share_one_gradient_have_it_divided_once():
+    model = torch.nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+    shared = torch.full((2,), 6.0)
+    for parameter in model:
+        parameter.grad = shared
+    FlatGradients(model.named_parameters()).divide(2.0)
+    assert shared.tolist() == [3.0, 3.0]

@@ -358,3 +358,20 @@ def test_a_frozen_weight_that_was_made_in_inference_mode_is_watched_by_its_value
         weight += 1
     with pytest.raises(ConfigError, match="'weights'"):
         watched.check()
+
+
+def test_only_the_steps_that_are_watched_walk_over_the_modules(monkeypatch):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    watched, walks, steps = watch(model, "average"), set(), []
+    modules = nn.Module.named_modules
+
+    def noted(module, *arguments, **named):
+        walks.add(len(steps))
+        return modules(module, *arguments, **named)
+
+    monkeypatch.setattr(nn.Module, "named_modules", noted)
+    for step in range(1, 17):
+        steps.append(step)
+        watched.begin()
+        watched.check()
+    assert walks == {1, 2, 4, 8, 16}

@@ -272,7 +272,16 @@ class Engine:
 
     def exchange_alone(self, order: io.StartExchange) -> None:
         """Do the round of the only member on the main thread, which the round keeps waiting anyway."""
-        self._parts.exchange.run_alone(order, self.post)
+        self._parts.exchange.run_alone(order, self.post, self.may_be_asked())
+
+    def may_be_asked(self) -> bool:
+        """Whether a replica may compare states with this one, or ask for its gradients: one was met.
+
+        The journal wants the digests of the gradients.
+        """
+        slots = self._parts.slots
+        slots.wanted |= any(x is not None and len(x.roster) > 1 for x in (self.current, self.newest))
+        return slots.wanted or self._parts.journal.on
 
     def close(self) -> None:
         """Say goodbye to the peers and end the thread."""
@@ -405,6 +414,10 @@ class Engine:
 
     def _publish(self, effect: io.Publish) -> None:
         parts = self._parts
+        stays = parts.exchange.stays(effect.prepared.step)
+        # During the round a replica may have come.
+        if stays and not (self.may_be_asked() and parts.exchange.move()):
+            return
         try:
             done = parts.slots.label(effect.generation, effect.prepared)
         except FabricError:
@@ -421,6 +434,7 @@ class Engine:
             parts.recover()
 
     def _listen(self, effect: io.RetainGradients) -> None:
+        self._parts.slots.wanted = True
         self._parts.slots.listening = effect.on
 
     def _cause(self, note: io.WriteJournal) -> str:

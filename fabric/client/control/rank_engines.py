@@ -61,6 +61,10 @@ class RankEngine(Engine):
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._feed, event, number)
 
+    def may_be_asked(self) -> bool:
+        """As Engine.may_be_asked. The ranks would learn of another replica at different times."""
+        return True
+
     def close(self) -> None:
         self._closing = True
         super().close()

@@ -66,6 +66,7 @@ class Overlap:
         self.stream: BucketReadiness | None = None
         # A context manager around each micro-batch except the last: DDP's no_sync.
         self.without_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self.may_begin: Callable[[], bool] = lambda: True  # whether a replica may wait for this gradient
         self.stale: StaleGradients | None = None  # set where the user's loop has optimizers
         self._parameters = [parameter for _, parameter in gradients.parameters]
         self._buckets = {id(p): bucket for bucket in gradients.buckets for _, p in bucket.parameters}
@@ -113,6 +114,7 @@ class Overlap:
             and self._last
             and self.stream is None
             and self._calls == self._backwards_per_micro_batch
+            and self.may_begin()
         ):
             self._begin(step)
             yield

@@ -2,7 +2,8 @@
 
 It does one round at a time, bucket by bucket. While it reduces the first buckets, backward may still compute
 the gradients of later ones. A replica that is the only member waits for no peer, so its main thread does the
-round, and no thread wakes another.
+round, and no thread wakes another. As long as it has met no other replica, none can ask for the sum. Then the
+sum stays in ``.grad``: it is neither copied nor digested.
 """
 
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import xxhash
 
 from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_recorder import ExchangeEntry, ExchangeRecorder
@@ -65,6 +67,7 @@ class ExchangeThread:
         self._gives_in: deque[int] = deque(maxlen=_EPOCHS)
         self._dtypes = tuple(sorted({str(b.dtype).removeprefix("torch.") for b in gradients.buckets}))
         self.recorder = ExchangeRecorder()
+        self._stayed: io.StartExchange | None = None  # the newest round, if its sum is in ``.grad`` alone
         self.seconds = 0.0
         self.waiting_s: dict[str, float] = {}
         self.sending_s: dict[str, float] = {}
@@ -76,12 +79,32 @@ class ExchangeThread:
         self._newest = (order.fence.epoch, stream)
         self._worker.submit(lambda: self._run(order, stream, post))
 
-    def run_alone(self, order: io.StartExchange, post: Callable[[io.Event], None]) -> None:
-        """Do one round in this thread: for the main thread of the only member."""
+    def run_alone(
+        self, order: io.StartExchange, post: Callable[[io.Event], None], wanted: bool = True
+    ) -> None:
+        """Do one round in this thread: for the main thread of the only member.
+
+        ``wanted`` False: no replica can ask for the sum, so it stays in ``.grad`` where that is possible.
+        """
         try:
-            self._run(order, None, post)
+            self._run(order, None, post, wanted)
         except Exception as error:  # noqa: BLE001  (ends the process as an error of the exchange thread does)
             self._on_crash(error)
+
+    def stays(self, step: int) -> bool:
+        """Whether the sum of the newest round, that of ``step``, is in ``.grad`` alone, not yet divided."""
+        return self._stayed is not None and self._stayed.step == step
+
+    def move(self) -> bool:
+        """Copy such a sum to its slot after all, before it is divided; return whether the slot has it."""
+        order = self._stayed
+        with self._round:
+            outcome = None if order is None else self._outcome(order, None, wanted=True)
+        if order is None or not isinstance(outcome, io.Exchanged):
+            self._stayed = order
+            return False
+        self._slots.find(order.step).bytes_digest = outcome.gradient_digest
+        return True
 
     def give_values(self, epoch: int) -> None:
         """Note, before a round of ``epoch``, that all members take the values of this one's buffers."""
@@ -104,19 +127,27 @@ class ExchangeThread:
             stream.abort(why)
 
     def _run(
-        self, order: io.StartExchange, stream: BucketReadiness | None, post: Callable[[io.Event], None]
+        self,
+        order: io.StartExchange,
+        stream: BucketReadiness | None,
+        post: Callable[[io.Event], None],
+        wanted: bool = True,
     ) -> None:
         with self._round:
-            outcome = self._outcome(order, stream)
+            outcome = self._outcome(order, stream, wanted)
         post(outcome)
 
-    def _outcome(self, order: io.StartExchange, stream: BucketReadiness | None) -> io.Event:
+    def _outcome(self, order: io.StartExchange, stream: BucketReadiness | None, wanted: bool) -> io.Event:
         epoch, step = order.fence.epoch, order.step
         self._points.hit("before-ring", step)
+        self._stayed = None
         lanes = self.lanes
         # Ranks of unequal layouts hold different parts of the model: record the size of the whole model.
         nbytes = self._gradients.nbytes if lanes is None else lanes.model_bytes
         entry = self.recorder.begin(epoch, step, nbytes, self._dtypes)
+        if not wanted and order.weight > 0 and lanes is None and self._gradients.fragments == 1:
+            self.recorder.end(entry)
+            return self._stay(order)
         try:
             slot = self._slots.for_round(epoch, step)
             buffer = slot.buffer
@@ -140,6 +171,21 @@ class ExchangeThread:
             return io.LoopRaised(str(error))
         own_nonfinite = self._gradients.first_nonfinite_own() if nonfinite and order.weight > 0 else ""
         return io.Exchanged(epoch, step, digest, nonfinite, own_nonfinite)
+
+    def _stay(self, order: io.StartExchange) -> io.Event:
+        """End a round of the only member with the sum where it is: in ``.grad``."""
+        epoch, step = order.fence.epoch, order.step
+        try:
+            for bucket in self._gradients.buckets:
+                self._points.hit("gather", step, partial(lambda x: x, bucket))
+                bucket.check_gradients()
+        except ConfigError as error:
+            return io.LoopRaised(str(error))
+        self._stayed = order
+        # Members compare digests. This one votes alone, so a name of the round takes the digest's place.
+        name = xxhash.xxh3_128_hexdigest(f"{epoch} {step}".encode())
+        nonfinite = self._gradients.first_nonfinite_own() if self._check_finite else ""
+        return io.Exchanged(epoch, step, name, nonfinite, nonfinite)
 
     def _exchange(
         self,

@@ -57,6 +57,7 @@ class GradientSlots:
     plane: DataPlane  # the data plane, through which neighbours of this member may read a slot in place
     limit_bytes: int = 2**30  # limit in bytes for all slots together
     listening: bool = False  # whether a replica catches up: slots of more steps are kept
+    wanted: bool = False  # whether another replica was in the roster, or asked for a state, since the start
     _slots: list[GradientSlot] = field(default_factory=list)
     _prepared: GradientSlot | None = None
     _uses: int = 0

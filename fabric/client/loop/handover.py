@@ -56,7 +56,9 @@ class Handover:
     def _scatter(self, order: io.Apply, weight: float) -> None:
         backend, gradients = self._parts.backend, self._state.gradients
         weight = weight or 1.0  # weight 0: the sum is zero, so any divisor will do
-        if order.prepared is not None:
+        if order.prepared is not None and self._parts.exchange.stays(order.step):
+            gradients.divide(weight)
+        elif order.prepared is not None:
             slot = self._parts.slots.find(order.step)
             backend.scatter(gradients, slot.buffer, weight, slot.absent)
         else:

@@ -125,10 +125,14 @@ class LocalState:
 
     def entries(self, digest: str) -> Entries:
         """Return the entries of the state that go with its ``digest``; none without a digest."""
-        numbers = small_entries(self.describer.objects) if digest else ()
-        if not digest or self._process.group is not None or self._content is not None:
+        # In an epoch of its own a replica that has met no other one has no entries to compare these with.
+        if not digest or (self._engine.epoch and not self._engine.may_be_asked()):
+            return ()
+        numbers = small_entries(self.describer.objects)
+        if self._process.group is not None or self._content is not None:
             return numbers
-        view = self.describer.capture(self._progress.state_step)
+        step = self._progress.state_step
+        view = self._parts.snapshots.take_view(step) or self.describer.capture(step)
         return (*numbers, *tensor_entries(self.describer.objects, view))
 
     def hand_over(self) -> int:

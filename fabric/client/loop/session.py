@@ -94,6 +94,7 @@ class Session(SessionCollectives):
             and isinstance(parts.backend, HostBackend)
             and not (parts.buffers.stand_ins or parts.own_states.stand_ins),
         )
+        self.overlap.may_begin = self._engine.may_be_asked
         self._process = process
         self.handover = Handover(settings.replica, parts, self._state)
         self.stale = self.overlap.stale = self.handover.stale

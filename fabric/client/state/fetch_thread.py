@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -97,7 +98,7 @@ class FetchThread:
     def _read_gradient(self, order: io.FetchGradient, into: torch.Tensor) -> GradientMeta:
         if self.pieces is not None:
             return self.pieces.fetch(self._fetcher, order, into, _WAIT_S, self._digest)
-        return self._fetcher.fetch_gradient(
+        meta = self._fetcher.fetch_gradient(
             order.urls,
             generation=order.generation,
             step=order.step,
@@ -105,6 +106,7 @@ class FetchThread:
             wait_s=_WAIT_S,
             digest=self._digest,
         )
+        return replace(meta, digest=str(meta.meta.get("round_digest", meta.digest)))
 
     def as_prepared(self) -> io.PreparedRound:
         """Return the fetched gradient as the prepared round in which its members computed it."""

@@ -31,6 +31,7 @@ class MutationGuard:
     """Remembers the tensors of ``view``, and the memory of ``parameters`` by their names in the view."""
 
     def __init__(self, view: StateView, parameters: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
+        self.view = view
         draw = random.Random(view.step)  # noqa: S311 - not a secret
         count = sample_count(len(view.tensors))
         self._watched = []

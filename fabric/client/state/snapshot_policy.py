@@ -1,7 +1,7 @@
 """When a replica snapshots its state without a request. Joining members request further snapshots.
 
 A policy is a small object. The session calls ``is_due`` once at every step boundary, and ``taken`` after
-every copy, requested ones included. Times are monotonic seconds.
+every copy and its check, requested ones included. Times are monotonic seconds.
 """
 
 import math
@@ -19,17 +19,20 @@ class SnapshotPolicy(Protocol):
         """Whether the state at ``step`` should be snapshotted at this boundary."""
 
     def taken(self, step: int, now: float, cost_s: float) -> None:
-        """Note a snapshot of ``step``, begun at ``now``, whose copy took ``cost_s``."""
+        """Note a snapshot of ``step``, begun at ``now``, whose copy took ``cost_s``.
+
+        Called again where the copy is then compared with the state, with the time of both.
+        """
 
 
 @dataclass(slots=True)
 class OverheadBudget:
     """Snapshots as often as ``share`` of the time allows, and at least every ``max_age_s`` seconds.
 
-    The whole time of a copy counts, although most of it overlaps the step's compute. A snapshot is due if
-    waiting for the next boundary would exceed ``max_age_s``. A snapshot of the state before the first step
-    does not count: it lacks the optimizer's part, whose memory must exist before a joining replica waits for
-    a snapshot. Raises ConfigError.
+    The whole time of a copy and of its check counts, although most of it overlaps the step's compute. A
+    snapshot is due if waiting for the next boundary would exceed ``max_age_s``. A snapshot of the state
+    before the first step does not count: it lacks the optimizer's part, whose memory must exist before a
+    joining replica waits for a snapshot. Raises ConfigError.
     """
 
     share: float = 0.02  # copying time per step time; 0: snapshot by age alone

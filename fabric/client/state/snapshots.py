@@ -202,7 +202,8 @@ class Snapshots:
             self._failed(taking.state.step, error)
             self._recover()
         finally:
-            self._policy.taken(taking.state.step, taking.started, time.monotonic() - taking.started)
+            taking.copy_s = time.monotonic() - taking.started
+            self._policy.taken(taking.state.step, taking.started, taking.copy_s)
             waits = taking.end_copy(None if self._on_device else copy)
         if not waits:
             if copy is not None and self._differs(taking):
@@ -278,7 +279,7 @@ class Snapshots:
     def _settle(self, taking: PendingSnapshot) -> None:
         if taking.settled:
             return
-        taking.settled = True
+        taking.settled, began = True, time.monotonic()
         taking.demand_unchanged()
         copy, watch = taking.take_copy(), self._watch
         try:
@@ -299,6 +300,8 @@ class Snapshots:
         finally:
             taking.guard.close()
             if copy is not None:
+                cost_s = taking.copy_s + time.monotonic() - began
+                self._policy.taken(taking.state.step, taking.started, cost_s)
                 taking.publish(copy)
 
     def wait_copied(self) -> None:
@@ -334,6 +337,10 @@ class Snapshots:
     def take_digest(self, step: int) -> str:
         """Return the digest that ``begin_digest`` began: see ``Digests.take``."""
         return self._digests.take(step)
+
+    def take_view(self, step: int) -> StateView | None:
+        """Return the view of the state whose digest was begun at ``step``, once; else None."""
+        return self._digests.take_view(step)
 
     def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
         """Make the server serve the fetched state in ``slot``, which was loaded."""

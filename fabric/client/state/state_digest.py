@@ -39,6 +39,7 @@ class PendingSnapshot:
     guard: MutationGuard
     publish: Callable[[CopiedState], None]  # lets the server serve the copy, once it has been checked
     settled: bool = False  # whether the trainer's thread has checked for writes
+    copy_s: float = 0.0  # how long the copy took
     refused: str = ""  # how user code changed the state while it was copied
     torn: str = ""  # a tensor that user code wrote to for a moment meanwhile
     digest: str = ""  # digest of the copy, once computed
@@ -106,6 +107,7 @@ class Digests:
         self._taking: PendingSnapshot | None = None
         self.exposed = False  # whether user code has run since the digest was begun
         self._last = -1, ""  # step and digest of the result computed last
+        self._guard: MutationGuard | None = None  # of the newest digest, until its view is taken
 
     def begin(self, step: int, taking: PendingSnapshot | None) -> None:
         """Begin a digest. The state at ``step`` must not change until ``finish`` or ``take`` returns.
@@ -115,11 +117,18 @@ class Digests:
         self._last, self._taking, self.exposed = (step, ""), taking, False
         if taking is None:
             view = self._watch.capture(step)
-            reading, guard = self._copier.digest(view), self._watch.guard(view)
-            self._reading = reading, guard
+            reading, self._guard = self._copier.digest(view), self._watch.guard(view)
+            self._reading = reading, self._guard
             if self._watch.reads_first:
                 reading.help()
                 self._last = step, reading.digests().digest
+        else:
+            self._guard = taking.guard
+
+    def take_view(self, step: int) -> StateView | None:
+        """Return the view of the state whose digest was begun at ``step``, once; else None."""
+        guard, self._guard = self._guard, None
+        return guard.view if guard is not None and guard.view.step == step else None
 
     def take(self, step: int) -> str:
         """Return the digest that ``begin`` began; the calling thread helps to compute it.

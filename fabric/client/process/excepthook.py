@@ -17,7 +17,7 @@ _shown_before = sys.excepthook
 _is_showing = False
 # Functions called with an uncaught exception after the hook has shown it.
 on_uncaught: list[Callable[[BaseException], None]] = []
-# Functions called with the error that ended a notebook's cell, in a process that goes on.
+# Functions called with the error that ended a notebook's cell or a line at a prompt: the process goes on.
 on_cell_error: list[Callable[[BaseException], None]] = []
 # Functions that may end this process with a better explanation than the uncaught error.
 _waits: list[Callable[[], None]] = []
@@ -72,5 +72,6 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
             wait()
         _shown_before(kind, error, trace)
     sys.stderr.flush()
-    for watch in on_uncaught:
+    # At a prompt of Python the process goes on, as after a notebook's cell.
+    for watch in list(on_cell_error if hasattr(sys, "ps1") else on_uncaught):
         watch(error)

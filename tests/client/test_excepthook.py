@@ -46,3 +46,13 @@ def test_an_error_at_pythons_prompt_is_that_of_a_cell_because_the_process_goes_o
         command, input="\n".join(lines), capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.splitlines() == ["the session ends a mistake", "goes on"]
+
+
+def test_a_process_without_standard_streams_may_write_to_them_and_gives_their_numbers_to_no_file():
+    script = (
+        "import os, sys; from fabric.client.process import excepthook; excepthook.install_excepthook(); "
+        "sys.stdout.write('a'); sys.stderr.write('b'); sys.exit(os.open('/', os.O_RDONLY))"
+    )
+    closed = 'exec "$@" <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", closed, "sh", sys.executable, "-c", script], timeout=60, check=False)
+    assert done.returncode > 2

@@ -9,6 +9,8 @@ everything is healed, and the next one waits until all four are members again.
 
 *Without a commit*: the longest time between two commits of the job, from the beginning of a fault to its end.
 *All back*: from the end of a fault to the first step of all four members, the longest of the faults of links.
+*Large lost*: one host passes packets of up to 1000 bytes to and from it, and loses larger ones without a
+word, as where networks have unequal MTUs.
 *Slow link*: 200 ms each way and 5 % lost between two replicas. A step needs that way a few times: the figure
 is the longest time without a commit over eight times the round trip of that link.
 
@@ -42,6 +44,7 @@ STEP_S, MICRO_BATCHES = 0.1, 8
 FAULT_S, QUICK_S = 30.0, 12.0
 STOPPED_S = 26.0
 DELAY_S, LOSS = 0.2, 0.05
+MOST_BYTES = 1000
 BACK_S = 90.0
 SETTLED_STEPS = 20
 HALVES = tuple((a, b) for a in REPLICAS[:2] for b in REPLICAS[2:])
@@ -51,6 +54,7 @@ AIMS = {
     "cut_pair_s": 3.0,
     "split_2_2_s": 5.0,
     "one_way_s": 5.0,
+    "large_lost_s": 10.0,
     "slow_link_ratio": 1.0,
     "server_stopped_s": 1.0,
     "all_killed_one_missing_s": 10.0,
@@ -60,6 +64,7 @@ SCENES = (
     "cut_pair",
     "split_2_2",
     "one_way",
+    "large_lost",
     "slow_link",
     "flapping",
     "server_stopped",
@@ -198,6 +203,12 @@ class ScenePlayer:
         """Bytes from r2 to r1 are lost."""
         self.figures["one_way_s"], _ = self.strike(
             "one way", lambda: self.network.cut(("r2", "r1")), self.fault_s
+        )
+
+    def large_lost(self) -> None:
+        """Packets of more than MOST_BYTES are lost to and from r3, smaller ones pass."""
+        self.figures["large_lost_s"], _ = self.strike(
+            "large lost", lambda: self.network.narrow("r3", MOST_BYTES), self.fault_s
         )
 
     def slow_link(self) -> None:

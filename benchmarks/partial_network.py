@@ -61,6 +61,7 @@ class PartialNetwork:
         self._chance = random.Random(seed)
         self._cut: frozenset[Way] = frozenset()
         self._slow: dict[Way, tuple[float, float]] = {}
+        self._narrow: tuple[str, int] = "", _MAX_PACKET
         self._tunnels: dict[int, str] = {}
         self._over, self._wake = os.pipe()
         self._thread = threading.Thread(target=self._carry, name="switch", daemon=True)
@@ -102,9 +103,13 @@ class PartialNetwork:
         """Delay both directions between these hosts, and lose some packets."""
         self._slow = {(a, b): (delay_s, loss), (b, a): (delay_s, loss)}
 
+    def narrow(self, host: str, most_bytes: int) -> None:
+        """Lose packets of more than this size to and from a host."""
+        self._narrow = host, most_bytes
+
     def heal(self) -> None:
-        """Take back every cut and every delay."""
-        self._cut, self._slow = frozenset(), {}
+        """Take back every cut, every delay and every loss."""
+        self._cut, self._slow, self._narrow = frozenset(), {}, ("", _MAX_PACKET)
 
     # --- the switch --------------------------------------------------------------------------------
 
@@ -125,6 +130,9 @@ class PartialNetwork:
                     continue
                 way = self._tunnels[descriptor], self._tunnels[goal]
                 delay_s, loss = self._slow.get(way, (0.0, 0.0))
+                host, most_bytes = self._narrow
+                if host in way and len(packet) > most_bytes:
+                    continue
                 if way in self._cut or self._chance.random() < loss or len(later) > _MAX_QUEUED:
                     continue
                 if delay_s:

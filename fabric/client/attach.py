@@ -249,7 +249,7 @@ def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
         bind=settings.bind,
         # A single port is for the trainer's links.
         port=settings.ports if len(parse_ports(settings.ports)) > 1 else "0",
-        advertise=advertised_host(settings),
+        advertise=advertised_host(settings, by_name=settings.tls_cert is not None),
         token_file=settings.token_file,
         lighthouse=settings.lighthouse,
         orphan_s=settings.orphan_s,

@@ -27,6 +27,8 @@ from fabric.runtime.systemd import Supervisor
 
 ADAPT_MODES = ("off", "advise", "act")
 
+# An address that belongs to no network: the way there is the default route.
+_ELSEWHERE = "http://192.0.2.1"
 # A URL with a user and a password.
 _PASSWORD = re.compile(r"://[^/?#]*:[^/]*@")
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
@@ -341,28 +343,39 @@ def _check_name(what: str, name: str) -> None:
         )
 
 
-def advertised_host(chosen: Settings) -> str:
+def advertised_host(chosen: Settings, *, by_name: bool = False) -> str:
     """Return the host name or address that peers dial: the setting, else the bound address.
 
-    A host that binds all its addresses gives the one from which it reaches a lighthouse. Its name is the last
-    choice, because hosts have names that are cloned, unknown, or mean the host itself.
+    A host that binds all its addresses gives the one from which it reaches a lighthouse or other networks.
+    Its name is the last choice, because hosts have names that are cloned, unknown, or mean the host itself.
+    With ``by_name`` the name is the first choice, as in a URL under TLS: certificates have names.
     """
     if chosen.advertise:
         return chosen.advertise
     if chosen.bind in ("0.0.0.0", "::", ""):
-        return _outward_address(chosen) or socket.gethostname()
+        return ("" if by_name else _outward_address(chosen)) or socket.gethostname()
     return chosen.bind
 
 
 def _outward_address(chosen: Settings) -> str:
-    """Return this host's IPv4 address towards a lighthouse; empty under TLS: certificates have names."""
-    for url in () if chosen.bind == "::" or chosen.tls.is_on else chosen.lighthouse:
-        with contextlib.suppress(OSError, ValueError), socket.socket(type=socket.SOCK_DGRAM) as sock:
+    """Return this host's address towards a lighthouse, else towards other networks; empty if it has none."""
+    family = socket.AF_UNSPEC if chosen.bind == "::" else socket.AF_INET
+    for url in (*chosen.lighthouse, _ELSEWHERE):
+        with contextlib.suppress(OSError, ValueError):
             where = urlsplit(url)
-            sock.connect((where.hostname, where.port or 80))  # sends nothing: it asks the kernel for a route
-            address = str(sock.getsockname()[0])
-            if not ipaddress.ip_address(address).is_loopback:
-                return address
+            places = socket.getaddrinfo(where.hostname, where.port or 80, family, socket.SOCK_DGRAM)
+            for kind, _, _, _, place in places:
+                address = _source(kind, place)
+                if address and not ipaddress.ip_address(address).is_loopback:
+                    return address
+    return ""
+
+
+def _source(family: int, place: Any) -> str:
+    """Return the address from which this host reaches ``place``; empty where no route leads there."""
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(place)  # sends nothing: it asks the kernel for a route
+        return str(sock.getsockname()[0])
     return ""
 
 

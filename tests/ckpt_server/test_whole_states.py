@@ -105,3 +105,13 @@ def test_parts_that_do_not_make_one_file_are_refused(tmp_path, one, other, sente
     said = error_of(call(pull, tmp_path / "job", "-o", tmp_path / "x"))
     assert sentence in said and "name a single rank" in said and not (tmp_path / "x").exists()
     assert call(inspect_state, f"{tmp_path}/job#1").exit_code == 0
+
+
+def test_a_folder_whose_path_has_the_mark_of_ranks_is_read(tmp_path):
+    """The mark counts only after the last folder."""
+    two_ranks(
+        str(tmp_path / "try#2"),
+        parts({"rows": WHOLE[:3].clone()}, {"rows": WHOLE[3:].clone()}, offsets=(0, 3)),
+    )
+    for name in ("try#2/job", "try#2/job#1"):
+        assert call(inspect_state, f"{tmp_path}/{name}").exit_code == 0

@@ -30,3 +30,29 @@ def test_a_hook_around_ours_shows_an_error_once():
 def test_a_mistake_is_one_sentence_with_a_hook_around_ours():
     done = ended("FabricError('say what to do')")
     assert (done.returncode, done.stderr) == (1, "fabric: say what to do\n")
+
+
+def test_an_error_at_pythons_prompt_is_that_of_a_cell_because_the_process_goes_on():
+    lines = [
+        "from fabric.client.process import excepthook",
+        "excepthook.install_excepthook()",
+        "excepthook.on_uncaught.append(lambda error: print('the job fails'))",
+        "excepthook.on_cell_error.append(lambda error: print('the session ends', error))",
+        "raise ValueError('a mistake')",
+        "print('goes on')",
+    ]
+    command = [sys.executable, "-i", "-q"]
+    done = subprocess.run(
+        command, input="\n".join(lines), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines() == ["the session ends a mistake", "goes on"]
+
+
+def test_a_process_without_standard_streams_may_write_to_them_and_gives_their_numbers_to_no_file():
+    script = (
+        "import os, sys; from fabric.client.process import excepthook; excepthook.install_excepthook(); "
+        "sys.stdout.write('a'); sys.stderr.write('b'); sys.exit(os.open('/', os.O_RDONLY))"
+    )
+    closed = 'exec "$@" <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", closed, "sh", sys.executable, "-c", script], timeout=60, check=False)
+    assert done.returncode > 2

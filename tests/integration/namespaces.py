@@ -44,6 +44,7 @@ class Cable:
             _run("ip", "netns", "add", name)
         _run("ip", "link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b)
         for name, address in zip(self.names, ADDRESSES, strict=True):
+            _run("ip", "-n", name, "link", "set", "cable", "mtu", "9000")
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "cable")
             _run("ip", "-n", name, "link", "set", "lo", "up")
         self.plug()
@@ -67,8 +68,14 @@ class Cable:
         tc = ("ip", "netns", "exec", self.names[side], "tc", "qdisc")
         _run(*tc, "replace", "dev", "cable", "root", "pfifo", "limit", "0")
 
+    def lose_large(self) -> None:
+        """Lose packets of more than 3000 bytes in both directions. Ends agree on 9000, as on a bad route."""
+        for name in self.names:
+            tc = ("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", "cable", "root")
+            _run(*tc, "tbf", "rate", "10gbit", "burst", "3000", "limit", "10mb")
+
     def lose_nothing(self, side: int) -> None:
-        """Undo ``lose``."""
+        """Undo ``lose`` or ``lose_large``."""
         _run("ip", "netns", "exec", self.names[side], "tc", "qdisc", "del", "dev", "cable", "root")
 
 

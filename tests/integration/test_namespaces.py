@@ -66,6 +66,31 @@ def test_a_job_survives_a_pulled_cable_and_a_cable_that_loses_one_direction(zygo
             assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
 
 
+def test_a_host_that_loses_large_packets_is_left_out_until_they_pass(zygote, tmp_path):
+    """Small packets pass: every heartbeat, vote and greeting arrives."""
+    environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.05", "TINY_WIDTH": "1024"}
+    with Cable() as cable:
+        inside = ("ip", "netns", "exec", cable.names[0])
+        with Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], inside=inside) as job:
+            start_on_two_hosts(job, cable)
+            job.wait_for(lambda: last_step(job, "r2") >= 2, "the first steps")
+            cable.lose_large()
+            goes_on_without_r2(job)
+            why = job.events("r0", "epoch")[-1]["reason"]
+            assert why == "r2 evicted: it and r0, r1 cannot exchange messages of 16384 bytes"
+            lost = "small messages pass between it and r0, r1, and messages of 16384 bytes are lost"
+            job.wait_for(lambda: lost in str(job.events("r2", "kept-out")), "the leader's sentence")
+            at = last_step(job, "r0")
+            job.wait_for(lambda: last_step(job, "r0") > at + 10, "steps while r2 may not join")
+            for side in (0, 1):
+                cable.lose_nothing(side)
+            has_r2_again(job)
+            finish_and_check(job, STEPS)
+            whole = ["r0", "r1", "r2"]
+            assert rosters(job) == [whole, ["r0", "r1"], whole], "one stall, and one return"
+            assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
+
+
 def test_hosts_of_one_name_train_together_without_an_advertised_address(zygote, tmp_path):
     """Both hosts have this machine's name, which names neither of them, as after a clone."""
     with Cable() as cable:

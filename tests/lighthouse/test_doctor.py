@@ -57,7 +57,6 @@ def test_the_doctor_command_prints_its_findings_and_sets_its_exit_code(lighthous
         ("LIGHTHOUSE", "http://127.0.0.1:1", "bad", "no lighthouse works"),
         ("LIGHTHOUSE", "", "bad", "no lighthouse is named"),
         ("TOKEN_FILE", "/nowhere/token", "bad", "cannot be used"),
-        ("RUN_DIR", "/" + "x" * 200, "bad", "shorten FABRIC_RUN_DIR"),
         ("RUN_DIR", "/etc/passwd/here", "bad", "cannot be made here"),
         ("ADVERTISE", "no-such-host.invalid", "bad", "has no address"),
         ("BIND", "203.0.113.7", "bad", "cannot be bound"),
@@ -76,6 +75,12 @@ def test_the_check_of_a_durable_folder_writes_to_it_and_leaves_it_empty(environm
     monkeypatch.setenv("FABRIC_DURABLE", str(tmp_path / "durable"))
     assert "can be written to" in findings("ok") and not findings("bad")
     assert list((tmp_path / "durable").iterdir()) == []
+
+
+def test_a_run_folder_with_a_long_path_is_good(environment, monkeypatch, tmp_path):
+    """Trainers reach the sockets in it by a short path."""
+    monkeypatch.setenv("FABRIC_RUN_DIR", str(tmp_path / ("x" * 200)))
+    assert "run folder " in findings("ok") and not findings("bad")
 
 
 def test_a_loopback_address_that_peers_are_told_is_found(environment, monkeypatch):

@@ -1,8 +1,12 @@
 """Settings: every mistake is one sentence that names the variable."""
 
+import socket
+from dataclasses import replace
+
 import pytest
 
 from fabric.errors import ConfigError
+from fabric.runtime import config
 from fabric.runtime.config import Settings, advertised_host, launched_ranks, parse_replicas, settings
 
 GOOD = {"FABRIC_REPLICA": "r0", "FABRIC_LIGHTHOUSE": "http://127.0.0.1:1/, http://127.0.0.1:2"}
@@ -101,6 +105,31 @@ def test_peers_dial_the_advertised_address():
     assert advertised_host(Settings(bind="0.0.0.0")) != "0.0.0.0"
     local = Settings(bind="0.0.0.0", lighthouse=("http://127.0.0.1:80", "http://no.such.host.invalid:80"))
     assert advertised_host(local) == advertised_host(Settings(bind="0.0.0.0")), "others cannot dial 127.0.0.1"
+
+
+def test_peers_dial_an_address_and_a_url_under_tls_has_the_name(monkeypatch):
+    """The name of a cloned host leads back to that host. Only a certificate needs the name."""
+    asked = []
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    monkeypatch.setattr(config, "_source", lambda family, place: asked.append(place[0]) or "10.7.0.2")
+    chosen = Settings(bind="0.0.0.0", lighthouse=("http://10.7.0.1:80",))
+    assert (advertised_host(chosen), advertised_host(chosen, by_name=True)) == ("10.7.0.2", "node")
+    assert asked == ["10.7.0.1"]
+
+
+def test_a_host_with_the_lighthouse_on_its_loopback_gives_its_address_towards_other_networks(monkeypatch):
+    routes = {"127.0.0.1": "127.0.0.1", "192.0.2.1": "10.7.0.1"}
+    monkeypatch.setattr(config, "_source", lambda family, place: routes[place[0]])
+    assert advertised_host(Settings(bind="0.0.0.0", lighthouse=("http://127.0.0.1:80",))) == "10.7.0.1"
+    monkeypatch.setattr(config, "_source", lambda family, place: "")
+    assert advertised_host(Settings(bind="0.0.0.0")) == socket.gethostname()
+
+
+def test_a_host_that_binds_all_addresses_of_both_kinds_gives_one_of_either_kind(monkeypatch):
+    monkeypatch.setattr(config, "_source", lambda family, place: {"fd00::1": "fd00::2"}.get(place[0], ""))
+    both = Settings(bind="::", lighthouse=("http://[fd00::1]:80",))
+    assert advertised_host(both) == "fd00::2"
+    assert advertised_host(replace(both, bind="0.0.0.0")) == socket.gethostname()
 
 
 def test_the_launcher_says_how_many_ranks_a_replica_has():

@@ -11,7 +11,6 @@ from sim.link_worlds import CalmWorld, LinkWorld
 from sim.run import hunt
 
 from fabric.protocol.leader import core as leader_core
-from fabric.protocol.leader import rebuilds
 from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.liveness import Liveness
 from fabric.protocol.leader.rebuilds import RingRebuilder
@@ -66,14 +65,8 @@ def never_test_links(patch: Patch) -> None:
     patch.setattr(LinkWatch, "test_deadline", lambda watch: None)
 
 
-def judge_the_first_complaint_of_a_test(patch: Patch) -> None:
-    """Bug: the leader waits as briefly after a test as after a cut, and leaves a healthy member out."""
-    patch.setattr(rebuilds, "TEST_PATIENCE", 0.1)
-
-
 LINKS = (
     never_test_links,
-    judge_the_first_complaint_of_a_test,
     leave_nobody_out_for_a_link,
     let_in_whoever_asks,
     let_in_as_soon_as_a_link_is_whole,

@@ -96,17 +96,23 @@ def open_manifested(
         urls = name.split(",")
         parts = [stack.enter_context(closing(RemoteState(url, token, tls, timeout_s))) for url in urls]
     else:
-        url, mark, rank = name.partition("#")
-        if mark and not (rank.isascii() and rank.isdecimal() and len(rank) < 10):
+        url, rank = _folder_and_rank(name)
+        if rank is not None and not (rank.isascii() and rank.isdecimal() and len(rank) < 10):
             raise ConfigError(f"{name[:200]} names no rank: write FOLDER#1 for that of rank 1")
         checkpoint = _durable(url)
-        ranks = [int(rank)] if mark else range(checkpoint.ranks)
+        ranks = [int(rank)] if rank is not None else range(checkpoint.ranks)
         parts = [stack.enter_context(closing(DurableState(name, checkpoint, number))) for number in ranks]
     return parts[0] if len(parts) == 1 else MergedState(name, parts)
 
 
 def _is_file(name: str) -> bool:
-    return "://" not in name and not Path(name.partition("#")[0]).is_dir()
+    return "://" not in name and not Path(_folder_and_rank(name)[0]).is_dir()
+
+
+def _folder_and_rank(name: str) -> tuple[str, str | None]:
+    """Return the folder and the text after its mark. A mark in the folder's own path counts as a letter."""
+    url, mark, rank = name.rpartition("#")
+    return (url, rank) if mark and "/" not in rank and not Path(name).is_dir() else (name, None)
 
 
 class FileState:

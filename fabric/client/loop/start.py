@@ -23,6 +23,7 @@ from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberSta
 from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest
 from fabric.runtime.clock import seconds_since_boot
 from fabric.runtime.config import Settings, advertised_host
+from fabric.runtime.http.http_service import url_host
 from fabric.runtime.layout_orders import read_offer
 from fabric.transport.greeting import Greeting
 
@@ -79,7 +80,7 @@ def begin(
     """Listen for peers and take part in the job. Raises FabricError where the start fails."""
     config = _config(settings, parts.exchange.retain, setup.plan)
     port = engine.listen(settings.bind, settings.ports)
-    address = RankAddress(f"{advertised_host(settings)}:{port}", _ckpt(parts, process.rank))
+    address = RankAddress(f"{url_host(advertised_host(settings))}:{port}", _ckpt(parts, process.rank))
     if process.group is None:
         durable = parts.durable.find()
         identity = _identity(settings, process, setup, address, setup.layout, durable=durable)

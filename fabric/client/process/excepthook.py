@@ -6,6 +6,7 @@ prints one line on standard error and ends with exit code 1, "do not restart me"
 shown as usual. A notebook shows a cell's error without the hook, and its process goes on.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -15,9 +16,10 @@ from fabric.errors import FabricError, IllegalTransition
 
 _shown_before = sys.excepthook
 _is_showing = False
+_STDERR = 2  # the highest number of a standard stream
 # Functions called with an uncaught exception after the hook has shown it.
 on_uncaught: list[Callable[[BaseException], None]] = []
-# Functions called with the error that ended a notebook's cell, in a process that goes on.
+# Functions called with the error that ended a notebook's cell or a line at a prompt: the process goes on.
 on_cell_error: list[Callable[[BaseException], None]] = []
 # Functions that may end this process with a better explanation than the uncaught error.
 _waits: list[Callable[[], None]] = []
@@ -35,11 +37,22 @@ def install_excepthook() -> None:
     then, and calls that hook for every other error.
     """
     global _shown_before
+    _open_standard_streams()
     if sys.excepthook is not _show:
         _shown_before, sys.excepthook = sys.excepthook, _show
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is not None:
         shell.events.register("post_run_cell", _after_cell)  # the second time changes nothing
+
+
+def _open_standard_streams() -> None:
+    """Open the null device for each closed standard stream: a file with its number would get foreign text."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(number, True)
+    os.close(number)
+    # Python has None for a stream that was closed when the process began.
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(_STDERR, "w", closefd=False)
 
 
 def _after_cell(result: Any) -> None:
@@ -72,5 +85,6 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
             wait()
         _shown_before(kind, error, trace)
     sys.stderr.flush()
-    for watch in on_uncaught:
+    # At a prompt of Python the process goes on, as after a notebook's cell.
+    for watch in list(on_cell_error if hasattr(sys, "ps1") else on_uncaught):
         watch(error)

@@ -18,7 +18,7 @@ DATALOADER = ArgumentTable(
     "DataLoader",
     "fabric",
     {
-        "dataset": Kept("recipe workers_lazy_file"),
+        "dataset": Kept("recipe accelerate_scaler"),
         "batch_size": _FIXED,
         "shuffle": _SHUFFLED,
         "sampler": Kept("recipe sampler_weighted"),

@@ -14,10 +14,10 @@ _SPREADS = Refusal(
     "it spreads a replica over several processes, and FabricAccelerator is one process per replica"
 )
 _EPOCHS, _SAVED = Kept("recipe accelerate_epochs"), Kept("recipe accelerate_checkpoints")
+_SCALED = Kept("recipe accelerate_scaler")
 _EXAMPLE = Kept("test_a_loop_survives_the_death_of_its_writer_and_resumes_from_its_checkpoints")
 _ONE = Kept("test_functions_of_one_process_run_on_one_replica")
 _FIGURES = Kept("test_figures_of_the_training_and_sums_are_refused")
-_NOT_YET = Kept("no test shows it yet")
 _FIELDS = NoInfluence("its own fields are accounted for")
 _READS = NoInfluence("it tells or undoes what prepare has done")
 _FILES = NoInfluence("it is about files")
@@ -75,7 +75,7 @@ CONFIGURATIONS = (
             "GradientAccumulationPlugin",
             _BY,
             {
-                "num_steps": _EPOCHS,
+                "num_steps": _SCALED,
                 "adjust_scheduler": NoInfluence("schedulers count updates"),
                 "sync_with_dataloader": Refusal("a step ends with its pass: leave it out"),
                 "sync_each_batch": NoInfluence("gradients are exchanged once for each step"),
@@ -100,8 +100,8 @@ CONFIGURATIONS = (
 )
 # Handlers of ``kwargs_handlers`` by the names of their classes.
 HANDLERS: dict[str, Row] = {
-    "AutocastKwargs": NoInfluence("it is about a replica's own precision"),
-    "GradScalerKwargs": NoInfluence("the scaler is shared state"),
+    "AutocastKwargs": _SCALED,
+    "GradScalerKwargs": _SCALED,
     "InitProcessGroupKwargs": NoInfluence("accelerate makes no process group here"),
     "ProfileKwargs": NoInfluence("it measures"),
     "GradientAccumulationPlugin": _FIELDS,
@@ -116,15 +116,15 @@ METHODS: dict[str, Row] = {
     "sync_gradients": _EPOCHS,
     "gradient_accumulation_steps": _EPOCHS,
     "no_sync": NoInfluence("an incomplete step is never exchanged"),
-    "autocast": NoInfluence("it is about a replica's own precision"),
+    "autocast": _SCALED,
     "profile": NoInfluence("it measures"),
     "unscale_gradients": NoInfluence("clipping and the optimizer do so too"),
     "optimizer_step_was_skipped": _READS,
     "prepare": _EPOCHS,
-    "prepare_data_loader": _EPOCHS,
-    "prepare_model": _EPOCHS,
-    "prepare_optimizer": _EPOCHS,
-    "prepare_scheduler": _EPOCHS,
+    "prepare_data_loader": Kept("recipe accelerate_trigger"),
+    "prepare_model": Kept("recipe accelerate_trigger"),
+    "prepare_optimizer": Kept("recipe accelerate_trigger"),
+    "prepare_scheduler": Kept("recipe accelerate_trigger"),
     "skip_first_batches": _SAVED,
     "gather": _FIGURES,
     "gather_for_metrics": _EPOCHS,
@@ -165,7 +165,7 @@ METHODS: dict[str, Row] = {
     "unwrap_model": _EPOCHS,
     "verify_device_map": _READS,
     "clear": Refusal("a job is one training in one process: make a script of each"),
-    "free_memory": _NOT_YET,
+    "free_memory": _EPOCHS,
     "join_uneven_inputs": Refusal("replicas share the batches of a step evenly: leave it out"),
     "trigger_sync_in_backward": Refusal("the last batch of a step is known before: use accumulate"),
     "lomo_backward": Refusal("it updates parameters before their gradients are averaged: use backward"),

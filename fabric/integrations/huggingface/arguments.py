@@ -55,7 +55,7 @@ ARGUMENTS = ArgumentTable(
             "gradient_checkpointing_kwargs save_only_model restore_callback_states_from_checkpoint",
         ),
         "report_to": Kept("recipe trainer_tensorboard"),
-        "fp16": Kept("no test shows it yet"),
+        "fp16": Kept("recipe trainer_scaler"),
         "neftune_noise_alpha": NoInfluence("as without fabric; the noise depends on seed and step"),
         **rows_of(_WORKERS, "dataloader_num_workers dataloader_multiprocessing_context"),
         "optim": Refusal(

@@ -22,7 +22,6 @@ _BY = "FabricStrategy"
 _log = logging.getLogger(__name__)
 _CLOCK = "each replica has its own clock, so the replicas would part"
 _JOB = Kept("test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_job")
-_NOT_YET = Kept("no test shows it yet")
 _ONE = "a replica is one process with one device: start more replicas"
 
 TRAINER = ArgumentTable(
@@ -38,7 +37,7 @@ TRAINER = ArgumentTable(
         ),
         "logger": Kept("recipe lightning_csv"),
         "callbacks": Kept("test_a_callback_that_has_loaded_a_state_has_it"),
-        "fast_dev_run": _NOT_YET,
+        "fast_dev_run": Kept("recipe lightning_fast_dev_run"),
         "max_epochs": Kept("recipe lightning_limited"),
         "min_epochs": Kept("recipe lightning_early_stopping"),
         "max_steps": _JOB,
@@ -48,7 +47,7 @@ TRAINER = ArgumentTable(
         "limit_val_batches": NoInfluence("every replica validates"),
         "limit_test_batches": NoInfluence("it concerns Trainer.test"),
         "limit_predict_batches": NoInfluence("it concerns Trainer.predict"),
-        "overfit_batches": _NOT_YET,
+        "overfit_batches": Kept("recipe lightning_overfit"),
         "val_check_interval": Refusal(
             f"{_CLOCK}: give a number of batches, or a part of an epoch", lambda x: isinstance(x, int | float)
         ),
@@ -60,7 +59,7 @@ TRAINER = ArgumentTable(
         "enable_model_summary": NoInfluence("it prints"),
         "accumulate_grad_batches": Kept("recipe lightning_trainer"),
         "gradient_clip_val": Kept("recipe lightning_trainer"),
-        "gradient_clip_algorithm": Kept("recipe lightning_trainer"),
+        "gradient_clip_algorithm": Kept("recipe lightning_overfit"),
         "deterministic": NoInfluence("it chooses kernels"),
         "benchmark": NoInfluence("it chooses kernels"),
         "inference_mode": NoInfluence("it concerns the validation"),
@@ -81,11 +80,12 @@ TRAINER = ArgumentTable(
     },
 )
 
-_OWN = "test_a_callback_that_has_loaded_a_state_has_it"
-_HOOK = "test_what_hooks_save_is_shared_state"
+_OWN = Kept("test_a_callback_that_has_loaded_a_state_has_it")
+_SAVED = Kept("test_what_hooks_save_is_shared_state")
+_HOOK = Kept("recipe lightning_hooks")
 CALLBACKS: dict[str, Row] = {
-    "Callback": Kept(f"{_OWN}: its state_dict is shared state"),
-    "Checkpoint": Kept(f"{_OWN}: its state_dict is shared state"),
+    "Callback": _OWN,
+    "Checkpoint": _OWN,
     "BackboneFinetuning": Refusal(
         "it adds parameters to the optimizer in mid-training, which a replica that joins lacks: give the "
         "optimizer all parameters, and set the backbone's learning rate by a scheduler"
@@ -100,12 +100,12 @@ CALLBACKS: dict[str, Row] = {
         "its result into the DataLoader"
     ),
     "DeviceStatsMonitor": NoInfluence("it logs"),
-    "EMAWeightAveraging": Kept("recipe lightning_averaging"),
+    "EMAWeightAveraging": Kept("recipe lightning_overfit"),
     "EarlyStopping": Kept("recipe lightning_early_stopping"),
     "GradientAccumulationScheduler": Refusal(
         "the number of micro-batches of a step is agreed when the job begins: say accumulate_grad_batches"
     ),
-    "LambdaCallback": Kept("it has no state: its functions run on all replicas"),
+    "LambdaCallback": _HOOK,
     "LearningRateFinder": Refusal(
         "it trains outside of the job before the first step: run it in a script without fabric, and write "
         "its result into configure_optimizers"
@@ -132,12 +132,10 @@ CALLBACKS: dict[str, Row] = {
     "WeightAveraging": Kept("recipe lightning_averaging"),
 }
 
-_EVERY = "it runs on all replicas, as in plain Lightning"
-_BATCH = "it runs for each batch of the loop"
 _HOOKS: dict[str, Row] = {
-    **{f"on_{x}_{y}": Kept(_EVERY) for x in ("fit", "train", "validation") for y in ("start", "end")},
-    **{f"on_{x}_epoch_{y}": Kept(_EVERY) for x in ("train", "validation") for y in ("start", "end")},
-    **{f"on_{x}_batch_{y}": Kept(_BATCH) for x in ("train", "validation") for y in ("start", "end")},
+    **{f"on_{x}_{y}": _HOOK for x in ("fit", "train", "validation") for y in ("start", "end")},
+    **{f"on_{x}_epoch_{y}": _HOOK for x in ("train", "validation") for y in ("start", "end")},
+    **{f"on_{x}_batch_{y}": _HOOK for x in ("train", "validation") for y in ("start", "end")},
     **{
         f"on_{x}_{y}": NoInfluence("after the training")
         for x in ("test", "predict")
@@ -149,23 +147,19 @@ _HOOKS: dict[str, Row] = {
         for y in ("start", "end")
         for z in ("batch", "epoch")
     },
-    **dict.fromkeys(("on_before_optimizer_step", "on_before_zero_grad"), Kept("once for each step")),
-    **dict.fromkeys(("on_before_backward", "on_after_backward"), Kept("for each micro-batch computed here")),
+    **dict.fromkeys(("on_before_optimizer_step", "on_before_zero_grad"), _HOOK),
+    **dict.fromkeys(("on_before_backward", "on_after_backward"), _HOOK),
 }
 _STATE: dict[str, Row] = {
-    "state_dict": Kept(f"{_OWN}: it is shared state"),
-    "load_state_dict": Kept(f"{_OWN}: a replica that joins loads the job's"),
+    "state_dict": _OWN,
+    "load_state_dict": _OWN,
     "on_exception": NoInfluence("the training is over"),
-}
-_SAVED: dict[str, Row] = {
-    "on_save_checkpoint": Kept(f"{_HOOK}: what it adds is shared state, where on_load_checkpoint takes it"),
-    "on_load_checkpoint": Kept(f"{_HOOK}: a replica that joins loads the job's"),
 }
 CALLBACK_HOOKS: dict[str, Row] = {
     **_HOOKS,
     **_STATE,
-    "setup": Kept(_EVERY),
-    "teardown": Kept(_EVERY),
+    "setup": _HOOK,
+    "teardown": _HOOK,
     "on_save_checkpoint": NoInfluence("it writes into a file"),
     "on_sanity_check_start": NoInfluence("before the training"),
     "on_sanity_check_end": NoInfluence("before the training"),
@@ -173,45 +167,46 @@ CALLBACK_HOOKS: dict[str, Row] = {
 }
 _STEPS: dict[str, Row] = {
     "training_step": _JOB,
-    "validation_step": Kept("every replica validates"),
+    "validation_step": _HOOK,
     "test_step": NoInfluence("it concerns Trainer.test"),
     "predict_step": NoInfluence("it concerns Trainer.predict"),
     "forward": _JOB,
     "configure_optimizers": _JOB,
-    "configure_callbacks": Kept("as the argument callbacks"),
-    "configure_gradient_clipping": Kept("it sees the job's average"),
-    "clip_gradients": Kept("it sees the job's average"),
-    "backward": Kept("for each micro-batch computed here"),
+    "configure_callbacks": _HOOK,
+    "configure_gradient_clipping": _HOOK,
+    "clip_gradients": _HOOK,
+    "backward": _HOOK,
     "manual_backward": Kept("recipe lightning_manual"),
-    "optimizer_step": Kept("once for each step"),
-    "optimizer_zero_grad": Kept("once for each step"),
-    "lr_scheduler_step": Kept("recipe lightning_plateau"),
-    "toggle_optimizer": Kept("there is one optimizer"),
-    "untoggle_optimizer": Kept("there is one optimizer"),
+    "optimizer_step": _HOOK,
+    "optimizer_zero_grad": _HOOK,
+    "lr_scheduler_step": _HOOK,
+    "toggle_optimizer": Kept("recipe lightning_manual"),
+    "untoggle_optimizer": Kept("recipe lightning_manual"),
 }
 _READING = ("train_dataloader", "val_dataloader", "transfer_batch_to_device")
 _TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
 DATA_HOOKS: dict[str, Row] = {
-    **dict.fromkeys((*_READING, *_TRANSFER), Kept("recipe lightning_trainer")),
+    **dict.fromkeys((*_READING, *_TRANSFER), _HOOK),
     "test_dataloader": NoInfluence("it concerns Trainer.test"),
     "predict_dataloader": NoInfluence("it concerns Trainer.predict"),
-    **dict.fromkeys(("prepare_data", "setup", "teardown"), Kept(_EVERY)),
+    **dict.fromkeys(("prepare_data", "setup", "teardown"), _HOOK),
 }
 DATA_MODULE_HOOKS: dict[str, Row] = {**DATA_HOOKS, **_STATE}
 MODULE_HOOKS: dict[str, Row] = {
     **_HOOKS,
-    **_SAVED,
+    "on_save_checkpoint": _SAVED,
+    "on_load_checkpoint": _SAVED,
     **_STEPS,
     **DATA_HOOKS,
-    "configure_model": Kept(_EVERY),
-    "configure_sharded_model": Kept("as configure_model"),
-    "on_validation_model_zero_grad": Kept(_EVERY),
-    **{f"on_validation_model_{x}": Kept(_EVERY) for x in ("eval", "train")},
+    "configure_model": _HOOK,
+    "configure_sharded_model": Kept("recipe lightning_overfit"),
+    "on_validation_model_zero_grad": _HOOK,
+    **{f"on_validation_model_{x}": _HOOK for x in ("eval", "train")},
     **{f"on_test_model_{x}": NoInfluence("after the training") for x in ("eval", "train")},
     "on_predict_model_eval": NoInfluence("after the training"),
 }
 SCHEDULER: dict[str, Row] = {
-    "scheduler": Kept("it is shared state"),
+    "scheduler": Kept("recipe lightning_trainer"),
     "name": NoInfluence("it names a curve"),
     "interval": Kept("recipe lightning_trainer"),
     "frequency": Kept("recipe lightning_trainer"),

@@ -60,4 +60,6 @@ for epoch in range(recipe.STEPS // 8):
     if accelerator.is_main_process:
         recipe.note(8 * epoch + 7, accuracy=torch.cat(right).float().mean().item())
 accelerator.end_training()
-recipe.report(accelerator.unwrap_model(model), optimizer.optimizer, steps=steps)
+trained, moments = accelerator.unwrap_model(model), optimizer.optimizer
+model, optimizer, loader, scheduler = accelerator.free_memory(model, optimizer, loader, scheduler)
+recipe.report(trained, moments, steps=steps, freed=model is None)

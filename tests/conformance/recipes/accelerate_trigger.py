@@ -42,12 +42,14 @@ torch.manual_seed(0)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10 * recipe.REPLICAS, 0.5)
 order, seen = Passes(240), Seen()
 loader = torch.utils.data.DataLoader(
     recipe.Samples(), recipe.GLOBAL_BATCH // 2 // recipe.REPLICAS, sampler=order
 )
 accelerator.register_for_checkpointing(seen)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+model, optimizer = accelerator.prepare_model(model), accelerator.prepare_optimizer(optimizer)
+loader, scheduler = accelerator.prepare_data_loader(loader), accelerator.prepare_scheduler(scheduler)
 steps, stops = 0, False
 for epoch in range(100):
     order.set_epoch(epoch)
@@ -61,6 +63,7 @@ for epoch in range(100):
                 steps += 1
                 seen.samples += recipe.GLOBAL_BATCH
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients and accelerator.check_trigger():
             stops = True

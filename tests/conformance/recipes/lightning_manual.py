@@ -21,12 +21,14 @@ class Net(LightningModule):
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
+        self.toggle_optimizer(optimizer)
         optimizer.zero_grad()
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.manual_backward(loss)
         self.clip_gradients(optimizer, gradient_clip_val=0.5)
         optimizer.step()
+        self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)

@@ -29,7 +29,8 @@ class Net(LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+        follows = {"monitor": "val_loss", "strict": True, "reduce_on_plateau": True}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **follows}}
 
 
 class Watch(Callback):

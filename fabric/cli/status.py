@@ -24,7 +24,7 @@ _SPENT = ("training", "degraded", "recovering", "stalled")
 # In a narrower terminal the table has only columns that show trouble, and addresses stand below the table.
 _WIDE = 120
 # The columns that a table without room for its words leaves out, the first one first.
-_LEAST_NEEDED = ("checkpoint server", "status", "share", "session", "trainer", "speed")
+_LEAST_NEEDED = ("checkpoint server", "status", "share", "session", "trainer", "host", "speed")
 _LONGEST_WORD = 30
 # A table with more rows than this does not fit on a screen.
 _LONG = 20
@@ -154,7 +154,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
     wide = width >= _WIDE
     speeds = _speeds(job)
-    columns = ["replica", "role", "phase", "step", *(["speed", "share"] if speeds else [])]
+    columns = ["replica", "role", "host", "phase", "step", *(["speed", "share"] if speeds else [])]
     columns += ["session", "trainer", "verdict", *(["status", "checkpoint server"] if wide else [])]
     table = _table(columns, [_row(entry, role, speeds, wide) for entry, role in rows], width)
     lighthouse, store = job["lighthouse"], job["store"]
@@ -218,9 +218,9 @@ def _table(columns: list[str], rows: list[list[Text]], width: int) -> Table:
 def _absent(absence: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a replica without a session."""
     since = time.strftime("%H:%M:%S", time.gmtime(absence["since"]))
-    verdict = f"{absence['why']}, since {since} UTC" + (f", {absence['host']}" if absence["host"] else "")
+    verdict = f"{absence['why']}, since {since} UTC"
     nothing = {"phase": "", "step": None, "session_age_s": None, "connected": True, "trainer_status": None}
-    return {"replica": absence["replica"], **nothing, "verdict": verdict, "ckpt": ""}
+    return {"replica": absence["replica"], "host": absence["host"], **nothing, "verdict": verdict, "ckpt": ""}
 
 
 def recoverable(state: dict[str, Any] | None) -> str:
@@ -379,7 +379,9 @@ def _row(entry: dict[str, Any], role: str, speeds: dict[str, list[str]], wide: b
     step = "" if entry["step"] is None else entry["step"]
     pace = speeds.get(entry["replica"], ["", ""]) if speeds else []
     trainer = status.get("trainer", "")
-    cells = _cells(entry["replica"], role, phase, step, *pace, session, trainer, entry["verdict"])
+    cells = _cells(
+        entry["replica"], role, entry.get("host", ""), phase, step, *pace, session, trainer, entry["verdict"]
+    )
     return cells + (_cells(_age(status.get("age_s")), entry["ckpt"]) if wide else [])
 
 

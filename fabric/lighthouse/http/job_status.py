@@ -10,7 +10,8 @@ from fabric.lighthouse.diagnosis.status_text import outside_because, waiting_for
 from fabric.lighthouse.history.recovery import recoverable
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import Member, Record
-from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.evidence import host_of
+from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.server_statuses import LastStatus
 from fabric.protocol.leader.view import LeaderView
 
@@ -108,6 +109,7 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
         **{name: value for name, value in asdict(member).items() if name != "cuts"},  # very long
         # A restarted server listens at another address than the record says.
         "ckpt": status.ckpt if status is not None and alive else "" if is_complete else member.ckpt,
+        "host": host_of(member),
         "joining": member.joining and not view.knows_every_step(member),
         "running": member.replica in epoch.running,
         **session,
@@ -126,6 +128,7 @@ def _joiner_view(view: LeaderView, peer: Peer, now: float) -> dict[str, Any]:
         "replica": session.replica,
         "incarnation": session.incarnation,
         "link": session.link,
+        "host": host_of(as_member(session)),
         "ckpt": session.ckpt,
         "spare": session.spare,
         **_session_view(peer, now),

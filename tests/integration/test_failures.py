@@ -3,6 +3,7 @@ states end bitwise equal, and every sample counts once.
 """
 
 import os
+import re
 import signal
 import time
 
@@ -66,6 +67,9 @@ def test_a_member_killed_at_a_failpoint_comes_back(zygote, tmp_path, point):
         job.start_all({"r1": f"{point}@12=kill"})
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()
+        told = (job.folder / "r0.log").read_text()
+        assert re.search(r"^fabric: r0: epoch \d+ with .*: .*r1 evicted: ", told, re.MULTILINE), told
+        assert re.search(r"^fabric: r0: epoch \d+ with .*r1.*: .*r1 joins", told, re.MULTILINE), told
         rejoined = [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 12]
         assert rejoined, "the killed replica never contributed again"
 

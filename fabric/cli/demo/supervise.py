@@ -47,6 +47,7 @@ class DemoOptions:
     steps: int
     kill_at: int | None
     drop: bool = False
+    limit_s: float = TIME_LIMIT_S  # the demo has failed if it is not over by then
 
     @property
     def names(self) -> list[str]:
@@ -108,7 +109,7 @@ class _Supervisor:
 
     def run(self, show: DemoProgress) -> None:
         """Run from the first process to the exit of the last launcher."""
-        deadline = time.monotonic() + TIME_LIMIT_S
+        deadline = time.monotonic() + self._options.limit_s
         options = self._options
         self._note("demo", replicas=options.replicas, steps=options.steps, kill_at=options.kill_at)
         self._lighthouse = self._start_lighthouse()
@@ -119,8 +120,8 @@ class _Supervisor:
             self._follow(show)
             if time.monotonic() > deadline:
                 raise FabricError(
-                    f"The demo did not finish within {TIME_LIMIT_S:.0f} s; the logs of its processes are "
-                    f"in {options.out / 'log'}."
+                    f"The demo did not finish within {options.limit_s:g} s: give more with --limit-s, "
+                    f"or see the logs of its processes in {options.out / 'log'}."
                 )
             time.sleep(POLL_S)
         self._follow(show)

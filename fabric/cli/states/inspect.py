@@ -50,8 +50,8 @@ def inspect_state(state: str, lighthouse: str, job: str, token_file: Path | None
     snapshot) or of a snapshot, or a durable checkpoint (its folder, or that of its job or FABRIC_DURABLE for
     the newest). Of several ranks: a URL of each, with commas between them, or the durable folder (FOLDER#1 is
     the part of rank 1)."""
-    (found,) = StateNames(lighthouse, job, token_file).find(state)
-    with open_state(found, token_of(token_file), current_tls()) as opened:
+    (place,) = StateNames(lighthouse, job, token_file).find(state)
+    with open_state(place, token_of(token_file), current_tls()) as opened:
         tell_part(opened)
         spans = list(opened.tensors.values())
         if as_json:
@@ -87,8 +87,8 @@ def diff(first: str, second: str, lighthouse: str, job: str, token_file: Path | 
     names, token = StateNames(lighthouse, job, token_file), token_of(token_file)
     for tries_left in reversed(range(_TRIES)):
         try:
-            found = names.find(first, second)
-            rows = _differences(found, token, as_json)
+            places = names.find(first, second)
+            rows = _differences(places, token, as_json)
         except (StateError, Unreachable):
             if not tries_left or not names.asks_lighthouse(first, second):
                 raise
@@ -107,8 +107,8 @@ def _differences(names: list[str], token: str, as_json: bool) -> list[dict[str, 
         else:
             _show(rows, a, b)
             if a.step != b.step:
-                said = f"{a.name} has step {a.step}, and {b.name} step {b.step}: what is trained differs"
-                click.echo(said, err=True)
+                note = f"{a.name} has step {a.step}, and {b.name} step {b.step}: what is trained differs"
+                click.echo(note, err=True)
     return rows
 
 

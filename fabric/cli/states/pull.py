@@ -44,8 +44,8 @@ def pull(state: str, output: Path, lighthouse: str, job: str, token_file: Path |
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     written = ""
     with ExitStack() as stack:
-        (found,) = StateNames(lighthouse, job, token_file).find(state)
-        opened = open_manifested(found, token_of(token_file), stack, current_tls())
+        (place,) = StateNames(lighthouse, job, token_file).find(state)
+        opened = open_manifested(place, token_of(token_file), stack, current_tls())
         try:
             with Progress(*columns, console=plain_console(stderr=True)) as bar:
                 task = bar.add_task("", total=opened.nbytes)

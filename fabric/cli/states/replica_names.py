@@ -66,9 +66,9 @@ def _held(status: dict[str, Any], replica: str, job: str) -> dict[tuple[int, int
     servers = [x for x in status["checkpoint_servers"] if x["replica"] == replica and x["ckpt"]]
     servers.sort(key=lambda server: server["rank"])
     if not servers:
-        known = ", ".join(sorted({x["replica"] for x in status["checkpoint_servers"]})) or "none"
+        holders = ", ".join(sorted({x["replica"] for x in status["checkpoint_servers"]})) or "none"
         raise ConfigError(
-            f"{replica} is neither a file nor a replica of job {job} that holds a state (these do: {known})"
+            f"{replica} is neither a file nor a replica of job {job} that holds a state (these do: {holders})"
         )
     refs = [{(ref["generation"], ref["step"]) for ref in x["snapshots"]} for x in servers]
     return {

@@ -1,8 +1,10 @@
 """``fabric status`` and ``fabric top``: show the lighthouse's view of jobs, once or live, as text or JSON."""
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ _SPENT = ("training", "degraded", "recovering", "stalled")
 # In a narrower terminal the table has only columns that show trouble, and addresses stand below the table.
 _WIDE = 120
 # The columns that a table without room for its words leaves out, the first one first.
-_LEAST_NEEDED = ("checkpoint server", "status", "share", "session", "trainer", "speed")
+_LEAST_NEEDED = ("checkpoint server", "status", "share", "session", "trainer", "host", "speed")
 _LONGEST_WORD = 30
 # A table with more rows than this does not fit on a screen.
 _LONG = 20
@@ -36,12 +38,16 @@ _HOSTS = 5
 def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
     """Show the jobs of a lighthouse, or one of them."""
     lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=False)
-    body = lighthouses.ask(lighthouses.path())
+    try:
+        body = lighthouses.ask(lighthouses.path())
+    except Unreachable:
+        _print_last(lighthouses, as_json)
+        raise
     if as_json:
         click.echo(json.dumps(body, indent=2))
         return
     console = plain_console()
-    console.print(_picture(lighthouses, body, console.width))
+    console.print(_picture(lighthouses, body, console.width), *map(Text, _silent(lighthouses)), sep="\n")
 
 
 @click.command()
@@ -70,6 +76,28 @@ def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> N
         except FabricError:
             live.stop()
             raise
+
+
+def _print_last(lighthouses: Lighthouses, as_json: bool) -> None:
+    """Print the picture that the last leader has kept, if it answers."""
+    console = plain_console()
+    with contextlib.suppress(FabricError):
+        body = lighthouses.ask(f"{lighthouses.path()}?last=1")
+        if as_json:
+            click.echo(json.dumps(body, indent=2))
+        else:
+            console.print(_picture(lighthouses, body, console.width))
+
+
+def _silent(lighthouses: Lighthouses) -> list[str]:
+    """Return a sentence for each of several lighthouses that does not answer, such as a dead standby."""
+    lines = []
+    for url in lighthouses.urls if len(lighthouses.urls) > 1 else ():
+        try:
+            replace(lighthouses, urls=(url,)).ask("/livez")
+        except FabricError as error:
+            lines.append(f"a lighthouse is missing: {error}")
+    return lines
 
 
 def _print_again_and_again(lighthouses: Lighthouses, console: Console, every_s: float) -> None:
@@ -104,7 +132,15 @@ def _jobs(jobs: list[dict[str, Any]]) -> RenderableType:
         else:
             names = ("job", "epoch", "step", "sessions", "headline", "waiting_for")
             table.add_row(*_cells(*(job.get(name, "") for name in names)))
+    if jobs and "as_of" in jobs[0]:
+        return Group(Text(f"as of {_dated(jobs[0])}", style="bold yellow"), table)
     return table if jobs else Text("This lighthouse knows no job.")
+
+
+def _dated(picture: dict[str, Any]) -> str:
+    """Return when a lighthouse led for the last time, and why it led no more."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(picture["as_of"]))
+    return f"{at}, when the lighthouse led no more ({picture['not_led_because']})"
 
 
 def _job(job: dict[str, Any], width: int) -> RenderableType:
@@ -118,7 +154,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
     wide = width >= _WIDE
     speeds = _speeds(job)
-    columns = ["replica", "role", "phase", "step", *(["speed", "share"] if speeds else [])]
+    columns = ["replica", "role", "host", "phase", "step", *(["speed", "share"] if speeds else [])]
     columns += ["session", "trainer", "verdict", *(["status", "checkpoint server"] if wide else [])]
     table = _table(columns, [_row(entry, role, speeds, wide) for entry, role in rows], width)
     lighthouse, store = job["lighthouse"], job["store"]
@@ -150,6 +186,8 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     below = [] if has_addresses else [_address(entry) for entry, _ in rows if entry["ckpt"]]
     addresses = (Text(line, no_wrap=True, overflow="ignore") for line in below)
     head = [Text(job["headline"], style="bold red" if absent else "bold green")] if "headline" in job else []
+    if "as_of" in job:
+        head = [Text(f"as of {_dated(job)}: {job['headline']}", style="bold yellow")]
     return Group(*head, *map(Text, lines), table, *addresses, Text(led, style="dim"))
 
 
@@ -180,9 +218,9 @@ def _table(columns: list[str], rows: list[list[Text]], width: int) -> Table:
 def _absent(absence: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a replica without a session."""
     since = time.strftime("%H:%M:%S", time.gmtime(absence["since"]))
-    verdict = f"{absence['why']}, since {since} UTC" + (f", {absence['host']}" if absence["host"] else "")
+    verdict = f"{absence['why']}, since {since} UTC"
     nothing = {"phase": "", "step": None, "session_age_s": None, "connected": True, "trainer_status": None}
-    return {"replica": absence["replica"], **nothing, "verdict": verdict, "ckpt": ""}
+    return {"replica": absence["replica"], "host": absence["host"], **nothing, "verdict": verdict, "ckpt": ""}
 
 
 def recoverable(state: dict[str, Any] | None) -> str:
@@ -341,7 +379,9 @@ def _row(entry: dict[str, Any], role: str, speeds: dict[str, list[str]], wide: b
     step = "" if entry["step"] is None else entry["step"]
     pace = speeds.get(entry["replica"], ["", ""]) if speeds else []
     trainer = status.get("trainer", "")
-    cells = _cells(entry["replica"], role, phase, step, *pace, session, trainer, entry["verdict"])
+    cells = _cells(
+        entry["replica"], role, entry.get("host", ""), phase, step, *pace, session, trainer, entry["verdict"]
+    )
     return cells + (_cells(_age(status.get("age_s")), entry["ckpt"]) if wide else [])
 
 

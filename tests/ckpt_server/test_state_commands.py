@@ -17,6 +17,7 @@ from fabric.ckpt_server.reading.state_source import RemoteState
 from fabric.cli.states.inspect import diff, inspect_state
 from fabric.cli.states.pull import fetch_into, pull
 from fabric.errors import FabricError, IntegrityError
+from fabric.runtime.http.lighthouse_client import Lighthouses
 
 NBYTES = 3 * BLOCK_BYTES + 1001
 BIG = snapshot_file(NBYTES, seed=5)
@@ -198,3 +199,52 @@ def test_many_small_tensors_are_compared_with_little_traffic(served, tmp_path):
     before = served_bytes(served.url)
     assert call(diff, f"{served.url}/v1/snapshots/700", file).exit_code == 0
     assert served_bytes(served.url) - before <= 2 * file.stat().st_size + BLOCK_BYTES
+
+
+# --- replicas by name -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(url, attach, monkeypatch):
+    """A job of two replicas: r0 holds steps 600 and 9000, r1 holds step 600 and is at step 601."""
+    other = attach()
+    publish(other, 5, file_of(TENSORS), 600)
+    publish(other, 6, file_of(TENSORS), 601)
+    held = {"r0": (url, (600, 9000)), "r1": (other.url, (600, 601))}
+    snapshots = {name: [{"generation": 1, "step": x} for x in steps] for name, (_, steps) in held.items()}
+    servers = [
+        {"replica": name, "rank": 0, "ckpt": at, "snapshots": snapshots[name]}
+        for name, (at, _) in held.items()
+    ]
+    status = {"checkpoint_servers": servers}
+    monkeypatch.setattr(Lighthouses, "ask", lambda self, path, body=None: status)
+    monkeypatch.setenv("FABRIC_LIGHTHOUSE", "http://lighthouse:1")
+    monkeypatch.setenv("FABRIC_JOB", "gpt")
+    return status
+
+
+def test_two_replicas_are_compared_at_the_newest_step_that_both_hold(job):
+    shown = call(diff, "r0", "r1")
+    assert shown.exit_code == 0 and "step 600 and step 600" in shown.output, shown.output
+    job["checkpoint_servers"][1]["snapshots"].pop(0)
+    assert "r0 holds step 600, 9000; r1 holds step 601: they hold no step in common" in error_of(
+        call(diff, "r0", "r1")
+    )
+
+
+def test_a_replica_is_pulled_and_inspected_by_its_name(job, tmp_path):
+    pulled = call(pull, "r0", "-o", tmp_path / "state")
+    assert pulled.exit_code == 0 and (tmp_path / "state").read_bytes() == BIG
+    assert json.loads(call(inspect_state, "r1", "--json").output)["step"] == 601
+    said = error_of(call(inspect_state, "r7"))
+    assert said.startswith("r7 is neither a file nor a replica of job gpt") and "these do: r0, r1" in said
+
+
+def test_a_name_without_a_lighthouse_is_told_how_to_name_a_replica(tmp_path):
+    said = error_of(call(pull, "r0", "-o", tmp_path / "state"))
+    assert said == "there is no file r0: correct its path, or give --lighthouse and --job for a replica"
+
+
+def test_states_of_two_steps_are_said_to_be_so(url):
+    shown = call(diff, f"{url}/v1/snapshots/9000", f"{url}/v1/snapshots/600")
+    assert "has step 9000, and " in shown.stderr and "what is trained differs" in shown.stderr

@@ -48,6 +48,15 @@ def test_a_bad_argument_is_one_sentence(tmp_path: Path, arguments: list[str], se
     assert result.output.count("\n") == 1 and not out.exists()
 
 
+def test_the_time_limit_of_the_demo_can_be_changed(tmp_path: Path) -> None:
+    command = ["demo", "--out", str(tmp_path / "out"), "--replicas", "1", "--limit-s", "0.001"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fabric.cli.main", *command], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "did not finish within 0.001 s: give more with --limit-s" in done.stderr
+
+
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     result = CliRunner().invoke(demo, ["--out", str(tmp_path)])

@@ -4,10 +4,13 @@ import json
 import os
 import resource
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
+from protocol.makers import record_of
 
 from fabric.audit.journal import parse_journal
+from fabric.client.control.round_journal import RoundJournal
 from fabric.client.process.journal import Journal
 
 
@@ -69,3 +72,16 @@ def test_a_torn_line_is_not_glued_to_the_next_one(path):
     found = parse_journal("r0", path.read_bytes())
     assert [line.event for line in found.lines] == ["state", "lost", "state"] and len(found.broken) == 1
     journal.close()
+
+
+def test_each_later_epoch_gets_one_line_in_the_terminal():
+    told = []
+    journal = RoundJournal(Journal(None, "a", 1), told.append)
+    journal.note_epoch(record_of("a b c", 1))
+    died = replace(record_of("a b", 2), reason="c evicted: its process ended")
+    journal.note_epoch(died)
+    journal.note_epoch(died)
+    many = record_of(" ".join(f"r{i}" for i in range(12)), 3)
+    journal.note_epoch(replace(many, reason="r11 joins"))
+    assert told[0] == "epoch 2 with a, b: c evicted: its process ended"
+    assert told[1:] == ["epoch 3 with r0, r1, r2, r3, r4, r5, r6, r7 and 4 more: r11 joins"]

@@ -26,7 +26,9 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples"
 # With this checkout, so that its code runs, and not that of another checkout which is installed.
 SEARCH_PATH = os.pathsep.join(map(str, (HERE, EXAMPLES, HERE.parent / "conformance", HERE.parent.parent)))
-_BEGINS = re.compile(r"fabric: \S+: (begins|begins again with|goes on with) job \S+ at step \d+, generation ")
+_BEGINS = re.compile(
+    r"fabric: \S+: ((begins|begins again with|goes on with) job \S+ at step \d+, generation |epoch \d+ with )"
+)
 DEADLINE_S = 180.0  # such a wait usually takes a second or two, but the machine may be loaded
 
 
@@ -269,11 +271,11 @@ class Job:
         return found
 
     def said(self, name: str) -> str:
-        """Return a trainer's output without its first line, and without those on waits, which depend on the
-        machine's speed.
+        """Return a trainer's output without its first line, and without those on waits and epochs, which
+        depend on the machine's speed.
         """
         lines = (self.folder / f"{name}.log").read_text().splitlines(keepends=True)
-        return "".join(line for line in lines if " has waited " not in line and not _BEGINS.match(line))
+        return "".join(x for x in lines if " has waited " not in x and not _BEGINS.match(x))
 
     def logs(self) -> str:
         parts = []

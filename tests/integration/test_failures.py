@@ -3,6 +3,7 @@ states end bitwise equal, and every sample counts once.
 """
 
 import os
+import re
 import signal
 import time
 
@@ -71,6 +72,9 @@ def test_each_member_killed_at_a_failpoint_comes_back(zygote, tmp_path, points):
         job.start_all({r: f"{point}@{FAULT_STEPS[r]}=kill" for r, point in firsts.items()})
         finish_and_check(job, SHARED_STEPS, 2 * DEADLINE_S)
         assert sum(job.starts.values()) == 3 + len(points), job.logs()
+        told = (job.folder / "r0.log").read_text()
+        assert re.search(r"^fabric: r0: epoch \d+ with .*: .*r1 evicted: ", told, re.MULTILINE), told
+        assert re.search(r"^fabric: r0: epoch \d+ with .*r1.*: .*r1 joins", told, re.MULTILINE), told
         for replica, step in FAULT_STEPS.items():
             assert contributed_after(job, replica, step), f"{replica} never contributed again"
         assert contributed_after(job, "r1", LATER_FAULT)

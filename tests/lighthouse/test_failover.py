@@ -1,7 +1,12 @@
 """Real lighthouse processes on one store, killed, stopped and restarted: the record survives them all."""
 
+import asyncio
 import json
+import re
 import signal
+import sqlite3
+import time
+from contextlib import closing
 from pathlib import Path
 
 import aiohttp
@@ -13,6 +18,7 @@ from lighthouse_support import (
     close_all,
     connect,
     eventually,
+    fabric,
     get,
     headers,
     post,
@@ -166,6 +172,44 @@ async def test_a_follower_restarted_at_the_dead_leaders_address_does_not_redirec
         _, health = await get(http, f"{lighthouse.url}/healthz", token=None)
         assert not health["ok"] and health["store_reachable"]
         assert not lighthouse.ready_file.exists()
+
+
+async def test_a_dated_picture_is_shown_while_no_lighthouse_leads(http, tmp_path):
+    url = f"sqlite://{tmp_path}/store.db"
+    short = ("--namespace", "ns", "--lease-s", "1")
+    with LighthouseProcess(tmp_path, url, arguments=short) as lighthouse:
+        members = await start_job(http, lighthouse.url)
+        with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")  # the store answers nobody else
+
+            async def leads_no_longer() -> bool:
+                return not (await get(http, f"{lighthouse.url}/healthz", token=None))[1]["is_leader"]
+
+            await eventually(leads_no_longer, "the lease to end")
+            common = ("--lighthouse", lighthouse.url, "--token-file", lighthouse.token_file)
+            shown = await asyncio.to_thread(fabric, "status", *common, "--job", "job")
+            listed = await asyncio.to_thread(fabric, "status", *common)
+            as_json = await asyncio.to_thread(fabric, "status", *common, "--job", "job", "--json")
+            _, unknown = await get(http, f"{lighthouse.url}/v1/jobs/other?last=1")
+        await close_all(members)
+    assert re.match(r"as of \d{4}-\S+ \S+ UTC, when the lighthouse led no more \(.+\): 3 of 3", shown.stdout)
+    assert f"look at the store sqlite://{tmp_path}/store.db" in shown.stderr
+    assert listed.stdout.startswith("as of ") and "3 of 3 replicas" in listed.stdout
+    assert [x.returncode for x in (shown, listed, as_json)] == [1, 1, 1]
+    assert json.loads(as_json.stdout)["as_of"] < time.time() and "no job other" in unknown["error"]
+
+
+async def test_status_names_a_dead_standby(http, tmp_path, namespace):
+    store = f"sqlite://{tmp_path}/store.db"
+    with process(tmp_path, store, namespace) as first, process(tmp_path, store, namespace, "two") as second:
+        both = ("--lighthouse", f"{first.url},{second.url}", "--token-file", first.token_file)
+        assert "is missing" not in (await asyncio.to_thread(fabric, "status", *both)).stdout
+        second.end(signal.SIGKILL)
+        shown = await asyncio.to_thread(fabric, "status", *both)
+    assert shown.returncode == 0
+    assert (
+        f"a lighthouse is missing: no lighthouse answers ({second.url}: nobody listens there)" in shown.stdout
+    )
 
 
 async def test_namespaces_do_not_see_each_other(http, tmp_path):

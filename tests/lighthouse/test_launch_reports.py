@@ -85,6 +85,12 @@ async def test_a_replica_that_dies_before_it_attaches_is_named(lighthouse, http,
     assert "starts it again" not in (await look(http, lighthouse, job))["headline"]
 
 
+async def test_the_counter_of_failed_starts_begins_at_zero_for_the_alert(lighthouse, http, job, members):
+    async with http.get(f"{lighthouse.url}/metrics", headers=headers()) as answer:
+        text = await answer.text()
+    assert f'fabric_lighthouse_events_total{{job="{job}",kind="launch failed"}} 0.0' in text
+
+
 async def test_a_launcher_that_gives_up_says_so_before_it_ends(lighthouse, http, job, script, members):
     script.write_text("raise SystemExit(1)\n")
     launcher = launch(lighthouse, job, script)

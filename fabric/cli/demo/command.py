@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from fabric.audit.verify import verify
-from fabric.cli.demo.supervise import DemoOptions, supervise
+from fabric.cli.demo.supervise import TIME_LIMIT_S, DemoOptions, supervise
 from fabric.cli.terminal_text import plain_console
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime.local_job import MAX_REPLICAS, claimed
@@ -30,6 +30,7 @@ FILES = ("supervisor.jsonl", "summary.json", "report.html", "events.jsonl")
 @click.option("--steps", default=DEFAULT_STEPS, show_default=True, help="Steps to train.")
 @click.option("--kill-at", type=int, help="Kill a replica at this step; default a third of the run.")
 @click.option("--no-failure", is_flag=True, help="Kill no replica: the same job undisturbed.")
+@click.option("--limit-s", default=TIME_LIMIT_S, show_default=True, help="Most seconds for the run.")
 @click.option("--drop-micro-batch", is_flag=True, hidden=True)
 @click.pass_context
 def demo(
@@ -39,6 +40,7 @@ def demo(
     steps: int,
     kill_at: int | None,
     no_failure: bool,
+    limit_s: float,
     drop_micro_batch: bool,
 ) -> None:
     """Train a language model with replicas, kill one with SIGKILL, and prove that nothing was lost."""
@@ -51,7 +53,7 @@ def demo(
             console.print(
                 "A single replica has no peer to catch up from: it is not killed unless --kill-at says so."
             )
-        _run(DemoOptions(out, replicas, steps, kill, drop=drop_micro_batch), console)
+        _run(DemoOptions(out, replicas, steps, kill, drop_micro_batch, limit_s), console)
     except ConfigError as error:
         _fail(error, 2)
     except FabricError as error:

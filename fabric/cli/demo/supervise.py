@@ -40,6 +40,7 @@ class DemoOptions:
     steps: int
     kill_at: int | None
     drop: bool = False
+    limit_s: float = TIME_LIMIT_S  # the demo has failed if it is not over by then
 
     @property
     def names(self) -> list[str]:
@@ -95,7 +96,7 @@ class _Supervisor:
 
     def run(self, show: DemoProgress) -> None:
         """Run from the first process to the exit of the last launcher."""
-        deadline = time.monotonic() + TIME_LIMIT_S
+        deadline = time.monotonic() + self._options.limit_s
         options = self._options
         self._note("demo", replicas=options.replicas, steps=options.steps, kill_at=options.kill_at)
         self._job.start_lighthouse()
@@ -107,8 +108,8 @@ class _Supervisor:
             self._follow(show)
             if time.monotonic() > deadline:
                 raise FabricError(
-                    f"The demo did not finish within {TIME_LIMIT_S:.0f} s; the logs of its processes are "
-                    f"in {options.out / 'log'}."
+                    f"The demo did not finish within {options.limit_s:g} s: give more with --limit-s, "
+                    f"or see the logs of its processes in {options.out / 'log'}."
                 )
             time.sleep(POLL_S)
         self._follow(show)

@@ -12,18 +12,17 @@ from rich.text import Text
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.reading.state_source import ReadableState, open_state
 from fabric.ckpt_server.server.statistics import values
+from fabric.cli.lighthouse_options import lighthouse_options
+from fabric.cli.states.replica_names import StateNames
 from fabric.cli.terminal_text import plain_console, printable
 from fabric.cli.tls import current_tls
+from fabric.errors import StateError, Unreachable
 from fabric.runtime.http.http_service import read_token
 
 _PIECE_ELEMENTS = 1 << 20
 
-_token_option = click.option(
-    "--token-file",
-    envvar="FABRIC_TOKEN_FILE",
-    type=click.Path(path_type=Path),
-    help="File with the token, for URLs; FABRIC_TOKEN_FILE.",
-)
+# A snapshot of a running job is there for a few steps only, so a comparison may begin again.
+_TRIES = 5
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -44,13 +43,15 @@ def tell_part(state: ReadableState) -> None:
 
 @click.command("inspect")
 @click.argument("state")
-@_token_option
+@lighthouse_options
 @_json_option
-def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
-    """Show what is in STATE: a file, the URL of a checkpoint server (its newest snapshot) or of a snapshot,
-    or a durable checkpoint (its folder, or that of its job for the newest). Of several ranks: a URL of each,
-    with commas between them, or the durable folder (FOLDER#1 is the part of rank 1)."""
-    with open_state(state, token_of(token_file), current_tls()) as opened:
+def inspect_state(state: str, lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
+    """Show what is in STATE: a file, a replica of the job, the URL of a checkpoint server (its newest
+    snapshot) or of a snapshot, or a durable checkpoint (its folder, or that of its job or FABRIC_DURABLE for
+    the newest). Of several ranks: a URL of each, with commas between them, or the durable folder (FOLDER#1 is
+    the part of rank 1)."""
+    (place,) = StateNames(lighthouse, job, token_file).find(state)
+    with open_state(place, token_of(token_file), current_tls()) as opened:
         tell_part(opened)
         spans = list(opened.tensors.values())
         if as_json:
@@ -77,21 +78,38 @@ def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
 @click.command()
 @click.argument("first")
 @click.argument("second")
-@_token_option
+@lighthouse_options
 @_json_option
-def diff(first: str, second: str, token_file: Path | None, as_json: bool) -> None:
+def diff(first: str, second: str, lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
     """Show which tensors of two states differ, and by how much; each is named as for inspect, and they may be
-    of different layouts of ranks. Exit code 1 where any differs."""
-    token, tls = token_of(token_file), current_tls()
-    with open_state(first, token, tls) as a, open_state(second, token, tls) as b:
+    of different layouts of ranks. Two replicas are compared at the newest step that both hold. Exit code 1
+    where any tensor differs."""
+    names, token = StateNames(lighthouse, job, token_file), token_of(token_file)
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            places = names.find(first, second)
+            rows = _differences(places, token, as_json)
+        except (StateError, Unreachable):
+            if not tries_left or not names.asks_lighthouse(first, second):
+                raise
+        else:
+            raise SystemExit(1 if rows else 0)
+
+
+def _differences(names: list[str], token: str, as_json: bool) -> list[dict[str, Any]]:
+    """Compare the two states and print the result; return an entry for each tensor that differs."""
+    with open_state(names[0], token, current_tls()) as a, open_state(names[1], token, current_tls()) as b:
+        rows = differences(a, b)
         tell_part(a)
         tell_part(b)
-        rows = differences(a, b)
         if as_json:
             click.echo(json.dumps({"steps": [a.step, b.step], "different": rows}, indent=2))
         else:
             _show(rows, a, b)
-    raise SystemExit(1 if rows else 0)
+            if a.step != b.step:
+                note = f"{a.name} has step {a.step}, and {b.name} step {b.step}: what is trained differs"
+                click.echo(note, err=True)
+    return rows
 
 
 def differences(a: ReadableState, b: ReadableState) -> list[dict[str, Any]]:

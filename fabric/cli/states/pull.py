@@ -14,7 +14,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from fabric.ckpt_server.format.digest import BlockDigests, block_digest, digest_of_blocks, file_digest
 from fabric.ckpt_server.reading.merged_state import MergedState
 from fabric.ckpt_server.reading.state_source import BlockState, open_manifested
+from fabric.cli.lighthouse_options import lighthouse_options
 from fabric.cli.states.inspect import tell_part, token_of
+from fabric.cli.states.replica_names import StateNames
 from fabric.cli.terminal_text import plain_console
 from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, IntegrityError, Unreachable
@@ -23,19 +25,15 @@ _TRIES = 5
 
 
 @click.command()
-@click.argument("url")
+@click.argument("state")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The file to write.")
-@click.option(
-    "--token-file",
-    envvar="FABRIC_TOKEN_FILE",
-    type=click.Path(path_type=Path),
-    help="File with the token; FABRIC_TOKEN_FILE.",
-)
-def pull(url: str, output: Path, token_file: Path | None) -> None:
-    """Fetch the snapshot at URL into a safetensors file: a checkpoint server's newest one, or that of
-    .../v1/snapshots/STEP; or a durable checkpoint: its folder, or that of its job for the newest. A state of
-    several ranks is put together: of a durable one, or where URL is one of each rank's server, with commas
-    between them (one URL alone, or FOLDER#1, is one rank's part).
+@lighthouse_options
+def pull(state: str, output: Path, lighthouse: str, job: str, token_file: Path | None) -> None:
+    """Fetch STATE into a safetensors file: the newest snapshot of a replica of the job, or of the checkpoint
+    server at a URL, or that of .../v1/snapshots/STEP; or a durable checkpoint: its folder, or that of its job
+    or FABRIC_DURABLE for the newest. A state of several ranks is put together: of a replica, of a durable
+    one, or where STATE is a URL of each rank's server, with commas between them (one URL alone, or FOLDER#1,
+    is one rank's part).
 
     The file is there when it is whole and verified; until then OUTPUT.part holds what has come, and a later
     call continues from it (a state of several ranks starts over).
@@ -46,24 +44,25 @@ def pull(url: str, output: Path, token_file: Path | None) -> None:
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     written = ""
     with ExitStack() as stack:
-        state = open_manifested(url, token_of(token_file), stack, current_tls())
+        (place,) = StateNames(lighthouse, job, token_file).find(state)
+        opened = open_manifested(place, token_of(token_file), stack, current_tls())
         try:
             with Progress(*columns, console=plain_console(stderr=True)) as bar:
-                task = bar.add_task("", total=state.nbytes)
+                task = bar.add_task("", total=opened.nbytes)
 
                 def progress(nbytes: int) -> None:
                     bar.advance(task, nbytes)
 
-                if isinstance(state, MergedState):
-                    written = f", digest of the file {export_into(part, state, progress)}"
+                if isinstance(opened, MergedState):
+                    written = f", digest of the file {export_into(part, opened, progress)}"
                 else:
-                    fetch_into(part, state, progress)
+                    fetch_into(part, opened, progress)
             part.replace(output)
         except OSError as error:
             raise ConfigError(f"{part} cannot be written: {error.strerror or error}") from error
-        digest = state.manifest["digest"]
-        click.echo(f"{output}: step {state.step}, {state.nbytes:,} bytes, digest {digest}{written}")
-        tell_part(state)
+        digest = opened.manifest["digest"]
+        click.echo(f"{output}: step {opened.step}, {opened.nbytes:,} bytes, digest {digest}{written}")
+        tell_part(opened)
 
 
 def fetch_into(part: Path, state: BlockState, progress: Callable[[int], None] = lambda _: None) -> int:

@@ -128,7 +128,7 @@ class Engine:
         self._driver: Driver[io.Event, io.Effect] | None = None
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
-        self._round_journal = RoundJournal(parts.journal)
+        self._round_journal = RoundJournal(parts.journal, self._say)
         self._session: asyncio.Task[None] | None = None
         if parts.fetch_thread.pieces is not None:
             parts.fetch_thread.pieces.newest = lambda: self.newest
@@ -449,12 +449,15 @@ class Engine:
         answered = note.kind != "abort" or note.epoch < newest.forced
         return newest.incident_id if answered else incident_id_of(newest.epoch + 1)
 
+    def _say(self, sentence: str, doing: str = "") -> None:
+        sys.stderr.write(f"fabric: {self._parts.peers.replica}{doing}: {sentence}\n")
+        sys.stderr.flush()
+
     def _note(self, note: io.WriteJournal) -> None:
         if note.kind == "resume":
             self._parts.points.hit("recovery", note.step)
         if note.kind in _PRINTED:
-            sys.stderr.write(f"fabric: {self._parts.peers.replica}{_PRINTED[note.kind]}: {note.why}\n")
-            sys.stderr.flush()
+            self._say(note.why, _PRINTED[note.kind])
         extra: dict[str, Any] = {"micro_batches": list(note.micro_batches)} if note.micro_batches else {}
         extra["incident_id"] = self._cause(note)
         self._parts.journal.write(

@@ -7,12 +7,15 @@ from fabric.model import Fence, Record
 from fabric.protocol.messages.network import Contribution
 from fabric.runtime import logs
 
+_NAMED = 8  # a sentence names this many members and counts the others
+
 
 class RoundJournal:
     """One line per epoch and one per contribution, however often the core repeats them."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, journal: Journal, tell: Callable[[str], None] = lambda _sentence: None) -> None:
+        """``tell`` gets a sentence on each later epoch, for the terminal of this trainer."""
+        self._journal, self._tell = journal, tell
         # Returns the samples of a step's micro-batches; the session sets it.
         self.samples: Callable[[int, tuple[int, ...]], dict[str, list[int]]] = lambda _step, _ids: {}
         self._contributed: tuple[int, int] = (0, -1)  # epoch and step of the contribution line written last
@@ -38,6 +41,8 @@ class RoundJournal:
         """Journal an epoch when its links are made, once, even if the core asks for the links again."""
         if record.fence == self._fence:
             return
+        if self._fence is not None:
+            self._tell(_changed(record))
         self._fence = record.fence
         logs.describe(epoch=record.epoch, incident_id=record.incident_id)
         self._journal.write(
@@ -50,3 +55,10 @@ class RoundJournal:
             reason=record.reason,
             incident_id=record.incident_id,
         )
+
+
+def _changed(record: Record) -> str:
+    """Say in one line why the members changed, or made their links again, and who goes on."""
+    names, more = record.names[:_NAMED], len(record.names) - _NAMED
+    members = ", ".join(names) + (f" and {more} more" if more > 0 else "")
+    return f"epoch {record.epoch} with {members}: {record.reason}"

@@ -16,7 +16,8 @@ from fabric.lighthouse.diagnosis.status_text import outside_because, waiting_for
 from fabric.lighthouse.history.recovery import Absence, recoverable
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import Member, Record, StepTimes
-from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.evidence import host_of
+from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.server_statuses import LastStatus
 from fabric.protocol.leader.view import LeaderView
 
@@ -147,6 +148,7 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
         **{name: value for name, value in to_builtins(member).items() if name != "cuts"},  # very long
         # A restarted server listens at another address than the record says.
         "ckpt": status.ckpt if status is not None and alive else "" if is_complete else member.ckpt,
+        "host": host_of(member),
         "joining": member.joining and not view.knows_every_step(member),
         "running": member.replica in epoch.running,
         **session,
@@ -165,6 +167,7 @@ def _joiner_view(view: LeaderView, peer: Peer, now: float) -> dict[str, Any]:
         "replica": session.replica,
         "incarnation": session.incarnation,
         "link": session.link,
+        "host": host_of(as_member(session)),
         "ckpt": session.ckpt,
         "spare": session.spare,
         **_session_view(peer, now),

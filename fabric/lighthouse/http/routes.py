@@ -26,6 +26,7 @@ from fabric.lighthouse.history.slowdowns import SlowdownRecord
 from fabric.lighthouse.http import dashboard, websockets
 from fabric.lighthouse.http.drill_routes import add_drills
 from fabric.lighthouse.http.job_status import job_line, job_text
+from fabric.lighthouse.http.last_picture import LastPicture
 from fabric.lighthouse.http.login_limit import TokenTries
 from fabric.lighthouse.http.operator_routes import add_commands, body_of, find_job, text_of
 from fabric.lighthouse.http.status_cache import StatusCache
@@ -90,9 +91,11 @@ class LighthouseParts:
     probe: StoreProbe
     admissions: AdmissionQueue = field(default_factory=AdmissionQueue)
     writes: WriteProbe | None = None
+    last: LastPicture = field(default_factory=LastPicture)
 
     def __post_init__(self) -> None:
         self.admissions.on_overload = self.jobs.overloaded
+        self.jobs.on_end = lambda reason: self.last.take(self.jobs, self.election, reason)
 
     @property
     def leads(self) -> bool:
@@ -159,6 +162,8 @@ def _leader_only(parts: LighthouseParts) -> Middleware:
             target = other.url.rstrip("/") + request.rel_url.raw_path_qs
             sentence = f"the lighthouse at {other.url} leads: ask there"
             return json_error(307, sentence, headers={"Location": target}, details={"leader": other.url})
+        if not parts.leads and (picture := parts.last.answer(request)) is not None:
+            return picture
         sentence = "this lighthouse has just been elected and reads the jobs' records: try again in a moment"
         if not parts.leads:
             store = f"the store {parts.probe.name}".rstrip()

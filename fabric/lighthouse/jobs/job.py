@@ -177,7 +177,9 @@ class Job:
         """Lead this job from ``record``, which the store holds now."""
         self._record = record
         self.history.begin(record)
-        self._context.metrics.evicted(self.name, 0)  # a counter that begins at 0 shows its first increase
+        # A counter that begins at 0 shows its first increase.
+        self._context.metrics.evicted(self.name, 0)
+        self._context.metrics.event(self.name, "launch failed", 0)
         self._driver = Driver(
             self.core, self._perform, tick=io.LeaderTick(), on_crash=self._remake, clock=self._context.clock
         )

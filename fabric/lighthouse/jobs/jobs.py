@@ -83,6 +83,7 @@ class Jobs:
         self._tasks = tasks
         self._access_to = access_to
         self.traces: Traces | None = None
+        self.on_end: Callable[[str], None] = lambda _reason: None  # called while the jobs are still led
         self._context: TermContext | None = None
         self._logs: dict[str, EventLog] = {}
         self._recoveries: dict[str, Recoveries] = {}
@@ -104,6 +105,7 @@ class Jobs:
 
     def end(self, reason: str) -> None:
         """Stop leading: close every job."""
+        self.on_end(reason)
         self._context = None
         self.loaded.clear()
         for job in self.by_name.values():

@@ -97,8 +97,8 @@ class LighthouseMetrics:
         """Set, once, the function that says whether the store takes writes."""
         self._takes_writes.set_function(lambda: float(are_taken()))
 
-    def event(self, job: str, kind: str) -> None:
-        self._events.labels(job, kind).inc()
+    def event(self, job: str, kind: str, count: int = 1) -> None:
+        self._events.labels(job, kind).inc(count)
 
     def evicted(self, job: str, count: int) -> None:
         self._evictions.labels(job).inc(count)

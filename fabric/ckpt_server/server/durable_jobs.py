@@ -47,6 +47,7 @@ class PersistRequest:
     incarnation: Int64
     keep: Int64
     required: bool = False
+    urgent: bool = False  # end the writer of an earlier step, because the trainer will be killed soon
 
 
 class DurableJobs:
@@ -75,6 +76,12 @@ class DurableJobs:
         """Whether no writer runs."""
         return self._task is None or self._task.done()
 
+    def outcome(self) -> dict[str, object]:
+        """Return whether a writer runs, the newest checkpoint, and why the last one was not written."""
+        newest = self.newest or SnapshotRef(0, -1, "")
+        where = {"generation": newest.generation, "step": newest.step}
+        return {"idle": self.is_idle, **where, "error": self.error}
+
     def start(self, request: PersistRequest) -> None:
         """Begin to write, or queue the request; a later request replaces a queued one.
 
@@ -83,7 +90,7 @@ class DurableJobs:
         """
         if self._memory.find(SNAPSHOT, request.step, request.generation) is None:
             raise Refused(f"step {request.step} is not held, so it cannot be written to durable storage")
-        if not self.is_idle and request.incarnation == self._incarnation:
+        if not self.is_idle and request.incarnation == self._incarnation and not request.urgent:
             if self._next is not None:
                 log.warning(
                     "step %d is not written: storage is slower than checkpoints are requested",

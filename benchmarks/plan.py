@@ -10,10 +10,10 @@ import statistics
 import time
 
 from common import begin, finish, interleave, no_options, table, verdict
+from papers.published import SPARE_RUNS
 
 from fabric.plan.engine import simulate
 from fabric.plan.policies import SPARePolicy
-from fabric.plan.published import SPARE_RUNS
 from fabric.protocol.rules.spare import StackedShards, golomb_offsets, ring_layout
 
 STEPS = 10_000

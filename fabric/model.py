@@ -182,6 +182,19 @@ class JobEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class GoneHost:
+    """A process whose host will never return, as an operator says."""
+
+    replica: str
+    incarnation: Int64
+    why: str
+
+    @property
+    def process(self) -> ReplicaProcess:
+        return ReplicaProcess(self.replica, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
 class OperatorOverrides:
     """Operators' limits for a job. They hold until an operator changes them, under every leader."""
 
@@ -191,6 +204,7 @@ class OperatorOverrides:
     scaled: str = ""  # who scaled the job, and why
     adapt: str = ""  # replaces FABRIC_ADAPT of the sessions: "off", "advise" or "act"; empty: as they ask
     vetoed: tuple[str, ...] = ()  # replicas whose shares no leader lowers
+    gone: tuple[GoneHost, ...] = ()  # of the roster's processes; a process that is heard again ends its entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,14 @@ import pytest
 
 START_WITHIN_S = 30.0
 HOW_TO_GET_ONE = (
-    "no etcd on PATH: install your distribution's etcd-server or etcd package, or put the binary of a "
-    "release archive on PATH (on Debian, as root: ops/dev/ensure-etcd.sh)"
+    "no etcd or etcdctl on PATH: install your distribution's etcd-server and etcd-client or etcd package, or "
+    "put the binaries of a release archive on PATH (on Debian, as root: ops/dev/ensure-etcd.sh)"
 )
 
 
-def require_etcd() -> str:
-    """Return the path of the etcd binary. Without etcd skip the test, or fail it under ``CI=true``."""
-    path = shutil.which("etcd")
+def require_etcd(program: str = "etcd") -> str:
+    """Return the path of the binary. Without it skip the test, or fail the test under ``CI=true``."""
+    path = shutil.which(program)
     if path is None:
         if os.environ.get("CI") == "true":
             pytest.fail(HOW_TO_GET_ONE, pytrace=False)
@@ -109,6 +109,27 @@ class EtcdMember:
         if process is not None:
             process.kill()
             process.wait()
+
+    def save(self, snapshot: Path) -> None:
+        """Save a snapshot, as an operator does."""
+        self._control("etcdctl", "--endpoints", self.address, "snapshot", "save", str(snapshot))
+
+    def restore(self, snapshot: Path) -> None:
+        """Stop the process, restore the snapshot into its data directory, and start it again."""
+        self.stop()
+        shutil.rmtree(self.data)
+        peer = f"http://127.0.0.1:{self.peer_port}"
+        self._control(
+            *("etcdutl" if shutil.which("etcdutl") else "etcdctl", "snapshot", "restore", str(snapshot)),
+            *("--data-dir", str(self.data), "--name", self.name, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", self.cluster or f"{self.name}={peer}"),
+        )
+        self.start()
+
+    def _control(self, program: str, *words: str) -> None:
+        command = [require_etcd(program), *words]
+        done = subprocess.run(command, capture_output=True, env=os.environ | {"ETCDCTL_API": "3"})
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
 
     def pause(self) -> None:
         assert self.process is not None

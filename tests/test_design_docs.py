@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from fabric.protocol.member.state import TRANSITIONS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -53,22 +51,45 @@ INDEX = {
 # --- docs/design ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", SECTIONS)
-def test_a_heading_is_short_and_gives_reason_price_code_test_and_archive(place):
-    _, text = SECTIONS[place]
-    assert words(text) <= MOST_WORDS
-    for part in (r"\n\*\*Why:\*\* \w", r"\n\*\*Price:\*\* \w", r"\nCode: \[", r"Tests:\s\[", r"Archive:\s\["):
-        assert re.search(part, text), f"{place} lacks {part}"
-    assert re.search(r"\]\(\.\./\.\./(fabric|ops)/", text), "no link to code"
-    assert re.search(r"\]\(\.\./\.\./tests/", text), "no link to a test"
+def faults_of_a_section(text: str) -> list[str]:
+    """Return what a section lacks, or has too much of."""
+    links = re.findall(r"\[([^\]]+)\]\(\.\./\.\./([^)]+)\)", text)
+    needed = {
+        "at most 120 words": words(text) <= MOST_WORDS,
+        "Why": re.search(r"\n\*\*Why:\*\* \w", text),
+        "Price": re.search(r"\n\*\*Price:\*\* \w", text),
+        "Code": re.search(r"\nCode: \[", text),
+        "Tests": re.search(r"Tests:\s\[", text),
+        "Archive": re.search(r"Archive:\s\[", text),
+        "a link to code": any(re.match(r"(fabric|ops)/", target) for _, target in links),
+        "a link to a test": any(target.startswith("tests/") for _, target in links),
+        "links that show what they lead to": all(
+            f"/{target}".endswith(f"/{shown}") for shown, target in links
+        ),
+    }
+    return [part for part, is_there in needed.items() if not is_there]
 
 
-@pytest.mark.parametrize("place", SECTIONS)
-def test_a_link_to_code_ends_with_what_it_shows(place):
-    links = re.findall(r"\[([^\]]+)\]\(\.\./\.\./([^)]+)\)", SECTIONS[place][1])
-    assert links
-    for shown, target in links:
-        assert f"/{target}".endswith(f"/{shown}"), f"{place} shows {shown} for {target}"
+def test_a_heading_is_short_and_gives_reason_price_code_test_and_archive():
+    faults = {place: faults_of_a_section(text) for place, (_, text) in SECTIONS.items()}
+    assert {place: lacks for place, lacks in faults.items() if lacks} == {}
+
+
+def test_each_missing_part_of_a_section_is_noticed():
+    code = "Code: [x.py](../../fabric/x.py)"
+    good = f"\n**Why:** a\n**Price:** b\n{code} Tests: [t](../../tests/t) Archive: [1](a)"
+    assert faults_of_a_section(good) == []
+    assert faults_of_a_section("word " * 121) == [
+        "at most 120 words",
+        "Why",
+        "Price",
+        "Code",
+        "Tests",
+        "Archive",
+        "a link to code",
+        "a link to a test",
+    ]
+    assert faults_of_a_section(good.replace("[x.py]", "[y.py]")) == ["links that show what they lead to"]
 
 
 def test_the_word_counter_counts_words_of_markdown():
@@ -90,20 +111,20 @@ def test_the_index_lists_every_decision_once_in_order():
         assert text.count(f"({path.name})") == 1, path.name
 
 
-@pytest.mark.parametrize("path", DECISIONS, ids=lambda p: p.name)
-def test_a_decision_has_a_title_a_date_a_status_and_a_heading(path):
-    number, title, date, status, heading = INDEX[int(path.name[:4])]
-    assert number == f"[{int(path.name[:4])}]({path.name})"
-    assert 2 <= words(title) <= MOST_WORDS_OF_A_TITLE
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d", date)
-    assert re.fullmatch(r"(holds|replaced by \d+|tried and dropped)(; .*)?", status)
-    for other in re.findall(r"\bby (\d+)|\band (\d+)", status):
-        assert int("".join(other)) in INDEX, status
-    link = re.fullmatch(r"\[(.+)\]\(\.\./design/(.+)\)", heading)
-    assert link, heading
-    assert link[2] in SECTIONS, f"{path.name} leads to {link[2]}"
-    assert link[1] == SECTIONS[link[2]][0]
-    assert f"(../decisions/{path.name})" in SECTIONS[link[2]][1], f"{link[2]} does not lead back"
+def test_a_decision_has_a_title_a_date_a_status_and_a_heading():
+    for path in DECISIONS:
+        number, title, date, status, heading = INDEX[int(path.name[:4])]
+        assert number == f"[{int(path.name[:4])}]({path.name})"
+        assert 2 <= words(title) <= MOST_WORDS_OF_A_TITLE, path.name
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", date), path.name
+        assert re.fullmatch(r"(holds|replaced by \d+|tried and dropped)(; .*)?", status), path.name
+        for other in re.findall(r"\bby (\d+)|\band (\d+)", status):
+            assert int("".join(other)) in INDEX, status
+        link = re.fullmatch(r"\[(.+)\]\(\.\./design/(.+)\)", heading)
+        assert link, heading
+        assert link[2] in SECTIONS, f"{path.name} leads to {link[2]}"
+        assert link[1] == SECTIONS[link[2]][0]
+        assert f"(../decisions/{path.name})" in SECTIONS[link[2]][1], f"{link[2]} does not lead back"
 
 
 # --- docs/benchmarks.md and benchmarks/notes --------------------------------------------------------------
@@ -125,18 +146,23 @@ def test_missed_targets_come_first_and_every_missed_figure_is_among_them():
     assert missed == {figure for figure in listed if re.fullmatch(r"[\d.]+", figure)}
 
 
-@pytest.mark.parametrize("page", NOTES, ids=lambda p: p.name)
-def test_the_newest_note_comes_first(page):
-    text = page.read_text()
-    headings = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
-    if page.name == "README.md":
-        assert not headings
-        assert {path.name for path in NOTES} - {page.name} == set(re.findall(r"\]\((\w[\w-]*\.md)\)", text))
-        return
-    dates = [re.match(r"20\d\d-\d\d-\d\d", heading) for heading in headings]
-    assert headings and all(dates), f"a heading of {page.name} begins without a date"
-    days = [date[0] for date in dates if date]
-    assert days == sorted(days, reverse=True)
+def headings(page: Path) -> list[str]:
+    return re.findall(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
+
+
+def test_the_newest_note_comes_first():
+    for page in (path for path in NOTES if path.name != "README.md"):
+        dates = [re.match(r"20\d\d-\d\d-\d\d", heading) for heading in headings(page)]
+        assert dates and all(dates), f"a heading of {page.name} begins without a date"
+        days = [date[0] for date in dates if date]
+        assert days == sorted(days, reverse=True), page.name
+
+
+def test_the_page_of_notes_lists_all_notes():
+    [index] = [path for path in NOTES if path.name == "README.md"]
+    assert not headings(index)
+    linked = set(re.findall(r"\]\((\w[\w-]*\.md)\)", index.read_text()))
+    assert {path.name for path in NOTES} - {index.name} == linked
 
 
 def test_the_picture_of_a_members_modes_is_the_table_in_the_code():

@@ -35,26 +35,52 @@ def anchor(heading: str) -> str:
     return kept.replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page):
+def dead_link(page: Path, target: str) -> str:
+    """Return what is wrong with a link of a page, or nothing."""
+    path, _, fragment = target.partition("#")
+    linked = (page.parent / path).resolve() if path else page
+    if not linked.exists():
+        return "leads nowhere"
+    if not linked.is_relative_to(ROOT):
+        return "leads out of the project"
+    headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE) if fragment else []
+    return "names no heading" if fragment and fragment not in {anchor(h) for h in headings} else ""
+
+
+def dead_links(page: Path) -> list[str]:
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-        if re.match(r"[a-z]+:", target):
-            continue
-        path, _, fragment = target.partition("#")
-        found = (page.parent / path).resolve() if path else page
-        assert found.exists(), f"{name(page)} links to {target}"
-        assert found.is_relative_to(ROOT), f"{name(page)} links out of the project: {target}"
-        if fragment:
-            headings = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.MULTILINE)
-            assert fragment in {anchor(h) for h in headings}, f"{name(page)} links to {target}"
+    targets = [t for t in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", t)]
+    return [f"{name(page)}: {target} {fault}" for target in targets if (fault := dead_link(page, target))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_paths_that_are_named_exist(page):
-    """`tests/...`, `fabric/...` and the like in backquotes are there; globs match something."""
-    for word in re.findall(r"`((?:fabric|tests|ops|docs|examples|benchmarks)/[\w./*-]*)`", page.read_text()):
-        assert list(ROOT.glob(word.rstrip("/"))), f"{name(page)} names {word}"
+def missing_paths(page: Path) -> list[str]:
+    """`tests/...`, `fabric/...` and the like in backquotes; globs match something."""
+    words = re.findall(r"`((?:fabric|tests|ops|docs|examples|benchmarks)/[\w./*-]*)`", page.read_text())
+    return [f"{name(page)} names {word}" for word in words if not list(ROOT.glob(word.rstrip("/")))]
+
+
+@pytest.mark.parametrize("rule", [dead_links, missing_paths])
+def test_every_page_names_only_places_that_exist(rule):
+    assert [fault for page in PAGES for fault in rule(page)] == []
+
+
+@pytest.mark.parametrize(
+    ("target", "fault"),
+    [
+        ("no_such_page.md", "leads nowhere"),
+        ("../outside.md", "leads out of the project"),
+        ("README.md#no-such-heading", "names no heading"),
+        ("README.md", ""),
+    ],
+)
+def test_a_dead_link_is_noticed(target, fault, monkeypatch, tmp_path):
+    page = tmp_path / "project" / "README.md"
+    page.parent.mkdir()
+    (tmp_path / "outside.md").touch()
+    page.write_text(f"# A page\n[a link]({target}) and `tests/no_such_file.py`\n")
+    monkeypatch.setitem(globals(), "ROOT", page.parent)
+    assert dead_links(page) == ([f"README.md: {target} {fault}"] if fault else [])
+    assert missing_paths(page) == ["README.md names tests/no_such_file.py"]
 
 
 # --- settings --------------------------------------------------------------------------------------------
@@ -161,21 +187,31 @@ def test_pages_show_commands():
     assert len(lines) > 5 and any(line.startswith("fabric lighthouse") for line in lines)
 
 
-@pytest.mark.parametrize(("page", "line"), described(), ids=lambda v: v[:70])
-def test_commands_exist_with_their_options(page, line):
+def unknown_parts(line: str) -> list[str]:
+    """The command and the options of a shown line that ``fabric`` does not have."""
     # The words after -- are the command that a drill starts.
     words = line.partition(" -- ")[0].replace("[", " ").replace("]", " ").split()[1:]
     if tuple(words[:2]) != ("demo", "verify"):
         words = [words[0], *[w for w in words[1:] if w.startswith("-")]]
     key = tuple(words[:2]) if tuple(words[:2]) in COMMANDS else tuple(words[:1])
-    assert key in COMMANDS, f"{page} shows `{line}`: there is no command {words[0]}"
-    command = COMMANDS[key]
+    if key not in COMMANDS:
+        return [words[0]]
     if key == ("ckpt-server",):
-        return  # this command parses its own arguments
-    for word in words:
-        if word.startswith("-"):
-            option = word.partition("=")[0]
-            assert option in options(command), f"{page} shows `{line}`: {' '.join(key)} has no {option}"
+        return []  # this command parses its own arguments
+    given = [word.partition("=")[0] for word in words if word.startswith("-")]
+    return [option for option in given if option not in options(COMMANDS[key])]
+
+
+def test_commands_exist_with_their_options():
+    faults = {f"{page} shows `{line}`": unknown_parts(line) for page, line in described()}
+    assert {shown: parts for shown, parts in faults.items() if parts} == {}
+
+
+def test_an_unknown_command_or_option_is_noticed():
+    assert unknown_parts("fabric no-such-command --json") == ["no-such-command"]
+    assert unknown_parts("fabric status --json --no-such-option=1 -- python train.py --own") == [
+        "--no-such-option"
+    ]
 
 
 def test_make_targets_exist():
@@ -279,21 +315,28 @@ def test_the_room_table_names_every_room():
     assert set(rooms()) == rooms_of_the_tree()
 
 
-@pytest.mark.parametrize("room", rooms())
-def test_a_room_may_import_what_its_contract_allows(room):
+def imports_by_contract(room: str) -> set[str]:
     package, word = room.split("/")
     layers = LAYERS.get(package, [])
     level = next((i for i, layer in enumerate(layers) if word in layer), len(layers))
-    below = set().union(*layers[level + 1 :])
     listed = {other.split("/")[1] for other in rooms() if other.startswith(f"{package}/")}
-    assert set(re.findall(r"\w+", rooms()[room][1])) == below & listed
+    return set().union(*layers[level + 1 :]) & listed
 
 
-@pytest.mark.parametrize("room", rooms())
-def test_a_room_says_whether_it_imports_torch(room):
-    package, word = room.split("/")
-    is_held = bool({f"fabric.{package}", f"fabric.{package}.{word}"} & WITHOUT_TORCH)
-    assert rooms()[room][0] == ("no" if is_held else "yes")
+def test_each_room_may_import_what_its_contract_allows():
+    listed = {room: set(re.findall(r"\w+", imports)) for room, (_, imports) in rooms().items()}
+    assert listed == {room: imports_by_contract(room) for room in rooms()}
+
+
+def test_each_room_says_whether_it_imports_torch():
+    held = {
+        room
+        for room in rooms()
+        if {f"fabric.{room.split('/')[0]}", f"fabric.{room.replace('/', '.')}"} & WITHOUT_TORCH
+    }
+    assert {room: torch for room, (torch, _) in rooms().items()} == {
+        room: "no" if room in held else "yes" for room in rooms()
+    }
 
 
 def test_the_picture_shows_every_room():

@@ -68,13 +68,23 @@ def test_no_term_has_two_rows():
     assert [term for term, count in counts.items() if count > 1] == []
 
 
-@pytest.mark.parametrize(("term", "meaning", "names"), ROWS, ids=lambda value: str(value)[:30])
-def test_a_row_is_one_sentence_and_names_code_that_exists(term, meaning, names):
-    assert meaning.endswith(".") and ". " not in meaning
-    assert len(meaning.split()) <= 25
-    assert names, f"{term} has no name in code"
-    for name in names:
-        assert is_in_code(name), f"docs/glossary.md names `{name}` for {term}: give the row its new name"
+def faults_of_a_row(meaning: str, names: list[str]) -> list[str]:
+    one_sentence = meaning.endswith(".") and ". " not in meaning
+    return [
+        *([] if one_sentence else ["is not one sentence"]),
+        *([] if len(meaning.split()) <= 25 else ["has over 25 words"]),
+        *([] if names else ["has no name in code"]),
+        *[f"names `{name}`, which is gone" for name in names if not is_in_code(name)],
+    ]
+
+
+def test_a_row_is_one_sentence_and_names_code_that_exists():
+    assert [f"{term} {fault}" for term, *row in ROWS for fault in faults_of_a_row(*row)] == []
+
+
+def test_each_fault_of_a_row_is_noticed():
+    assert len(faults_of_a_row("word " * 26, [])) == 3
+    assert faults_of_a_row("A word.", ["NoSuchClass"]) == ["names `NoSuchClass`, which is gone"]
 
 
 @pytest.mark.parametrize("name", ["NoSuchClass", "Member.no_such_field", "fabric/no_such_room/"])

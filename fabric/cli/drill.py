@@ -35,30 +35,13 @@ from fabric.drill.schedule.drill_schedule import (
 )
 from fabric.drill.schedule.fault_table import FAULTS, FaultNeed, obstacle
 from fabric.errors import ConfigError, Refused
-from fabric.runtime.claimed_folder import FolderUse, claimed
+from fabric.runtime.local_job import MAX_REPLICAS, claimed
 from fabric.runtime.process_environment import process_environment
 
-MAX_REPLICAS = 64
 _LOG_WIDTH = 200
-_ETCD = tuple(f"etcd{number}" for number in range(9))
-_LIGHTHOUSES = tuple(f"lighthouse{number}.json" for number in range(9))
-_USE = FolderUse(
-    "drill",
-    ".fabric-drill",
-    (
-        *(
-            "journal",
-            "run",
-            "log",
-            "durable",
-            "token",
-            SUPERVISOR_FILE,
-            "report.html",
-            "report.json",
-            "junit.xml",
-        ),
-        *("lighthouse.db", "lighthouse.db-wal", "lighthouse.db-shm", *_ETCD, *_LIGHTHOUSES),
-    ),
+_FILES = (
+    *("durable", SUPERVISOR_FILE, "report.html", "report.json", "junit.xml"),
+    *(f"etcd{number}" for number in range(9)),
 )
 
 
@@ -131,7 +114,7 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
     # Handle SIGTERM as Ctrl-C: end all started processes first.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with claimed(job.out, _USE) as folder:
+        with claimed(job.out, "drill", _FILES) as folder:
             verdict = _run(job, folder, schedule, expect, console)
     except KeyboardInterrupt:
         click.echo("Interrupted; every process of the drill has been ended.", err=True)
@@ -181,7 +164,7 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
         console.print(sentence, markup=False, soft_wrap=True, highlight=False)
 
     try:
-        with claimed(options["out"], _USE) as folder:
+        with claimed(options["out"], "drill", _FILES) as folder:
             verdict = judge_drill(RunningDrill(wanted, schedule, say).run(), expect)
             words = [f"--lighthouse {options['lighthouse']} --job {client.job}", schedule.origin]
             _report(verdict, folder, " ".join(["fabric drill", *words]), console)

@@ -42,6 +42,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "end": ("fabric.cli.operate:end", "End a job whose processes are gone for good."),
     "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Run a lighthouse: watch members, announce epochs."),
+    "local": ("fabric.cli.local:local", "Train a script with several replicas on this host."),
     "pause": ("fabric.cli.operate:pause", "Pause joins: no replica enters a job for now."),
     "plan": ("fabric.cli.plan:plan", "Compare failure policies for a cluster, and say what to run."),
     "pull": ("fabric.cli.states.pull:pull", "Fetch a snapshot into a file, verified."),

@@ -18,12 +18,8 @@ from fabric.cli.terminal_text import plain_console
 from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
 from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, SlowReplicas, preset
 from fabric.plan.failures import FailureModel
-from fabric.plan.figures import Figure
-from fabric.plan.published import ASSUMPTIONS, reproduce
 from fabric.plan.report import report
 from fabric.plan.traces import phases_of, read_trace
-
-_QUICK_SEEDS, _SEEDS = 3, 8
 
 # The options that describe the cluster, by the names of its fields.
 _DESCRIPTION = (
@@ -230,43 +226,9 @@ def _table(outcomes: list[PolicyResult]) -> Table:
     return table
 
 
-@plan.command("reproduce")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--quick", is_flag=True, help=f"{_QUICK_SEEDS} random worlds per figure and not {_SEEDS}.")
-def reproduce_command(as_json: bool, quick: bool) -> None:
-    """Print every published figure beside ours; exit 1 where one is outside its tolerance."""
-    seeds = _QUICK_SEEDS if quick else _SEEDS
-    with _progress("reproducing", as_json) as advance:
-        count = 0
-
-        def known(figure: Figure) -> None:
-            nonlocal count
-            del figure
-            count += 1
-            advance(count, count)
-
-        figures = reproduce(seeds, os.cpu_count() or 1, known)
-    if as_json:
-        click.echo(json.dumps([figure.as_dict() for figure in figures], indent=2))
-    else:
-        plain_console().print(_figures(figures))
-        for assumption in ASSUMPTIONS:
-            click.echo(f"- {assumption}")
-    if not all(figure.ok for figure in figures):
-        raise SystemExit(1)
-
-
-def _figures(figures: list[Figure]) -> Table:
-    table = Table("figure", "source", "published", "ours", "deviation", "tolerance", "")
-    for figure in figures:
-        tolerance = f"± {figure.tolerance:.4g}" if figure.tolerance is not None else figure.bound
-        table.add_row(
-            figure.id,
-            figure.source,
-            "-" if figure.published is None else f"{figure.published:.5g}",
-            f"{figure.ours:.5g}",
-            "-" if figure.deviation is None else f"{figure.deviation:+.1%}",
-            "-" if figure.published is None else tolerance,
-            "" if figure.published is None or figure.bound == "shape" else ("ok" if figure.ok else "OUTSIDE"),
-        )
-    return table
+@plan.command("reproduce", hidden=True, context_settings={"ignore_unknown_options": True})
+@click.argument("options", nargs=-1)
+def moved_command(options: tuple[str, ...]) -> None:
+    """Say where the published figures are reproduced now."""
+    del options
+    _refuse("fabric plan reproduce is gone: run python benchmarks/reproduce.py in the source tree")

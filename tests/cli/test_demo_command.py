@@ -4,7 +4,6 @@ import io
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -18,11 +17,8 @@ from rich.console import Console
 
 from fabric.audit.journal_follower import JournalFollower
 from fabric.cli.demo.command import demo
-from fabric.cli.demo.folder import MARKER, claimed
 from fabric.cli.demo.progress import DemoProgress, _plain
 from fabric.cli.demo.replica_view import ReplicaView
-from fabric.cli.demo.supervise import last_words
-from fabric.errors import ConfigError
 from fabric.runtime.guarded_processes import Processes
 
 
@@ -55,7 +51,7 @@ def test_a_bad_argument_is_one_sentence(tmp_path: Path, arguments: list[str], se
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     result = CliRunner().invoke(demo, ["--out", str(tmp_path)])
-    assert result.exit_code == 2 and "is not the folder of an earlier demo" in result.output
+    assert result.exit_code == 2 and "is not the folder of an earlier fabric demo" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -63,29 +59,6 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(demo, ["--out", str(tmp_path / "file" / "out")])
     assert result.exit_code == 2 and "cannot be used" in result.output and "Traceback" not in result.output
-
-
-def test_an_earlier_run_is_replaced_and_nothing_else(tmp_path: Path) -> None:
-    with claimed(tmp_path / "out") as directory:
-        first = (directory / "token").read_text()
-        (directory / "journal" / "r0.jsonl").write_text("old")
-        (directory / "summary.json").write_text("{}")
-        (directory / "notes.txt").write_text("mine")
-    with claimed(tmp_path / "out") as directory:
-        token = directory / "token"
-        assert stat.S_IMODE(token.stat().st_mode) == 0o600
-        assert token.read_text() != first and len(token.read_text().strip()) == 64
-        names = {path.name for path in directory.iterdir()}
-        assert names == {MARKER, "journal", "run", "log", "token", "auth", "notes.txt"}
-        assert not any((directory / "journal").iterdir())
-
-
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
-    with claimed(tmp_path / "out") as directory:
-        token = (directory / "token").read_text()
-        with pytest.raises(ConfigError, match="Another demo is running"), claimed(tmp_path / "out"):
-            pass
-        assert (directory / "token").read_text() == token
 
 
 PARENT = """
@@ -166,14 +139,6 @@ def test_only_marked_processes_are_killed(processes: Processes, tmp_path: Path) 
             assert stranger.poll() is None
         finally:
             stranger.send_signal(signal.SIGKILL)
-
-
-def test_a_failed_process_is_quoted(tmp_path: Path) -> None:
-    log = tmp_path / "r0.log"
-    log.write_text("noise\n" * 50 + "fabric: r0: the token does not match\n" + "banner\n" * 20)
-    assert last_words(log) == f"it said: fabric: r0: the token does not match (log: {log})"
-    log.write_text("x" * 200_000 + "".join(f"\nline {i}" for i in range(20)))
-    assert last_words(log).splitlines()[1:] == [f"  line {i}" for i in range(12, 20)]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

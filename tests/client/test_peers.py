@@ -2,17 +2,21 @@
 
 import asyncio
 import socket
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from protocol.makers import record_of
 
+from fabric.client.control import link_echo
 from fabric.client.control import peers as shell
 from fabric.client.control.peers import Peers
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.model import Member
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.http.token_file import TokenFile
-from fabric.transport.tcp import ListenerIdentity
+from fabric.transport.greeting import Greeting
+from fabric.transport.tcp import ListenerIdentity, dial
 
 
 class Party:
@@ -85,3 +89,44 @@ async def test_two_members_that_reach_each_other_are_linked():
             party.peers.link_up(record)
         assert [await a.event(), await b.event()] == [io.Linked(1), io.Linked(1)]
         assert (a.peers.linked, b.peers.linked) == (["b"], ["a"])
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("kind", ["data", "control", "echo"])
+async def test_links_that_no_epoch_needs_keep_few_descriptors(kind, monkeypatch):
+    """1,500 ring links of a process with the token once kept 1,500 descriptors."""
+    monkeypatch.setattr(shell, "MOST_EARLY", 8)
+    monkeypatch.setattr(link_echo, "MOST_ECHOES", 8)
+    async with Party("a") as a, Party("b") as b:
+        record = of(a.member, b.member)
+        before = descriptors()
+        with ExitStack() as undo:
+            for number in range(60):
+                greeting = Greeting("job", "", f"x{number}", number, kind, epoch=number, lane=number)
+                undo.enter_context(await dial(a.member.link, greeting, b"token", 60))
+            async with asyncio.timeout(60):
+                # The dialler's ends are in this process too.
+                while descriptors() - before > 60 + 8 + 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            for party in (a, b):
+                party.peers.link_up(record)
+            found = [await b.event()]
+            while not isinstance(linked := await a.event(), io.Linked):
+                assert isinstance(linked, io.LinkLost) and linked.replica.startswith("x")
+        assert (found, linked) == ([io.Linked(1)], io.Linked(1))
+
+
+async def test_a_link_that_an_epoch_needs_outlives_a_flood_of_others(monkeypatch):
+    monkeypatch.setattr(shell, "MOST_EARLY", 8)
+    async with Party("a") as a, Party("b") as b:
+        record = of(a.member, b.member)
+        b.peers.link_up(record)
+        a.peers.link_up(record)
+        with ExitStack() as undo:
+            for number in range(60):
+                greeting = Greeting("job", record.store_id, f"x{number}", number, "data", epoch=9)
+                undo.enter_context(await dial(a.member.link, greeting, b"token", 60))
+            assert [await a.event(), await b.event()] == [io.Linked(1), io.Linked(1)]

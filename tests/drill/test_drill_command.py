@@ -59,15 +59,15 @@ def test_a_mistake_is_one_sentence(words, why, tmp_path, monkeypatch):
 def test_a_folder_with_other_files_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_text("mine")
     result = run("--out", str(tmp_path), *PROGRAM)
-    assert "holds files and is not the folder of an earlier drill" in str(result.exception)
+    assert "holds files and is not the folder of an earlier fabric drill" in str(result.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_two_drills_in_one_folder_are_one_sentence(tmp_path):
     out = tmp_path / "out"
-    with command.claimed(out, command._USE):
+    with command.claimed(out, "drill"):
         result = run("--out", str(out), *PROGRAM)
-    assert f"Another drill is running in {out}" in str(result.exception)
+    assert f"Another fabric drill is running in {out}" in str(result.exception)
 
 
 def test_the_list_says_what_is_possible_and_why_not(monkeypatch):

@@ -43,6 +43,7 @@ def test_the_job_goes_on_when_a_node_is_killed(zygote, slurm, tmp_path):
         gate = job.folder / "gate"
         settings = {
             "FABRIC_LIGHTHOUSE": job.url,
+            "FABRIC_JOB": "gpt-7",
             "FABRIC_TOKEN_FILE": str(job.token),
             "FABRIC_TEST_POINTS": f"forward@{HELD_STEP}=wait:{gate}",
             "FABRIC_DIGEST_EVERY": "1",

@@ -94,7 +94,8 @@ class Play:
             "SLURM_JOB_NUM_NODES": "3",
             "SLURM_JOB_NODELIST": "node[1-3]",
             "FABRIC_LIGHTHOUSE": "http://lh0:8600",
-            "FABRIC_TOKEN_FILE": "/shared/token",
+            "FABRIC_JOB": "gpt-7",
+            "FABRIC_TOKEN_FILE": "/shared/gpt-7",
         }
         return subprocess.run(
             ["bash", str(SLURM)],
@@ -138,7 +139,7 @@ def test_each_node_has_a_step_of_its_own_with_one_replica(play):
     assert steps == ["node1 r0", "node2 r1", "node3 r2"]
     assert [play.starts(replica) for replica in ("r0", "r1", "r2")] == [2, 2, 2]
     told = dict(line.split("=", 1) for line in (play.folder / "r1.env").read_text().splitlines())
-    assert told["FABRIC_JOB"] == "gpt-71" and told["FABRIC_REPLICAS"] == "1:3"
+    assert told["FABRIC_JOB"] == "gpt-7" and told["FABRIC_REPLICAS"] == "1:3"
 
 
 @pytest.mark.parametrize("node", ["node1", "node3"])

@@ -100,8 +100,26 @@ def test_a_trainer_gets_the_token_of_its_own_job_alone():
     assert [(x["secretName"], x["items"]) for x in mounted] == [
         ("fabric-job-tokens", [{"key": name, "path": "token"}])
     ]
-    lighthouses = [words for file, words in command_lines() if file == "lighthouse.yaml"]
-    assert lighthouses and all("--job-tokens=/run/fabric-jobs" in words for words in lighthouses)
+    commands = [*command_lines(), *(("compose.yaml", words) for words in compose_lighthouses())]
+    lighthouses = [words for _, words in commands if words[0] == "lighthouse"]
+    assert len(lighthouses) == 7 and all("--job-tokens" in " ".join(words) for words in lighthouses)
+    trainer, script = (OPS / "systemd" / "fabric-trainer@.service", OPS / "slurm" / "train.sbatch")
+    assert "FABRIC_TOKEN_FILE=/etc/fabric/job-token\n" in trainer.read_text()
+    assert "/etc/fabric/token" not in trainer.read_text()
+    assert "FABRIC_TOKEN_FILE=$HOME/.fabric/gpt-7" in script.read_text()
+
+
+def compose_lighthouses() -> list[list[str]]:
+    (compose,) = documents(OPS / "compose" / "compose.yaml")
+    return [s["command"] for s in compose["services"].values() if s.get("command", [""])[0] == "lighthouse"]
+
+
+def test_a_new_token_reaches_the_processes_of_every_unit():
+    """systemd copies a credential once, at the start of a unit: a replaced token reached no process."""
+    for unit in UNITS:
+        settings = [line for line in unit.read_text().splitlines() if not line.startswith("#")]
+        assert not any("LoadCredential" in line or "%d" in line for line in settings), unit
+        assert any("/etc/fabric/" in line for line in settings), unit
 
 
 def test_no_recipe_and_no_page_puts_a_secret_on_a_command_line():
@@ -391,7 +409,7 @@ def test_compose_names_only_things_it_defines():
         for volume in service.get("volumes", []):
             source = volume.partition(":")[0]
             inside = (OPS / "compose" / source).resolve()
-            assert source in compose["volumes"] or inside.is_file(), source
+            assert source in compose["volumes"] or inside.is_file() or source == "./jobs", source
         for argument in map(str, service.get("command", [])):
             for host in re.findall(r"(etcd\d+|lighthouse\d+):\d+", argument):
                 assert host in services

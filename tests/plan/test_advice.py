@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from fabric.cli.main import cli
-from fabric.plan import published
 from fabric.plan.advice import Estimate, compare, options_for, recommendation, worthwhile_spares
 from fabric.plan.cluster import PRESETS, Cluster, RackFailures, SlowReplicas, preset
 from fabric.plan.report import page, sweeps
@@ -179,6 +178,7 @@ def test_a_trace_sets_the_rate(tmp_path):
         (["--preset", "spare-200", "--spares", "-1"], "--spares must be zero or more"),
         (["--gpus", "8", "--replica-gpus", "8", "--mtbf", "60"], "fewer than 2 replicas"),
         (["--gpus", "16", "--replica-gpus", "8", "--trace", "/nonexistent.csv"], "No such file"),
+        (["reproduce", "--quick"], "run python benchmarks/reproduce.py in the source tree"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_one_sentence_and_exit_code_2(arguments, sentence):
@@ -186,29 +186,3 @@ def test_a_plan_that_cannot_be_made_is_one_sentence_and_exit_code_2(arguments, s
     assert result.exit_code == 2
     assert sentence in result.output
     assert len(result.output.strip().splitlines()) == 1
-
-
-def test_closed_forms_and_the_published_table_are_reproduced():
-    figures = list(published.closed_form_figures())
-    assert all(figure.ok for figure in figures), [f for f in figures if not f.ok]
-    assert len(figures) >= 10
-    assert all(figure.ok for figure in published.torchpass_figures())
-
-
-def test_a_figure_outside_its_tolerance_ends_with_exit_code_1(monkeypatch):
-    def one(seeds, workers, progress):
-        return [published.Figure("a", "b", 1.0, 2.0, 0.5, False)]
-
-    monkeypatch.setattr("fabric.cli.plan.reproduce", one)
-    result = run("reproduce")
-    assert result.exit_code == 1
-    assert "OUTSIDE" in result.output
-
-
-def test_the_simulated_figures_of_the_smallest_size_are_reproduced():
-    """All sizes with eight seeds take a minute: `fabric plan reproduce` plays them. Three are --quick's."""
-    figures = [f for f in published.reproduce(seeds=3, workers=2, groups=(200,)) if f.published is not None]
-    assert not [f for f in figures if not f.ok]
-    assert {"FT-HSDP, fixed arrivals, %", "SPARe, N = 200: time to train"} <= {f.id for f in figures}
-    replication = next(f for f in figures if f.id == "replication, N = 200: time to train")
-    assert 0.05 < replication.tolerance / replication.published < 0.09, "5 %, and the spread of three seeds"

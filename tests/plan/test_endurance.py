@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from papers.published import mean_masked
 
 from fabric.plan.closed_forms import masked_failures, masked_failures_replication
-from fabric.plan.published import mean_masked
 from fabric.protocol.rules.spare import block_layout, consecutive_offsets, golomb_offsets, ring_layout
 
 

@@ -4,9 +4,7 @@ import math
 
 import numpy as np
 import pytest
-
-from fabric.health.planning.layout import ModelCut
-from fabric.plan.pipeline_policies import (
+from papers.pipeline_policies import (
     Oobleck,
     PipelineJob,
     ReCycle,
@@ -16,8 +14,10 @@ from fabric.plan.pipeline_policies import (
     chosen_speeds,
     group_speeds,
 )
-from fabric.plan.pipeline_runs import DeviceChange, DeviceFaults, run_pipelines
-from fabric.plan.published_pipelines import TABLE, pipeline_figures, share_of_healthy
+from papers.pipeline_runs import DeviceChange, DeviceFaults, run_pipelines
+from papers.published_pipelines import TABLE, pipeline_figures, share_of_healthy
+
+from fabric.health.planning.layout import ModelCut
 
 JOB = PipelineJob(ModelCut(32, heads=32, hidden=4096), transfer_s=0.0)
 ALL = (Oobleck(), ReCycle(), ResiHp(), Unequal(), Unmitigated())

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.pipelines import StepWork, at_home, migrated, rerouted, step_time
 
 from fabric.health.pipeline import PipelineCosts, PipelineSchedule, makespan
-from fabric.plan.pipelines import StepWork, at_home, migrated, rerouted, step_time
 
 
 def step(times, counts, **values) -> StepWork:

@@ -584,6 +584,30 @@ def test_a_host_that_was_called_gone_and_returns_keeps_its_commits(sign):
     assert lighthouse.record.generation == generation, "it lives, and knows the newest state"
 
 
+def test_the_next_lighthouse_knows_that_a_host_is_gone_until_it_is_heard():
+    lighthouse = started("a b")
+    for name in "ab":
+        lighthouse.lose(name)
+    lighthouse.wait(6.0)
+    for name in "ab":
+        lighthouse.do(io.Operator("evict", name, "ann", "spot reclaim", host_is_gone=True))
+    lighthouse.wait(1.0)
+    record = lighthouse.record
+    assert [x.replica for x in record.overrides.gone] == ["a", "b"] and record.generation == 1
+    following = Lighthouse(record)
+    for name in "cd":
+        following.status(name)
+    following.open("c", "d")
+    following.wait(6.0)
+    assert following.record.generation == 2 and following.record.names == ("c", "d")
+    assert not following.record.overrides.gone, "no roster lists these processes any more"
+
+    following = Lighthouse(record)
+    following.status("a")
+    following.wait(1.0)
+    assert [x.replica for x in following.record.overrides.gone] == ["b"], "a was heard again"
+
+
 # --- the end of a job without its replicas ----------------------------------------------------------------
 
 

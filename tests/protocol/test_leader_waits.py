@@ -251,3 +251,39 @@ def test_no_member_is_given_up_before_one_that_knows_the_state_has_answered():
     lighthouse = forced_without_d(user_code_s=100.0)
     lighthouse.wait(500.0)
     assert lighthouse.record.names == ("a", "b", "c")
+
+
+# --- a process that another one replaced --------------------------------------------------------------------
+
+
+def test_the_wait_for_a_process_does_not_count_against_its_next_process():
+    lighthouse = started("a b c")
+    lighthouse.say("a", m.Heartbeat(2, lighthouse.record.epoch, 1, 5, waiting_for=("c",)))
+    lighthouse.say("c", m.Heartbeat(2, lighthouse.record.epoch, 1, 5, waiting_for=("b",)))
+    lighthouse.say("a", m.Heartbeat(3, lighthouse.record.epoch, 1, 5, waiting_for=("b", "c")))
+    assert set(lighthouse.core.view.awaited_in_step) == {"b", "c"}
+    lighthouse.open("c", incarnation=2, predecessors=(1,))
+    assert set(lighthouse.core.view.awaited_in_step) == {"b"}
+    lighthouse.say("a", m.Heartbeat(4, lighthouse.record.epoch, 1, 5, waiting_for=("a",)))
+    assert "b" not in lighthouse.core.view.awaited_in_step, "the word of the former c counts no more"
+
+
+def test_a_complaint_about_a_process_does_not_count_against_its_next_process():
+    lighthouse = started("a b c")
+    stalled(lighthouse, a="c", b="a", c="")
+    lighthouse.open("c", incarnation=2, predecessors=(1,))
+    lighthouse.wait(1.0)
+    assert not lighthouse.core.rebuilds.ring_rebuilds.stuck
+
+
+def test_a_wait_in_a_generation_that_is_over_does_not_count_in_the_next_one():
+    """The next generation repeats steps, so the same step would look like the same wait."""
+    lighthouse = started("a b")
+    lighthouse.say("a", m.Heartbeat(2, lighthouse.record.epoch, 1, 5, waiting_for=("b",)))
+    for name in "ab":
+        lighthouse.status(name, "gone")
+        lighthouse.open(name, incarnation=2, predecessors=(1,))
+        lighthouse.status(name, incarnation=2)
+    lighthouse.say("a", m.Heartbeat(1, 0, 0, 0))
+    lighthouse.wait(10.0)
+    assert lighthouse.record.generation == 2 and not lighthouse.core.view.awaited_in_step

@@ -14,14 +14,14 @@ import click
 from rich.console import Console
 
 from fabric.audit.verify import verify
-from fabric.cli.demo.folder import claimed
 from fabric.cli.demo.supervise import DemoOptions, supervise
 from fabric.cli.terminal_text import plain_console
 from fabric.errors import ConfigError, FabricError
+from fabric.runtime.local_job import MAX_REPLICAS, claimed
 
-MAX_REPLICAS = 64
 MAX_STEPS = 100_000
 DEFAULT_STEPS = 120
+FILES = ("supervisor.jsonl", "summary.json", "report.html", "events.jsonl")
 
 
 @click.group(invoke_without_command=True)
@@ -82,7 +82,7 @@ def verify_command(directory: Path) -> None:
 def _run(options: DemoOptions, console: Console) -> NoReturn:
     # Handle SIGTERM as Ctrl-C: end all started processes first.
     signal.signal(signal.SIGTERM, _interrupt)
-    with claimed(options.out) as directory:
+    with claimed(options.out, "demo", FILES) as directory:
         code = supervise(replace(options, out=directory), console)
     raise SystemExit(code)
 

@@ -1,14 +1,12 @@
 """Runs the demo: starts the processes, kills one trainer, waits for the end, and judges the journals.
 
 The supervisor has no part in the training. It reads the journals, and writes its actions and observations to
-``supervisor.jsonl``. Each replica has its own torchrun, which restarts a killed trainer.
+``supervisor.jsonl``. Each replica has its own launcher, which restarts a killed trainer.
 """
 
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +23,11 @@ from fabric.cli.demo.replica_view import ReplicaView
 from fabric.cli.demo.report import write_report
 from fabric.cli.demo.tables import print_tables
 from fabric.errors import FabricError
-from fabric.runtime.guarded_processes import Processes
+from fabric.runtime.local_job import POLL_S, LocalJob
+from fabric.runtime.process_environment import own_program
 
 JOB = "demo"
 TIME_LIMIT_S = 600.0
-LIGHTHOUSE_READY_S = 30.0
-# The demo looks this often, so that the kill comes in the step after the requested step.
-POLL_S = 0.02
-LOG_TAIL_LINES = 8
-MAX_LOG_BYTES = 1 << 16
-MAX_ANSWER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +56,10 @@ def supervise(options: DemoOptions, console: Console) -> int:
     Raises FabricError where a process failed or the time limit passed.
     """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("FABRIC_")}
-    processes = Processes(inherited)
-    supervisor = _Supervisor(options, processes)
-    try:
+    with LocalJob(options.out, JOB, options.names, inherited) as job:
+        supervisor = _Supervisor(options, job)
         with DemoProgress(console, options.steps, supervisor.views) as show:
             supervisor.run(show)
-    finally:
-        processes.end()
     supervisor.seal()
     return _conclude(options, console)
 
@@ -95,27 +85,25 @@ def _conclude(options: DemoOptions, console: Console) -> int:
 class _Supervisor:
     """The loop around a running job."""
 
-    def __init__(self, options: DemoOptions, processes: Processes) -> None:
-        self._options, self._processes = options, processes
+    def __init__(self, options: DemoOptions, job: LocalJob) -> None:
+        self._options, self._job = options, job
         self._log = options.out / "supervisor.jsonl"
-        self._followers = {
-            name: JournalFollower(options.out / "journal" / f"{name}.jsonl") for name in options.names
-        }
+        self._followers = {name: JournalFollower(job.journal(name)) for name in options.names}
         self.views = {name: ReplicaView(name) for name in options.names}
         self._killed = options.kill_at is None
         self._shown = False
-        self._lighthouse = ""
 
     def run(self, show: DemoProgress) -> None:
         """Run from the first process to the exit of the last launcher."""
         deadline = time.monotonic() + TIME_LIMIT_S
         options = self._options
         self._note("demo", replicas=options.replicas, steps=options.steps, kill_at=options.kill_at)
-        self._lighthouse = self._start_lighthouse()
+        self._job.start_lighthouse()
         show.say(f"the lighthouse answers at {self._lighthouse}")
         for name in options.names:
             self._start_replica(name)
-        while not self._all_done():
+        while not self._job.is_over():
+            self._job.check("lighthouse")
             self._follow(show)
             if time.monotonic() > deadline:
                 raise FabricError(
@@ -132,61 +120,19 @@ class _Supervisor:
                 pass
             self._note("journal", replica=name, lines=follower.counts)
 
-    def _start_lighthouse(self) -> str:
-        out = self._options.out
-        ready = out / "lighthouse.json"
-        store = f"sqlite:///{out / 'lighthouse.db'}"
-        command = ["fabric.cli.main", "lighthouse", "--store", store, "--bind", "127.0.0.1"]
-        command += ["--port", "0", "--token-file", str(out / "token"), "--ready-file", str(ready)]
-        self._processes.start("lighthouse", command, out / "log" / "lighthouse.log")
-        deadline = time.monotonic() + LIGHTHOUSE_READY_S
-        while not ready.exists():
-            self._check("lighthouse")
-            if time.monotonic() > deadline:
-                raise FabricError(self._failed("lighthouse", "was not ready in time"))
-            time.sleep(POLL_S)
-        return str(json.loads(ready.read_bytes())["url"])
+    @property
+    def _lighthouse(self) -> str:
+        return next(iter(self._job.urls.values()))
 
     def _start_replica(self, name: str) -> None:
-        options, out = self._options, self._options.out
+        options = self._options
         # Do not use `fabric run`: on a crowded host a low-priority start may take as long as the whole demo.
-        command = ["torch.distributed.run", "--standalone", "--nnodes=1", "--nproc-per-node=1"]
-        command += ["--max-restarts=100", "--monitor-interval=0.1"]
-        command += ["-m", "fabric.cli.demo.trainer", "--steps", str(options.steps)]
+        program = own_program("fabric.cli.demo.trainer", "--steps", str(options.steps))
         if options.drop and name == options.names[0]:
-            command.append("--drop-inherited")
-        run = out / "run" / name
-        run.mkdir(mode=0o700)
-        self._processes.start(
-            name,
-            command,
-            out / "log" / f"{name}.log",
-            FABRIC_JOB=JOB,
-            FABRIC_REPLICA=name,
-            PYTHONSAFEPATH="1",  # the working folder may have a folder of the name of this package
-            FABRIC_REPLICAS=str(options.replicas),
-            FABRIC_LIGHTHOUSE=self._lighthouse,
-            FABRIC_TOKEN_FILE=str(out / "token"),
-            FABRIC_JOURNAL=str(out / "journal" / f"{name}.jsonl"),
-            FABRIC_RUN_DIR=str(run),
-            # The audit needs the digest of the state after every step.
-            FABRIC_DIGEST_EVERY="1",
-            OMP_NUM_THREADS="1",
-        )
-
-    def _all_done(self) -> bool:
-        self._check("lighthouse")
-        return {self._check(name) for name in self._options.names} == {0}
-
-    def _check(self, name: str) -> int | None:
-        code = self._processes.exit_code(name)
-        if code is not None and (code != 0 or name == "lighthouse"):
-            raise FabricError(self._failed(name, f"ended with exit code {code}"))
-        return code
-
-    def _failed(self, name: str, what: str) -> str:
-        log = self._options.out / "log" / f"{name}.log"
-        return f"{name} {what}; {last_words(log)}"
+            program = (*program, "--drop-inherited")
+        # The audit needs the digest of the state after every step.
+        settings = {"FABRIC_DIGEST_EVERY": "1", "OMP_NUM_THREADS": "1"}
+        self._job.start_replica(name, ["--no-python", *program], settings)
 
     def _follow(self, show: DemoProgress) -> None:
         changed = False
@@ -210,7 +156,7 @@ class _Supervisor:
     def _kill(self, view: ReplicaView, show: DemoProgress) -> None:
         assert view.pid is not None
         t = time.time()
-        if not self._processes.kill(view.pid):
+        if not self._job.processes.kill(view.pid):
             raise FabricError(f"Process {view.pid} of {view.replica} was to be killed and is not ours.")
         self._killed = True
         self._note("kill", t=t, replica=view.replica, pid=view.pid, step=view.step)
@@ -227,34 +173,18 @@ class _Supervisor:
         job = f"{self._lighthouse}/v1/jobs/{JOB}"
         yield f"{curl} {job}"
         yield f"{curl} {job}/events"
-        checkpoint = self._checkpoint_url(job)
+        checkpoint = self._checkpoint_url()
         if checkpoint:
             yield f"{curl} {checkpoint}/v1/snapshots"
             yield f"{curl} -o latest.safetensors {checkpoint}/v1/snapshots/latest/data"
 
-    def _checkpoint_url(self, job: str) -> str:
+    def _checkpoint_url(self) -> str:
         """Return the URL of a checkpoint server from the lighthouse's status; empty where it has none."""
-        token = (self._options.out / "token").read_text().strip()
-        request = urllib.request.Request(  # noqa: S310  (the URL is our own lighthouse's)
-            job, headers={"Authorization": f"Bearer {token}"}
-        )
+        client = self._job.client
         try:
-            with urllib.request.urlopen(request, timeout=1.0) as answer:  # noqa: S310  (as above)
-                return _find_checkpoint(json.loads(answer.read(MAX_ANSWER_BYTES)))
-        except (urllib.error.URLError, TimeoutError, ValueError):
+            return _find_checkpoint(client.ask(client.path()))
+        except FabricError:
             return ""
-
-
-def last_words(log: Path) -> str:
-    """Return the error of a failed process: its own sentence, or else the end of its log."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - MAX_LOG_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    # torchrun prints its own page of text after the trainer's output.
-    sentences = [line[line.index("fabric: ") :] for line in lines if "fabric: " in line]
-    if sentences:
-        return f"it said: {sentences[-1]} (log: {log})"
-    return "\n  ".join([f"the end of its log {log}:", *lines[-LOG_TAIL_LINES:]])
 
 
 def _find_checkpoint(document: Any) -> str:

@@ -24,6 +24,9 @@ _TRIPS, _TRIPS_S = 8, 0.1  # the most round trips, and the seconds after which n
 _TRANSFER_S = 0.2
 _MOST_BYTES = 64 * 2**20
 _PIECE = memoryview(bytes(2**18))
+# The most connections that one process echoes at a time; each has a buffer of the size of _PIECE.
+MOST_ECHOES = 16
+_echoed: set[socket.socket] = set()
 _COUNT = struct.Struct(">Q")
 
 
@@ -56,12 +59,22 @@ def measure_echo(number: int, sock: socket.socket) -> SpeedMeasurement:
 
 async def answer_echo(sock: socket.socket) -> None:
     """Tell the other end how many bytes have come, after each read, until its end or ANSWER_S."""
-    loop, buffer, total = asyncio.get_running_loop(), bytearray(len(_PIECE)), 0
     with sock, suppress(OSError):  # TimeoutError is an OSError
-        async with asyncio.timeout(ANSWER_S):
-            while count := await loop.sock_recv_into(sock, buffer):
-                total += count
-                await loop.sock_sendall(sock, _COUNT.pack(total))
+        if len(_echoed) >= MOST_ECHOES:
+            return
+        _echoed.add(sock)
+        try:
+            await _echo(sock)
+        finally:
+            _echoed.discard(sock)
+
+
+async def _echo(sock: socket.socket) -> None:
+    loop, buffer, total = asyncio.get_running_loop(), bytearray(len(_PIECE)), 0
+    async with asyncio.timeout(ANSWER_S):
+        while count := await loop.sock_recv_into(sock, buffer):
+            total += count
+            await loop.sock_sendall(sock, _COUNT.pack(total))
 
 
 class _Echo:

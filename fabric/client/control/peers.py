@@ -11,7 +11,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ from fabric.transport.tcp import CONNECT_S, Listener, ListenerIdentity, dial
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 _DIAL_S = 3.0
+# The most links that peers have dialled before this process knows the links' epoch.
+MOST_EARLY = 256
 # Links to several peers often fail at about the same time: the member reports them together after this wait.
 _TOGETHER_S = 0.1
 
@@ -147,11 +149,8 @@ class Peers:
         """Say goodbye to all peers, then end every task."""
         links = list(self._links.values())
         await asyncio.gather(*(link.close(linger_s=1.0) for link in links), return_exceptions=True)
-        for task in [
-            *self._tasks,
-            *self._dials.values(),
-            *(e.task for e in self._epochs.values() if e.task is not None),
-        ]:
+        bringing_up = [e.task for e in self._epochs.values() if e.task is not None]
+        for task in (*self._tasks, *self._dials.values(), *bringing_up):
             task.cancel()
         await self._listener.close()
         for sock in self._ring_arrivals.values():
@@ -412,9 +411,7 @@ class Peers:
 
     def probe(self, members: tuple[Member, ...]) -> None:
         """Find out which members this process can reach; feeds Probed."""
-        task = asyncio.get_running_loop().create_task(self._probe(members))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._spawn(self._probe(members))
 
     async def _probe(self, members: tuple[Member, ...]) -> None:
         reached = await asyncio.gather(*(self._reaches(x) for x in members if x.replica != self._me.replica))
@@ -438,28 +435,27 @@ class Peers:
 
     def _on_connection(self, greeting: Greeting, sock: socket.socket) -> None:
         key = ProcessKey(greeting.replica, greeting.incarnation)
-        if greeting.kind == "rank":
-            self.on_rank(greeting, sock)
-            return
-        if greeting.kind == "collective":
-            self.on_collective(greeting, sock)
-            return
-        if greeting.kind == "control":
-            self._adopt(key, sock)
-            return
-        if greeting.kind == "probe":
-            sock.close()  # a probe only asks whether this process accepts connections
-            return
-        if greeting.kind == "echo":
-            task = asyncio.get_running_loop().create_task(link_echo.answer_echo(sock))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            return
-        arrival = _RingArrival(greeting.epoch, key, greeting.lane)
-        stale = self._ring_arrivals.pop(arrival, None)
-        if stale is not None:
+        match greeting.kind:
+            case "rank":
+                self.on_rank(greeting, sock)
+            case "collective":
+                self.on_collective(greeting, sock)
+            case "control":
+                self._adopt(key, sock)
+            case "probe":
+                sock.close()
+            case "echo":
+                self._spawn(link_echo.answer_echo(sock))
+            case _:
+                self._keep(_RingArrival(greeting.epoch, key, greeting.lane), sock)
+
+    def _keep(self, arrival: _RingArrival, sock: socket.socket) -> None:
+        if (stale := self._ring_arrivals.pop(arrival, None)) is not None:
             stale.close()
         self._ring_arrivals[arrival] = sock
+        needed = {_RingArrival(n, r.previous, r.lane) for n, x in self._epochs.items() for r in x.rings}
+        for early in [x for x in self._ring_arrivals if x not in needed][:-MOST_EARLY]:
+            self._ring_arrivals.pop(early).close()
         self._changed()
 
     def _adopt(self, key: ProcessKey, sock: socket.socket) -> None:
@@ -471,10 +467,18 @@ class Peers:
             old.abort(reason)
             # Messages on the old link may be lost, so a round that used it cannot go on.
             self._feed(io.LinkLost(*key, reason))
-        task = asyncio.get_running_loop().create_task(self._run(key, link))
+        self._spawn(self._run(key, link))
+        rosters = [x.record for x in self._epochs.values()]
+        if len(self._links) > MOST_EARLY + max((len(x.roster) for x in rosters), default=0):
+            early = [x for x in self._links if not any(record.lists(*x) for record in rosters)]
+            for other in early[:-MOST_EARLY]:
+                self._links[other].abort("too many processes that no known epoch lists have linked")
+        self._changed()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self._changed()
 
     async def _run(self, key: ProcessKey, link: Link) -> None:
         def on_message(data: bytes) -> None:

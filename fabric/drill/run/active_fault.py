@@ -14,8 +14,8 @@ from fabric.drill.run.journal_watch import JournalWatch
 from fabric.drill.run.started_job import StartedJob
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import FabricError
+from fabric.runtime.local_job import POLL_S
 
-POLL_S = 0.02
 # The drill waits so long for the evidence that a fault happened, and for the evidence of its end.
 SEEN_S = 120.0
 UNDONE_S = 240.0
@@ -46,7 +46,7 @@ class DrillScene:
         """Wait a moment, then read the journals. Raises FabricError if a launcher has failed."""
         time.sleep(POLL_S)
         self.watch.look()
-        _ = self.job.is_over
+        self.job.is_over()
 
 
 class ActiveFault(ABC):

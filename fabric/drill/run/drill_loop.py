@@ -51,7 +51,7 @@ class DrillRun:
                 self._play_all(scene)
                 ended = time.time()
                 recoveries = self._read_recoveries(job)
-            is_over = job.is_over
+            is_over = job.is_over()
         self._note_lines(watch, is_over=is_over)
         run = read_run(self.options.out)
         return DrillRecord(
@@ -68,7 +68,7 @@ class DrillRun:
         for number, fault in enumerate(self.schedule.faults, start=1):
             while not self._is_due(scene, fault, begun):
                 scene.pause()
-                if scene.job.is_over:
+                if scene.job.is_over():
                     raise FabricError(
                         f"the job finished before fault {number} ({fault}): give it more steps, or a "
                         "shorter schedule"
@@ -81,7 +81,7 @@ class DrillRun:
             for record in played:
                 self.say(f"  {record.title}: {record.observed or 'NO EFFECT SEEN'}; then {record.undone}")
             self._wait(scene, BACK_S, f"to be back after {fault}", _committed(scene, BACK_STEPS))
-        while time.monotonic() - begun < self.schedule.least_s and not scene.job.is_over:
+        while time.monotonic() - begun < self.schedule.least_s and not scene.job.is_over():
             scene.pause()
 
     @staticmethod
@@ -95,7 +95,7 @@ class DrillRun:
     def _wait(self, scene: DrillScene, within_s: float, what: str, condition: Callable[[], bool]) -> None:
         """Wait for ``condition``; after ``within_s`` go on, because the judge notices what is missing."""
         deadline = time.monotonic() + within_s
-        while not condition() and not scene.job.is_over:
+        while not condition() and not scene.job.is_over():
             scene.pause()
             if time.monotonic() > deadline:
                 views = scene.watch.replicas.values()

@@ -30,7 +30,7 @@ class PointFault(ActiveFault):
         self._starts = self.scene.watch.replicas[name].starts
         self.pids = {name: self._process.pid} if self.kills else {}
         seconds = self.fault.duration_s
-        order = PointOrder(self.scene.job.name, self._point, self._action, seconds, self.fault.step or 0)
+        order = PointOrder(self.scene.job.title, self._point, self._action, seconds, self.fault.step or 0)
         self._sent = SentOrder(self.scene.job.run_dir(name), order)
 
     def seen(self) -> str:

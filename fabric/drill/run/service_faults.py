@@ -9,9 +9,10 @@ from collections.abc import Callable
 from fabric.drill.injection.drilled_processes import ProcessTarget
 from fabric.drill.injection.memory_ballast import Ballast
 from fabric.drill.run.active_fault import ActiveFault, DrillScene
-from fabric.drill.run.started_job import StartedJob, wait_for
+from fabric.drill.run.started_job import StartedJob
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import Refused
+from fabric.runtime.local_job import wait_for
 
 
 class KillService(ActiveFault):

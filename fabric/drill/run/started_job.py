@@ -1,13 +1,9 @@
 """The job that a drill starts: lighthouses, a store, a relay per replica, and a launcher per replica."""
 
-import contextlib
-import json
-import os
 import secrets
 import shutil
 import socket
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,17 +13,13 @@ from fabric.drill.injection.small_disk import SmallDisk, may_mount
 from fabric.drill.run.etcd_members import EtcdMembers
 from fabric.drill.schedule.fault_table import FaultNeed
 from fabric.errors import ConfigError, FabricError
-from fabric.runtime.guarded_processes import Processes
-from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.local_job import LocalJob
 
 JOB = "drill"
-READY_S = 120.0
-POLL_S = 0.02
 # Each replica has so many ports: its links, its checkpoint server, and those of a process before it.
 _PORTS = 6
-# The kernel takes the local ports of connections from higher ports, and must not take these.
 _DURABLE_EVERY_S = "2"
-_LAST_BYTES, _MOST_WORDS = 1000, 300
+# The kernel takes the local ports of connections from higher ports, and must not take these.
 _LOW_PORT, _HIGH_PORT = 20_000, 32_000
 
 
@@ -69,31 +61,29 @@ class JobOptions:
             raise ConfigError("there is no etcd on PATH: install it, or leave --store-members away")
 
 
-class StartedJob:
-    """Use it in a ``with`` block, which ends every process that it has started."""
+class StartedJob(LocalJob):
+    """The job on this host, with a relay in front of each replica and of its lighthouse."""
 
     def __init__(self, options: JobOptions) -> None:
+        super().__init__(options.out, JOB, options.names, options.environment)
         self.options = options
-        self.processes = Processes(options.environment)
         self.members = EtcdMembers(self.processes, options.out, options.store_members)
         self.relays: dict[str, LinkRelay] = {}  # by replica: in front of the replica
         self.lighthouse_relays: dict[str, LinkRelay] = {}  # by replica: in front of the lighthouse
         self.weathers = {name: LinkWeather() for name in options.names}  # of the links between replicas
         self.lighthouse_weathers = {name: LinkWeather() for name in options.names}
-        self.urls: dict[str, str] = {}  # by lighthouse
         self.disk: SmallDisk | None = None  # of the durable checkpoints, where the schedule fills it
-        self._token = secrets.token_hex(16)
+        # A drill fails the same replica again and again, which must not keep the replica out.
+        self.lighthouse_options = ("--failures", "0")
 
     def __enter__(self) -> "StartedJob":
         options = self.options
-        for name in ("journal", "log", "run"):
-            (options.out / name).mkdir(mode=0o700, exist_ok=True)
-        with os.fdopen(os.open(self.token_file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
-            file.write(self._token + "\n")
+        super().__enter__()
         if "disk-full" in options.faults:
             self.disk = SmallDisk(options.out / "durable", available_bytes())
         try:
             self.members.start()
+            self.store = self.members.url or self.store
             for number in range(options.lighthouses):
                 self.start_lighthouse(f"lighthouse{number}")
             for number, name in enumerate(options.names):
@@ -104,116 +94,36 @@ class StartedJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.processes.end()
+        super().__exit__()
         for relay in (*self.relays.values(), *self.lighthouse_relays.values()):
             relay.close()
 
     @property
-    def token_file(self) -> Path:
-        return self.options.out / "token"
-
-    @property
-    def client(self) -> Lighthouses:
-        """A client of the lighthouses."""
-        return Lighthouses(tuple(self.urls.values()), JOB, self._token)
-
-    @property
-    def name(self) -> str:
+    def title(self) -> str:
         """The name of this drill in the logs of its trainers."""
         return self.options.out.name[:64]
 
-    def run_dir(self, replica: str) -> Path:
-        return self.options.out / "run" / replica
-
-    def journal(self, replica: str) -> Path:
-        return self.options.out / "journal" / f"{replica}.jsonl"
-
-    def log(self, name: str) -> Path:
-        return self.options.out / "log" / f"{name}.log"
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every launcher has ended with exit code 0. Raises FabricError if one ended otherwise."""
-        codes = {name: self.processes.exit_code(name) for name in self.options.names}
-        for name, code in codes.items():
-            if code not in (0, None):
-                raise FabricError(
-                    f"the launcher of {name} ended with exit code {code}{self._last_words(name)}: "
-                    f"see its log {self.log(name)}"
-                )
-        return set(codes.values()) == {0}
-
-    def start_lighthouse(self, name: str) -> None:
-        """Start a lighthouse, at its earlier address if it had one, and wait until it answers."""
-        out = self.options.out
-        ready = out / f"{name}.json"
-        ready.unlink(missing_ok=True)
-        port = self.urls[name].rpartition(":")[2] if name in self.urls else "0"
-        store = self.members.url or f"sqlite:///{out / 'lighthouse.db'}"
-        command = ["fabric.cli.main", "lighthouse", "--store", store, "--bind", "127.0.0.1", "--port", port]
-        # A drill fails the same replica again and again, which must not keep the replica out.
-        command += ["--token-file", str(self.token_file), "--ready-file", str(ready), "--failures", "0"]
-        self.processes.start(name, command, self.log(name))
-        wait_for(ready.exists, lambda: self._living(name, "is not ready"))
-        self.urls[name] = str(json.loads(ready.read_bytes())["url"])
-
-    def _living(self, name: str, what: str) -> str:
-        code = self.processes.exit_code(name)
-        if code is not None:
-            raise FabricError(
-                f"{name} ended with exit code {code}{self._last_words(name)}: see its log {self.log(name)}"
-            )
-        return f"{name} {what}: see its log {self.log(name)}"
-
-    def _last_words(self, name: str) -> str:
-        """Return the last line of a process's log without the launcher's own, in brackets, or nothing."""
-        with contextlib.suppress(OSError), self.log(name).open("rb") as file:
-            file.seek(max(0, self.log(name).stat().st_size - _LAST_BYTES))
-            lines = file.read().decode(errors="replace").split("\n")
-            own = [line.strip() for line in lines if line.strip() and " fabric.cli.launch." not in line]
-            text = own[-1] if own else ""
-            return f" ({text[:_MOST_WORDS]})" if text else ""
-        return ""
-
     def _start_replica(self, number: int, name: str) -> None:
-        out = self.options.out
-        run = out / "run" / name
-        run.mkdir(mode=0o700, exist_ok=True)
         host, ports = self._relay(number, name)
-        urls = list(self.urls.values())
-        if len(urls) == 1:
-            port = int(urls[0].rpartition(":")[2])
+        settings = {
+            "FABRIC_DRILL": "1",
+            "FABRIC_ADVERTISE": host,
+            "FABRIC_PORTS": f"{ports[0]}-{ports[-1]}",
+            # Links in shared memory would pass by the relay.
+            "FABRIC_DATA_PLANE": "tcp",
+            # The audit needs the digest of the state after every step.
+            "FABRIC_DIGEST_EVERY": "1",
+        }
+        if len(self.urls) == 1:
+            port = int(next(iter(self.urls.values())).rpartition(":")[2])
             relay = LinkRelay("127.0.0.1", {0: port}, name, self.lighthouse_weathers)
             self.lighthouse_relays[name] = relay
-            urls = [f"http://127.0.0.1:{relay.ports[0]}"]
-        self.processes.start(
-            name,
-            ["fabric.cli.main", "launch", "--no-python", *self.options.command],
-            self.log(name),
-            FABRIC_DRILL="1",
-            FABRIC_JOB=JOB,
-            FABRIC_REPLICA=name,
-            FABRIC_REPLICAS=str(self.options.replicas),
-            FABRIC_LIGHTHOUSE=",".join(urls),
-            FABRIC_TOKEN_FILE=str(self.token_file),
-            FABRIC_JOURNAL=str(self.journal(name)),
-            FABRIC_RUN_DIR=str(run),
-            FABRIC_BIND="127.0.0.1",
-            FABRIC_ADVERTISE=host,
-            FABRIC_PORTS=f"{ports[0]}-{ports[-1]}",
-            # Links in shared memory would pass by the relay.
-            FABRIC_DATA_PLANE="tcp",
-            # The audit needs the digest of the state after every step.
-            FABRIC_DIGEST_EVERY="1",
-            **self._settings_of_faults(),
-        )
-
-    def _settings_of_faults(self) -> dict[str, str]:
-        """Return the settings without which the job would not survive a fault of the schedule."""
-        settings = {"FABRIC_ON_NAN": "skip"} if "poison" in self.options.faults else {}
+            settings["FABRIC_LIGHTHOUSE"] = f"http://127.0.0.1:{relay.ports[0]}"
+        if "poison" in self.options.faults:
+            settings["FABRIC_ON_NAN"] = "skip"
         if self.disk is not None:
             settings |= {"FABRIC_DURABLE": str(self.disk.path), "FABRIC_DURABLE_EVERY_S": _DURABLE_EVERY_S}
-        return settings
+        self.start_replica(name, ["--no-python", *self.options.command], settings)
 
     def _relay(self, number: int, name: str) -> tuple[str, Sequence[int]]:
         """Start the relay in front of a replica; return its host and its ports."""
@@ -221,16 +131,6 @@ class StartedJob:
         ports = _free_ports(_PORTS)
         self.relays[name] = LinkRelay(host, {port: port for port in ports}, name, self.weathers)
         return host, ports
-
-
-def wait_for(condition: Callable[[], object], problem: Callable[[], str], within_s: float = READY_S) -> None:
-    """Poll until ``condition``. Raises FabricError with the sentence of ``problem`` after ``within_s``."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        sentence = problem()
-        if time.monotonic() > deadline:
-            raise FabricError(sentence)
-        time.sleep(POLL_S)
 
 
 def _free_ports(count: int) -> range:

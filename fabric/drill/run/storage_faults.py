@@ -10,9 +10,9 @@ from typing import Any
 from fabric.drill.injection.drilled_processes import ProcessTarget
 from fabric.drill.injection.small_disk import SmallDisk
 from fabric.drill.run.active_fault import ActiveFault, DrillScene
-from fabric.drill.run.started_job import wait_for
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import Refused
+from fabric.runtime.local_job import wait_for
 
 
 class WipeStore(ActiveFault):

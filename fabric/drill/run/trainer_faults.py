@@ -110,7 +110,7 @@ class KillMicroBatch(KillTrainers):
         for sent in self._sent:
             sent.close()
         self._step = self._newest_step() + self._ahead
-        order = PointOrder(self.scene.job.name, "forward", "kill", step=self._step, micro_batch=0)
+        order = PointOrder(self.scene.job.title, "forward", "kill", step=self._step, micro_batch=0)
         self._sent = [SentOrder(self.scene.job.run_dir(name), order) for name in self.scene.replicas]
 
     def _newest_step(self) -> int:
@@ -137,5 +137,5 @@ class KillMicroBatch(KillTrainers):
 def send_order(scene: DrillScene, fault: ScheduledFault, replica: str, action: str, point: str) -> SentOrder:
     """Send an order to the trainer of ``replica``. Raises Refused where no trainer takes it."""
     seconds = fault.duration_s or MOST_SECONDS
-    order = PointOrder(scene.job.name, point, action, seconds, fault.step or 0)
+    order = PointOrder(scene.job.title, point, action, seconds, fault.step or 0)
     return SentOrder(scene.job.run_dir(replica), order)

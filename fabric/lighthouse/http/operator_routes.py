@@ -62,6 +62,8 @@ def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
         asked = io.Operator(action, replica, who, why, host_is_gone=gone)
         _check(job, asked)
         job.operate(asked)
+        if gone:
+            await job.overrides_stored(KEPT_WITHIN_S)
         if not job.is_running:
             raise StoreUnavailable("the leader may not have received this command: send it again in a moment")
         return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)

@@ -32,6 +32,7 @@ from fabric.protocol.leader.state import MANY, EpochState, JobState, LeaderConfi
 from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
 
 __all__ = ["MANY", "LeaderConfig", "LeaderCore"]
 
@@ -171,6 +172,7 @@ class LeaderCore:
             self.limits.recall(record)
             self.evidence.recall(record)
             self.writer.recall(record)
+            state.liveness.proven_ends.update((x.process, x.why) for x in record.overrides.gone)
         state.liveness.elected = state.now
         state.epoch = EpochState(state.now)
         if record is not None:
@@ -209,6 +211,7 @@ class LeaderCore:
         if is_new_generation:
             self.progress.highest_step = record.base.step
             state.liveness.began = state.now
+            self.evictions.stragglers, self.rebuilds.ring_rebuilds = StragglerTracker(), RingRebuilds()
         self.admission.back_off(record)
         departed = state.departed(record)
         self.writer.data_slots.update((x.replica, x.data_slot) for x in record.roster)
@@ -216,6 +219,7 @@ class LeaderCore:
         state.record = record
         self.limits.recall(record)
         state.liveness.keep(record.roster)
+        self.orders.forget_gone()
         state.epoch = EpochState(state.now, departed=departed)
         self.joins.begin_epoch()
         self.outbox.forget_losses(record)
@@ -245,8 +249,7 @@ class LeaderCore:
         elif event.host_is_gone:
             member = self.state.record.member(event.replica) if self.state.record is not None else None
             assert member is not None  # the objection says so otherwise
-            gone = f"its host is gone, says {event.who}: {event.why}"
-            self.state.liveness.proven_ends[member.process] = gone
+            self.orders.note_gone(member, f"its host is gone, says {event.who}: {event.why}")
         elif event.action == "drain":
             self.orders.draining[event.replica] = f"drained by {event.who} ({event.why})"
         else:
@@ -278,6 +281,7 @@ class LeaderCore:
         if (peer is None or not peer.connected) and self.state.lists(session.replica):
             self.state.liveness.came_back(self.state.now, first=peer is None, one_of_many=self.state.is_large)
         self._take_session(session, peer)
+        self.orders.forget_gone()
         self.state.liveness.peers[session.replica].policy = event.policy
         self.limits.hear(self.state.liveness.peers[session.replica])
         self.state.note_named(self.state.liveness.peers[session.replica])
@@ -288,6 +292,8 @@ class LeaderCore:
             self.orders.draining.pop(session.replica, None)
             self.admission.waiting_outside.pop(session.replica, None)
             self.joins.serving.pop(session.replica, None)
+            self.evictions.stragglers.forget(session.replica)
+            self.rebuilds.ring_rebuilds.forget(session.replica)
             self.outbox.record_event("session opened", session.replica, f"incarnation {session.incarnation}")
         self.endings.note_ended(session.replica, session.ended)
         self._greet(session)
@@ -342,6 +348,7 @@ class LeaderCore:
         status, record = event.status, self.state.record
         member = record.member(status.replica) if record is not None else None
         before = self.state.liveness.hear(status, member, self.state.now)
+        self.orders.forget_gone()
         if member is not None and status.trainer == "gone":
             self.state.liveness.note_end(member)
         listed = member is not None and member.incarnation == status.incarnation

@@ -82,11 +82,7 @@ class StragglerTracker:
             return
         self._reports[by] = now
         self._named.update(now)
-        for name in before:
-            self._named[name] -= 1
-            if not self._named[name]:
-                del self._named[name]
-                self.came(name)
+        self._withdraw(before)
 
     def waited_s(self, name: str, step: int, now: float) -> float:
         """Note that a member waits for ``name`` in ``step``; return for how many seconds others have."""
@@ -98,6 +94,18 @@ class StragglerTracker:
         """Note that no member waits for ``name`` any more."""
         self.since.pop(name, None)
 
+    def forget(self, name: str) -> None:
+        """Forget what the replaced process of ``name`` said, and what others said about it."""
+        self.came(name)
+        self._withdraw(self._reports.pop(name, ()))
+
+    def _withdraw(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._named[name] -= 1
+            if not self._named[name]:
+                del self._named[name]
+                self.came(name)
+
 
 @dataclass(slots=True)
 class RingRebuilds:
@@ -107,3 +115,9 @@ class RingRebuilds:
     blame: Counter[str] = field(default_factory=Counter)  # member -> complaints about it
     links: Counter[tuple[str, str]] = field(default_factory=Counter)  # complaints, by link of the ring
     stuck: Counter[str] = field(default_factory=Counter)  # member -> stalls of it without an excuse
+
+    def forget(self, name: str) -> None:
+        """Forget the complaints about the replaced process of ``name``."""
+        del self.blame[name], self.stuck[name]
+        for link in [x for x in self.links if name in x]:
+            del self.links[link]

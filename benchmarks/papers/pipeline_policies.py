@@ -13,7 +13,7 @@ import numpy as np
 
 from fabric.health.planning.layout import ModelCut, StageLayout, exclude
 from fabric.health.planning.partition import cut_layers, micro_batch_shares, select_group
-from fabric.plan.pipelines import Grid, Owners, StepWork, at_home, migrated, rerouted, step_time
+from papers.pipelines import Grid, Owners, StepWork, at_home, migrated, rerouted, step_time
 
 Devices = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]  # replica, stage, rank -> speed; 0: dead
 

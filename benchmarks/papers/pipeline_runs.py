@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fabric.plan.pipeline_policies import Devices, PipelineJob, PipelinePolicy
+from papers.pipeline_policies import Devices, PipelineJob, PipelinePolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 
-from fabric.plan import closed_forms, published_pipelines
+from fabric.plan import closed_forms
 from fabric.plan.engine import FailurePolicy, SimulatedJob, TimeLedger, simulate
 from fabric.plan.failures import FailureModel, Fixed, Poisson, Repair, WeibullRenewal
-from fabric.plan.figures import AIM, FT_HSDP, SPARE, TORCHPASS, Figure
 from fabric.plan.parallel import process_pool
 from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, SPARePolicy
 from fabric.protocol.rules.spare import StackedShards, golomb_offsets, ring_layout
+from papers import published_pipelines
+from papers.figures import AIM, FT_HSDP, SPARE, TORCHPASS, Figure
 
 ASSUMPTIONS = (
     "SPARe: a group that fails during a global restart begins its restart again; a survivor's failure"
@@ -341,17 +342,16 @@ def torchpass_figures() -> Iterator[Figure]:
 def reproduce(
     seeds: int = 8,
     workers: int = 1,
-    progress: Callable[[Figure], None] = lambda figure: None,
     groups: Sequence[int] = SIZES,
 ) -> list[Figure]:
-    """Return every figure in order; ``progress`` is called with each figure as soon as it is known.
+    """Return every figure in order.
 
     ``seeds``: seeds per simulated figure. ``groups``: the published sizes of SPARe to simulate. Raises
     ValueError for fewer than one seed.
     """
     if seeds < 1:
         raise ValueError(f"the number of seeds must be 1 or more, not {seeds}")
-    figures = []
+    figures: list[Figure] = []
     with process_pool(workers) as executor:
         pool = _Pool(executor, seeds)
         for part in (
@@ -363,7 +363,5 @@ def reproduce(
             torchpass_figures(),
             published_pipelines.pipeline_figures(seeds),
         ):
-            for figure in part:
-                figures.append(figure)
-                progress(figure)
+            figures += part
     return figures

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fabric.health.planning.layout import ModelCut
-from fabric.plan.figures import AIM, RESIHP, Figure
-from fabric.plan.pipeline_policies import (
+from papers.figures import AIM, RESIHP, Figure
+from papers.pipeline_policies import (
     Oobleck,
     PipelineJob,
     PipelinePolicy,
@@ -20,7 +20,7 @@ from fabric.plan.pipeline_policies import (
     Unequal,
     Unmitigated,
 )
-from fabric.plan.pipeline_runs import DeviceFaults, mean_throughput, run_pipelines
+from papers.pipeline_runs import DeviceFaults, mean_throughput, run_pipelines
 
 ASSUMPTIONS = (
     "ResiHP, Table 6: a device dies every 2 h, 1 h or 30 min for 4 h and stays dead; the throughput is that"

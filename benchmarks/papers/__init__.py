@@ -1,0 +1,1 @@
+"""Published figures beside ours: SPARe, FT-HSDP, TorchPass and ResiHP (`reproduce.py`)."""

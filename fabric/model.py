@@ -464,3 +464,13 @@ class StepTimes:
     ranks: tuple[RankTimes, ...] = ()  # by rank, in a replica of several ranks
     measured: tuple[SpeedMeasurement, ...] = ()  # micro-benchmarks that ran before this step
     sending_s: dict[str, float] = field(default_factory=dict)  # peer -> time for which bytes were under way
+
+
+def writer_of(record: Record | None, storing: bool = False) -> str:
+    """Return the replica that writes for all: the first by name that has the state and does not leave.
+
+    ``storing``: only replicas with storage for durable checkpoints count.
+    """
+    roster = record.roster if record is not None else ()
+    there = (x for x in roster if not x.joining and not x.leaving and (x.stores or not storing))
+    return min((x.replica for x in there), default="")

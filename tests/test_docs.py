@@ -17,6 +17,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *NOTES.glob(
 # These variables are not for users; fabric/runtime/failpoints.py explains the failpoints.
 NOT_DOCUMENTED = {
     "FABRIC_TEST_POINTS",
+    "FABRIC_LAUNCH_STOP_S",  # tells a trainer how long its launcher waits after SIGTERM
     "FABRIC_LAUNCH_RESTARTS",  # tells the injector of a drill how often a launcher starts its process again
     "FABRIC_LAUNCH_MARK",  # marks the processes of one launcher
     "FABRIC_GUARD_MARK",  # marks the processes that a demo or a drill started, so that it ends no others

@@ -156,7 +156,7 @@ class Ranks:
 
     def _command(self, effect: RankEffect) -> None:
         if isinstance(effect, io.TakeSnapshot):
-            self._snapshot(effect.step)
+            self._snapshot(effect.step, effect.durable)
             return
         self._number += 1
         if isinstance(effect, _FETCHES):
@@ -231,7 +231,7 @@ class Ranks:
         elif isinstance(event, io.LoopRaised):
             # The other ranks are stuck in a collective with this rank, or soon will be: do not wait for them.
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
-        elif isinstance(event, io.Busy):
+        elif isinstance(event, io.Busy | io.Noticed | io.Saved):
             self._record_event(event, now)
         elif isinstance(event, io.Linked):
             self._on_linked(rank, event, now)

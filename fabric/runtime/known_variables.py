@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator, Mapping
 
 from fabric.errors import ConfigError
 from fabric.runtime.guarded_processes import MARK
-from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS
+from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S
 
 PREFIX = "FABRIC_"
 # Launchers, the demo and drills set these in the processes that they start.
-_OWN = (MARK, LAUNCH_MARK, LAUNCH_RESTARTS)
+_OWN = (MARK, LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S)
 _SERVICE = "_SERVICE_HOST"
 # The beginnings of further variables that Kubernetes sets for a service.
 _OF_SERVICE = ("_SERVICE_", "_PORT_")

@@ -9,6 +9,10 @@ from collections.abc import Iterator, Mapping
 LAUNCH_MARK = "FABRIC_LAUNCH_MARK"
 # A launcher with a limit of restarts sets this variable to the limit.
 LAUNCH_RESTARTS = "FABRIC_LAUNCH_RESTARTS"
+# A launcher sets this variable to the seconds from its SIGTERM to its SIGKILL.
+LAUNCH_STOP_S = "FABRIC_LAUNCH_STOP_S"
+# Kubernetes, Slurm and torchrun leave a process this many seconds after SIGTERM, unless configured otherwise.
+_STOP_S = 30.0
 
 # The variables by which frameworks notice the other processes of a launcher.
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -31,6 +35,13 @@ def process_environment() -> dict[str, str]:
 def is_restarted() -> bool:
     """Whether `fabric launch` or torchrun started this process in place of an earlier one."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def stop_s() -> float:
+    """Return the seconds from a SIGTERM to the end of this process: what the launcher says, else 30."""
+    with contextlib.suppress(ValueError):
+        return float(os.environ.get(LAUNCH_STOP_S, _STOP_S))
+    return _STOP_S
 
 
 def outliving_environment() -> dict[str, str]:

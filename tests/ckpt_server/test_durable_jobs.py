@@ -116,6 +116,34 @@ def test_a_required_checkpoint_whose_folder_is_missing_is_counted_as_a_failure(a
     assert not (tmp_path / "durable").exists()
 
 
+def test_the_last_checkpoint_is_written_when_storage_is_back_also_after_sigterm(attach, tmp_path):
+    folder, handle = tmp_path / "durable", attach()
+    folder.symlink_to(folder)  # each access fails, and no error says that it will go on failing
+    hold(handle, 0, 5)
+    persist(handle, str(folder), 5)
+    wait_for(lambda: handle.durable_outcome()["error"], "a failed try")
+    assert not handle.durable_outcome()["idle"]
+    handle.finish(linger_s=0.0)
+    os.kill(handle.pid, signal.SIGTERM)
+    assert alive(handle.pid)
+    folder.unlink()
+    wait_for(lambda: steps(str(folder)) == [5], "the checkpoint")
+    wait_for(lambda: not alive(handle.pid), "the server's end")
+
+
+def test_an_urgent_checkpoint_takes_the_place_of_the_one_under_way(attach, waiting, tmp_path):
+    url, handle = str(tmp_path / "durable"), attach()
+    hold(handle, 0, 5)
+    persist(handle, url, 5)
+    (earlier,) = wait_for(lambda: writers(handle), "the writer")
+    hold(handle, 1, 6)
+    persist(handle, url, 6, urgent=True)
+    wait_for(lambda: not alive(earlier), "the end of the earlier writer")
+    waiting.touch()
+    wait_for(lambda: handle.durable_outcome()["step"] == 6, "the urgent checkpoint")
+    assert steps(url) == [6]
+
+
 def test_a_server_that_ends_lets_its_writer_finish_and_a_killed_server_ends_its_writer(
     attach, waiting, tmp_path
 ):

@@ -453,6 +453,8 @@ EVENTS = [
     io.Busy("evaluation", 60.0),
     io.Closing(),
     io.Busy("evaluation", 5.0),
+    io.Noticed(),
+    io.Saved(1, "the disk is full"),
     io.LoopRaised("why"),
     io.Busy("evaluation", 600.0),
     io.Linked(1),

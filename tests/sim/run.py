@@ -24,6 +24,7 @@ from sim.late_worlds import late_world
 from sim.link_worlds import CalmWorld, LinkWorld
 from sim.mixed_worlds import MixedWorld
 from sim.norm_worlds import NormWorld
+from sim.notice_worlds import NoticeWorld
 from sim.order_worlds import OrderWorld
 from sim.parted_worlds import PartedWorld
 from sim.ranks import RankWorld
@@ -55,6 +56,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "curriculum": CurriculumWorld,
     "rebatched": RebatchedWorld,
     "norm": NormWorld,
+    "notice": NoticeWorld,
     "dispute": DisputeWorld,
     "cold-dispute": ColdDisputeWorld,
     "reported": ReportedWorld,

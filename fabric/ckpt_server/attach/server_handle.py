@@ -180,12 +180,20 @@ class ServerHandle:
         return self._gradient_index is not None and self._gradient_index.withdraw(slot)
 
     def persist(
-        self, step: int, generation: int, *, url: str, incarnation: int, keep: int, required: bool = False
+        self,
+        step: int,
+        generation: int,
+        *,
+        url: str,
+        incarnation: int,
+        keep: int,
+        required: bool = False,
+        urgent: bool = False,
     ) -> None:
         """Ask the server to write the snapshot of ``step`` to durable storage; do not wait for it.
 
-        ``required``: write only where storage holds a checkpoint of the job. Raises Refused where the server
-        does not hold the step.
+        ``required``: write only where storage holds a checkpoint of the job. ``urgent``: at once, in place of
+        the checkpoint under way. Raises Refused where the server does not hold the step.
         """
         self._ask(
             {
@@ -196,9 +204,14 @@ class ServerHandle:
                 "incarnation": incarnation,
                 "keep": keep,
                 "required": required,
+                "urgent": urgent,
             },
             _PUBLISH_S,
         )
+
+    def durable_outcome(self) -> dict[str, Any]:
+        """Return whether a writer runs, the newest checkpoint, and why the last one was not written."""
+        return self._ask({"op": "durable"})
 
     def void(self) -> None:
         """Withdraw everything that was published: the state behind it is declared invalid."""

@@ -9,10 +9,12 @@ import argparse
 import json
 import mmap
 import os
+import signal
 import sys
 import threading
 from dataclasses import asdict
 
+from fabric.ckpt_server.durable.storage import StorageAway
 from fabric.ckpt_server.format.manifest import check_manifest
 from fabric.ckpt_server.wire.durable_job import DurableJob
 from fabric.errors import FabricError, StateError
@@ -32,6 +34,8 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the snapshot's memory")
     descriptor = parser.parse_args().fd
     lower_priority(_NICENESS)
+    # A batch job that ends sends SIGTERM to all its processes. The server decides when this process ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         body = json.loads(sys.stdin.buffer.readline())
         order, snapshot = decode_as(DurableJob, body["order"], "order"), check_manifest(body["manifest"])
@@ -45,7 +49,8 @@ def main() -> int:
 
         outcome = write(order, snapshot, memoryview(mapped), Failpoints(armed_points()))
     except (FabricError, OSError, ValueError, KeyError, TypeError) as error:
-        sys.stdout.write(json.dumps({"ok": False, "error": " ".join(str(error).split())[:2000]}) + "\n")
+        why = {"error": " ".join(str(error).split())[:2000], "away": isinstance(error, StorageAway)}
+        sys.stdout.write(json.dumps({"ok": False, **why}) + "\n")
         return 1
     sys.stdout.write(json.dumps({"ok": True, **asdict(outcome)}) + "\n")
     return 0

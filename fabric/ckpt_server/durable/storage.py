@@ -5,6 +5,7 @@ file and its folder, elsewhere when the service has taken the whole object.
 """
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from fabric.runtime.config import check_no_password
 _PROBE = ".fabric-probe"
 # Storage says this of a file or a name, and says it again at every try.
 _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a person must make room, or mount it for writing
 
 
 class StorageError(StateError):
@@ -192,7 +194,8 @@ def storage_errors(what: str, where: str) -> Iterator[None]:
     # File systems are plug-ins: each raises the errors of its own client library.
     except Exception as error:
         reason = _reason(error) or " ".join(str(error).split())[:300] or type(error).__name__
-        kind = StorageError if isinstance(error, _LASTING) else StorageAway
+        lasts = isinstance(error, _LASTING) or (isinstance(error, OSError) and error.errno in _FULL)
+        kind = StorageError if lasts else StorageAway
         raise kind(f"{where} could not be {what}: {reason}") from error
 
 

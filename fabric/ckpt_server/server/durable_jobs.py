@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 _MAX_REPORT_BYTES = 1 << 20
 _MAX_ERROR_CHARACTERS = 500
+# While storage is away a checkpoint is tried again for this long, after pauses that double.
+AWAY_S = 120.0
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 8.0
 _OVERTAKEN = {
     "ok": False,
     "overtaken": True,
@@ -47,6 +50,7 @@ class PersistRequest:
     incarnation: Int64
     keep: Int64
     required: bool = False
+    urgent: bool = False  # end the writer of an earlier step, because the trainer will be killed soon
 
 
 class DurableJobs:
@@ -75,6 +79,12 @@ class DurableJobs:
         """Whether no writer runs."""
         return self._task is None or self._task.done()
 
+    def outcome(self) -> dict[str, object]:
+        """Return whether a writer runs, the newest checkpoint, and why the last one was not written."""
+        newest = self.newest or SnapshotRef(0, -1, "")
+        where = {"generation": newest.generation, "step": newest.step}
+        return {"idle": self.is_idle, **where, "error": self.error}
+
     def start(self, request: PersistRequest) -> None:
         """Begin to write, or queue the request; a later request replaces a queued one.
 
@@ -83,7 +93,7 @@ class DurableJobs:
         """
         if self._memory.find(SNAPSHOT, request.step, request.generation) is None:
             raise Refused(f"step {request.step} is not held, so it cannot be written to durable storage")
-        if not self.is_idle and request.incarnation == self._incarnation:
+        if not self.is_idle and request.incarnation == self._incarnation and not request.urgent:
             if self._next is not None:
                 log.warning(
                     "step %d is not written: storage is slower than checkpoints are requested",
@@ -111,10 +121,21 @@ class DurableJobs:
             await asyncio.wait({before})
         wanted: PersistRequest | None = request
         while wanted is not None:
-            await self._persist(wanted)
+            await self._persist_patiently(wanted)
             wanted, self._next = self._next, None
 
-    async def _persist(self, request: PersistRequest) -> None:
+    async def _persist_patiently(self, request: PersistRequest) -> None:
+        """Write it, and try again while storage is away, up to AWAY_S; a newer request ends the tries."""
+        began, pause_s, failures = time.monotonic(), _PAUSE_S, self.failures
+        while self._next is None and await self._persist(request):
+            self.failures = failures + 1  # the tries of one checkpoint are one failure
+            if time.monotonic() - began >= AWAY_S:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _persist(self, request: PersistRequest) -> bool:
+        """Write it once; return whether it failed because storage is away."""
         begun = time.monotonic()
         try:
             outcome = await self._write(request)
@@ -129,7 +150,7 @@ class DurableJobs:
             self.failures += not (is_overtaken and had_written)
             if not is_overtaken or not (had_written or self._has_storage_error):
                 self.error, self._has_storage_error = why, not is_overtaken
-            return
+            return outcome.get("away") is True
         self._has_storage_error = False
         conflict = str(outcome.get("conflict") or "")
         self.error = f"step {request.step}: {conflict}"[:_MAX_ERROR_CHARACTERS] if conflict else ""
@@ -138,6 +159,7 @@ class DurableJobs:
         if outcome.get("complete") is True:
             self.newest = SnapshotRef(request.generation, request.step, str(outcome["digest"]))
         log.info("durable checkpoint of step %d: %s, %.1f s", request.step, outcome["folder"], self.seconds)
+        return False
 
     def _order(self, request: PersistRequest) -> DurableJob:
         names = self._job, self._replica

@@ -224,9 +224,10 @@ def _status_sender(parts: _ServerParts, identity: ServerIdentity) -> StatusSende
 @contextmanager
 def _signals(lifetime: Lifetime) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    handled = (signal.SIGTERM, signal.SIGINT)
-    for number in handled:
-        loop.add_signal_handler(number, lifetime.end_at_once, f"signal {number.name}")
+    # The end of a container sends SIGTERM to all processes: the running writer still ends its work.
+    handled = {signal.SIGTERM: lifetime.end, signal.SIGINT: lifetime.end_at_once}
+    for number, end in handled.items():
+        loop.add_signal_handler(number, end, f"signal {number.name}")
     try:
         yield
     finally:

@@ -97,6 +97,7 @@ class TrainerChannel:
             "publish_snapshot": self._publish_snapshot,
             "publish_gradient": self._publish_gradient,
             "persist": self._persist,
+            "durable": self._durable_outcome,
             "void": self._void,
             "finish": self._finish,
             "gone": self._gone,
@@ -259,6 +260,9 @@ class TrainerChannel:
             decode_as(PersistRequest, {k: v for k, v in body.items() if k != "op"}, "persist")
         )
         return _success()
+
+    async def _durable_outcome(self, _: dict[str, Any]) -> Response:
+        return _success(**self._durable.outcome())
 
     async def _void(self, body: dict[str, Any]) -> Response:
         await self._memory.void()

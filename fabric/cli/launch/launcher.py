@@ -29,7 +29,7 @@ from fabric.errors import ConfigError
 from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
 from fabric.runtime.layout_orders import LayoutMemory, LayoutOffer, LayoutOrder
 from fabric.runtime.marked_processes import MarkedProcesses
-from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS
+from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S
 from fabric.runtime.rank_layout import RankLayout
 
 log = logging.getLogger(__name__)
@@ -319,7 +319,8 @@ def launch(plan: LaunchPlan) -> int:
     """Keep the replica of ``plan`` running; return the launcher's exit code. Raises FabricError."""
     mark = uuid.uuid4().hex
     limit = {} if plan.restarts is None else {LAUNCH_RESTARTS: str(plan.restarts)}
-    plan = replace(plan, environment={**plan.environment, **limit, LAUNCH_MARK: mark})
+    own = {**limit, LAUNCH_STOP_S: f"{plan.stop_s:g}", LAUNCH_MARK: mark}
+    plan = replace(plan, environment={**plan.environment, **own})
     marked = MarkedProcesses(LAUNCH_MARK, mark)
     guard = Guard(marked)  # started before this process catches signals: the guard must not
     with contextlib.closing(guard), SignalInbox() as inbox:

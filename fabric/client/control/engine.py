@@ -270,6 +270,12 @@ class Engine:
         answers."""
         self._feed(event, number)
 
+    def call_soon(self, work: Callable[[], None]) -> None:
+        """Let the control thread call ``work``; also for a signal's handler, which may take no lock."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(work)
+
     def exchange_alone(self, order: io.StartExchange) -> None:
         """Do the round of the only member on the main thread, which the round keeps waiting anyway."""
         self._parts.exchange.run_alone(order, self.post, self.may_be_asked())

@@ -156,6 +156,6 @@ class LoopOrders:
             self._engine.post(self._state.take_digest(order.step))
         elif isinstance(order, io.TakeSnapshot):
             generation = order.generation if order.generation >= 0 else self._engine.generation
-            self._state.snapshot(generation)
+            self._state.snapshot(generation, order.durable)
         elif isinstance(order, io.Install):
             self._replay.install(order)

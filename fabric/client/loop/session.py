@@ -45,11 +45,11 @@ from fabric.client.process.excepthook import before_report
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
 from fabric.client.process.wait_log import FIRST_S, WaitLogger, describe_wait
-from fabric.client.state.durable_policy import StorageUnavailable, writer_of
+from fabric.client.state.durable_policy import StorageUnavailable
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
 from fabric.health.work import WorkAmount
-from fabric.model import EVERYTHING, DataPlan, Sharing
+from fabric.model import EVERYTHING, DataPlan, Sharing, writer_of
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.rank_layout import RankLayout, parse_layout
@@ -434,6 +434,7 @@ class Session(SessionCollectives):
             begin(self._engine, parts, settings, self._process, setup)
         except StorageUnavailable as error:
             self._shutdown.leave(str(error), 75)
+        self._shutdown.watch_notice()
 
     def _ready(self) -> io.Ready:
         """Return the event that the state is at a step boundary: after an update, or at the start."""

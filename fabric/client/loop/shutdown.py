@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import os
 import queue
+import signal
 import sys
 from typing import NoReturn
 
@@ -15,8 +16,9 @@ from fabric.client.process import excepthook, raised_note
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
 from fabric.client.process.incarnation_lock import ProcessIdentity
+from fabric.client.process.notice import NoticeWatch
 from fabric.errors import CollectiveFailed, FabricError, NotAMember, SessionOver
-from fabric.exit_codes import DEVICE_FAILED, FAILED, FINISHED, RESTART
+from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, RESTART
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
@@ -62,6 +64,7 @@ class Shutdown:
         self._progress = progress
         self._unheard: JobEnd | None = None  # the job's end, where no lighthouse knows of this end yet
         self._pid = os.getpid()
+        self._notice = NoticeWatch(engine.call_soon, self._on_notice, self._on_time_over)
         self.words: dict[str, str] = {}  # words of sentences -> those of the API that an adapter's user calls
         atexit.register(self._on_exit)
 
@@ -80,6 +83,10 @@ class Shutdown:
         """Make uncaught exceptions fail the job, and those of a notebook's cells end this replica alone."""
         excepthook.on_uncaught.append(self._on_uncaught)
         excepthook.on_cell_error.append(self._on_cell_error)
+
+    def watch_notice(self) -> None:
+        """Take SIGTERM as a notice from now on: the engine runs."""
+        self._notice.begin()
 
     def leave(self, reason: str, code: int = FINISHED, layout: str = "") -> NoReturn:
         """End this process; print ``reason``, one sentence. ``layout``: order it from the launcher."""
@@ -165,6 +172,11 @@ class Shutdown:
                 self.depart(reason)
                 raise SystemExit(RESTART)
             reason += f" (twice at step {self._progress.state_step} of {self._settings.replica})"
+        if self._notice.has_come:
+            # SIGTERM may have ended processes of the loop first, such as those that read its data.
+            self._say(f"{reason}, after SIGTERM")
+            self.depart(reason)
+            raise SystemExit(RESTART)
         self._parts.crash_marker.clear()
         self._engine.post(io.LoopRaised(reason))
         with contextlib.suppress(queue.Empty):
@@ -185,7 +197,23 @@ class Shutdown:
         self._progress.left = SessionOver(CELL_FAILED)
         self.depart(reason, FAILED)
 
+    def _on_notice(self, left_s: float) -> None:
+        """On the control thread: leave the job in the time that is left, see rule 13 of docs/protocol.md."""
+        self._parts.durable.noticed = True
+        self._say(f"SIGTERM: this replica leaves the job at the end of a step, within {left_s:g} s")
+        self._engine.post(io.Noticed())
+
+    def _on_time_over(self, left_s: float) -> None:
+        """On the control thread: end this process, because the main thread has not left in time."""
+        why = f"the {left_s:g} s after SIGTERM are over at step {self._progress.state_step}"
+        if self._settings.durable:
+            why += "; if no replica has saved this step, the durable checkpoint before it stays whole"
+        self._say(why)
+        self._parts.journal.write("stop", code=END_BY_SIGNAL + signal.SIGTERM, reason=why)
+        os._exit(END_BY_SIGNAL + signal.SIGTERM)
+
     def _watch_no_more(self) -> None:
+        self._notice.end()
         atexit.unregister(self._on_exit)
         if self._on_uncaught in excepthook.on_uncaught:
             excepthook.on_uncaught.remove(self._on_uncaught)

@@ -21,13 +21,14 @@ from fabric.ckpt_server.durable.reader import (
 from fabric.ckpt_server.durable.storage import Storage, StorageAway, StorageError
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
-from fabric.errors import Refused, StateError, Unreachable
-from fabric.model import Record, SnapshotRef
+from fabric.errors import FabricError, Refused, StateError, Unreachable
+from fabric.model import Record, SnapshotRef, writer_of
 from fabric.runtime.config import Settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
 _MOST_LISTED = 16  # the trainer declares this many of the newest checkpoints to the lighthouse
 _LOOK_AGAIN_S = 1.0
+_WRITTEN_S = 0.1  # how often the checkpoint server is asked for an outcome
 T = TypeVar("T")
 # After this time the trainer logs that the listing is slow, and asks the lighthouse whether the job needs it.
 _ANSWER_S = 10.0
@@ -76,6 +77,7 @@ class DurableCheckpoints:
         self._process = process
         self._last_s = time.monotonic()
         self._last_step = -1
+        self.noticed = False  # whether this process has notice that it will be killed soon
 
     def find(self) -> tuple[SnapshotRef, ...] | None:
         """Return the complete checkpoints of all layouts of ranks, oldest first.
@@ -160,8 +162,8 @@ class DurableCheckpoints:
         settings = self._settings
         if not settings.durable or record is None or step == self._last_step:
             return False
-        if last:
-            due = True
+        if last or self.noticed:  # after a notice the protocol says which replica saves the state
+            due = last
         elif settings.durable_every:
             due = step > 0 and step % settings.durable_every == 0
         else:
@@ -182,11 +184,25 @@ class DurableCheckpoints:
                 incarnation=self._process.incarnation,
                 keep=settings.durable_keep,
                 required=settings.durable_required,
+                urgent=self.noticed,
             )
         except Refused as error:
             self._journal.write("durable", step=step, warning=str(error))
         else:
             self._journal.write("durable", step=step, generation=generation)
+
+    def await_written(self, handle: ServerHandle, step: int, generation: int) -> str:
+        """Wait until the server has written the snapshot of ``step``; return why it has not, or empty."""
+        try:
+            while not (outcome := handle.durable_outcome())["idle"]:
+                time.sleep(_WRITTEN_S)
+        except FabricError as error:
+            return str(error)
+        if (outcome["generation"], outcome["step"]) == (generation, step):
+            return ""
+        why = outcome["error"] or "its writer has ended"
+        self._say(f"the state of step {step} is not saved yet: {why}; this replica tries again")
+        return str(why)
 
     def patiently(self, read: Callable[[], T]) -> T:
         """Return ``read()``; call it again while storage is away, for as long as at the start.
@@ -219,16 +235,6 @@ class DurableCheckpoints:
 
     def _job(self) -> Storage:
         return Storage(self._settings.durable).at(self._settings.job)
-
-
-def writer_of(record: Record | None, storing: bool = False) -> str:
-    """Return the replica that writes for all: the first by name that has the state and does not leave.
-
-    ``storing``: only replicas with storage for durable checkpoints count.
-    """
-    roster = record.roster if record is not None else ()
-    there = (x for x in roster if not x.joining and not x.leaving and (x.stores or not storing))
-    return min((x.replica for x in there), default="")
 
 
 def peers_hold_state(settings: Settings) -> bool | None:

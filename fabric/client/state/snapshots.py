@@ -23,7 +23,7 @@ from fabric.client.state.state_digest import CopiedState, Digests, PendingSnapsh
 from fabric.client.state.write_watch import WriteWatch
 from fabric.errors import FabricError, ServerLost, StateError
 from fabric.model import SnapshotRef
-from fabric.protocol.messages.member_events import Snapshotted
+from fabric.protocol.messages.member_events import Saved, Snapshotted
 from fabric.protocol.messages.rank_messages import NameSnapshot, SnapshotNamed
 from fabric.runtime.failpoints import Failpoints
 
@@ -84,7 +84,7 @@ class Snapshots:
         self,
         state: SnapshotRef,
         submit: Callable[[Callable[[], None]], None],
-        post: Callable[[Snapshotted], None],
+        post: Callable[[Snapshotted | Saved], None],
         durable: bool = False,
     ) -> None:
         """Begin to copy ``state``, which must not change until ``wait_copied`` returns.
@@ -107,7 +107,7 @@ class Snapshots:
         def publish(copy: CopiedState | None) -> None:
             self._publish(copy, taking, post)
             if durable and self._rank is None:
-                self._persist(state.step, state.generation)
+                self._persist(state.step, state.generation, post)
 
         taking = PendingSnapshot(
             state, started, created, self._watch.guard(view), lambda copy: submit(lambda: publish(copy))
@@ -159,22 +159,27 @@ class Snapshots:
             self._last_failure = gist
             _log.warning("fabric: %s: no snapshot of step %d: %s", self.replica, step, error)
 
-    def name(self, order: NameSnapshot, post: Callable[[SnapshotNamed], None]) -> None:
+    def name(self, order: NameSnapshot, post: Callable[[SnapshotNamed | Saved], None]) -> None:
         """Serve this rank's part under the digests of all ranks, unless its slot was overwritten since."""
         done, rank = False, self._rank or 0
         try:
             done = self.slots.publish_part(order.generation, order.step, rank, order.digests)
         except FabricError:
             self._recover()
-        if done and order.durable:
-            self._persist(order.step, order.generation)
         post(SnapshotNamed(order.step, order.generation, done))
+        if done and order.durable:
+            self._persist(order.step, order.generation, post)
 
-    def _persist(self, step: int, generation: int) -> None:
-        if self.durable is not None:
-            # A server that ends loses its snapshots. The next server writes the next durable checkpoint.
-            with contextlib.suppress(FabricError):
-                self.durable.persist(self.slots.handle, step, generation)
+    def _persist(self, step: int, generation: int, post: Callable[[Saved], None]) -> None:
+        """Let the server write its snapshot; after a notice wait for the outcome, which rank 0 tells."""
+        durable, handle = self.durable, self.slots.handle
+        if durable is None:
+            return
+        # A server that ends loses its snapshots. The next server writes the next durable checkpoint.
+        with contextlib.suppress(FabricError):
+            durable.persist(handle, step, generation)
+        if durable.noticed and not self._rank:
+            post(Saved(step, durable.await_written(handle, step, generation)))
 
     def _take(
         self,

@@ -422,7 +422,7 @@ class LeaderCore:
         writing, record = self.writer.writing, self.state.record
         if writing is None or record is None or writing.generation == record.generation:
             # Rule 1: no answer during a write of a new generation, or a member might go on in the old one.
-            self.outbox.send(peer.session.replica, m.HeartbeatAck(beat.number))
+            self.outbox.send(peer.session.replica, self.orders.heed(peer, m.HeartbeatAck(beat.number)))
         self.evictions.evict_stragglers(peer, beat)
 
     def on_running(self, peer: Peer, message: m.Running) -> None:

@@ -1,9 +1,10 @@
-"""Operators' orders about members: drains, limits, and objections to an order."""
+"""Drains, limits and notices of members, and objections to an operator's order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fabric.model import GoneHost, Member, Record, counted
+from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import MAX_REASON_CHARACTERS, RecordWriter
 from fabric.protocol.leader.state import JobState, RosterLimits
@@ -13,6 +14,10 @@ from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_d
 
 # An order takes a host for gone only if nothing was heard of it for this many seconds.
 GONE_AFTER_S = 5.0
+# Why a replica that has notice is drained, and why it may end.
+NOTICED = "its host gave notice that it will be killed soon"
+UNUSED = "had notice before it took part: the job goes on without this process"
+UNSAVED = "had notice, as has every replica, and none of them has FABRIC_DURABLE: no state is written"
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +57,53 @@ class OperatorOrders:
                 continue
             self.draining[member.replica] = f"no longer wanted: scaled {self.limits.overrides.scaled}"
 
+    def _beat_of(self, member: Member) -> m.Heartbeat | None:
+        peer = self.state.liveness.peers.get(member.replica)
+        return peer.beat if peer is not None and peer.process == member.process else None
+
+    def _is_connected(self, member: Member) -> bool:
+        peer = self.state.liveness.peers.get(member.replica)
+        return peer is not None and peer.connected and peer.process == member.process
+
+    def _is_noticed(self, member: Member) -> bool:
+        beat = self._beat_of(member)
+        return beat is not None and beat.noticed
+
+    def heed(self, peer: Peer, ack: m.HeartbeatAck) -> m.HeartbeatAck:
+        """Rule 15: answer a process that has notice.
+
+        While a member without notice stays, members with notice are drained. Else one member saves the state,
+        and all may end when the state is saved. The one that has saved it ends last, so that no step follows.
+        """
+        record, beat = self.state.record, peer.beat
+        if record is None or beat is None or not beat.noticed:
+            return ack
+        if not self.state.in_force(peer):
+            return replace(ack, leave=UNUSED) if beat.is_outside else ack
+        if any(not x.leaving and not self._is_noticed(x) for x in record.roster):
+            return ack
+        connected = tuple(x for x in record.roster if self._is_connected(x))
+        beats = [b for x in connected if (b := self._beat_of(x)) is not None and b.noticed]
+        saved = next((b.step for b in beats if b.saved), -1)
+        if saved >= 0:
+            why = f"had notice, as has every replica, and the state of step {saved} is saved"
+            return replace(ack, leave=why) if not beat.saved or all(b.saved for b in beats) else ack
+        able = [(x.leaving, x.replica) for x in connected if x.stores and not x.joining]
+        saves = bool(able) and min(able)[1] == peer.session.replica  # a leaving member only if no other lives
+        return replace(ack, save=saves, leave="" if able else UNSAVED)
+
+    def _drain_noticed(self, record: Record) -> None:
+        """Rule 15: drain members with notice while a member without notice stays."""
+        staying = [x for x in record.roster if not x.leaving and not self._is_noticed(x)]
+        for member in record.roster if staying else ():
+            if member.leaving or member in staying or member.replica in self.draining:
+                continue
+            if self._shard_that_only(member.replica, record, staying) is None:
+                self.draining[member.replica] = NOTICED
+
     def drain(self, record: Record) -> bool:
         self._drain_surplus(record)
+        self._drain_noticed(record)
         names = [x for x in record.roster if x.replica in self.draining] if self.draining else []
         leaving = [x for x in record.roster if x.leaving]
         self._dismiss(record)
@@ -75,7 +125,9 @@ class OperatorOrders:
 
     def _dismiss(self, record: Record) -> None:
         """Tell drained replicas outside the roster that they need not come back."""
-        for name in [n for n in self.draining if record.member(n) is None]:
+        for name, why in self.draining.items():
+            if record.member(name) is not None or why == NOTICED:  # the answer to its heartbeat ends this one
+                continue
             reason = f"{name} is {self.draining[name]}: start it again when it is wanted"
             self.outbox.send(name, m.Rejected(reason))
 

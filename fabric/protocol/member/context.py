@@ -15,6 +15,7 @@ class CoreContext:
         self.now = now  # the time of the present event
         self.effects: list[io.Effect] = []  # the effects of the present event so far, in order
         self.stopped = False  # whether the core has stopped: it handles no further event
+        self.noticed = False  # whether this process has notice that it will be killed soon
 
     @property
     def replica(self) -> str:
@@ -27,7 +28,7 @@ class CoreContext:
     def leave(self, entry: Member | None) -> None:
         """Stop as a leaving member. ``entry``: this member's entry in the last roster that lists it."""
         if entry is None or not entry.returns:
-            self.stop(FINISHED, "drained: the others go on without this replica")
+            self.stop(RESTART if self.noticed else FINISHED, "drained: the others go on without this replica")
             return
         reason = f"comes back in the layout {entry.returns}: the others go on meanwhile"
         self.emit(io.Stop(RESTART, reason, layout=entry.returns))

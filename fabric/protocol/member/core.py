@@ -65,6 +65,8 @@ class MemberCore:
             io.InstallFailed: self.catch_up.on_install_failed,
             io.Closing: self.session.on_closing,
             io.Busy: self.session.on_busy,
+            io.Noticed: self.serving.on_noticed,
+            io.Saved: self.serving.on_saved,
             io.LoopRaised: self.session.on_failed,
             io.Linked: self.link_watch.on_linked,
             io.LinkFailed: self.link_watch.on_link_failed,
@@ -120,7 +122,8 @@ class MemberCore:
         next_beat = self.session.contact.next_beat if self.session.contact.connected else None
         next_probe = self.epochs.links.next_probe if self.link_watch.may_probe() else None
         rounds = [self.rounds.stall_deadline(), self.link_watch.test_deadline()]
-        dues = [*rounds, self.ending.end_deadline(), next_beat, next_probe]
+        ends = [self.ending.end_deadline(), self.serving.alone_deadline()]
+        dues = [*rounds, *ends, next_beat, next_probe]
         return None if self.context.stopped else min((d for d in dues if d is not None), default=None)
 
     def _advance(self) -> None:
@@ -148,7 +151,13 @@ class MemberCore:
             assert epochs.resume is not None
             if epochs.is_at(epochs.resume.fence, epochs.resume.step):
                 epochs.enter_mode(Mode.RUN)
-        if self.memory.waiting and epochs.mode is Mode.RUN and self.rounds.round is None:
+        if not self.memory.waiting or self.rounds.round is not None:
+            return
+        if self.serving.is_to_save() and epochs.mode is not Mode.CATCH_UP:
+            # A prepared round may be committed elsewhere: its decision comes first.
+            if self.rounds.prepared is None and self.memory.state.generation:
+                self.serving.save()
+        elif epochs.mode is Mode.RUN:
             self.rounds.enter_round()
 
     # --- events that concern several parts -------------------------------------------------------------

@@ -85,6 +85,7 @@ class Membership:
 
     def on_beat_reply(self, message: m.HeartbeatAck) -> None:
         self._session.ask_measure(message.measure, message.echo)
+        self._serving.heed(message)
         sent = self._session.contact.sent.pop(message.number, None)
         if sent is not None:
             self._session.contact.last = max(self._session.contact.last, sent)

@@ -1,6 +1,9 @@
-"""Serving joining members: snapshots promised to them, and published gradients."""
+"""Snapshots for others: promised to joining members, and the last one before this process is killed."""
 
-from fabric.model import SnapshotRef
+import math
+
+from fabric.exit_codes import RESTART
+from fabric.model import SnapshotRef, writer_of
 from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.epochs import KnownEpochs
 from fabric.protocol.member.memory import MemberMemory
@@ -9,9 +12,16 @@ from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
+# After a notice a member without answers from the leader decides on its own after this time.
+ALONE_S = 3.0
+# The pause after a state could not be saved.
+AGAIN_S = 1.0
+# The others wait this long for the member that saves the state.
+SAVE_S = 3600.0
+
 
 class SnapshotServing:
-    """Keeps this member's promises to joining members."""
+    """Keeps this member's promises to joining members, and saves the state after a notice."""
 
     def __init__(
         self,
@@ -29,6 +39,10 @@ class SnapshotServing:
         self.listeners: set[str] = set()  # joining members that replay published gradients
         self.snapshots = snapshots  # the snapshots that my checkpoint server holds
         self.snapshotting = -1  # the step of the snapshot that is being taken
+        self.noticed_at = math.inf  # when this process got notice
+        self.must_save = False  # whether this member saves the state for all
+        self.saving = -1  # the step whose state is being saved, or is saved
+        self._save_at = -math.inf  # the earliest time of the next try
 
     def on_serve(self, message: m.TakeSnapshotFor) -> None:
         if self._epochs.mode not in (Mode.RUN, Mode.CATCH_UP) or message.step < self._memory.state.step:
@@ -55,6 +69,8 @@ class SnapshotServing:
             generation = event.generation if event.generation >= 0 else self._memory.state.generation
             ref = SnapshotRef(generation, event.step, event.digest)
             self.snapshots = (*self.snapshots[-1:], ref)
+        elif event.step == self.saving:
+            self.on_saved(io.Saved(event.step, "its snapshot could not be taken"))
         for joiner, step in list(self.promised.items()):
             if step == event.step:
                 del self.promised[joiner]
@@ -73,3 +89,44 @@ class SnapshotServing:
         if due and self.snapshotting != self._memory.state.step:
             self.snapshotting = self._memory.state.step
             self._context.emit(io.TakeSnapshot(self._memory.state.step))
+
+    # --- notice --------------------------------------------------------------------------------------
+
+    def on_noticed(self, _: io.Noticed) -> None:
+        """Rule 13: tell the leader at once. A further notice changes nothing."""
+        if not self._context.noticed:
+            self._context.noticed, self.noticed_at = True, self._context.now
+            self._session.contact.next_beat = self._context.now
+
+    def heed(self, ack: m.HeartbeatAck) -> None:
+        """Rule 13: follow the leader's answer to my notice."""
+        self.must_save = self.must_save or ack.save
+        if ack.leave:
+            self._context.stop(RESTART, ack.leave)
+
+    def alone_deadline(self) -> float | None:
+        """When to decide without the leader; None after that time and without a notice."""
+        due = self.noticed_at + ALONE_S
+        return due if self._context.now < due < math.inf else None
+
+    def is_to_save(self) -> bool:
+        """Rule 13: whether I save the state for all, because the leader says so or does not answer."""
+        since = max(self.noticed_at, self._session.contact.last)
+        if self._context.noticed and not self.must_save and self._context.now - since >= ALONE_S:
+            self.must_save = writer_of(self._epochs.current, storing=True) == self._context.replica
+        return self.must_save
+
+    def save(self) -> None:
+        """Rule 13: write the state of this step boundary to storage. No member goes beyond it without me."""
+        step = self._memory.state.step
+        if self.saving != step and self._context.now >= self._save_at:
+            self.saving = step
+            self._memory.drop_kept()
+            self._session.on_busy(io.Busy("it saves the state, because every replica has notice", SAVE_S))
+            self._context.emit(io.TakeSnapshot(step, durable=True))
+
+    def on_saved(self, event: io.Saved) -> None:
+        if event.step == self.saving and event.why:
+            self.saving, self._save_at = -1, self._context.now + AGAIN_S
+        elif event.step == self.saving:
+            self._session.saved, self._session.contact.next_beat = True, self._context.now

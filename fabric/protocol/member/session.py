@@ -34,6 +34,7 @@ class LighthouseSession:
         )  # steps before, since the last heartbeat
         self._measure = 0  # number of the newest micro-benchmark that the leader asked for
         self.echo = ""  # the member that the newest micro-benchmark echoes; empty: it measures the device
+        self.saved = False  # whether the state where I have stopped is in durable storage
         self._measured = 0  # number of the newest micro-benchmark that the main thread got
 
     def ask_measure(self, number: int, echo: str = "") -> None:
@@ -119,6 +120,8 @@ class LighthouseSession:
                     unreachable=self.unreachable() if self._epochs.mode is Mode.OUTSIDE else (),
                     lost_bytes=self._epochs.links.lost_bytes,
                     micro_batches=self._memory.plan.micro_batches,
+                    noticed=self._context.noticed,
+                    saved=self.saved,
                 )
             )
         )

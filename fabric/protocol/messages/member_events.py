@@ -89,6 +89,19 @@ class Busy:
 
 
 @dataclass(frozen=True, slots=True)
+class Noticed:
+    """This process has notice that it will be killed soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The state at ``step`` is in durable storage, or cannot be written."""
+
+    step: Int64
+    why: str = ""  # why it cannot be written; empty: it is written
+
+
+@dataclass(frozen=True, slots=True)
 class Closing:
     """The user's loop has ended at the current step."""
 
@@ -247,6 +260,8 @@ Event = (
     | InstallFailed
     | Closing
     | Busy
+    | Noticed
+    | Saved
     | LoopRaised
     | Linked
     | LinkFailed
@@ -382,6 +397,7 @@ class TakeSnapshot:
 
     step: Int64
     generation: Int64 = -1  # the generation to name in the snapshot; negative: the current generation
+    durable: bool = False  # write it to durable storage too, before this process is killed; ends in Saved
 
 
 @dataclass(frozen=True, slots=True)

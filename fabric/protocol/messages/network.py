@@ -179,6 +179,8 @@ class HeartbeatAck:
     waiting_for: str = ""  # what the job waits for, in a sentence for people; empty while it steps
     measure: Int64 = 0  # run micro-benchmark number ``measure`` before the next step; 0: run none
     echo: str = ""  # the member that the micro-benchmark echoes; empty: it measures the device
+    save: bool = False  # stop at the next step boundary, and write the state there to durable storage
+    leave: str = ""  # why a member with notice may end now, in a sentence; empty: it goes on
 
 
 LeaderMessage = (
@@ -261,6 +263,8 @@ class Heartbeat:
     unreachable: tuple[str, ...] = ()  # members that I cannot reach; sent from outside the roster
     lost_bytes: Int64 = 0  # small messages reach some of ``unreachable``, this size does not
     micro_batches: Int64 = 0  # the number of micro-batches in a step now; 0: an older version
+    noticed: bool = False  # this process has notice that it will be killed soon
+    saved: bool = False  # it has stopped at ``step``, and this state is in durable storage
 
     @property
     def is_linking(self) -> bool:

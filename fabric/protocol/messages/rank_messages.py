@@ -77,6 +77,8 @@ RankEvent = (
     | io.InstallFailed
     | io.Closing
     | io.Busy
+    | io.Noticed
+    | io.Saved
     | io.LoopRaised
     | io.Linked
     | io.LinkFailed

@@ -1,0 +1,127 @@
+"""SIGTERM is a notice: a replica leaves at a step boundary. If all must go, one of them saves the state."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from job import EXAMPLES, HERE, Job
+
+from fabric.ckpt_server.durable.reader import list_checkpoints
+from fabric.ckpt_server.durable.storage import Storage
+
+MANY = 100_000  # steps that no test waits for
+
+
+@pytest.fixture
+def job(zygote, tmp_path):
+    environment = {
+        "FABRIC_DURABLE": str(tmp_path / "durable"),
+        "FABRIC_DURABLE_EVERY_S": "3600",
+        "TINY_STEPS": str(MANY),
+    }
+    with Job(zygote, tmp_path / "job", environment=environment) as started:
+        yield started
+
+
+def saved(job):
+    """Return the complete durable checkpoints."""
+    return [
+        c.state
+        for c in list_checkpoints(Storage(job.environment["FABRIC_DURABLE"]).at("test"), "test").complete
+    ]
+
+
+def committed(job):
+    """Return the newest step that any replica has committed: the state after it has the next number."""
+    return max(e["step"] + 1 for r in job.pids for e in job.events(r, "commit"))
+
+
+def train_some(job, step=5, replicas=()):
+    """Wait until each of these replicas, or each of all, has committed this step."""
+
+    def trained():
+        return all(any(e["step"] >= step for e in job.events(r, "commit")) for r in replicas or job.pids)
+
+    job.wait_for(trained, f"step {step}")
+
+
+def give_notice(job, replicas, everybody=False):
+    """Send SIGTERM to these trainers; ``everybody``: to each process of the job but the lighthouse, twice."""
+    for pid in [*(job.pids[r] for r in replicas), *(job.server_pids() if everybody else ())]:
+        os.kill(pid, signal.SIGTERM)
+    for replica in replicas if everybody else ():
+        os.kill(job.pids[replica], signal.SIGTERM)
+
+
+def await_ends(job, replicas):
+    job.wait_for(lambda: all(job.ended(r) is not None for r in replicas), f"the end of {replicas}")
+    return [job.ended(r) for r in replicas]
+
+
+@pytest.mark.parametrize("everybody", [False, True], ids=["the trainers", "every process, twice"])
+def test_after_sigterm_to_all_no_committed_step_is_lost(job, everybody):
+    job.start_all()
+    train_some(job)
+    give_notice(job, list(job.pids), everybody)
+    assert await_ends(job, list(job.pids)) == [75, 75, 75], job.logs()
+    (newest,) = saved(job)
+    assert newest.step == committed(job), job.logs()
+    for pid in job.server_pids():
+        os.kill(pid, signal.SIGKILL)
+    job.wait_for(lambda: not job.server_pids(), "the loss of all memory")
+    job.start_all()
+    job.wait_for(lambda: all(job.events(r, "join") for r in job.pids), "the state from storage")
+    assert [job.events(r, "join")[-1]["step"] for r in job.pids] == [newest.step] * 3
+
+
+def test_a_replica_with_notice_leaves_alone_and_the_last_one_saves_the_state(job):
+    job.start_all()
+    train_some(job)
+    give_notice(job, ["r0", "r1"])
+    assert await_ends(job, ["r0", "r1"]) == [75, 75], job.logs()
+    assert not saved(job)
+    before = committed(job)
+    train_some(job, before + 3, ["r2"])
+    assert job.ended("r2") is None
+    assert {e["generation"] for e in job.events("r2", "commit")} == {1}
+    give_notice(job, ["r2"])
+    assert await_ends(job, ["r2"]) == [75], job.logs()
+    assert saved(job)[-1].step == committed(job)
+
+
+def test_where_storage_is_too_slow_the_checkpoint_before_stays_whole(job):
+    job.environment |= {"FABRIC_DURABLE_EVERY": "10", "FABRIC_LAUNCH_STOP_S": "8"}
+    gate = job.folder / "gate"
+    job.environment["FABRIC_TEST_POINTS"] = ""
+    for replica in ("r0", "r1", "r2"):
+        job.start(replica, f"optimizer@24=wait:{gate},durable-marker@25=wait:{job.folder}/never")
+    job.wait_for(lambda: any(x.step == 20 for x in saved(job)), "a durable checkpoint")
+    give_notice(job, list(job.pids))
+    gate.touch()
+    codes = await_ends(job, list(job.pids))
+    assert set(codes) == {143}, job.logs()
+    assert saved(job)[-1].step == 20
+    assert "the durable checkpoint before it stays whole" in (job.folder / "r0.log").read_text()
+
+
+def test_launchers_pass_the_notice_on_and_wait_for_the_saved_state(job):
+    job.pids = dict.fromkeys(("r0", "r1", "r2"), 0)
+    command = [sys.executable, "-m", "fabric.cli.main", "launch", str(HERE / "tiny_trainer.py")]
+    launchers = []
+    for replica in job.pids:
+        environment = os.environ | job.trainer_environment(replica, PYTHONPATH=f"{HERE}:{EXAMPLES}")
+        with (job.folder / f"{replica}.log").open("wb") as log:
+            launchers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        train_some(job)
+        for launcher in launchers:
+            launcher.terminate()
+        assert [launcher.wait(60) for launcher in launchers] == [143, 143, 143], job.logs()
+        assert saved(job)[-1].step == committed(job), job.logs()
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+        job.pids = {}

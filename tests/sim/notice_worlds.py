@@ -1,0 +1,184 @@
+"""Worlds in which hosts give notice before they are killed, with their memory, some seconds later.
+
+If every host gives notice, the newest committed state must be in storage before the last process is killed.
+The next generation begins from it. If one host gives no notice, the job goes on there, in the same
+generation. In half of the worlds one process is killed just before: notice meets a forced epoch or a join.
+"""
+
+from sim.checkers import demand
+from sim.main_thread import MainThread
+from sim.server import FLIPPED
+from sim.trainer import Trainer
+from sim.world import World
+
+from fabric.model import SnapshotRef
+from fabric.protocol.messages import member_events as io
+
+KINDS = ("all at once", "one by one", "all but one", "no lighthouse", "the saver dies", "slow storage")
+REQUIRED = (
+    *(f"notice: {kind}" for kind in KINDS),
+    "notice: saved",
+    "notice: a job of one writer",
+    "notice: drained",
+    "notice: the saver was killed",
+    "notice: began from the saved state",
+)
+NOTICE_S = 8.0  # from the notice of a host to its end
+SLOW_S = 60.0  # how long slow storage takes for a state
+LATEST_S = 6.0  # a job that is not whole by this time gets no notice
+
+
+class NoticeMain(MainThread):
+    """Writes the state to storage when the core says so."""
+
+    def take(self, order: io.TakeSnapshot) -> None:
+        super().take(order)
+        if order.durable:
+            demand(order.step == self.step, f"told to save {order.step} with the state at {self.step}")
+            world, trainer = self.trainer.world, self.trainer
+            assert isinstance(world, NoticeWorld)
+            world.begin_saving(trainer, SnapshotRef(trainer.core.view.generation, self.step, self.digest))
+
+
+class NoticeTrainer(Trainer):
+    main_class = NoticeMain
+
+
+class NoticeWorld(World):
+    """``storage``: the complete checkpoints, oldest first. ``leaving``: the hosts that gave notice."""
+
+    trainer_class = NoticeTrainer
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        self.storage: list[SnapshotRef] = []
+        self.kind = KINDS[seed % len(KINDS)]
+        self.leaving: set[str] = set()
+        self.savers: list[str] = []
+        self.generation = 0  # of the job when the notice came
+        self.checked = False
+        super().__init__(seed, tracing, faultless=True)
+        self.ends_early, self.until = False, 10**9
+        self.faults.not_before = 10.0**9  # this world ends its faults itself
+        self.clockwork.at(1.0 + self.clockwork.between(0.0, 2.0), self._strike_when_ready)
+
+    # --- storage -----------------------------------------------------------------------------------
+
+    def begin_saving(self, trainer: Trainer, ref: SnapshotRef) -> None:
+        """Let the checkpoint server write this state; the trainer hears of the end if it still lives."""
+        self.savers.append(trainer.name)
+        demand(trainer.host in self.leaving, f"{trainer.name} saves without notice")
+        record = self.store.record
+        others = [x for x in (record.roster if record else ()) if x.replica != trainer.host and not x.leaving]
+        if self.kind == "the saver dies" and len(self.savers) == 1 and others:
+            self.clockwork.counts["notice: the saver was killed"] += 1
+            self.clockwork.at(self.clockwork.between(0.0, 0.3), lambda: self._kill(trainer.host))
+        seconds = SLOW_S if self.kind == "slow storage" else self.clockwork.between(0.3, 3.0)
+
+        def written() -> None:
+            if ref not in self.storage:
+                self.storage.append(ref)
+            self.clockwork.counts["notice: saved"] += 1
+            trainer.feed(io.Saved(ref.step))
+
+        trainer.server.after(seconds, written)
+
+    def listed(self) -> tuple[SnapshotRef, ...]:
+        return tuple(self.storage[-16:])
+
+    def can_load(self, host: str, ref: SnapshotRef) -> bool:
+        return ref in self.storage
+
+    # --- the notice ----------------------------------------------------------------------------------
+
+    def _strike_when_ready(self) -> None:
+        living = self.living()
+        if self.checks.newest[1] < 3 or len(living) < len(self.hosts):
+            self.faults.over = self.clockwork.now > LATEST_S
+            if not self.faults.over:
+                self.clockwork.at(0.2, self._strike_when_ready)
+            return
+        self.clockwork.counts[f"notice: {self.kind}"] += 1
+        self.generation = self.checks.newest[0]
+        names = self.clockwork.random.sample(sorted(self.hosts), len(self.hosts))
+        if self.kind != "no lighthouse" and self.clockwork.chance(0.5):
+            self.kill_trainer(self.clockwork.random.choice(names))
+        if self.kind == "all but one":
+            names = names[:-1]
+        if self.kind == "no lighthouse":
+            for name in self.lighthouses:
+                self.kill_lighthouse(name)
+        spread_s = 4.0 if self.kind in ("one by one", "all but one") else 0.5
+        times = {name: self.clockwork.between(0.0, spread_s) for name in names}
+        for name, begin in times.items():
+            self.clockwork.at(begin, lambda name=name: self._notice(name))
+            self.clockwork.at(begin + NOTICE_S, lambda name=name: self._kill(name))
+        self.clockwork.at(max(times.values()) + NOTICE_S + 0.1, lambda: self._judge(names))
+
+    def _notice(self, name: str) -> None:
+        self.leaving.add(name)
+        trainer = self.hosts[name].trainer
+        if trainer is not None and trainer.alive:
+            trainer.feed(io.Noticed())
+
+    def _kill(self, name: str) -> None:
+        trainer = self.hosts[name].trainer
+        demand(
+            self.kind != "all but one" or trainer is None or not trainer.alive,
+            f"{name} was not drained in the time that it had",
+        )
+        self.kill_trainer(name)
+        self.kill_server(name)
+
+    def start_trainer(self, name: str) -> None:
+        if name not in self.leaving:
+            super().start_trainer(name)
+
+    def exited(self, trainer: Trainer, code: int, reason: str) -> None:
+        if trainer.host in self.leaving:
+            demand(code == 75, f"{trainer.name} had notice, and ends with {code}: {reason}")
+            if reason.startswith("drained"):
+                self.clockwork.counts["notice: drained"] += 1
+        super().exited(trainer, code, reason)
+
+    def _judge(self, names: list[str]) -> None:
+        """Judge when the hosts are gone, then start the job again on other hosts."""
+        newest = max(((x.generation, x.step) for x in self.storage), default=(0, 0))
+        if self.kind == "all but one":
+            demand(self.checks.newest[0] == self.generation, "the job began again beside a living member")
+            demand(not self.storage, "a state was saved while a member without notice held it")
+        elif self.kind != "slow storage":
+            demand(newest >= self.checks.newest, f"{self.checks.newest} was committed, {newest} is saved")
+            self._count_savers()
+        self.checked = True
+        for name in self.lighthouses:
+            self.start_lighthouse(name)
+        self.leaving.clear()
+        for name in names:
+            self.clockwork.at(self.clockwork.between(0.0, 1.0), lambda name=name: self.start_trainer(name))
+        self.faults.over = True
+
+    def _count_savers(self) -> None:
+        if len({name.partition(".")[0] for name in self.savers}) == 1:
+            self.clockwork.counts["notice: a job of one writer"] += 1
+        elif self.kind in ("all at once", "one by one", "no lighthouse"):
+            demand(False, f"{self.savers} have saved the state: one writer is enough")
+
+    # --- what must hold --------------------------------------------------------------------------------
+
+    def happened(self, what: str, host: str) -> None:
+        super().happened(what, host)
+        if what != "commit" or not self.checked or self.kind in ("all but one", "slow storage"):
+            return
+        trainer = self.hosts[host].trainer
+        assert trainer is not None
+        base = next(
+            r.base for r in reversed(self.checks.records) if r.generation == trainer.core.view.generation
+        )
+        if FLIPPED not in base.digest and trainer.main.step == base.step:
+            demand(base.step == self.storage[-1].step, f"the job began from {base}, not {self.storage[-1]}")
+            self.clockwork.counts["notice: began from the saved state"] += 1
+
+
+def play_kind(kind: str, number: int) -> None:
+    """Play the world of this number among the worlds of ``kind``."""
+    NoticeWorld(number * len(KINDS) + KINDS.index(kind)).run()

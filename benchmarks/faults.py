@@ -35,6 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import common
 import faults_joins
@@ -211,7 +212,7 @@ def past_restored_stores(count: int) -> None:
             restored = time.monotonic()
             fleet.restore_store()
             fleet.wait(
-                lambda since=restored: has_gone_on_above(fleet, since),
+                partial(has_gone_on_above, fleet, restored),
                 "the epoch above those that members know",
             )
             disturbance.fault("kill")

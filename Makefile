@@ -12,7 +12,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 DEMO_ARGS ?=
 SOAK_ARGS ?= --random 1 --every 20s --for 1h
 PYTEST := $(BIN)/pytest
-PURE := tests/protocol tests/sim
+PURE := tests/protocol tests/sim tests/mutants
 JOBS := $(wildcard tests/integration/test_*.py)
 # These whole jobs run in a lane of their own, so that no lane ends long after the others.
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\

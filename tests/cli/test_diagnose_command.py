@@ -152,13 +152,9 @@ def test_mistakes_are_one_sentence(hung, tmp_path):
     assert "is no checkpoint server that answers" in refused("http://127.0.0.1:9")
 
 
-def test_the_command_is_in_the_list_and_needs_no_torch(hung):
+def test_the_command_needs_no_torch(hung):
     program = "import sys; from fabric.cli.main import main; main()"
     check = f"{program[:-6]}\ntry: main()\nfinally: assert 'torch' not in sys.modules"
-    listed = subprocess.run(
-        [sys.executable, "-c", program, "--help"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert "diagnose" in listed.stdout
     done = subprocess.run(
         [sys.executable, "-c", check, "diagnose", str(hung)], capture_output=True, text=True, cwd=ROOT
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fabric.ckpt_server.fetch.fetcher import FetchResult
+from fabric.ckpt_server.fetch.gradient_fetch import GradientMeta
 from fabric.ckpt_server.format.digest import file_digest
 from fabric.ckpt_server.reshard.rank_files import LayoutChanged, ServedRankFile
 from fabric.client.state import fetch_thread as module
@@ -180,7 +181,7 @@ def test_a_gradient_that_was_cancelled_before_its_turn_is_never_asked_for(monkey
     jobs = []
     monkeypatch.setattr(module, "Worker", lambda *_, **__: SimpleNamespace(submit=jobs.append))
     errors = {"gone": Gone("not held"), "failed": StateError("away")}
-    meta = SimpleNamespace(digest="ab")
+    meta = GradientMeta(1, 4, 1, 1.0, "ab", "", 8, {}, "http://b")
 
     def fetch_gradient(urls, **_):
         asked.append(urls)

@@ -398,8 +398,13 @@ def test_a_model_that_changes_between_looks_is_left_out(zygote, tmp_path, what):
         hold.touch()
         job.finish()
         assert job.codes == {"r0": 0, "r1": 0, "r2": 1}, job.logs()
-        assert re.search(r"^fabric: r2: the state of step \d+ does not fit: ", sentence(job, "r2"))
-        assert BETWEEN[what] in sentence(job, "r2")
+        # The replica says why it was evicted, and then why it ends.
+        evicted, ended = job.said("r2").splitlines()
+        assert evicted.startswith(
+            "fabric: r2 waits: r2 disagrees with the majority about the state at step 6"
+        )
+        assert re.search(r"^fabric: r2: the state of step \d+ does not fit: ", ended)
+        assert BETWEEN[what] in ended
         told = [e["why"] for e in job.told("evicting")]
         assert len(told) == 1
         assert told[0].startswith("r2 disagrees with the majority about the state at step 6")

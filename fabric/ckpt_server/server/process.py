@@ -148,10 +148,9 @@ async def _serve_until_end(parts: _ServerParts, identity: ServerIdentity, listen
             tasks.append(group.create_task(parts.probe.status_sender.run()))
         await lifetime.ended.wait()
         ends = [group.create_task(x) for x in (durable.finish(), lifetime.at_once.wait())]
-        tasks += ends
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         await durable.close()
-        for task in tasks:
+        for task in (*tasks, *ends):
             task.cancel()
 
 

@@ -225,10 +225,9 @@ class FlatGradients:
         Raises StateError, before it writes, for a weight by which it cannot divide.
         """
         _check_weight(weight)
-        # Where parameters share one gradient, it is divided once.
-        gradients = {p.grad.data_ptr(): (name, p.grad) for name, p in self.parameters if p.grad is not None}
-        for name, gradient in gradients.values():
-            local = _local(gradient)
+        own = [(name, _local(p.grad)) for name, p in self.parameters if p.grad is not None]
+        # Where parameters share one gradient, it is divided once. A DTensor itself has no address.
+        for name, local in {local.data_ptr(): (name, local) for name, local in own}.values():
             if self.scale != 1.0:
                 local.mul_(self.scale)
             if name not in self.of_one and weight != 1.0:

@@ -5,6 +5,7 @@ recovery records carry the same incident id. ``describe`` sets fields for all la
 ``extra=fields(...)`` for one line.
 """
 
+import contextlib
 import json
 import logging
 import sys
@@ -45,6 +46,13 @@ def set_up(service: str, how: str, *, stream: TextIO | None = None, whole_proces
     handler.setFormatter(JsonLines() if how == "json" else TextLines())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+
+
+def tell(sentence: str) -> None:
+    """Print a line for a person on standard error. Nothing fails where its reader is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"fabric: {sentence}\n")
+        sys.stderr.flush()
 
 
 def form() -> str:

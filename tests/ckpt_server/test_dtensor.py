@@ -57,6 +57,16 @@ def test_the_file_says_where_each_shard_lies_in_the_whole(mesh):
     assert '"shape":[7,5]' in text and '"offset":[0,0]' in text and '"placements":["S(0)"]' in text
 
 
+def test_a_job_of_one_replica_divides_the_gradients_of_each_sharded_layer(mesh):
+    layers = [fully_shard(torch.nn.Linear(3, 3), mesh=mesh) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
+    model(torch.ones(2, 3)).sum().backward()
+    before = [p.grad.to_local().clone() for p in model.parameters()]
+    FlatGradients(model.named_parameters()).divide(4.0)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert parameter.grad.to_local().equal(gradient / 4)
+
+
 def test_the_state_of_a_whole_model_does_not_fit_a_sharded_one(mesh):
     torch.manual_seed(1)
     whole = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))

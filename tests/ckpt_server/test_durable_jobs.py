@@ -21,6 +21,7 @@ from fabric.ckpt_server.server.durable_jobs import DurableJobs, PersistRequest
 from fabric.ckpt_server.server.slot_content import snapshot_content
 from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.state.training_state import capture
+from fabric.ckpt_server.wire.channel_protocol import LOG_NAME
 from fabric.errors import Refused
 
 DEADLINE_S = 180.0
@@ -163,6 +164,19 @@ def test_a_server_that_ends_lets_its_writer_finish_and_a_killed_server_ends_its_
     os.kill(other.pid, signal.SIGKILL)
     wait_for(lambda: not alive(writer), "the writer's end")
     assert steps(url) == [5]
+
+
+def test_sigint_ends_a_server_that_waits_for_its_writer_after_sigterm(attach, run_dir, waiting, tmp_path):
+    """The storage of a writer may never answer."""
+    url, handle = str(tmp_path / "durable"), attach()
+    hold(handle, 0, 5)
+    persist(handle, url, 5)
+    (writer,) = wait_for(lambda: writers(handle), "the writer")
+    os.kill(handle.pid, signal.SIGTERM)
+    wait_for(lambda: "ends: signal SIGTERM" in (run_dir / LOG_NAME).read_text(), "SIGTERM")
+    os.kill(handle.pid, signal.SIGINT)
+    wait_for(lambda: not alive(handle.pid) and not alive(writer), "the ends of the server and its writer")
+    assert not steps(url)
 
 
 async def published(memory: SlotTable, step: int) -> None:

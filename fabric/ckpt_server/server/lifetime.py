@@ -13,12 +13,12 @@ log = logging.getLogger(__name__)
 
 class Lifetime:
     """Ends the server ``orphan_s`` after the last trainer left: sets ``ended``, with the ``reason``.
-    ``at_once``: a signal has ended the server, which then waits for no work under way."""
+    ``at_once``: a signal has ended the server, which waits for no work under way."""
 
     def __init__(self, orphan_s: float) -> None:
         self.ended = asyncio.Event()
         self.reason = ""
-        self.at_once = False
+        self.at_once = asyncio.Event()
         self._orphan_s = orphan_s
         self._orphan_timer: asyncio.TimerHandle | None = None
         self._finish_timer: asyncio.TimerHandle | None = None
@@ -47,7 +47,7 @@ class Lifetime:
 
     def end_at_once(self, reason: str) -> None:
         """End the server now, without waiting for work under way."""
-        self.at_once = True
+        self.at_once.set()
         self.end(reason)
 
     def end(self, reason: str) -> None:

@@ -147,10 +147,10 @@ async def _serve_until_end(parts: _ServerParts, identity: ServerIdentity, listen
             parts.probe.status_sender = _status_sender(parts, identity)
             tasks.append(group.create_task(parts.probe.status_sender.run()))
         await lifetime.ended.wait()
-        if not lifetime.at_once:
-            await durable.finish()
+        ends = [group.create_task(x) for x in (durable.finish(), lifetime.at_once.wait())]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         await durable.close()
-        for task in tasks:
+        for task in (*tasks, *ends):
             task.cancel()
 
 

@@ -9,7 +9,6 @@ control thread. The member core decides; this module performs.
 import asyncio
 import contextlib
 import queue
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -47,6 +46,7 @@ from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.network import CommitVote, Contribution
 from fabric.protocol.messages.rank_messages import NameSnapshot, RankEvent
+from fabric.runtime import logs
 from fabric.runtime.driver import Core, Driver
 from fabric.runtime.failpoints import Failpoints
 
@@ -286,7 +286,9 @@ class Engine:
         The journal wants the digests of the gradients.
         """
         slots = self._parts.slots
-        slots.wanted |= any(x is not None and len(x.roster) > 1 for x in (self.current, self.newest))
+        # The control thread may set it meanwhile, so no thread sets it to False.
+        if any(x is not None and len(x.roster) > 1 for x in (self.current, self.newest)):
+            slots.wanted = True
         return slots.wanted or self._parts.journal.on
 
     def close(self) -> None:
@@ -456,8 +458,7 @@ class Engine:
         return newest.incident_id if answered else incident_id_of(newest.epoch + 1)
 
     def _say(self, sentence: str, doing: str = "") -> None:
-        sys.stderr.write(f"fabric: {self._parts.peers.replica}{doing}: {sentence}\n")
-        sys.stderr.flush()
+        logs.tell(f"{self._parts.peers.replica}{doing}: {sentence}")
 
     def _note(self, note: io.WriteJournal) -> None:
         if note.kind == "resume":

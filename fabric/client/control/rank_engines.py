@@ -9,7 +9,6 @@ ends it at once, because the main thread may be stuck in a collective with the l
 import asyncio
 import contextlib
 import os
-import sys
 import threading
 from dataclasses import replace
 from typing import Any, get_args
@@ -23,6 +22,7 @@ from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import RankCommand, RankEvent, RankOutcome
 from fabric.protocol.ranks import EndReplica, FollowerRank, FromRank, RankLost, Ranks, ToRank
+from fabric.runtime import logs
 from fabric.runtime.driver import Core
 from fabric.transport.greeting import Greeting
 
@@ -83,8 +83,7 @@ class RankEngine(Engine):
             self._end_now(stop)
 
     def _end_now(self, stop: io.Stop) -> None:
-        sys.stderr.write(f"fabric: {self._parts.peers.replica}: rank {self._group.rank}: {stop.reason}\n")
-        sys.stderr.flush()
+        logs.tell(f"{self._parts.peers.replica}: rank {self._group.rank}: {stop.reason}")
         self._parts.journal.write("stop", code=stop.code, reason=stop.reason)
         os._exit(stop.code)
 

@@ -5,7 +5,6 @@ import contextlib
 import os
 import queue
 import signal
-import sys
 from typing import NoReturn
 
 from fabric.client.control.engine import Engine, EngineParts
@@ -21,6 +20,7 @@ from fabric.errors import CollectiveFailed, FabricError, NotAMember, SessionOver
 from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, RESTART
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
+from fabric.runtime import logs
 from fabric.runtime.config import Settings
 from fabric.runtime.layout_orders import write_order
 
@@ -246,5 +246,4 @@ class Shutdown:
                 handle.finish(linger_s=0.0)
 
     def _say(self, sentence: str) -> None:
-        sys.stderr.write(f"fabric: {self._settings.replica}: {sentence}\n")
-        sys.stderr.flush()
+        logs.tell(f"{self._settings.replica}: {sentence}")

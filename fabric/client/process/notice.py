@@ -17,7 +17,8 @@ class NoticeWatch:
 
     A batch system signals every process, and a launcher passes its own signal on. ``call_soon`` lets the
     control thread call a function. ``on_notice`` and ``on_over`` get the seconds from the notice to the end.
-    A handler that the user's script has set stays, and so does a process's wish to ignore SIGTERM.
+    A handler that the user's script has set stays, and so does a process's wish to ignore SIGTERM. A handler
+    around this one may call it, or bring it back, after ``end``.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class NoticeWatch:
     ) -> None:
         self._call_soon, self._on_notice, self._on_over = call_soon, on_notice, on_over
         self._pid = os.getpid()
-        self.has_come = False
+        self.has_come = self._is_over = False
 
     def begin(self) -> None:
         """Take the signal from now on; only in the main thread, which Python gives all signals."""
@@ -39,12 +40,13 @@ class NoticeWatch:
 
     def end(self) -> None:
         """Let SIGTERM end the process again."""
+        self._is_over = True
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _handle(self, number: int, _: object) -> None:
-        if os.getpid() != self._pid:  # a child that the trainer forked
+        if self._is_over or os.getpid() != self._pid:  # or a child that the trainer forked
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not self.has_come:

@@ -3,7 +3,6 @@
 The writer is the member with the lowest name among those that have the state and storage. All members count
 steps and time alike, so when the writer dies, the member with the next name writes the next checkpoint."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
 from fabric.errors import FabricError, Refused, StateError, Unreachable
 from fabric.model import Record, SnapshotRef, writer_of
+from fabric.runtime import logs
 from fabric.runtime.config import Settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
@@ -151,8 +151,7 @@ class DurableCheckpoints:
             )
 
     def _say(self, sentence: str) -> None:
-        sys.stderr.write(f"fabric: {self._settings.replica}: {sentence}\n")
-        sys.stderr.flush()
+        logs.tell(f"{self._settings.replica}: {sentence}")
 
     def is_due(self, step: int, record: Record | None, last: bool = False) -> bool:
         """Whether this replica must write the state at ``step`` as a durable checkpoint.

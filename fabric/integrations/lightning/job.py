@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -75,6 +77,7 @@ class LightningJob:
         state |= {"callbacks": CallbackStates(trainer, self.files), "figures": self.figures}
         state |= {**averaged_models(trainer), **hook_states(trainer), **arguments.pop("state", {})}
         arguments.setdefault("buffers", default_buffers(trainer.lightning_module))
+        _release_sigterm(trainer)
         session = fabric.client.attach(
             trainer.lightning_module,
             strategy.optimizers[0],
@@ -265,6 +268,17 @@ class FirstOf(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.sampler), self._size)
+
+
+def _release_sigterm(trainer: Any) -> None:
+    """Leave SIGTERM to the session: Lightning's own handler ends the Trainer without the job's knowledge.
+
+    A handler that the script has set stays.
+    """
+    composed = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [None])
+    own = all(getattr(x, "__self__", None) is trainer._signal_connector for x in composed)  # noqa: SLF001
+    if own and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _limited(source: TrainingData, samples: int) -> TrainingData:

@@ -119,11 +119,13 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.parametrize("kind", ["data", "control", "echo"])
+@pytest.mark.parametrize("kind", ["data", "control", "echo", "probe"])
 async def test_links_that_no_epoch_needs_keep_few_descriptors(kind, monkeypatch):
     """1,500 ring links of a process with the token once kept 1,500 descriptors."""
     monkeypatch.setattr(shell, "MOST_EARLY", 8)
     monkeypatch.setattr(link_echo, "MOST_ECHOES", 8)
+    monkeypatch.setattr(link_echo, "MOST_PROBES", 8)
+    monkeypatch.setattr(link_echo, "PROBE_S", 3600.0)  # no probe ends by itself in this test
     async with Party("a") as a, Party("b") as b:
         record = of(a.member, b.member)
         before = descriptors()

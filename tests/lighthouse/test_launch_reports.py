@@ -117,8 +117,12 @@ async def test_a_report_that_cannot_be_read_is_refused_and_changes_nothing(light
         ("last_line", "x\ny"),
         ("last_line", ["x"]),
     ):
-        status, answer = await post(http, url, json.dumps({**good, name: value}).encode())
-        assert status == 400 and answer["error"], (name, value)
+        body = json.dumps({**good, name: value}).encode()
+        for path in (url, f"{lighthouse.url}/v1/jobs/{job}-unknown/launcher"):
+            status, answer = await post(http, path, body)
+            assert status == 400 and answer["error"], (name, value)
+    listed = (await get(http, f"{lighthouse.url}/v1/jobs"))[1]
+    assert f"{job}-unknown" not in {x["job"] for x in listed}, "nothing would ever end such a job"
     assert (await look(http, lighthouse, job))["absent"] == []
     assert (await post(http, url, good, token="wrong"))[0] == 401
     assert (await post(http, url, good))[0] == 200

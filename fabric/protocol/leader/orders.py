@@ -97,14 +97,14 @@ class OperatorOrders:
             return ack
         if not self.state.in_force(peer):
             return replace(ack, leave=UNUSED) if beat.is_outside else ack
-        found = self._look(record)
-        if not found.is_whole:
+        notices = self._look(record)
+        if not notices.is_whole:
             return ack
-        if found.saved >= 0:
-            why = f"had notice, as has every replica, and the state of step {found.saved} is saved"
-            return replace(ack, leave=why) if not beat.saved or found.is_over else ack
-        saves = found.saver == peer.session.replica
-        return replace(ack, save=saves, leave="" if found.saver else UNSAVED)
+        if notices.saved >= 0:
+            why = f"had notice, as has every replica, and the state of step {notices.saved} is saved"
+            return replace(ack, leave=why) if not beat.saved or notices.is_over else ack
+        saves = notices.saver == peer.session.replica
+        return replace(ack, save=saves, leave="" if notices.saver else UNSAVED)
 
     def _look(self, record: Record) -> NoticedRoster:
         """Look at all members, in a large job not for each heartbeat: a thousand may have notice at once."""

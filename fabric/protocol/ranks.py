@@ -418,6 +418,9 @@ class Ranks:
             self._record_event(
                 io.Snapshotted(event.step, digest if all(done.values()) else "", event.generation), now
             )
+            if key in self._durable and self.member.view.saving == event.step:
+                # The order to save came after the ranks were told the name. They still wait at this step.
+                self._snapshot(event.step, durable=True)
             self._close_when_kept(now)
 
     # --- the end -----------------------------------------------------------------------------------

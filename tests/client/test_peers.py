@@ -83,7 +83,7 @@ async def test_a_probe_finds_the_reachable_peers_and_leaves_no_link(nobody):
         assert a.peers.linked == b.peers.linked == [] and b.events.empty()
 
 
-async def test_a_probe_tells_that_large_messages_are_lost_and_small_ones_pass(monkeypatch):
+async def test_a_probe_tells_that_large_messages_are_lost_and_small_ones_pass(nobody, monkeypatch):
     """The end that answers reads the greeting, and nothing of the large message."""
 
     async def read_nothing(sock):
@@ -94,6 +94,8 @@ async def test_a_probe_tells_that_large_messages_are_lost_and_small_ones_pass(mo
     async with Party("a") as a, Party("b") as b:
         a.peers.probe((b.member,))
         assert await a.event() == io.Probed(("b",), LARGE_BYTES)
+        a.peers.probe((b.member, Member("c", 1, nobody, "")))
+        assert await a.event() == io.Probed(("b", "c")), "small messages do not pass to c"
 
 
 async def test_a_probed_member_of_the_version_before_ends_the_connection_and_counts_as_reached(monkeypatch):
@@ -119,11 +121,13 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.parametrize("kind", ["data", "control", "echo"])
+@pytest.mark.parametrize("kind", ["data", "control", "echo", "probe"])
 async def test_links_that_no_epoch_needs_keep_few_descriptors(kind, monkeypatch):
     """1,500 ring links of a process with the token once kept 1,500 descriptors."""
     monkeypatch.setattr(shell, "MOST_EARLY", 8)
     monkeypatch.setattr(link_echo, "MOST_ECHOES", 8)
+    monkeypatch.setattr(link_echo, "MOST_PROBES", 8)
+    monkeypatch.setattr(link_echo, "PROBE_S", 3600.0)  # no probe ends by itself in this test
     async with Party("a") as a, Party("b") as b:
         record = of(a.member, b.member)
         before = descriptors()

@@ -1,5 +1,7 @@
 """One job's shell with a failing store, and with a defect in its core."""
 
+import json
+
 import pytest
 from aiohttp import web
 from in_process import TroubledStore, lighthouse_on
@@ -8,7 +10,7 @@ from memory_store import MemorySpace
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections.connection import DEFECT, MALFORMED, FrameCache, MemberConnection
-from fabric.lighthouse.http.job_status import job_view
+from fabric.lighthouse.http.job_status import job_text
 from fabric.model import MemberSpeed, SnapshotRef
 from fabric.protocol.leader.core import MANY
 from fabric.protocol.leader.liveness import LivenessConfig
@@ -188,13 +190,17 @@ async def test_the_server_of_a_refused_second_process_does_not_hide_the_first(in
     job.server_closed(others)
     job.trainer_status(again, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
     job.server_closed(own)  # the server's first connection ends after its second has begun
-    [server] = job_view(job)["checkpoint_servers"]
+    [server] = (await described(job))["checkpoint_servers"]
     assert (server["ckpt"], server["trainer"], server["connected"]) == ("http://own", "running", True)
-    [joiner] = job_view(job)["joiners"]
+    [joiner] = (await described(job))["joiners"]
     assert joiner["trainer_status"]["trainer"] == "running"
     job.server_closed(again)
-    assert not job_view(job)["checkpoint_servers"][0]["connected"]
+    assert not (await described(job))["checkpoint_servers"][0]["connected"]
     await member.close()
+
+
+async def described(job) -> dict:
+    return json.loads(await job_text(job))
 
 
 async def test_a_complete_job_lists_no_server_that_has_ended(instance, http):
@@ -205,7 +211,7 @@ async def test_a_complete_job_lists_no_server_that_has_ended(instance, http):
         await status.beat()
 
     async def listed(*names: str) -> bool:
-        return [server["replica"] for server in job_view(job)["checkpoint_servers"]] == list(names)
+        return [server["replica"] for server in (await described(job))["checkpoint_servers"]] == list(names)
 
     await eventually(lambda: listed("r0", "r1"), "both to be heard")
     for member in members:
@@ -214,7 +220,7 @@ async def test_a_complete_job_lists_no_server_that_has_ended(instance, http):
         await member.next(m.Complete)
     await statuses[0].socket.close()
     await eventually(lambda: listed("r1"), "only the one that still answers to be listed")
-    ended, there = job_view(job)["members"]
+    ended, there = (await described(job))["members"]
     assert (ended["ckpt"], ended["trainer_status"]) == ("", None)
     assert there["ckpt"] and there["trainer_status"]["connected"]
     assert (ended["step"], there["step"]) == (40, 40), "and no beat of before the end"

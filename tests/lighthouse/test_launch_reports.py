@@ -11,7 +11,7 @@ import time
 
 import pytest
 from lighthouse_support import DEADLINE_S, WireMember, close_all, get, headers, post, start_job
-from protocol.test_leader import runs
+from protocol.test_leader import runs, started
 from test_absences import Watched
 
 from fabric.lighthouse.diagnosis.absences import absences, headline
@@ -117,8 +117,12 @@ async def test_a_report_that_cannot_be_read_is_refused_and_changes_nothing(light
         ("last_line", "x\ny"),
         ("last_line", ["x"]),
     ):
-        status, answer = await post(http, url, json.dumps({**good, name: value}).encode())
-        assert status == 400 and answer["error"], (name, value)
+        body = json.dumps({**good, name: value}).encode()
+        for path in (url, f"{lighthouse.url}/v1/jobs/{job}-unknown/launcher"):
+            status, answer = await post(http, path, body)
+            assert status == 400 and answer["error"], (name, value)
+    listed = (await get(http, f"{lighthouse.url}/v1/jobs"))[1]
+    assert f"{job}-unknown" not in {x["job"] for x in listed}, "nothing would ever end such a job"
     assert (await look(http, lighthouse, job))["absent"] == []
     assert (await post(http, url, good, token="wrong"))[0] == 401
     assert (await post(http, url, good))[0] == 200
@@ -207,6 +211,17 @@ def test_a_failure_without_an_epoch_counts_each_time():
         core.handle(io.LaunchFailed("r3", "h9", "rank 0 ended with 1"), at)
     (penalty,) = core.view.penalties()
     assert (penalty.about, penalty.times, penalty.why) == ("r3", 3, "rank 0 ended with 1")
+
+
+def test_replicas_of_one_host_that_fail_to_start_once_are_one_failure_of_the_host():
+    """A host of eight replicas was kept out for half an hour when its storage was late once."""
+    lighthouse = started("a b")
+    for times in range(3):
+        assert {x.kind for x in lighthouse.core.view.penalties()} == set(), times
+        for name in ("r5", "r6", "r7"):
+            lighthouse.now += 1.0
+            lighthouse.do(io.LaunchFailed(name, "h9", "rank 0 ended with 1"))
+    assert [(x.about, x.times) for x in lighthouse.core.view.penalties() if x.kind == "host"] == [("h9", 3)]
 
 
 def test_old_reports_of_a_job_without_processes_are_forgotten():

@@ -4,6 +4,7 @@ The job is at its limits. The work of its members is measured with few members, 
 a lighthouse allows.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -19,6 +20,7 @@ from test_message_work import MOST_BYTECODES, STATE, Count, counted
 from fabric.lighthouse.connections import validation as v
 from fabric.lighthouse.history.recovery import CAPACITY, NAMED, RecoveryRecord, ReplicaReturn
 from fabric.lighthouse.history.slowdowns import MOST_ACTIONS, MOST_SLOWDOWNS, SlowdownAction, SlowdownRecord
+from fabric.lighthouse.http import job_status
 from fabric.lighthouse.http.routes import make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs import drills, job_events
@@ -177,3 +179,27 @@ async def test_the_largest_answer_of_every_route_is_a_short_turn_of_the_loop(htt
         for request, (few, more) in found.items()
     }
     assert not {request: work for request, work in largest.items() if work >= MOST_BYTECODES}
+
+
+async def test_the_end_of_a_term_describes_its_members_later_and_a_few_per_turn(http, monkeypatch):
+    """The lease is given back, and the members leave, in the turns in which the last picture is made."""
+    described = 0
+    describe = job_status._member_view
+
+    def counting(*args: Any) -> dict[str, Any]:
+        nonlocal described
+        described += 1
+        return describe(*args)
+
+    monkeypatch.setattr(job_status, "_member_view", counting)
+    async with instance() as lighthouse:
+        members = await start_job(http, lighthouse.url, FEW)
+        lighthouse.jobs.end("a test")
+        most, turns = described, 0
+        while described < FEW:
+            before, turns = described, turns + 1
+            await asyncio.sleep(0)
+            most = max(most, described - before)
+            assert turns < 10_000, "the members are never described"
+        await close_all(members)
+    assert most == job_status._ROWS < FEW

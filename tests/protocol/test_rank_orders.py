@@ -385,6 +385,26 @@ def test_a_snapshot_is_served_when_every_rank_has_its_part():
     assert replica.core.member.view.snapshots == (SnapshotRef(0, 0, ro.replica_digest(["s0", "s1"])),)
 
 
+def test_a_state_to_save_is_saved_although_its_snapshot_was_about_to_be_served():
+    """Found in review: the order was lost, so a replica with notice waited for its state until its end."""
+    replica, order = computing()
+    replica.rank(0, ro.SnapshotDue(0))
+    for rank in (0, 1):
+        replica.rank(rank, io.Snapshotted(0, f"s{rank}", 1))
+    assert [x.durable for x in replica.orders(ro.NameSnapshot)] == [False, False]
+    replica.do(io.Noticed(), io.FromLeader(m.HeartbeatAck(1, save=True)))
+    replica.both(io.Linked(1))
+    replica.both(io.Computed(0, order.micro_batches, 2.0))
+    replica.do(io.LinkLost("b", 1, "it ended"))
+    assert replica.core.member.view.saving == 0
+    replica.rank(0, ro.SnapshotNamed(0, 1, True))
+    replica.rank(1, ro.SnapshotNamed(0, 1, True))
+    assert replica.orders(io.TakeSnapshot) == [io.TakeSnapshot(0, 1)] * 2
+    for rank in (0, 1):
+        replica.rank(rank, io.Snapshotted(0, f"s{rank}", 1))
+    assert [x.durable for x in replica.orders(ro.NameSnapshot)] == [True, True]
+
+
 def test_a_snapshot_that_one_rank_could_not_take_is_forgotten_by_all():
     replica = Replica()
     replica.both(io.Ready(0, "d"))

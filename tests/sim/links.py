@@ -229,7 +229,7 @@ class Links:
 
         def ended() -> None:
             found = lost(missing)
-            self.trainer.feed(io.Probed(tuple(found), LARGE_BYTES if any(found.values()) else 0))
+            self.trainer.feed(io.Probed(tuple(found), LARGE_BYTES if found and all(found.values()) else 0))
 
         self.trainer.after(delay, ended)
 

@@ -31,6 +31,9 @@ _PIECE = memoryview(bytes(2**18))
 # The most connections that one process echoes at a time; each has a buffer of the size of _PIECE.
 MOST_ECHOES = 16
 _echoed: set[socket.socket] = set()
+# The most probes that one process answers at a time. Another one ends at once, and counts as answered.
+MOST_PROBES = 256
+_probed: set[socket.socket] = set()
 _COUNT = struct.Struct(">Q")
 PROBE_S = 3.0  # seconds for the two large messages of a probe
 _LARGE = os.urandom(LARGE_BYTES)
@@ -102,9 +105,15 @@ async def carries_large_messages(sock: socket.socket) -> bool:
 async def answer_probe(sock: socket.socket) -> None:
     """Read one large message and send one, within PROBE_S."""
     with sock, suppress(OSError):  # TimeoutError is an OSError
-        async with asyncio.timeout(PROBE_S):
-            if await _read_large(sock):
-                await asyncio.get_running_loop().sock_sendall(sock, _LARGE)
+        if len(_probed) >= MOST_PROBES:
+            return
+        _probed.add(sock)
+        try:
+            async with asyncio.timeout(PROBE_S):
+                if await _read_large(sock):
+                    await asyncio.get_running_loop().sock_sendall(sock, _LARGE)
+        finally:
+            _probed.discard(sock)
 
 
 async def _read_large(sock: socket.socket) -> bool:

@@ -417,7 +417,7 @@ class Peers:
         others = [x for x in members if x.replica != self._me.replica]
         lost = await asyncio.gather(*(self._lost_bytes(x) for x in others))
         away = [x.replica for x, size in zip(others, lost, strict=True) if size is not None]
-        self._feed(io.Probed(tuple(away), max((size for size in lost if size), default=0)))
+        self._feed(io.Probed(tuple(away), min((size for size in lost if size is not None), default=0)))
 
     async def _lost_bytes(self, member: Member) -> int | None:
         """Return the size of messages that get lost on the way to ``member`` or back; 0: of any size.

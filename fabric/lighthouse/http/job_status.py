@@ -46,13 +46,11 @@ def job_line(job: Job, absent: list[Absence] | None = None) -> dict[str, Any]:
     }
 
 
-def job_view(job: Job) -> dict[str, Any]:
-    """Describe all that the leader knows about a job. Ages and durations are in seconds."""
-    return {**_head(job), **{name: list(rows) for name, rows in _rows(job).items()}}
-
-
 async def job_text(job: Job, more: Mapping[str, Any] | None = None) -> str:
-    """Return ``job_view`` and ``more`` as JSON; several turns of the loop make it."""
+    """Describe all that the leader knows about a job, and ``more``, as JSON, in several turns of the loop.
+
+    Ages and durations are in seconds.
+    """
     text = json.dumps({**_head(job), **(more or {})})[:-1]
     for name, rows in _rows(job).items():
         pieces = []

@@ -1,5 +1,6 @@
 """The status of each job at the end of this lighthouse's term, for people while no lighthouse leads."""
 
+import asyncio
 import time
 from dataclasses import asdict
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 from aiohttp import web
 
 from fabric.lighthouse.election.election import Election
-from fabric.lighthouse.http.job_status import job_line, job_view
+from fabric.lighthouse.http.job_status import job_line, job_text
 from fabric.lighthouse.http.tokens import is_in_scope
+from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.runtime.http.http_service import json_error
 
@@ -18,10 +20,14 @@ class LastPicture:
 
     def __init__(self) -> None:
         self._lines: dict[str, dict[str, Any]] = {}
-        self._views: dict[str, dict[str, Any]] = {}
+        self._views: dict[str, str] = {}
+        self._task: asyncio.Task[None] | None = None
 
     def take(self, jobs: Jobs, election: Election, reason: str) -> None:
-        """Keep the status of all jobs; the term ends for ``reason``."""
+        """Keep the status of all jobs; the term ends for ``reason``.
+
+        Only the lines are made at once: the lease is given back and the members leave in the same turns.
+        """
         if not jobs.by_name:
             return
         date = {"as_of": time.time(), "not_led_because": reason}
@@ -32,7 +38,13 @@ class LastPicture:
             "token_for_servers": False,
         }
         self._lines = {name: job_line(job) | date for name, job in jobs.by_name.items()}
-        self._views = {name: job_view(job) | where | date for name, job in jobs.by_name.items()}
+        self._views = {}
+        self._task = asyncio.get_running_loop().create_task(self._describe(dict(jobs.by_name), where))
+
+    async def _describe(self, jobs: dict[str, Job], where: dict[str, Any]) -> None:
+        views, lines = self._views, self._lines
+        for name, job in jobs.items():
+            views[name] = await job_text(job, lines[name] | where)
 
     def answer(self, request: web.Request) -> web.Response | None:
         """Answer the request for the last picture of one job or all; None: there is no such picture."""
@@ -44,4 +56,6 @@ class LastPicture:
         if request.path != f"/v1/jobs/{name}":
             return None
         view = self._views.get(name)
-        return web.json_response(view) if view else json_error(404, f"there was no job {name}")
+        if view is None and name in self._lines:
+            return None
+        return web.json_response(text=view) if view else json_error(404, f"there was no job {name}")

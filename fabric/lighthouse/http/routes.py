@@ -323,10 +323,10 @@ class LighthouseRoutes:
             )
         gave_up, spare, stopped = map(bool, flags)
         last_line = text_of(body, "last_line") if body.get("last_line") else ""
+        why = text_of(body, "why")
         # The replicas of a job that has not begun may all die before they attach.
         job = self._parts.jobs.find_or_make(request.match_info["job"])
         since = job.history.recoveries.launches.since(replica, time.time())
-        why = text_of(body, "why")
         report = LaunchReport(replica, host, why, gave_up, spare, since, last_line, stopped)
         job.launch_failed(report, attempt)
         return web.json_response({"ok": True, "job": job.name})

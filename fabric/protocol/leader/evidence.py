@@ -97,9 +97,14 @@ class FailureEvidence:
         recent = [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
         if not limit or len(recent) < limit:
             return []
+        starts, numbered = Counter[str](), list[tuple[HostFailure, int]]()
+        for x in recent:
+            starts[x.replica] += not x.epoch
+            numbered.append((x, x.epoch or -starts[x.replica]))
         for kind in ("replica", "host"):
-            # Replicas on one host that fail in the same epoch count as one failure of that host.
-            by_epoch = {(getattr(x, kind), x.epoch or x.at): x for x in recent if getattr(x, kind)}
+            # Replicas on one host that fail in the same epoch count as one failure of that host, and so do
+            # their first starts that fail, their second ones, and so on.
+            by_epoch = {(getattr(x, kind), number): x for x, number in numbered if getattr(x, kind)}
             counts = Counter(about for about, _ in by_epoch)
             for about, times in sorted(counts.items()):
                 if times >= limit and (kind == "replica" or self._has_other_host(about)):

@@ -1,5 +1,6 @@
 """Drains, limits and notices of members, and objections to an operator's order."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,21 @@ NOTICED = "its host gave notice that it will be killed soon"
 UNUSED = "had notice before it took part: the job goes on without this process"
 UNSAVED = "had notice, as has every replica, and none of them has FABRIC_DURABLE: no state is written"
 
+# The members at which the leader looks in a second to answer processes with notice.
+ROWS_PER_S = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class NoticedRoster:
+    """The notices of a roster's members at one time."""
+
+    record: Record | None = None
+    at: float = -math.inf
+    is_whole: bool = False  # whether each member that stays has notice; if not, the rest is not known
+    saved: int = -1  # the step of the saved state; negative: no state is saved yet
+    saver: str = ""  # the member that saves the state; empty: no connected member has storage
+    is_over: bool = False  # whether only members that have saved the state are connected
+
 
 @dataclass(slots=True, eq=False)
 class OperatorOrders:
@@ -29,6 +45,7 @@ class OperatorOrders:
     limits: RosterLimits
     writer: RecordWriter
     draining: dict[str, str] = field(default_factory=dict)  # replica -> who drains it, and why
+    noticed: NoticedRoster = NoticedRoster()  # a cache, because every member with notice asks
 
     def rescale(self, record: Record) -> bool:
         """Write a forced epoch with the new minimum of members, if that minimum parks or wakes them."""
@@ -80,26 +97,40 @@ class OperatorOrders:
             return ack
         if not self.state.in_force(peer):
             return replace(ack, leave=UNUSED) if beat.is_outside else ack
-        if any(not x.leaving and not self._is_noticed(x) for x in record.roster):
+        notices = self._look(record)
+        if not notices.is_whole:
             return ack
-        connected = tuple(x for x in record.roster if self._is_connected(x))
-        beats = [b for x in connected if (b := self._beat_of(x)) is not None and b.noticed]
-        saved = next((b.step for b in beats if b.saved), -1)
-        if saved >= 0:
-            why = f"had notice, as has every replica, and the state of step {saved} is saved"
-            return replace(ack, leave=why) if not beat.saved or all(b.saved for b in beats) else ack
-        able = [(x.leaving, x.replica) for x in connected if x.stores and not x.joining]
-        saves = bool(able) and min(able)[1] == peer.session.replica  # a leaving member only if no other lives
-        return replace(ack, save=saves, leave="" if able else UNSAVED)
+        if notices.saved >= 0:
+            why = f"had notice, as has every replica, and the state of step {notices.saved} is saved"
+            return replace(ack, leave=why) if not beat.saved or notices.is_over else ack
+        saves = notices.saver == peer.session.replica
+        return replace(ack, save=saves, leave="" if notices.saver else UNSAVED)
+
+    def _look(self, record: Record) -> NoticedRoster:
+        """Look at all members, in a large job not for each heartbeat: a thousand may have notice at once."""
+        now, last = self.state.now, self.noticed
+        if last.record is record and now - last.at < len(record.roster) / ROWS_PER_S:
+            return last
+        self.noticed = NoticedRoster(record, now)
+        if all(x.leaving or self._is_noticed(x) for x in record.roster):
+            connected = tuple(x for x in record.roster if self._is_connected(x))
+            beats = [b for x in connected if (b := self._beat_of(x)) is not None and b.noticed]
+            saved = next((b.step for b in beats if b.saved), -1)
+            # A leaving member saves only if no other lives.
+            able = [(x.leaving, x.replica) for x in connected if x.stores and not x.joining]
+            saver = min(able)[1] if able else ""
+            self.noticed = NoticedRoster(record, now, True, saved, saver, all(b.saved for b in beats))
+        return self.noticed
 
     def _drain_noticed(self, record: Record) -> None:
         """Rule 15: drain members with notice while a member without notice stays."""
-        staying = [x for x in record.roster if not x.leaving and not self._is_noticed(x)]
-        for member in record.roster if staying else ():
-            if member.leaving or member in staying or member.replica in self.draining:
-                continue
-            if self._shard_that_only(member.replica, record, staying) is None:
-                self.draining[member.replica] = NOTICED
+        noticed = {x.replica for x in record.roster if not x.leaving and self._is_noticed(x)}
+        if not noticed:
+            return
+        staying = [x for x in record.roster if not x.leaving and x.replica not in noticed]
+        for name in sorted(noticed.difference(self.draining)) if staying else ():
+            if self._shard_that_only(name, record, staying) is None:
+                self.draining[name] = NOTICED
 
     def drain(self, record: Record) -> bool:
         self._drain_surplus(record)

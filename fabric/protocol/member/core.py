@@ -122,7 +122,7 @@ class MemberCore:
         next_beat = self.session.contact.next_beat if self.session.contact.connected else None
         next_probe = self.epochs.links.next_probe if self.link_watch.may_probe() else None
         rounds = [self.rounds.stall_deadline(), self.link_watch.test_deadline()]
-        ends = [self.ending.end_deadline(), self.serving.alone_deadline()]
+        ends = [self.ending.end_deadline(), self.serving.save_deadline()]
         dues = [*rounds, *ends, next_beat, next_probe]
         return None if self.context.stopped else min((d for d in dues if d is not None), default=None)
 

@@ -40,7 +40,8 @@ class SnapshotServing:
         self.snapshots = snapshots  # the snapshots that my checkpoint server holds
         self.snapshotting = -1  # the step of the snapshot that is being taken
         self.noticed_at = math.inf  # when this process got notice
-        self.must_save = False  # whether this member saves the state for all
+        self.must_save = False  # whether the leader says that this member saves the state for all
+        self.alone = False  # whether this member has decided to save it, because no leader answered
         self.saving = -1  # the step whose state is being saved, or is saved
         self._save_at = -math.inf  # the earliest time of the next try
 
@@ -104,17 +105,26 @@ class SnapshotServing:
         if ack.leave:
             self._context.stop(RESTART, ack.leave)
 
-    def alone_deadline(self) -> float | None:
-        """When to decide without the leader; None after that time and without a notice."""
-        due = self.noticed_at + ALONE_S
-        return due if self._context.now < due < math.inf else None
+    @property
+    def _alone_at(self) -> float:
+        """When to decide without the leader, unless it answers before."""
+        return max(self.noticed_at, self._session.contact.last) + ALONE_S
+
+    def save_deadline(self) -> float | None:
+        """When to decide without the leader, or to try again; None without such a time."""
+        dues = (self._alone_at, self._save_at)
+        return min((due for due in dues if self._context.now < due < math.inf), default=None)
 
     def is_to_save(self) -> bool:
         """Rule 13: whether I save the state for all, because the leader says so or does not answer."""
-        since = max(self.noticed_at, self._session.contact.last)
-        if self._context.noticed and not self.must_save and self._context.now - since >= ALONE_S:
-            self.must_save = writer_of(self._epochs.current, storing=True) == self._context.replica
-        return self.must_save
+        me = self._epochs.newest.member(self._context.replica) if self._epochs.newest is not None else None
+        if self._context.now >= self._alone_at:
+            self.alone = self.alone or writer_of(self._epochs.current, storing=True) == self._context.replica
+        elif self.alone and me is not None and me.leaving and not self.must_save:
+            # A member without notice stays, and needs my part in the steps before I leave.
+            self.alone, self.saving, self._session.saved = False, -1, False
+            self._session.on_busy(io.Busy("", 0.0))
+        return self.must_save or self.alone
 
     def save(self) -> None:
         """Rule 13: write the state of this step boundary to storage. No member goes beyond it without me."""

@@ -112,6 +112,11 @@ class MemberView:
         return self._session.busy
 
     @property
+    def saving(self) -> int:
+        """The step at which this member has stopped to save its state after a notice; negative: none."""
+        return self._serving.saving
+
+    @property
     def fetching(self) -> str:
         """The catch-up under way: ``asked``, ``state``, ``install``, ``gradient`` or nothing."""
         return self._catch_up.fetch.doing

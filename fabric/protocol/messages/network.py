@@ -261,7 +261,7 @@ class Heartbeat:
     busy_s: float = 0.0  # the longest time for the announced work
     empty: Int64 = -1  # the newest step that was committed with total weight 0
     unreachable: tuple[str, ...] = ()  # members that I cannot reach; sent from outside the roster
-    lost_bytes: Int64 = 0  # small messages reach some of ``unreachable``, this size does not
+    lost_bytes: Int64 = 0  # small messages reach all of ``unreachable``, this size does not
     micro_batches: Int64 = 0  # the number of micro-batches in a step now; 0: an older version
     noticed: bool = False  # this process has notice that it will be killed soon
     saved: bool = False  # it has stopped at ``step``, and this state is in durable storage

@@ -1,5 +1,6 @@
 """Each deliberate bug in a rule or a shell is noticed by a unit test, or by a simulated world."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from mutants.shells import SHELLS
 from sim.noticing import NOTICED
 from sim.run import KINDS
 
+# A test that a bug breaks off leaves coroutines and sockets behind, which end in any later test.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 TESTS = Path(__file__).parents[1]
 MUTANTS = {x.name: x for x in (*RULES, *SHELLS)}
 # Errors of a mutant that makes no sense, and so proves nothing.
@@ -32,6 +35,13 @@ def failures_of(test: str) -> list[str]:
     code = pytest.main([*options, str(TESTS / test)], plugins=[failures])
     assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), f"{test} cannot be run: {code}"
     return failures.kinds
+
+
+@pytest.fixture(autouse=True)
+def left_behind():
+    """End what a test leaves behind before the next one."""
+    yield
+    gc.collect()
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))

@@ -105,14 +105,14 @@ def adopt_a_decision_again(patch: Patch) -> None:
 
 
 def publish_when_prepared(patch: Patch) -> None:
-    to_roster = Rounds._to_roster
+    to_roster = Rounds.to_roster
 
     def sent(member: Rounds, message: m.PeerMessage) -> None:
         if isinstance(message, m.CommitVote) and member.prepared is not None:
             member._context.emit(io.Publish(member._memory.state.generation, member.prepared))
         to_roster(member, message)
 
-    patch.setattr(Rounds, "_to_roster", sent)
+    patch.setattr(Rounds, "to_roster", sent)
 
 
 def share_out_what_somebody_has(patch: Patch) -> None:

@@ -45,6 +45,7 @@ def test_help_and_version_import_no_command():
         "import sys\n"
         "from fabric.cli.main import cli\n"
         "cli(['--help'], standalone_mode=False)\n"
+        "cli(['commands'], standalone_mode=False)\n"
         "parts = {m for m in sys.modules if m.startswith('fabric.cli.')}\n"
         "sys.exit(bool(parts - {'fabric.cli.main', 'fabric.cli.tls'}))"
     )

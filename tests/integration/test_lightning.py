@@ -1,6 +1,8 @@
 """FabricStrategy with the real Lightning: killed and joined, compared with a calm job, and disabled."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,19 @@ def test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_j
         assert abs(note["weights"] - curve[step]["weights"]) < 1e-3  # sums in another order after the death
     saved = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert saved == [f"step={n}.ckpt" for n in (10, 20, 30)], "one replica has written each checkpoint"
+
+
+def test_a_trainer_leaves_between_two_steps_after_sigterm_and_the_other_ends_the_job(
+    lightning_zygote, tmp_path
+):
+    with Job(lightning_zygote, tmp_path / "job", replicas=2, environment=environment(tmp_path)) as job:
+        start(job, "r0")
+        start(job, "r1")
+        job.wait_for(lambda: any(e["step"] >= 3 for e in job.events("r0", "commit")), "step 3")
+        os.kill(job.pids["r0"], signal.SIGTERM)
+        job.wait_for(lambda: job.ended("r0") is not None and job.ended("r1") is not None, "both ends")
+        assert (job.ended("r0"), job.ended("r1")) == (75, 0), job.logs()
+        assert max(notes(job, "r1", 0)) == STEPS
 
 
 def test_disabled_the_strategy_trains_as_lightning_alone(lightning_zygote, tmp_path):

@@ -154,7 +154,9 @@ def test_the_end_of_a_neighbour_aborts_the_exchange():
 def test_an_exchange_over_its_bound_is_ended_by_the_watchdog():
     with Groups(2) as groups:
         groups.install(1)
-        wait_until(lambda: all(1 in factory.made for factory in groups.factories))
+        # An exchange shows that both members use their communicators.
+        for future in [groups.submit(i, 1, torch.ones(10), torch.zeros(10)) for i in (0, 1)]:
+            future.result(WAIT_S)
         groups.planes[0].set_bounds(entry_s=0.2)
         with pytest.raises(RoundAborted, match="did not end within its bound"):
             groups.submit(0, 1, torch.ones(10), torch.zeros(10)).result(WAIT_S)

@@ -20,7 +20,10 @@ from fabric.runtime.local_job import MAX_REPLICAS, POLL_S, LocalJob, claimed
 from fabric.runtime.process_environment import process_environment
 
 # The job's own lighthouse and launchers need these, so a value of the user would be lost without a word.
-_OWN = ("lighthouse", "token_file", "replica", "replicas", "disable")
+_OWN = (
+    *("lighthouse", "token_file", "replica", "replicas", "disable"),
+    *("journal", "run_dir", "bind"),
+)
 _READ_BYTES = 1 << 16
 
 

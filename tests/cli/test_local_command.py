@@ -11,7 +11,10 @@ from fabric.errors import ConfigError
 
 @pytest.mark.parametrize(
     "name",
-    ["FABRIC_LIGHTHOUSE", "FABRIC_TOKEN_FILE", "FABRIC_REPLICA", "FABRIC_REPLICAS", "FABRIC_DISABLE"],
+    [
+        *("FABRIC_LIGHTHOUSE", "FABRIC_TOKEN_FILE", "FABRIC_REPLICA", "FABRIC_REPLICAS", "FABRIC_DISABLE"),
+        *("FABRIC_JOURNAL", "FABRIC_RUN_DIR", "FABRIC_BIND"),
+    ],
 )
 def test_a_setting_that_would_not_be_used_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -28,7 +28,7 @@ LIMITS = {
     "reads of a core's fields by a shell": 0,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 84_168,
+    "lines of fabric/": 84_171,
 }
 
 MAX_ATTRIBUTES = 20

@@ -311,6 +311,16 @@ def test_a_header_reads_the_same_by_columns_and_by_entries(data):
     assert columns is None or columns == entries, text
 
 
+@pytest.mark.parametrize(
+    ("spelling", "damaged"),
+    [(':[0,0],"dtype":"U8"', ',[0,0],"dtype":"U8"'), ('[0,0],"dtype"', '[0,0]:"dtype"')],
+)
+def test_a_header_of_one_tensor_with_a_wrong_sign_is_refused_both_ways(spelling, damaged):
+    text = build_preamble([("a", "U8", (0,), 0)], "{}")[8:].decode()
+    assert text.count(spelling) == 1
+    assert both_ways(text.replace(spelling, damaged).encode()) == (None, None)
+
+
 def test_a_name_that_occurs_twice_is_refused_by_columns_too():
     text = build_preamble([("a", "U8", (2,), 2), ("b", "U8", (0,), 0)], "{}")[8:].replace(b'"b"', b'"a"')
     assert both_ways(text) == (None, None)

@@ -202,7 +202,10 @@ def _read_ours(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str] | N
     kinds = list(zip(cuts[7::_CUTS], cuts[10::_CUTS], strict=True))
     try:
         # Parse all places in one call; if an entry is not a pair, the text is not JSON and parsing fails.
-        places = json.loads(f"[{'|'.join(cuts[4::_CUTS]).replace('],|:[', '],[')[1:-1]}]")
+        pairs = "|".join(cuts[4::_CUTS])
+        if not pairs.startswith(":") or not pairs.endswith(","):
+            return None
+        places = json.loads(f"[{pairs.replace('],|:[', '],[')[1:-1]}]")
         described = {kind: _kind(name, *kind) for kind, name in dict(zip(kinds, names, strict=True)).items()}
         begins, ends = zip(*places, strict=True)
     except (ValueError, TypeError):

@@ -1,6 +1,7 @@
 """Each field and method of trl's trainers has a row; what is called kept trains as without fabric."""
 
 import copy
+import os
 import zlib
 
 import pytest
@@ -130,6 +131,14 @@ REFUSED = [
     ("GRPOTrainer", {"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
     ("GRPOTrainer", {"log_completions": True}, "log_completions=True"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def same_environment():
+    """Put ``os.environ`` back: a map of datasets with ``num_proc`` leaves a copy in its place."""
+    before = os.environ
+    yield
+    os.environ = before  # noqa: B003  (the object of before, not a new one)
 
 
 @pytest.fixture(autouse=True)

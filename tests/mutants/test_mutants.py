@@ -1,6 +1,7 @@
 """Each deliberate bug in a rule or a shell is noticed by a unit test, or by a simulated world."""
 
-import gc
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,6 @@ from mutants.shells import SHELLS
 from sim.noticing import NOTICED
 from sim.run import KINDS
 
-# A test that a bug breaks off leaves coroutines and sockets behind, which end in any later test.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 TESTS = Path(__file__).parents[1]
 MUTANTS = {x.name: x for x in (*RULES, *SHELLS)}
 # Errors of a mutant that makes no sense, and so proves nothing.
@@ -28,24 +27,29 @@ class Failures:
         self.kinds.append(call.excinfo.typename)
 
 
-def failures_of(test: str) -> list[str]:
-    """Run one test; return the types of the errors that fail it."""
+def failures_of(name: str) -> list[str]:
+    """Run the test that notices a mutant, with the mutant; return the types of the errors that fail the test."""
+    mutant = MUTANTS[name]
     failures = Failures()
-    options = ("-x", "-q", "--no-header", "--no-summary", "-p", "no:cacheprovider", "--durations=0")
-    code = pytest.main([*options, str(TESTS / test)], plugins=[failures])
-    assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), f"{test} cannot be run: {code}"
+    options = ("-x", "-q", "--no-header", "--no-summary", "-p", "no:cacheprovider", "-p", "no:unraisableexception")
+    with pytest.MonkeyPatch.context() as patch:
+        mutant.apply(patch)
+        code = pytest.main([*options, "--durations=0", str(TESTS / mutant.noticed_by)], plugins=[failures])
+    assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), f"{mutant.noticed_by} cannot be run: {code}"
     return failures.kinds
 
 
-@pytest.fixture(autouse=True)
-def left_behind():
-    """End what a test leaves behind before the next one."""
-    yield
-    gc.collect()
+@pytest.fixture(scope="module")
+def processes():
+    """Start a process for each run: a test that a bug breaks off leaves threads, sockets and coroutines behind."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch", "mutants.test_mutants"])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
-def test_a_deliberate_bug_is_noticed(name):
+def test_a_deliberate_bug_is_noticed(name, processes):
     mutant = MUTANTS[name]
     kind, _, seed = mutant.noticed_by.rpartition(" ")
     if kind in KINDS:
@@ -54,9 +58,7 @@ def test_a_deliberate_bug_is_noticed(name):
             KINDS[kind](int(seed)).run()
         KINDS[kind](int(seed)).run()
         return
-    with pytest.MonkeyPatch.context() as patch:
-        mutant.apply(patch)
-        kinds = failures_of(mutant.noticed_by)
+    kinds = processes.submit(failures_of, name).result()
     assert kinds, f"{mutant.noticed_by} passes: {name}"
     assert not set(kinds) & set(NONSENSE), kinds
 

@@ -22,7 +22,7 @@ LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drain_to_spare drill_running ray relayout repartition slurm)
 EARLY_JOBS := $(filter-out $(LATE_JOBS) $(LONG_JOBS),$(JOBS))
 
-.PHONY: demo soak quick test long conformance torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean
+.PHONY: demo soak docs dist quick test long conformance torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -65,6 +65,15 @@ LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(
 
 lint: setup
 	$(LINT)
+
+# The documentation as a site in build/docs, with search and without any file from a network. A dead link is an error.
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "read it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs 8000"
+
+# A source archive in dist/, and the wheel that is built from it.
+dist: setup
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 # "Is my change good so far?", in 71 s on two quiet cores: the linters, the rules of text, the protocol's units, one
 # world of each kind, a few parts, and one job in which a replica dies.

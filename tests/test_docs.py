@@ -101,10 +101,20 @@ def rows(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+def settings_rows() -> list[list[str]]:
+    """The cells of all tables of docs/settings.md, without their headings."""
+    lines = (ROOT / "docs" / "settings.md").read_text().splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| `FABRIC")
+    ]
+
+
 def documented() -> dict[str, str]:
-    """Variable -> its default's cell in docs/api.md."""
+    """Variable -> its default's cell in docs/settings.md."""
     found = {}
-    for names, defaults, _ in rows("docs/api.md", "Settings"):
+    for names, defaults, _ in settings_rows():
         listed = re.findall(r"`(FABRIC_\w+)`", names)
         cells = defaults.split(", ") if len(listed) > 1 else [defaults]
         assert len(cells) == len(listed), f"one default for each of {names}"

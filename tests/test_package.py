@@ -1,7 +1,9 @@
-"""The wheel is whole: built, unpacked into an empty folder, it runs without the source tree."""
+"""The wheel is whole: built from the source archive, it runs in an empty folder without the checkout."""
 
+import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ def unpacked(tmp_path_factory) -> Path:
         if name.startswith("fabric/") or name in ("pyproject.toml", "README.md", "LICENSE"):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = folder.glob("ckpt_fabric-*.whl")
     site = folder / "site"
@@ -53,6 +55,34 @@ def test_the_wheel_runs_the_demo_in_an_empty_folder(unpacked, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "demo-out" / "report.html").exists()
     assert run(unpacked, tmp_path, "demo", "verify", "demo-out").returncode == 0
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (x,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(40, 4)), batch_size=4):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+open(f"{__import__('os').environ['FABRIC_REPLICA']}.trained", "w").close()
+"""
+
+
+def test_the_wheel_runs_a_local_job_and_serves_the_page(unpacked, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(unpacked), "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "fabric", "local", "--replicas", "2", "--adopt", "auto", "train.py"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    with process:
+        address = re.match(r"lighthouse: (\S+) in a browser", process.stdout.readline())[1]
+        with urllib.request.urlopen(address) as page:
+            assert b"<title>" in page.read()
+        rest = process.stdout.read()
+        assert process.wait() == 0, rest
+    assert {path.name for path in tmp_path.glob("*.trained")} == {"r0.trained", "r1.trained"}
 
 
 LIGHTNINGS = "#!/usr/bin/python3\nimport sys\nfrom lightning.fabric.cli import _main\nsys.exit(_main())\n"

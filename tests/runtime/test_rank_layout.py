@@ -1,4 +1,4 @@
-"""Layouts are read, written and refused as docs/api.md says."""
+"""Layouts are read, written and refused as docs/jobs.md says."""
 
 import pytest
 

@@ -343,7 +343,7 @@ class World:
             self.kill_lighthouse(name)
         self.store.down = True
         first = min(self._steps())
-        seconds = self.patience * min(self.settings.member.autonomy_s / 2, 12 * self.settings.compute_s * 6)
+        seconds = self.patience * self.settings.member.autonomy_s / 2
         self._demand("steps go on without a lighthouse", seconds, lambda: min(self._steps()) >= first + 4)
         self.clockwork.counts["path: all lighthouses down, steps go on"] += 1
 

@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+import metrics_table
 import pytest
 import yaml
 from prometheus_process import require_prometheus
 
 from fabric.ckpt_server.__main__ import parse
-from fabric.ckpt_server.server.durable_jobs import DurableJobs
-from fabric.ckpt_server.server.metrics import CkptMetrics
-from fabric.ckpt_server.server.slots import SlotTable
 from fabric.cli.main import cli
-from fabric.lighthouse.history.recovery import Absence, RecoveryRecord
 from fabric.lighthouse.http.routes import OPEN_PATHS
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
 from fabric.runtime.config import Settings, parse_replicas
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
@@ -477,32 +473,14 @@ def test_checkpoint_servers_and_etcds_are_scraped_and_may_be():
 # --- metrics ----------------------------------------------------------------------------------------------
 
 
-class StillTrainer:
-    state = "running"
-
-
 def known_metrics() -> set[str]:
-    """Return the names of all samples of both services, after each kind of event has been counted."""
-    lighthouse = LighthouseMetrics()
-    absent = Absence("r1", "down", "its process died", 1.0, "10.0.0.1", False)
-    gauges = JobGauges("job", 1, 1, 1, 1, 1, [absent], 1, 1.0, ledger={"training": 1.0})
-    lighthouse.observe(lambda: True, lambda: [gauges])
-    phases = RecoveryRecord(1, "death", "", 1, 1.0, epoch_committed=1.1, links_up=1.2, step_committed=1.3)
-    lighthouse.recovery("job", phases)
-    lighthouse.event("job", "epoch")
-    lighthouse.evicted("job", 1)
-    lighthouse.record_write("job", "written", 0.1)
-    memory = SlotTable()
-    text = (
-        lighthouse.render().decode()
-        + CkptMetrics(memory, StillTrainer(), DurableJobs("job", "r0", memory)).render().decode()
-    )
-    names = set(re.findall(r"^([a-z_]+)(?:\{| )", text, flags=re.MULTILINE))
-    # The metrics of a slot exist only when a slot exists, so read their names from the source.
-    source = (OPS.parent / "fabric" / "ckpt_server" / "server" / "metrics.py").read_text()
-    for suffix in re.findall(r"fabric_ckpt_\{kind\}(_\w+)\"", source):
-        names |= {f"fabric_ckpt_{kind}{suffix}" for kind in ("snapshot", "gradient")}
-    return names
+    """Return the names of all samples of both services."""
+    text = metrics_table.of_lighthouse() + metrics_table.of_checkpoint_server()
+    return set(re.findall(r"^([a-z_]+)(?:\{| )", text, flags=re.MULTILINE))
+
+
+def test_the_page_of_metrics_is_that_of_the_code():
+    assert metrics_table.PAGE.read_text() == metrics_table.page(), "run python tests/metrics_table.py"
 
 
 def used_metrics(text: str) -> set[str]:

@@ -27,18 +27,7 @@ _HIDDEN = frozenset(
     (
         *("fence", "digest", "gradient_digest", "state_digest", "committed_digest", "roster_digest", "nonce"),
         *("layout", "link", "ckpt", "tensors", "plane", "secret", "times", "metrics", "entries", "data"),
-        *(
-            "snapshots",
-            "state",
-            "sources",
-            "before",
-            "after",
-            "unix_s",
-            "store_id",
-            "changes",
-            "roster",
-            "ready",
-        ),
+        *("snapshots", "state", "sources", "before", "after", "unix_s", "store_id", "changes", "roster"),
         *("micro_batches", "plan", "began", "exchange_s", "autonomy_s", "user_code_s", "weight"),
     )
 )
@@ -261,6 +250,9 @@ def told(value: object) -> str:
         return f"RosterDelta epoch={value.record.epoch} left={told(value.left)} joined={told(joined)}"
     if isinstance(value, m.Contribution):
         return f"Contribution step={value.step} {told(value.micro_batches)}"
+    if isinstance(value, m.CommitVote):
+        ready = f" ready for epoch {value.ready}" if value.ready != value.fence.epoch else ""
+        return f"CommitVote step={value.step}{ready}"
     if isinstance(value, member_events.Compute):
         return f"Compute step={value.step} {told(value.micro_batches)}"
     if isinstance(value, member_events.Apply):

@@ -250,9 +250,6 @@ def told(value: object) -> str:
         return f"RosterDelta epoch={value.record.epoch} left={told(value.left)} joined={told(joined)}"
     if isinstance(value, m.Contribution):
         return f"Contribution step={value.step} {told(value.micro_batches)}"
-    if isinstance(value, m.CommitVote):
-        ready = f" ready for epoch {value.ready}" if value.ready != value.fence.epoch else ""
-        return f"CommitVote step={value.step}{ready}"
     if isinstance(value, member_events.Compute):
         return f"Compute step={value.step} {told(value.micro_batches)}"
     if isinstance(value, member_events.Apply):
@@ -265,7 +262,8 @@ def told(value: object) -> str:
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
         unset = item in (field.default, "", (), None, False) or (item == 0 and field.name != "step")
-        if field.name in _HIDDEN or unset:
+        in_force = field.name == "ready" and item == value.fence.epoch  # no switch is due
+        if field.name in _HIDDEN or unset or in_force:
             continue
         words.append(f"{field.name}={told(item)}")
     return " ".join(words)

@@ -1,9 +1,13 @@
-"""Every event and message has its place in the tables of both cores, and every mode its moves."""
+"""Every event, message and effect has its place in a table, and every mode its moves."""
 
+import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
+import fabric
+from fabric.client.control.engine import MainThreadOrder
 from fabric.protocol.leader import core as leader_core
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import TRANSITIONS, MemberConfig, MemberIdentity, Mode
@@ -26,6 +30,14 @@ MEMBER = MemberCore(MemberIdentity("a", 1, "a:1", "http://a", 4), MemberConfig()
 )
 def test_a_table_names_every_kind_and_nothing_else(table, kinds):
     assert set(table) == set(kinds)
+
+
+def test_the_engine_performs_every_effect_of_a_member_or_hands_it_to_the_main_thread():
+    source = (Path(fabric.__file__).parent / "client" / "control" / "engine.py").read_text()
+    performed = set(re.findall(r"^ {12}io\.(\w+): ", source, flags=re.MULTILINE))
+    orders = {kind.__name__ for kind in get_args(MainThreadOrder)}
+    assert {kind.__name__ for kind in get_args(member_events.Effect)} == performed | orders
+    assert not performed & orders
 
 
 def test_every_mode_is_in_the_table_can_be_reached_and_can_be_left():

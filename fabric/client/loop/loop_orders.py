@@ -1,9 +1,9 @@
 """The member core's orders to the main thread: most are obeyed here, some concern the user's loop."""
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, assert_never
 
-from fabric.client.control.engine import Engine
+from fabric.client.control.engine import Engine, MainThreadOrder
 from fabric.client.loop.local_state import LocalState
 from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.loop.replay import Replay
@@ -17,6 +17,7 @@ from fabric.protocol.messages import member_events as io
 
 # The orders that concern the user's loop.
 LoopOrder = io.Compute | io.Apply | io.Finish
+Order = MainThreadOrder | io.StartExchange | RoundsFailed
 
 
 class LoopOrders:
@@ -115,7 +116,7 @@ class LoopOrders:
             "nothing is left to train, and the final state is with the replicas that finished"
         )
 
-    def _take(self, order: io.Effect | RoundsFailed) -> LoopOrder | None:
+    def _take(self, order: Order) -> LoopOrder | None:
         if isinstance(order, io.Finish):
             self._progress.finished = True
             self._shutdown.note_end(order)
@@ -140,7 +141,7 @@ class LoopOrders:
             )
         return True
 
-    def _obey(self, order: io.Effect | RoundsFailed) -> None:
+    def _obey(self, order: Order) -> None:
         if isinstance(order, RoundsFailed):
             self._progress.left = order
             self._shutdown.depart(str(order))
@@ -159,3 +160,5 @@ class LoopOrders:
             self._state.snapshot(generation, order.durable)
         elif isinstance(order, io.Install):
             self._replay.install(order)
+        elif not isinstance(order, io.Compute | io.Apply | io.Finish):  # the loop that takes these has ended
+            assert_never(order)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import assert_never
 
 from fabric.errors import StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
@@ -383,11 +384,13 @@ class Job:
             self._records.read(self._driver)
         elif isinstance(effect, io.StepDown):
             self._context.term.resign(f"job {self.name}: {effect.reason}")
-        else:
+        elif isinstance(effect, io.RecordEvent):
             self.note(effect.kind, effect.about, effect.why, effect.epoch, effect.incident_id)
             if effect.kind in ("evicting", "aborted"):
                 # The effect may come from the driver's tick, during which the core takes no other event.
                 asyncio.get_running_loop().call_soon(self._observe)
+        else:
+            assert_never(effect)
 
     def _observe(self) -> None:
         """Bring recovery records up to date, and begin diagnoses."""

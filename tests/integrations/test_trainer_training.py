@@ -8,7 +8,8 @@ from alone_in_job import Net, Tokens, adopted, assert_same, attach_alone, sample
 from torch.utils.data import DataLoader, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
-from fabric.errors import ConfigError
+from fabric.errors import ConfigError, FabricError
+from fabric.integrations.huggingface.checkpoints import CheckpointFiles
 
 REPLICAS = 3
 
@@ -264,7 +265,7 @@ def test_early_stopping_loads_the_best_model(tmp_path):
 class Smoothed(Tokens):
     def __init__(self):
         super().__init__()
-        self.config = types.SimpleNamespace(problem_type=None)
+        self.config = types.types.SimpleNamespace(problem_type=None)
 
 
 EVERY_FOUR = {"eval_strategy": "steps", "eval_steps": 4}
@@ -344,3 +345,21 @@ def test_a_model_or_an_optimizer_that_the_user_makes_is_kept(tmp_path, argument)
         folder = tmp_path / str(replicas)
         runs.append(train(kind, folder, model, samples(60), replicas=replicas, max_steps=5, more=more))
     assert_same(*runs)
+
+
+def test_a_replica_without_the_folder_of_the_best_model_says_that_it_must_be_shared(tmp_path):
+    arguments = types.SimpleNamespace(
+        output_dir=str(tmp_path), load_best_model_at_end=True, save_total_limit=2
+    )
+    state = types.SimpleNamespace(best_global_step=30, best_model_checkpoint=None)
+    files = CheckpointFiles(types.SimpleNamespace(args=arguments, state=state))
+    with (
+        pytest.raises(FabricError, match="checkpoint-30, which another replica wrote: give all replicas one"),
+        files.at_the_end(is_writer=False),
+    ):
+        pass
+    (tmp_path / "checkpoint-30").mkdir()
+    with files.at_the_end(is_writer=False):
+        assert arguments.save_total_limit is None  # one replica alone deletes
+    assert state.best_model_checkpoint == str(tmp_path / "checkpoint-30")
+    assert arguments.save_total_limit == 2

@@ -35,6 +35,8 @@ from fabric.drill.schedule.drill_schedule import (
 )
 from fabric.drill.schedule.fault_table import FAULTS, FaultNeed, obstacle
 from fabric.errors import ConfigError, Refused
+from fabric.runtime.drill_orders import order_key
+from fabric.runtime.http.http_service import read_token
 from fabric.runtime.local_job import MAX_REPLICAS, claimed
 from fabric.runtime.process_environment import process_environment
 
@@ -82,6 +84,9 @@ class _Wanted:
     "--journals", type=click.Path(path_type=Path), help="With --lighthouse: folder of the journals."
 )
 @click.option("--why", default="a drill", help="With --lighthouse: the reason, for the record.")
+@click.option(
+    "--print-key", is_flag=True, help="With --job and --token-file: print the key for its trainers' key file."
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def drill(command: tuple[str, ...], **options: Any) -> None:
     """Break a job on purpose, and judge from independent records whether the job held.
@@ -91,6 +96,11 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
     junit.xml. With --lighthouse and --job the drill breaks a running job instead. Exit code 1: an expectation
     failed.
     """
+    if options["print_key"]:
+        if not (options["job_name"] and options["token_file"]):
+            raise ConfigError("--print-key needs a job and the token for drills: give --job and --token-file")
+        click.echo(order_key(read_token(options["token_file"]), options["job_name"]))
+        return
     if options["lighthouse"]:
         raise SystemExit(_drill_running(command, options))
     job = JobOptions(
@@ -149,7 +159,8 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
         return 0
     if not names:
         raise Refused(
-            f"no trainer of job {client.job} allows a drill: start its trainers with FABRIC_DRILL=1"
+            f"no trainer of job {client.job} allows a drill: start its trainers with FABRIC_DRILL=KEY-FILE, "
+            "or with FABRIC_DRILL=1 and TLS"
         )
     schedule = _schedule(_wanted(options), names, met)
     expect = options["expect"] or schedule.expect

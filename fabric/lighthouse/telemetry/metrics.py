@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fabric.health.localise import Scope
-from fabric.lighthouse.history.recovery import DOWN, Absence, RecoveryRecord
+from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, RecoveryRecord
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -196,14 +196,14 @@ class _Gauges(Collector):
             yield family
         down = GaugeMetricFamily(
             _PREFIX + "replica_down",
-            "1 for each lost replica without a live process; why is the reason in a sentence.",
+            f"1 for each lost replica without a live process, {NAMED} at most; why is the reason.",
             labels=["job", "replica", "host", "why"],
         )
         for job in jobs:
-            for absence in job.absent:
-                # A member's reason may change with the time, and a new label would be a new series.
-                if absence.state == DOWN and not absence.is_member:
-                    down.add_metric([job.job, absence.replica, absence.host, absence.why], 1.0)
+            # A member's reason may change with the time, and a new label would be a new series.
+            lost = [absence for absence in job.absent if absence.state == DOWN and not absence.is_member]
+            for absence in lost[:NAMED]:
+                down.add_metric([job.job, absence.replica, absence.host, absence.why], 1.0)
         yield down
         ledger = CounterMetricFamily(
             _PREFIX + "job_seconds",

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric.cli.lighthouse_options import lighthouses_of, operator_name
-from fabric.cli.terminal_text import plain_console
+from fabric.cli.terminal_text import plain_console, printable
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
 from fabric.drill.report.documents import as_json, as_junit
@@ -138,7 +138,7 @@ def _run(
     """Run the drill in ``folder``, judge it, and write the reports."""
 
     def say(sentence: str) -> None:
-        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
+        console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
 
     own = replace(job, out=folder, faults=frozenset(fault.fault for fault in schedule.faults))
     verdict = judge_drill(DrillRun(own, schedule, say).run(), expect)
@@ -172,7 +172,7 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
     )
 
     def say(sentence: str) -> None:
-        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
+        console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
 
     try:
         with claimed(options["out"], "drill", _FILES) as folder:
@@ -189,7 +189,7 @@ def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) ->
     """Write the reports into ``folder``, and print the tables. ``line`` repeats the drill."""
 
     def say(sentence: str) -> None:
-        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
+        console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
 
     (folder / "report.html").write_text(page_of(verdict, line), encoding="utf-8")
     document = {"command": line, **as_json(verdict)}
@@ -198,7 +198,7 @@ def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) ->
     for table in (fault_table(verdict), kind_table(verdict), expectation_table(verdict)):
         _print(console, table)
     for sentence in (*verdict.mistakes, *verdict.broken, *verdict.disagreements):
-        console.print(sentence, style="red", markup=False)
+        console.print(printable(sentence), style="red", markup=False)
     for sentence in verdict.unseen:
         say(f"Not seen: {sentence}")
     say(f"Report: {folder / 'report.html'}")
@@ -279,7 +279,7 @@ def _print(console: Console, text: DrillTable) -> None:
     for name in text.head:
         table.add_column(name)
     for row in text.rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     console.print(table)
 
 

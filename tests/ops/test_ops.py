@@ -22,7 +22,7 @@ from fabric.ckpt_server.server.slots import SlotTable
 from fabric.cli.main import cli
 from fabric.lighthouse.history.recovery import Absence, RecoveryRecord
 from fabric.lighthouse.http.routes import OPEN_PATHS
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
+from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics, ReplicaTrouble
 from fabric.runtime.config import Settings, parse_replicas
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
@@ -485,7 +485,9 @@ def known_metrics() -> set[str]:
     """Return the names of all samples of both services, after each kind of event has been counted."""
     lighthouse = LighthouseMetrics()
     absent = Absence("r1", "down", "its process died", 1.0, "10.0.0.1", False)
-    gauges = JobGauges("job", 1, 1, 1, 1, 1, [absent], 1, 1.0, ledger={"training": 1.0})
+    trouble = ReplicaTrouble("r1", "slow", "10.0.0.1", "its rank")
+    more = {"ledger": {"training": 1.0}, "troubles": [trouble]}
+    gauges = JobGauges("job", 1, 1, 1, 1, 1, [absent], 1, 1.0, **more)
     lighthouse.observe(lambda: True, lambda: [gauges])
     phases = RecoveryRecord(1, "death", "", 1, 1.0, epoch_committed=1.1, links_up=1.2, step_committed=1.3)
     lighthouse.recovery("job", phases)
@@ -524,6 +526,49 @@ def test_every_alert_has_a_severity_and_a_section_in_the_runbook():
         page, _, anchor = rule["annotations"]["runbook"].partition("#")
         assert page == "docs/runbook.md" and anchor in anchors, rule["alert"]
         assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+# Each alert, and the labels that say whom it is about. An alert about one replica names replica and host.
+_ONE_REPLICA = {"job", "replica", "host"}
+ALERTS: dict[str, set[str]] = {
+    "FabricNoLeader": set(),
+    "FabricTwoLeaders": set(),
+    "FabricLighthouseMissing": set(),
+    "FabricConnectionsRefused": {"instance"},
+    "FabricStoreRefusesWrites": set(),
+    "FabricStoreFillsUp": {"instance"},
+    "FabricStoreWritesFail": {"what", "outcome"},
+    "FabricStoreSlow": set(),
+    "FabricStepsStandStill": {"job"},
+    "FabricJobFailed": {"job"},
+    "FabricReplicaDown": {*_ONE_REPLICA, "why"},
+    "FabricMembersMissing": {"job"},  # replicas that this leader has never seen
+    "FabricManyEvictions": {"job"},  # several replicas may be concerned
+    "FabricGoodputLow": {"job"},
+    "FabricSnapshotOld": {"job"},
+    "FabricDurableFails": {*_ONE_REPLICA, "why"},
+    "FabricReplicaSlow": {*_ONE_REPLICA, "why"},
+    "FabricJobSlow": {"job"},
+    "FabricSlowdownCostly": {"job"},
+    "FabricSlowAgain": {"job"},
+    "FabricCheckpointServerSilent": _ONE_REPLICA,
+}
+
+
+def test_each_alert_names_whom_it_is_about_and_its_sentence_is_tested():
+    (group,) = yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text())["groups"]
+    rules = {rule["alert"]: rule["annotations"]["summary"] for rule in group["rules"]}
+    assert {name: set(re.findall(r"\$labels\.(\w+)", text)) for name, text in rules.items()} == ALERTS
+    tests = yaml.safe_load(Path(__file__).with_name("rules_test.yml").read_text())["tests"]
+    cases = [case for test in tests for case in test.get("alert_rule_test", ())]
+    fired = {case["alertname"]: case["exp_alerts"] for case in cases if case["exp_alerts"]}
+    assert set(fired) == set(ALERTS)
+    for name, alerts in fired.items():
+        for alert in alerts:
+            assert ALERTS[name] <= alert["exp_labels"].keys(), name
+            assert all(
+                alert["exp_labels"][label] in alert["exp_annotations"]["summary"] for label in ALERTS[name]
+            )
 
 
 def test_the_dashboard_has_a_position_for_each_panel():

@@ -22,6 +22,16 @@ _PREFIX = "fabric_lighthouse_"
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaTrouble:
+    """A trouble of one member. ``why`` does not change while the trouble lasts."""
+
+    replica: str
+    kind: str  # "slow", "server silent" or "durable failed"
+    host: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobGauges:
     """The present values of one job. ``recoverable``: the freshest state that checkpoint servers hold, or
     None. ``heartbeat_age_s``: the age of the oldest of the members' newest heartbeats. ``ledger``: seconds by
@@ -40,6 +50,7 @@ class JobGauges:
     ledger: Mapping[str, float] = field(default_factory=dict)
     is_complete: bool = False
     has_failed: bool = False
+    troubles: Sequence[ReplicaTrouble] = ()
     silent_servers: int = 0
     durable_failing: int = 0
     slow_replicas: int = 0
@@ -205,6 +216,15 @@ class _Gauges(Collector):
             for absence in lost[:NAMED]:
                 down.add_metric([job.job, absence.replica, absence.host, absence.why], 1.0)
         yield down
+        troubled = GaugeMetricFamily(
+            _PREFIX + "replica_troubled",
+            f"1 for each trouble of a member, {NAMED} per job at most: slow, server silent, durable failed.",
+            labels=["job", "replica", "kind", "host", "why"],
+        )
+        for job in jobs:
+            for trouble in job.troubles[:NAMED]:
+                troubled.add_metric([job.job, trouble.replica, trouble.kind, trouble.host, trouble.why], 1.0)
+        yield troubled
         ledger = CounterMetricFamily(
             _PREFIX + "job_seconds",
             "The job's time by state: training, degraded, recovering, stalled.",

@@ -15,6 +15,8 @@ import msgspec
 PROTOCOL_VERSION = 3
 
 MAX_INTEGER = 2**63 - 1
+# The most micro-batches of a step. A decision of the leader divides them in one turn of the loop.
+MAX_MICRO_BATCHES = 60_000
 # An integer of a message or of the record: a decoder refuses a longer one.
 Int64 = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.lighthouse.history.recovery import Absence, RecoveryRecord
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
+from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics, ReplicaTrouble
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
@@ -26,9 +26,9 @@ def of_lighthouse() -> str:
     """Return a scrape of a lighthouse, after each kind of event has been counted."""
     metrics = LighthouseMetrics()
     absent = Absence("r1", "down", "its process died", 1.0, "10.0.0.1", False)
-    gauges = JobGauges(
-        "job", 1, 1, 1, 1, 1, [absent], 1, 1.0, ledger={"training": 1.0}, slowdowns={"rank": 1}
-    )
+    trouble = ReplicaTrouble("r1", "slow", "10.0.0.1", "its rank")
+    more = {"ledger": {"training": 1.0}, "slowdowns": {"rank": 1}, "troubles": [trouble]}
+    gauges = JobGauges("job", 1, 1, 1, 1, 1, [absent], 1, 1.0, **more)
     metrics.observe(lambda: True, lambda: [gauges])
     metrics.recovery(
         "job", RecoveryRecord(1, "death", "", 1, 1.0, epoch_committed=1.1, links_up=1.2, step_committed=1.3)

@@ -25,7 +25,7 @@ MAX_STEPS = 1_000_000
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-Digits = Annotated[str, msgspec.Meta(pattern="^[0-9]+$")]
+Digits = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,18}$")]
 
 
 class RecordedData(msgspec.Struct):

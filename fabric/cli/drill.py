@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric.cli.lighthouse_options import lighthouses_of, operator_name
-from fabric.cli.terminal_text import plain_console
+from fabric.cli.terminal_text import plain_console, printable
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
 from fabric.drill.report.documents import as_json, as_junit
@@ -35,6 +35,8 @@ from fabric.drill.schedule.drill_schedule import (
 )
 from fabric.drill.schedule.fault_table import FAULTS, FaultNeed, obstacle
 from fabric.errors import ConfigError, Refused
+from fabric.runtime.drill_orders import order_key
+from fabric.runtime.http.http_service import read_token
 from fabric.runtime.local_job import MAX_REPLICAS, claimed
 from fabric.runtime.process_environment import process_environment
 
@@ -82,6 +84,9 @@ class _Wanted:
     "--journals", type=click.Path(path_type=Path), help="With --lighthouse: folder of the journals."
 )
 @click.option("--why", default="a drill", help="With --lighthouse: the reason, for the record.")
+@click.option(
+    "--print-key", is_flag=True, help="With --job and --token-file: print the key for its trainers' key file."
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def drill(command: tuple[str, ...], **options: Any) -> None:
     """Break a job on purpose, and judge from independent records whether the job held.
@@ -91,6 +96,11 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
     junit.xml. With --lighthouse and --job the drill breaks a running job instead. Exit code 1: an expectation
     failed.
     """
+    if options["print_key"]:
+        if not (options["job_name"] and options["token_file"]):
+            raise ConfigError("--print-key needs a job and the token for drills: give --job and --token-file")
+        click.echo(order_key(read_token(options["token_file"]), options["job_name"]))
+        return
     if options["lighthouse"]:
         raise SystemExit(_drill_running(command, options))
     job = JobOptions(
@@ -128,7 +138,7 @@ def _run(
     """Run the drill in ``folder``, judge it, and write the reports."""
 
     def say(sentence: str) -> None:
-        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
+        console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
 
     own = replace(job, out=folder, faults=frozenset(fault.fault for fault in schedule.faults))
     verdict = judge_drill(DrillRun(own, schedule, say).run(), expect)
@@ -149,7 +159,8 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
         return 0
     if not names:
         raise Refused(
-            f"no trainer of job {client.job} allows a drill: start its trainers with FABRIC_DRILL=1"
+            f"no trainer of job {client.job} allows a drill: start its trainers with FABRIC_DRILL=KEY-FILE, "
+            "or with FABRIC_DRILL=1 and TLS"
         )
     schedule = _schedule(_wanted(options), names, met)
     expect = options["expect"] or schedule.expect
@@ -161,7 +172,7 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
     )
 
     def say(sentence: str) -> None:
-        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
+        console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
 
     try:
         with claimed(options["out"], "drill", _FILES) as folder:
@@ -178,7 +189,7 @@ def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) ->
     """Write the reports into ``folder``, and print the tables. ``line`` repeats the drill."""
 
     def say(sentence: str) -> None:
-        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
+        console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
 
     (folder / "report.html").write_text(page_of(verdict, line), encoding="utf-8")
     document = {"command": line, **as_json(verdict)}
@@ -187,7 +198,7 @@ def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) ->
     for table in (fault_table(verdict), kind_table(verdict), expectation_table(verdict)):
         _print(console, table)
     for sentence in (*verdict.mistakes, *verdict.broken, *verdict.disagreements):
-        console.print(sentence, style="red", markup=False)
+        console.print(printable(sentence), style="red", markup=False)
     for sentence in verdict.unseen:
         say(f"Not seen: {sentence}")
     say(f"Report: {folder / 'report.html'}")
@@ -268,7 +279,7 @@ def _print(console: Console, text: DrillTable) -> None:
     for name in text.head:
         table.add_column(name)
     for row in text.rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     console.print(table)
 
 

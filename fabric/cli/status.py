@@ -24,7 +24,7 @@ _SPENT = ("training", "degraded", "recovering", "stalled")
 # In a narrower terminal the table has only columns that show trouble, and addresses stand below the table.
 _WIDE = 120
 # The columns that a table without room for its words leaves out, the first one first.
-_LEAST_NEEDED = ("checkpoint server", "status", "share", "session", "trainer", "host", "speed")
+_LEAST_NEEDED = ("checkpoint server", "status", "share", "session", "trainer", "host", "s/step", "speed")
 _LONGEST_WORD = 30
 # A table with more rows than this does not fit on a screen.
 _LONG = 20
@@ -154,7 +154,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
     wide = width >= _WIDE
     speeds = _speeds(job)
-    columns = ["replica", "role", "host", "phase", "step", *(["speed", "share"] if speeds else [])]
+    columns = ["replica", "role", "host", "phase", "step", *(["s/step", "speed", "share"] if speeds else [])]
     columns += ["session", "trainer", "verdict", *(["status", "checkpoint server"] if wide else [])]
     table = _table(columns, [_row(entry, role, speeds, wide) for entry, role in rows], width)
     lighthouse, store = job["lighthouse"], job["store"]
@@ -359,16 +359,21 @@ def _role(member: dict[str, Any]) -> str:
 
 
 def _speeds(job: dict[str, Any]) -> dict[str, list[str]]:
-    """Each replica's speed relative to its equals, and its part of the micro-batches; empty at first."""
+    """Each replica's seconds per step, its speed relative to its equals, and its share; empty at first."""
     replicas = (job.get("health") or {}).get("replicas", {})
     if all(x["speed"] is None for x in replicas.values()):
         return {}
     total = sum(member["shares"] for member in job["members"])
     cells = {}
     for member in job["members"]:
-        speed = replicas.get(member["replica"], {}).get("speed")
+        figures = replicas.get(member["replica"], {})
+        speed, seconds = figures.get("speed"), figures.get("seconds")
         share = f"{member['shares'] / total:.0%}" if total else ""
-        cells[member["replica"]] = ["" if speed is None else f"{speed:.2f}", share]
+        cells[member["replica"]] = [
+            "" if seconds is None else f"{seconds:.3g}",
+            "" if speed is None else f"{speed:.2f}",
+            share,
+        ]
     return cells
 
 
@@ -377,7 +382,7 @@ def _row(entry: dict[str, Any], role: str, speeds: dict[str, list[str]], wide: b
     phase = f"busy: {entry['busy']}" if entry.get("busy") else entry["phase"]
     session = _age(entry["session_age_s"]) + ("" if entry["connected"] else " (away)")
     step = "" if entry["step"] is None else entry["step"]
-    pace = speeds.get(entry["replica"], ["", ""]) if speeds else []
+    pace = speeds.get(entry["replica"], [""] * 3) if speeds else []
     trainer = status.get("trainer", "")
     cells = _cells(
         entry["replica"], role, entry.get("host", ""), phase, step, *pace, session, trainer, entry["verdict"]

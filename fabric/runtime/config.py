@@ -84,7 +84,7 @@ class Settings:
     durable_every: int = 0  # steps from one durable checkpoint to the next; 0 to count seconds
     durable_keep: int = 3  # how many durable checkpoints are kept
     durable_required: bool = False  # refuse to start or write where storage has no checkpoint of the job
-    drill: bool = False  # let `fabric drill` on this host hold or kill this process at a named point
+    drill: str = ""  # "1": `fabric drill` may break this process; or a file with the key of its orders
     points: str = ""  # armed failpoints (FABRIC_TEST_POINTS), for tests
 
     @property
@@ -233,6 +233,8 @@ def _parse(name: str, text: str) -> Any:
         return Path(text)
     if name == "lighthouse":
         return tuple(part.strip().rstrip("/") for part in text.split(",") if part.strip())
+    if name == "drill":
+        return text if text.startswith("/") else "1" if _yes_or_no(name, text) else ""
     if isinstance(default, bool):
         return _yes_or_no(name, text)
     try:
@@ -248,6 +250,7 @@ def _yes_or_no(name: str, text: str) -> bool:
     if word not in _WORDS:
         raise ConfigError(
             f'{_variable(name)} is "{text[:80]}": it must be 1, true, yes or on, or 0, false, no or off'
+            + (", or the absolute path of a file with the key of its orders" if name == "drill" else "")
         )
     return _WORDS[word]
 

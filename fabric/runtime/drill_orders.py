@@ -4,6 +4,7 @@ The socket exists only if FABRIC_DRILL allows drills. An order is one line of JS
 The connection is the order's lease: at its end, or after ``seconds``, the process goes on.
 """
 
+import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -74,6 +75,17 @@ def read_order(line: bytes) -> PointOrder:
             "use a drill of this version"
         )
     return order
+
+
+def order_key(token: str, job: str) -> str:
+    """Return the key of a lighthouse's orders to the trainers of ``job``. The key does not show ``token``."""
+    return hmac.digest(token.encode(), f"orders to job {job}".encode(), "sha256").hex()
+
+
+def proof_of(key: str, nonce: str, answer: Mapping[str, Any]) -> str:
+    """Return the proof that the writer of ``answer`` knows ``key`` and has heard ``nonce``."""
+    text = json.dumps([nonce, answer], sort_keys=True)
+    return hmac.digest(key.encode(), text.encode(), "sha256").hex()
 
 
 def read_line(line: bytes) -> dict[str, Any]:

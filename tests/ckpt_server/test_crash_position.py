@@ -10,7 +10,10 @@ from fabric.ckpt_server.server.crash_position import MARKER_BYTES, CrashLog, enc
 from fabric.ckpt_server.server.memfd import Memfd
 from fabric.ckpt_server.server.slots import CRASH_MARKER, SlotTable
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch
-from fabric.model import Death
+from fabric.lighthouse.connections.validation import decode_status
+from fabric.model import MAX_MICRO_BATCHES, Death
+from fabric.protocol.messages.network import TrainerStatus
+from fabric.protocol.messages.wire import encode
 
 
 @pytest.fixture
@@ -69,7 +72,18 @@ async def test_both_deaths_of_one_replica_are_reported(watched):
     deaths, trainer, note = watched
     for incarnation in (7, 8):
         trainer.incarnation = incarnation
-        note(encode_marker(2**30, 2**20 - 1))
+        note(encode_marker(2**30, MAX_MICRO_BATCHES - 1))
         found = deaths.seen("gone")
         trainer.on_attach()
-    assert found == (Death(7, 2**30, 2**20 - 1), Death(8, 2**30, 2**20 - 1))
+    assert found == (Death(7, 2**30, MAX_MICRO_BATCHES - 1), Death(8, 2**30, MAX_MICRO_BATCHES - 1))
+
+
+@pytest.mark.parametrize("garbage", [2**64 - 1, 2**63, 2**21 - 1, MAX_MICRO_BATCHES + 1, 1])
+async def test_garbage_in_a_note_has_no_status_refused(watched, garbage):
+    """The lighthouse refused every status of such a server, for good."""
+    deaths, _, note = watched
+    note(garbage)
+    status = TrainerStatus("r0", 7, "gone", 1, deaths=deaths.seen("gone"))
+    assert decode_status(encode(status).decode()) == status
+    note(encode_marker(12, 3))
+    assert Death(7, 12, 3) in deaths.seen("gone"), "a sound note counts afterwards"

@@ -454,6 +454,7 @@ def rewrite(file: bytes | bytearray, change) -> bytes:
         (lambda h, d: d["state"].update(x=1), "belongs to nothing"),
         (lambda h, d: h["x/t"].update(dtype="F99"), "unknown dtype"),
         (lambda h, d: h["x/t"].update(shape=[1 << 40, 1 << 40]), "impossible shape"),
+        (lambda h, d: h["x/t"].update(shape=[1 << 40, 1 << 40, 0]), "impossible shape"),
         (lambda h, d: h["x/t"].update(shape=[-3]), "impossible shape"),
         (lambda h, d: h["x/t"].update(shape=[4]), "where its shape needs 16"),
         (lambda h, d: h["x/t"].update(data_offsets=[0, 1e9]), "impossible offsets"),

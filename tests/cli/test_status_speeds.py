@@ -36,7 +36,7 @@ def job(speeds: dict[str, float | None]) -> dict:
         "mode": "advise",
         "slow": [],
         "advice": None,
-        "replicas": {name: {"speed": x} for name, x in speeds.items()},
+        "replicas": {name: {"speed": x, "seconds": 0.25 if x else None} for name, x in speeds.items()},
     }
     return {
         "job": "gpt",
@@ -68,16 +68,16 @@ def cells(lines: list[str], name: str) -> list[str]:
 
 def test_each_member_has_its_speed_and_its_part_of_the_micro_batches():
     lines = printed(job({"r0": 1.0, "r1": 0.487}))
-    assert cells(lines, "replica")[4:7] == ["step", "speed", "share"]
-    assert cells(lines, "r0")[4:7] == ["7", "1.00", "75%"]
-    assert cells(lines, "r1")[4:7] == ["7", "0.49", "25%"]
-    assert cells(lines, "late")[4:7] == ["7", "", ""]
+    assert cells(lines, "replica")[4:8] == ["step", "s/step", "speed", "share"]
+    assert cells(lines, "r0")[4:8] == ["7", "0.25", "1.00", "75%"]
+    assert cells(lines, "r1")[4:8] == ["7", "0.25", "0.49", "25%"]
+    assert cells(lines, "late")[4:8] == ["7", "", "", ""]
 
 
 def test_the_columns_appear_once_a_speed_is_known():
     assert "share" not in cells(printed(job({})), "replica")
     assert "share" not in cells(printed(job({"r0": None, "r1": None})), "replica")
-    assert cells(printed(job({"r0": 1.0, "r1": None})), "r1")[5:7] == ["", "25%"]
+    assert cells(printed(job({"r0": 1.0, "r1": None})), "r1")[5:8] == ["", "", "25%"]
 
 
 def test_a_lighthouse_of_an_older_release_has_no_speeds():
@@ -109,12 +109,12 @@ def test_no_word_of_the_table_breaks_at_any_width(width):
     assert max(map(len, lines)) <= max(width, len(f"r0: checkpoint server {entry['ckpt']}, status 0.1 s"))
     table = [line for line in lines if line[0] in "│┃"]
     words = {word for line in table for word in line.replace("┃", "│").replace("│", " ").split()}
-    whole = "replica role host 10.77.0.10 phase step speed share session trainer verdict status"
+    whole = "replica role host 10.77.0.10 phase step s/step 0.25 speed share session trainer verdict status"
     whole += " checkpoint server r0 r1 late new"
     whole += (
         " member outside run run, waiting 7 1.72 0.72 75% 25% 0.1 s running alive alive, but its is silent"
     )
     assert words <= {*whole.split(), entry["ckpt"]}
     assert {"replica", "role", "phase", "step", "verdict"} <= words
-    assert width < 140 or {"host", "10.77.0.10"} <= words
+    assert width < 140 or {"host", "10.77.0.10", "s/step"} <= words
     assert any(f"checkpoint server {entry['ckpt']}" in line or entry["ckpt"] in line for line in lines)

@@ -18,6 +18,7 @@ from rich.table import Table
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.cli import operate
 from fabric.cli.collectives.command import diagnose
+from fabric.cli.demo.command import demo
 from fabric.cli.doctor import doctor
 from fabric.cli.drill import drill
 from fabric.cli.events import events
@@ -26,6 +27,7 @@ from fabric.cli.states.inspect import diff, inspect_state
 from fabric.cli.status import status
 from fabric.cli.terminal_text import all_printable, plain_console, printable
 from fabric.errors import FabricError, ProtocolError
+from fabric.runtime.http.lighthouse_client import _refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 # This text would clear a terminal's screen and write a false line.
@@ -102,6 +104,29 @@ def test_names_of_tensors_steer_no_terminal(tmp_path):
     assert looked.exit_code == 0 and "r1?" in looked.output and not steers(looked.output)
     compared = CliRunner().invoke(diff, [str(tmp_path / "one"), str(tmp_path / "other")])
     assert compared.exit_code == 1 and "r1?" in compared.output and not steers(compared.output)
+
+
+@pytest.mark.parametrize("status", [400, 401, 503])
+def test_a_refusal_steers_no_terminal(status):
+    """`fabric events --follow`, `top` and `drill` print the refusal of what answers at the address."""
+    error = _refusal(status, json.dumps({"error": EVIL}).encode())
+    assert "is well" in str(error) and not steers(str(error))
+
+
+def test_journals_steer_no_terminal_and_cause_no_traceback(tmp_path):
+    (tmp_path / "journal").mkdir()
+    base = {"t": 1.0, "mono": 1.0, "incarnation": 1, "replica": "r0", "generation": 1, "epoch": 1, "step": 1}
+    data = {"dataset_size": 4, "global_batch_size": 4, "micro_batch_size": 1, "seed": 1, "micro_batches": 4}
+    samples = {"9" * 5000: [1]}  # Python converts no number of so many digits
+    lines = [
+        {**base, "event": "start", "pid": 3, "data": data},
+        {**base, "event": "contribute", "micro_batches": [0], "samples": samples, "weight": 1.0},
+        {**base, "event": EVIL, "t": "x"},
+    ]
+    (tmp_path / "journal" / "r0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = CliRunner().invoke(demo, ["verify", str(tmp_path)])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.exception
+    assert "is well" in done.output and not steers(done.output)
 
 
 def test_an_error_steers_no_terminal(tmp_path):

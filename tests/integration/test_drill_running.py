@@ -43,6 +43,10 @@ class Job:
         for name in ("token", "drill-token"):
             (folder / name).touch(mode=0o600)
             (folder / name).write_text(f"the-{name}-of-this-test")
+        words = ["--job", "gpt", "--token-file", str(folder / "drill-token"), "--print-key"]
+        command = [sys.executable, "-m", "fabric.cli.main", "drill", *words]
+        (folder / "drill-key").touch(mode=0o600)
+        (folder / "drill-key").write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
         for name in ("journal", "log", "run"):
             (folder / name).mkdir(mode=0o700)
         words = ["fabric.cli.main", "lighthouse", "--store", f"sqlite://{folder}/store.db", "--failures", "0"]
@@ -56,7 +60,7 @@ class Job:
         for replica in replicas:
             launcher = ["fabric.cli.main", "launch", "--no-python", sys.executable, str(TRAINER)]
             environment = {
-                "FABRIC_DRILL": "1",
+                "FABRIC_DRILL": str(self.folder / "drill-key"),
                 "FABRIC_JOB": "gpt",
                 "FABRIC_REPLICA": replica,
                 "FABRIC_REPLICAS": str(len(replicas)),
@@ -250,7 +254,7 @@ def test_a_trainer_that_does_not_allow_drills_has_no_injector(tmp_path):
     with job_in(tmp_path) as job:
         job.start("r0", FABRIC_DRILL="0")
         until(lambda: _has_member(job), "a member")
-        assert "start its trainers with FABRIC_DRILL=1" in job.refusal("--fault", "kill r0")
+        assert "start its trainers with FABRIC_DRILL=KEY-FILE" in job.refusal("--fault", "kill r0")
 
 
 def _has_member(job: Job) -> bool:

@@ -13,8 +13,9 @@ from rich.console import Console
 from fabric.cli.status import _job
 from fabric.lighthouse.diagnosis.absences import absences, headline
 from fabric.lighthouse.history.launches import LaunchReport
-from fabric.lighthouse.history.recovery import NAMED, Recoveries, from_json
+from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, Recoveries, from_json
 from fabric.lighthouse.http.job_status import _member_view
+from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
@@ -177,3 +178,13 @@ def test_a_newcomer_is_a_member_as_soon_as_it_has_the_state():
 
 def _members(job) -> list[dict]:
     return [_member_view(job.core.view, member, job.now) for member in job.record.roster]
+
+
+def test_a_scrape_names_a_bounded_number_of_replicas():
+    """A scrape of a job that misses 1,000 replicas held the loop for 20 ms."""
+    lost = [Absence(f"r{number:04}", DOWN, "gone", 1.0, "h7", False) for number in range(NAMED + 50)]
+    metrics = LighthouseMetrics()
+    metrics.observe(lambda: True, lambda: [JobGauges("gpt", 1, 1, 1, 1, len(lost), lost)])
+    text = metrics.render().decode()
+    assert text.count("fabric_lighthouse_replica_down{") == NAMED
+    assert f'fabric_lighthouse_replicas_missing{{job="gpt"}} {NAMED + 50}.0' in text

@@ -6,6 +6,7 @@ from lighthouse_support import LighthouseProcess, close_all, get, post, start_jo
 
 from fabric.errors import Refused
 from fabric.lighthouse.jobs.drills import INJECTOR_S, LEASE_S, AskingInjector, Drills
+from fabric.runtime.drill_orders import order_key, proof_of
 
 DRILL_TOKEN = "the-token-for-drills"
 
@@ -95,7 +96,7 @@ def test_a_job_that_may_not_survive_is_drilled_only_on_demand():
 
 
 def test_a_job_without_an_injector_is_not_drilled():
-    with pytest.raises(Refused, match="start its trainers with FABRIC_DRILL=1"):
+    with pytest.raises(Refused, match="start its trainers with FABRIC_DRILL=KEY-FILE"):
         Room().begin()
 
 
@@ -109,7 +110,7 @@ def test_a_fault_on_a_replica_that_is_gone_is_one_sentence(leave):
         for _ in range(2):
             room.clock.now += INJECTOR_S / 2
             room.drills.renew(drill)
-    with pytest.raises(Refused, match="r1 of job gpt is gone, or was not started with FABRIC_DRILL=1"):
+    with pytest.raises(Refused, match="r1 of job gpt is gone, or was not started for drills"):
         room.drills.inject(drill, "kill", "r1", 0.0)
 
 
@@ -175,8 +176,10 @@ async def test_only_the_token_with_the_right_drills_and_opens_nothing_else(drill
     assert (await post(http, f"{base}/drill/fault", order))[0] == 401
     status, body = await post(http, f"{base}/drill/fault", order, token=DRILL_TOKEN)
     assert status == 200 and body["faults"][0]["fault"] == "stop"
-    status, body = await post(http, f"{base}/injector", INJECTOR)
+    status, body = await post(http, f"{base}/injector", {**INJECTOR, "nonce": "n1"})
     assert status == 200 and [x["fault"] for x in body["faults"]] == ["stop"]
+    proofs = body.pop("proofs")
+    assert proofs == [proof_of(order_key(DRILL_TOKEN, job), "n1", body)]
     assert (await post(http, f"{base}/drill/end", {"drill": drill}, token=DRILL_TOKEN))[0] == 200
     _, events = await get(http, f"{base}/events")
     kinds = [event["kind"] for event in events if event["kind"].startswith("drill")]

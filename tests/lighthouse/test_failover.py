@@ -199,6 +199,30 @@ async def test_a_dated_picture_is_shown_while_no_lighthouse_leads(http, tmp_path
     assert json.loads(as_json.stdout)["as_of"] < time.time() and "no job other" in unknown["error"]
 
 
+async def test_a_standby_names_the_store_that_is_away_when_the_leader_dies(http, tmp_path, namespace):
+    """The standby sent people to the dead leader's address, and named no store."""
+    store = f"sqlite://{tmp_path}/store.db"
+    short = ("--namespace", namespace, "--lease-s", "1")
+    with (
+        LighthouseProcess(tmp_path, store, arguments=short) as leader,
+        LighthouseProcess(tmp_path, store, name="two", arguments=short) as standby,
+    ):
+        members = await start_job(http, leader.url)
+
+        async def follows() -> bool:
+            health = (await get(http, f"{standby.url}/healthz", token=None))[1]
+            return bool(health["leader"])
+
+        await eventually(follows, "the standby to know the leader")
+        with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")  # the store answers nobody else
+            leader.end(signal.SIGKILL)
+            common = ("--lighthouse", standby.url, "--token-file", standby.token_file, "--job", "job")
+            shown = await asyncio.to_thread(fabric, "status", *common)
+        await close_all(members)
+    assert shown.returncode == 1 and f"the store sqlite://{tmp_path}/store.db" in shown.stderr
+
+
 async def test_status_names_a_dead_standby(http, tmp_path, namespace):
     store = f"sqlite://{tmp_path}/store.db"
     with process(tmp_path, store, namespace) as first, process(tmp_path, store, namespace, "two") as second:

@@ -1,5 +1,6 @@
 """HTTP for people and tools: open paths, tokens, names, bodies, curl."""
 
+import re
 import shutil
 import subprocess
 
@@ -93,6 +94,10 @@ async def test_the_newest_durable_checkpoint_and_why_the_next_one_failed(lightho
         "durable": "the checkpoint of step 5 is complete",
         "durable failed": "step 9: the disk is full",
     }
+    async with http.get(f"{lighthouse.url}/metrics") as answer:
+        text = await answer.text()
+    labels = r'host="[^"]+",job="%s",kind="durable failed",replica="r0",why="step 9: the disk is full"'
+    assert re.search(r"fabric_lighthouse_replica_troubled\{%s\} 1.0" % (labels % job), text)
     await close_all(members)
 
 

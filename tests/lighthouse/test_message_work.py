@@ -1,22 +1,17 @@
 """No message of a tenant holds the loop of all jobs for long: the largest valid message of every kind.
 
-The work is counted, because a loaded machine is slow. A quiet machine does a million bytecodes in some 15
-milliseconds, and decodes 2 MiB of JSON in some 30.
+A quiet machine decodes 2 MiB of JSON in some 30 milliseconds.
 """
 
-import asyncio
-import sys
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import FrameType
-from typing import Any, get_args
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 from in_process import TroubledStore, lighthouse_on
 from lighthouse_support import WireMember, WireStatus, close_all, closing, eventually, start_job
 from memory_store import MemorySpace
+from turn_work import MOST_BYTECODES, counted
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.connections import validation as v
@@ -24,7 +19,6 @@ from fabric.model import DataPlan, Death, EarlierStep, Fence, RankAddress, Snaps
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 
-MOST_BYTECODES = 3_000_000
 STATE = SnapshotRef(1, 2, "d" * v.MAX_DIGEST)
 NAMES = tuple(f"{i:064}" for i in range(v.MAX_UNREACHABLE))
 LONG = "w" * 1_000_000
@@ -77,38 +71,6 @@ def largest(fence: Fence) -> dict[type, m.Message]:
 
 
 KINDS = (*get_args(m.MemberMessage), m.TrainerStatus)
-
-
-@dataclass
-class Count:
-    """The bytecodes of the turn that runs, and the most in a turn."""
-
-    now: int = 0
-    most: int = 0
-
-
-@contextmanager
-def counted() -> Iterator[Count]:
-    """Count the bytecodes in each turn of the loop."""
-    count, before, run = Count(), sys.gettrace(), asyncio.Handle._run
-
-    def each(frame: FrameType, kind: str, _: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count.now += kind == "opcode"
-        return each
-
-    def turn(handle: asyncio.Handle) -> None:
-        count.now = 0
-        run(handle)
-        count.most = max(count.most, count.now)
-
-    asyncio.Handle._run = turn
-    sys.settrace(each)
-    try:
-        yield count
-    finally:
-        sys.settrace(before)
-        asyncio.Handle._run = run
 
 
 @pytest.fixture

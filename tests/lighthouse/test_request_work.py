@@ -5,17 +5,16 @@ a lighthouse allows.
 """
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-import pytest
 from in_process import Instance, TroubledStore, lighthouse_on
 from lighthouse_support import TOKEN, WireStatus, close_all, eventually, headers, start_job
 from memory_store import MemorySpace
-from test_message_work import MOST_BYTECODES, STATE, Count, counted
+from test_message_work import STATE
+from turn_work import MOST_BYTECODES, counted, json_counted
 
 from fabric.lighthouse.connections import validation as v
 from fabric.lighthouse.history.recovery import CAPACITY, NAMED, RecoveryRecord, ReplicaReturn
@@ -144,21 +143,6 @@ async def ask(http: aiohttp.ClientSession, url: str, request: tuple[str, str], j
     async with http.request(method, url + path.replace("{job}", job), json=body, headers=shown) as answer:
         await (answer.content.readany() if path.endswith("/live") else answer.read())
         return answer.status
-
-
-@contextmanager
-def json_counted(monkeypatch: pytest.MonkeyPatch, count: Count) -> Iterator[None]:
-    """Count each character that a turn encodes as a bytecode, which takes about as long."""
-    dumps = json.dumps
-
-    def counting(*args: Any, **options: Any) -> str:
-        text = dumps(*args, **options)
-        count.now += len(text)
-        return text
-
-    with monkeypatch.context() as patch:
-        patch.setattr(json, "dumps", counting)
-        yield
 
 
 async def test_the_largest_answer_of_every_route_is_a_short_turn_of_the_loop(http, monkeypatch):

@@ -504,6 +504,49 @@ def test_every_alert_has_a_severity_and_a_section_in_the_runbook():
         assert rule["labels"]["severity"] in ("warning", "critical")
 
 
+# Each alert, and the labels that say whom it is about. An alert about one replica names replica and host.
+_ONE_REPLICA = {"job", "replica", "host"}
+ALERTS: dict[str, set[str]] = {
+    "FabricNoLeader": set(),
+    "FabricTwoLeaders": set(),
+    "FabricLighthouseMissing": set(),
+    "FabricConnectionsRefused": {"instance"},
+    "FabricStoreRefusesWrites": set(),
+    "FabricStoreFillsUp": {"instance"},
+    "FabricStoreWritesFail": {"what", "outcome"},
+    "FabricStoreSlow": set(),
+    "FabricStepsStandStill": {"job"},
+    "FabricJobFailed": {"job"},
+    "FabricReplicaDown": {*_ONE_REPLICA, "why"},
+    "FabricMembersMissing": {"job"},  # replicas that this leader has never seen
+    "FabricManyEvictions": {"job"},  # several replicas may be concerned
+    "FabricGoodputLow": {"job"},
+    "FabricSnapshotOld": {"job"},
+    "FabricDurableFails": {*_ONE_REPLICA, "why"},
+    "FabricReplicaSlow": {*_ONE_REPLICA, "why"},
+    "FabricJobSlow": {"job"},
+    "FabricSlowdownCostly": {"job"},
+    "FabricSlowAgain": {"job"},
+    "FabricCheckpointServerSilent": _ONE_REPLICA,
+}
+
+
+def test_each_alert_names_whom_it_is_about_and_its_sentence_is_tested():
+    (group,) = yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text())["groups"]
+    rules = {rule["alert"]: rule["annotations"]["summary"] for rule in group["rules"]}
+    assert {name: set(re.findall(r"\$labels\.(\w+)", text)) for name, text in rules.items()} == ALERTS
+    tests = yaml.safe_load(Path(__file__).with_name("rules_test.yml").read_text())["tests"]
+    cases = [case for test in tests for case in test.get("alert_rule_test", ())]
+    fired = {case["alertname"]: case["exp_alerts"] for case in cases if case["exp_alerts"]}
+    assert set(fired) == set(ALERTS)
+    for name, alerts in fired.items():
+        for alert in alerts:
+            assert ALERTS[name] <= alert["exp_labels"].keys(), name
+            assert all(
+                alert["exp_labels"][label] in alert["exp_annotations"]["summary"] for label in ALERTS[name]
+            )
+
+
 def test_the_dashboard_has_a_position_for_each_panel():
     panels = json.loads((OPS / "grafana" / "fabric.json").read_text())["panels"]
     taken: set[tuple[int, int]] = set()

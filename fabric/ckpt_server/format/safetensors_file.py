@@ -290,13 +290,14 @@ def _extent(name: str, dtype: object, shape: object) -> tuple[tuple[int, ...], i
         raise _bad(name, f"has the unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
         raise _bad(name, "has an impossible shape")
+    extent = nbytes  # without the empty dimensions, because torch multiplies the others too
     for size in shape:
         if not is_count(size, _MAX_SIZE):
             raise _bad(name, "has an impossible shape")
-        nbytes *= size
-    if nbytes > MAX_FILE_BYTES:
+        extent *= size or 1
+    if extent > MAX_FILE_BYTES:
         raise _bad(name, "has an impossible shape")
-    return tuple(shape), nbytes
+    return tuple(shape), 0 if 0 in shape else extent
 
 
 def _bad(name: str, what: str) -> StateError:

@@ -11,7 +11,7 @@ import sys
 
 from fabric.ckpt_server.server.slots import CRASH_MARKER, SlotTable
 from fabric.ckpt_server.server.trainer_watch import GONE, TrainerWatch
-from fabric.model import Death
+from fabric.model import MAX_MICRO_BATCHES, Death
 
 MARKER_BYTES = 8
 # The marker's low bits hold the micro-batch plus one; zero means that the trainer is at no micro-batch.
@@ -52,9 +52,11 @@ class CrashLog:
                 os.pwrite(self._slot.memfd.fd, bytes(MARKER_BYTES), 0)
 
     def _read(self) -> tuple[int, int]:
-        """Return (step, micro-batch) of the note; the micro-batch is -1 where there is no note."""
+        """Return (step, micro-batch) of the note; the micro-batch is -1 without a note, or with garbage."""
         view = self._slot.memfd.view if self._slot.memfd is not None else b""
         if len(view) < MARKER_BYTES:  # the marker's memory is still being allocated, or was released
             return 0, -1
         value = int.from_bytes(view[:MARKER_BYTES], sys.byteorder)
-        return value >> _BITS, (value & ((1 << _BITS) - 1)) - 1
+        step, micro_batch = value >> _BITS, (value & ((1 << _BITS) - 1)) - 1
+        # A trainer that wrote beyond its own memory may have left any bytes.
+        return step, micro_batch if micro_batch < MAX_MICRO_BATCHES else -1

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fabric.audit.verify import verify
 from fabric.cli.demo.supervise import TIME_LIMIT_S, DemoOptions, supervise
-from fabric.cli.terminal_text import plain_console
+from fabric.cli.terminal_text import plain_console, printable
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime.local_job import MAX_REPLICAS, claimed
 
@@ -71,7 +71,7 @@ def verify_command(directory: Path) -> None:
     except (ConfigError, OSError) as error:
         _fail(error, 2)
     for sentence in verdict.broken:
-        click.echo(sentence)
+        click.echo(printable(sentence))
     if verdict.broken:
         raise SystemExit(1)
     summary = verdict.summary
@@ -107,7 +107,7 @@ def _kill_step(replicas: int, steps: int, kill_at: int | None, *, no_failure: bo
 
 
 def _fail(why: object, code: int) -> NoReturn:
-    click.echo(f"Error: {why}", err=True)
+    click.echo(f"Error: {printable(str(why))}", err=True)
     raise SystemExit(code)
 
 

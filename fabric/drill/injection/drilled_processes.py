@@ -77,7 +77,7 @@ class DrilledProcesses:
     """
 
     def __init__(self, job: str, mark: str = "") -> None:
-        self._needed = {"FABRIC_DRILL": "1", "FABRIC_JOB": job} | ({MARK: mark} if mark else {})
+        self._needed = {"FABRIC_JOB": job} | ({MARK: mark} if mark else {})
 
     def trainer(self, replica: str) -> ProcessTarget:
         """Return the trainer of ``replica``. Raises Refused with one sentence where there is none."""
@@ -128,7 +128,8 @@ class DrilledProcesses:
         except OSError:
             return None
         variables = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
-        if any(variables.get(name) != value for name, value in self._needed.items()):
+        is_allowed = variables.get("FABRIC_DRILL") not in (None, "", "0")
+        if not is_allowed or any(variables.get(name) != value for name, value in self._needed.items()):
             return None
         stat = _stat(pid)
         if not stat or stat[0] in "ZX" or not variables.get("FABRIC_REPLICA"):

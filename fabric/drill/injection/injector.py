@@ -1,19 +1,21 @@
 """The injector of one trainer: a process that plays the faults which the lighthouse orders.
 
-It exists only beside a trainer that was started with FABRIC_DRILL=1, and ends with that trainer. It asks the
-lighthouse for the faults in force. It undoes a fault that the answer no longer names, and all faults when no
-lighthouse answers for LEASE_S. If the injector dies, its guard continues the trainer, and the trainer drops
-the injector's orders.
+It exists only beside a trainer that was started for drills, and ends with that trainer. It asks the
+lighthouse for the faults in force. It obeys a lighthouse that proves itself: by its certificate, or, where
+FABRIC_DRILL names a file, by the key in it. So a process that takes the port of a lighthouse orders nothing.
+The injector undoes a fault that the answer no longer names, and all faults when no lighthouse answers for
+LEASE_S. If the injector dies, its guard continues the trainer, and the trainer drops the injector's orders.
 """
 
 import contextlib
 import json
+import logging
 import os
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,17 @@ from fabric.drill.injection.played_faults import DrilledTrainer, OrderedFault, P
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.errors import FabricError, ProtocolError
 from fabric.runtime.config import Settings, settings
+from fabric.runtime.drill_orders import proof_of
 from fabric.runtime.http.lighthouse_client import Lighthouses
-from fabric.runtime.http.token_file import TokenFile
+from fabric.runtime.http.token_file import TokenFile, is_same, read_tokens
 from fabric.runtime.process_environment import (
     LAUNCH_MARK,
     LAUNCH_RESTARTS,
     outliving_environment,
     process_environment,
 )
+
+log = logging.getLogger(__name__)
 
 # Without an answer of a lighthouse for so long, all faults are undone.
 LEASE_S = 10.0
@@ -52,6 +57,7 @@ class TrainerAddress:
     replica: str
     run_dir: Path
     restarts: bool  # whether a launcher starts it again
+    key_file: str = ""  # holds the key of a lighthouse's orders; empty: the certificate proves the lighthouse
 
     def words(self) -> dict[str, Any]:
         return {**asdict(self), "run_dir": str(self.run_dir)}
@@ -103,6 +109,8 @@ class Injector:
     def __init__(self, trainer: TrainerAddress, client: Lighthouses, guard: UndoGuard) -> None:
         self._trainer, self._client, self._guard = trainer, client, guard
         self._target = ProcessTarget(trainer.pid)
+        self._key = TokenFile(Path(trainer.key_file)) if trainer.key_file else None
+        self._logged = ""
         self._id = os.urandom(8).hex()
         self._host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self._drill = ""
@@ -128,7 +136,10 @@ class Injector:
             select.select([self._target.descriptor], [], [], _PLAY_S)
         try:
             answer = self._ask()
-        except FabricError:
+        except FabricError as error:
+            if isinstance(error, ProtocolError) and str(error) != self._logged:
+                self._logged = str(error)
+                log.warning("%s", error)
             if time.monotonic() - self._answered > LEASE_S:
                 self._end_all()
             select.select([self._target.descriptor], [], [], _PAUSE_S)
@@ -181,25 +192,50 @@ class Injector:
             "gone": is_gone,
             "wait_s": 0.0 if is_busy else WAIT_S,
             "drill": self._drill,
+            "nonce": os.urandom(16).hex(),
             "reports": {str(number): x.reports for number, x in self._faults.items() if x.reports},
         }
-        return read_answer(self._client.ask(self._client.path("injector"), body))
+        keys = None if self._key is None else self._key.accepted()
+        return read_answer(self._client.ask(self._client.path("injector"), body), body["nonce"], keys)
 
 
-def read_answer(answer: object) -> InjectorAnswer:
-    """Return the lighthouse's orders. Raises ProtocolError for anything else."""
+def read_answer(answer: object, nonce: str = "", keys: Sequence[str] | None = None) -> InjectorAnswer:
+    """Return the lighthouse's orders. Raises ProtocolError for anything else.
+
+    ``keys``: the answer proves one of them, with ``nonce``; None: the connection has proved the lighthouse.
+    """
     try:
+        if keys is not None:
+            _check_proof(answer, nonce, keys)
         return msgspec.convert(answer, InjectorAnswer)
     except (msgspec.ValidationError, UnicodeError) as error:
         raise ProtocolError(f"the lighthouse's order cannot be read ({str(error)[:300]})") from error
 
 
+def _check_proof(answer: object, nonce: str, keys: Sequence[str]) -> None:
+    body = dict(answer) if isinstance(answer, dict) else {}
+    given = body.pop("proofs", [])
+    proofs = [proof for proof in given if isinstance(proof, str)] if isinstance(given, list) else []
+    if not any(is_same(proof, proof_of(key, nonce, body)) for proof in proofs for key in keys):
+        raise ProtocolError(
+            "an answer at the lighthouse's address does not prove the key of FABRIC_DRILL: "
+            "print the key again with `fabric drill --print-key`, and look at which process has that port"
+        )
+
+
 def start_injector(chosen: Settings) -> None:
-    """Start the injector of this trainer; it outlives the trainer for a moment, to report its end."""
+    """Start the injector of this trainer; it outlives the trainer for a moment, to report its end.
+
+    Start none where no lighthouse can prove itself: by a certificate, or by the key that FABRIC_DRILL names.
+    """
+    key_file = chosen.drill if chosen.drill.startswith("/") else ""
+    if not key_file and not all(url.startswith("https://") for url in chosen.lighthouse):
+        return
+    if key_file:
+        read_tokens(Path(key_file))
     environment = process_environment()
-    trainer = TrainerAddress(
-        os.getpid(), chosen.job, chosen.replica, chosen.home, is_started_again(environment)
-    )
+    restarts = is_started_again(environment)
+    trainer = TrainerAddress(os.getpid(), chosen.job, chosen.replica, chosen.home, restarts, key_file)
     variables = {
         "FABRIC_JOB": chosen.job,
         "FABRIC_REPLICA": chosen.replica,

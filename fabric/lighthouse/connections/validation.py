@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from fabric.errors import ProtocolError
-from fabric.model import MAX_INTEGER, Policy, Sharing, shortened
+from fabric.model import MAX_INTEGER, MAX_MICRO_BATCHES, Policy, Sharing, shortened
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.rank_messages import MOST_TIMED_RANKS
@@ -42,8 +42,6 @@ MAX_DESCRIPTION = 64 * 1024
 # The most ranks of one replica.
 MAX_RANKS = 65_536
 MAX_SNAPSHOTS = 64
-# A decision of the leader divides all micro-batches of a step in one turn of the loop.
-MAX_MICRO_BATCHES = 60_000
 # The default of ``--max-replicas``.
 MAX_REPLICAS = 1024
 # The most that ``--max-replicas`` accepts: a record of some 35,000 replicas fills a store's longest value.

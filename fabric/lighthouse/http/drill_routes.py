@@ -16,6 +16,7 @@ from fabric.lighthouse.http.tokens import DRILL_PATH, Tokens
 from fabric.lighthouse.jobs.drills import MOST_SECONDS, AskingInjector, Drills
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
+from fabric.runtime.drill_orders import proof_of
 from fabric.runtime.http.http_service import Handler, bearer_of, read_body
 
 # An injector's request is kept open at most for this time.
@@ -36,6 +37,7 @@ class _InjectorRequest(msgspec.Struct):
     gone: bool = False
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_WAIT_S)] = 0.0
     drill: ShortText = ""
+    nonce: ShortText = ""  # the answer proves that its writer has heard it
     reports: Annotated[dict[str, dict[str, ShortText]], msgspec.Meta(max_length=1000)] = {}
 
 
@@ -73,7 +75,7 @@ def add_drills(app: web.Application, jobs: Callable[[], Jobs], tokens: Tokens) -
     app.router.add_post(DRILL_PATH, _begin(jobs, tokens))
     for name, (kind, action) in orders.items():
         app.router.add_post(f"{DRILL_PATH}/{name}", _order(jobs, tokens, kind, action))
-    app.router.add_post("/v1/jobs/{job}/injector", _injector(jobs))
+    app.router.add_post("/v1/jobs/{job}/injector", _injector(jobs, tokens))
 
 
 def _show(jobs: Callable[[], Jobs]) -> Handler:
@@ -111,7 +113,7 @@ def _order(jobs: Callable[[], Jobs], tokens: Tokens, kind: type[msgspec.Struct],
     return handle
 
 
-def _injector(jobs: Callable[[], Jobs]) -> Handler:
+def _injector(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         asked = _decoded(await read_body(request), _InjectorRequest)
         job = find_job(jobs(), request)
@@ -139,7 +141,8 @@ def _injector(jobs: Callable[[], Jobs]) -> Handler:
         if asked.wait_s and not answer["faults"]:
             await drills.wait_changed(asked.wait_s)
             answer = ask()
-        return web.json_response(answer)
+        proofs = [proof_of(key, asked.nonce, answer) for key in tokens.order_keys(request.match_info["job"])]
+        return web.json_response({**answer, "proofs": proofs})
 
     return handle
 

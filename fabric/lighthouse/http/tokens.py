@@ -23,6 +23,7 @@ from aiohttp.typedefs import Middleware
 from fabric.errors import ConfigError, ProtocolError, StoreUnavailable, Unauthorized
 from fabric.lighthouse.connections.validation import check_name
 from fabric.lighthouse.http.login_limit import TokenTries
+from fabric.runtime.drill_orders import order_key
 from fabric.runtime.http.http_service import Handler, bearer_of
 from fabric.runtime.http.token_file import LOOK_S, TokenFile, is_same, read_tokens
 
@@ -97,6 +98,10 @@ class Tokens:
     def may_drill(self, given: str) -> bool:
         """Whether this token has the right to drill. Without a token for drills no token has it."""
         return self._drill.accepts(given)
+
+    def order_keys(self, job: str) -> list[str]:
+        """Return the keys that prove an order of a drill to the trainers of ``job``."""
+        return [order_key(token, job) for token in self._drill.accepted()]
 
     def keys(self, job: str) -> tuple[str, ...]:
         """Return the tokens of ``job`` (empty: of the lighthouse); requests should carry the first."""

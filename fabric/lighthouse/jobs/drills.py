@@ -105,7 +105,8 @@ class Drills:
         injectors = self.injectors
         if not injectors:
             raise Refused(
-                f"no trainer of job {self._job} allows a drill: start its trainers with FABRIC_DRILL=1"
+                f"no trainer of job {self._job} allows a drill: start its trainers with "
+                "FABRIC_DRILL=KEY-FILE, or with FABRIC_DRILL=1 and TLS"
             )
         mortal = sorted(name for name, x in injectors.items() if not x.restarts)
         if replicas < 2 and not may_lose:
@@ -133,8 +134,7 @@ class Drills:
         injector = self.injectors.get(replica)
         if injector is None:
             raise Refused(
-                f"{replica} of job {self._job} is gone, or was not started with FABRIC_DRILL=1: no fault can "
-                "hit it"
+                f"{replica} of job {self._job} is gone, or was not started for drills: no fault can hit it"
             )
         if len(drill.faults) >= _MOST_FAULTS:
             raise Refused(f"the drill {drill.id} has had {_MOST_FAULTS} faults: begin another one")

@@ -35,9 +35,10 @@ from fabric.lighthouse.jobs.job_store import StoredRecord
 from fabric.lighthouse.jobs.record_tasks import RecordTasks
 from fabric.lighthouse.jobs.retention import Retention
 from fabric.lighthouse.jobs.term_context import TermContext, entropy
-from fabric.lighthouse.telemetry.metrics import JobGauges
+from fabric.lighthouse.telemetry.metrics import JobGauges, ReplicaTrouble
 from fabric.model import Policy, Record
 from fabric.protocol.leader.core import MANY, LeaderCore
+from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -154,6 +155,7 @@ class Job:
             members=len(record.roster) if record else 0,
             missing=missing if (record or absent) and not (view.is_complete or view.failed_reason) else 0,
             absent=absent,
+            troubles=self._troubles(),
             sessions=len(self.connections.sessions),
             recoverable_step=None if state is None else state["step"],
             recoverable_age_s=None if state is None else state["age_s"],
@@ -168,6 +170,23 @@ class Job:
     def absences(self) -> list[Absence]:
         """Return the replicas that the job misses now."""
         return absences(self.view, self.history.recoveries, self.now)
+
+    def _troubles(self) -> list[ReplicaTrouble]:
+        """Return the troubles of the job's members, each with its host."""
+        record, slow, servers = self.view.record, self.slowness.slow, self.servers
+        if record is None or record.complete:
+            return []
+        kinds = {
+            "slow": {name: f"its {slowdown.scope}" for name, slowdown in slow.items()},
+            "server silent": dict.fromkeys(sorted(servers.silent), "its trainer runs"),
+            "durable failed": servers.failing,
+        }
+        return [
+            ReplicaTrouble(name, kind, host_of(member), why)
+            for kind, found in kinds.items()
+            for name, why in found.items()
+            if (member := record.member(name)) is not None
+        ]
 
     def look_at_ledger(self) -> GoodputLedger:
         """Return the goodput ledger, up to now."""

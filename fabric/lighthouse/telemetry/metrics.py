@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fabric.health.localise import Scope
-from fabric.lighthouse.history.recovery import DOWN, Absence, RecoveryRecord
+from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, RecoveryRecord
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -19,6 +19,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _WRITE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _RECOVERY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _PREFIX = "fabric_lighthouse_"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTrouble:
+    """A trouble of one member. ``why`` does not change while the trouble lasts."""
+
+    replica: str
+    kind: str  # "slow", "server silent" or "durable failed"
+    host: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,7 @@ class JobGauges:
     ledger: Mapping[str, float] = field(default_factory=dict)
     is_complete: bool = False
     has_failed: bool = False
+    troubles: Sequence[ReplicaTrouble] = ()
     silent_servers: int = 0
     durable_failing: int = 0
     slow_replicas: int = 0
@@ -196,15 +207,24 @@ class _Gauges(Collector):
             yield family
         down = GaugeMetricFamily(
             _PREFIX + "replica_down",
-            "1 for each lost replica without a live process; why is the reason in a sentence.",
+            f"1 for each lost replica without a live process, {NAMED} at most; why is the reason.",
             labels=["job", "replica", "host", "why"],
         )
         for job in jobs:
-            for absence in job.absent:
-                # A member's reason may change with the time, and a new label would be a new series.
-                if absence.state == DOWN and not absence.is_member:
-                    down.add_metric([job.job, absence.replica, absence.host, absence.why], 1.0)
+            # A member's reason may change with the time, and a new label would be a new series.
+            lost = [absence for absence in job.absent if absence.state == DOWN and not absence.is_member]
+            for absence in lost[:NAMED]:
+                down.add_metric([job.job, absence.replica, absence.host, absence.why], 1.0)
         yield down
+        troubled = GaugeMetricFamily(
+            _PREFIX + "replica_troubled",
+            f"1 for each trouble of a member, {NAMED} per job at most: slow, server silent, durable failed.",
+            labels=["job", "replica", "kind", "host", "why"],
+        )
+        for job in jobs:
+            for trouble in job.troubles[:NAMED]:
+                troubled.add_metric([job.job, trouble.replica, trouble.kind, trouble.host, trouble.why], 1.0)
+        yield troubled
         ledger = CounterMetricFamily(
             _PREFIX + "job_seconds",
             "The job's time by state: training, degraded, recovering, stalled.",

@@ -18,6 +18,7 @@ from fabric.runtime.http import redirects
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
+from fabric.runtime.logs import printable
 
 _TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 64 << 20
@@ -172,7 +173,7 @@ async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
 
 def _refusal(status: int, data: bytes) -> Exception:
     try:
-        sentence = str(json.loads(data)["error"])
+        sentence = printable(str(json.loads(data)["error"]))
     except (ValueError, TypeError, KeyError):
         return Unreachable(f"HTTP {status}, and not from a lighthouse")
     if status == 401:

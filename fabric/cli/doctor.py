@@ -20,7 +20,7 @@ import aiohttp
 import click
 
 from fabric import command_of_another
-from fabric.ckpt_server.durable.storage import Storage, StorageError
+from fabric.ckpt_server.durable.storage import ANSWER_S, Storage, StorageCall, StorageError
 from fabric.cli.store_options import store_access, store_access_options
 from fabric.cli.terminal_text import printable
 from fabric.errors import ConfigError, FabricError, ProtocolError
@@ -150,7 +150,7 @@ def _durable(chosen: Settings) -> Finding:
     if not chosen.durable:
         return Finding("ok", "no durable checkpoints: FABRIC_DURABLE is not set")
     try:
-        Storage(chosen.durable).try_writing()
+        StorageCall(chosen.durable, Storage(chosen.durable).try_writing).wait(ANSWER_S)
     except StorageError as error:
         return Finding(
             "bad", str(error), "set FABRIC_DURABLE to a folder or fsspec URL that this user may write to"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from fabric.errors import ProtocolError, Refused, Unauthorized
+from fabric.errors import ProtocolError, Refused, Unauthorized, Unconnected
 from fabric.model import PROTOCOL_VERSION, Int64
 from fabric.protocol.messages.wire import check_version, decode_as
 
@@ -25,7 +25,7 @@ CHALLENGE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 MAX_HANDSHAKE_BYTES = 4096
 MAX_REFUSAL_CHARACTERS = 400
-_ACCEPTED, _REFUSED, _BAD_TOKEN = b"+", b"-", b"!"
+_ACCEPTED, _REFUSED, _BAD_TOKEN, _LEADS_BACK = b"+", b"-", b"!", b"@"
 # Longer names could make a greeting exceed the size limit of the handshake.
 MAX_NAME_CHARACTERS = 256
 
@@ -126,14 +126,16 @@ def accept_frame(challenge: bytes, hello: bytes, token: bytes) -> bytes:
 
 def refuse_frame(error: Exception) -> bytes:
     """Return the acceptor's frame of refusal, with the sentence that the dialler shows to its user."""
-    mark = _BAD_TOKEN if isinstance(error, Unauthorized) else _REFUSED
+    marks = ((Unauthorized, _BAD_TOKEN), (Unconnected, _LEADS_BACK), (Exception, _REFUSED))
+    mark = next(mark for kind, mark in marks if isinstance(error, kind))
     return mark + str(error)[:MAX_REFUSAL_CHARACTERS].encode()
 
 
 def read_verdict(verdict: bytes, challenge: bytes, hello: bytes, token: bytes) -> None:
     """Return if the acceptor consented and proved that it holds the token.
 
-    Raises Unauthorized where either token is wrong, otherwise Refused with the acceptor's sentence.
+    Raises Unauthorized where either token is wrong, Unconnected where the address leads back to the dialler,
+    otherwise Refused with the acceptor's sentence.
     """
     if verdict[:1] == _ACCEPTED:
         if not hmac.compare_digest(verdict[1:], _proof(token, b"accept", challenge, hello)):
@@ -145,6 +147,8 @@ def read_verdict(verdict: bytes, challenge: bytes, hello: bytes, token: bytes) -
     sentence = _printable(verdict[1:].decode(errors="replace"))
     if verdict[:1] == _BAD_TOKEN:
         raise Unauthorized(sentence)
+    if verdict[:1] == _LEADS_BACK:
+        raise Unconnected(sentence)
     if verdict[:1] == _REFUSED:
         raise Refused(sentence)
     raise ProtocolError("the acceptor's verdict cannot be read: the other side is not fabric")

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fabric.errors import ConfigError, FabricError, ProtocolError, Refused, Unconnected, Unreachable
+from fabric.runtime import logs
 from fabric.transport import greeting as proof
 from fabric.transport.connecting import connect
 from fabric.transport.framing import HEADER_BYTES, frame
@@ -59,6 +60,7 @@ Tokens = Callable[[], Sequence[bytes]]
 # The TCP sockets of links as long as they live, for a drill that damages them.
 _links: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _guard = threading.Lock()
+_led_back: set[str] = set()  # the addresses of other replicas that have led back to this process
 
 OnConnection = Callable[[Greeting, socket.socket], None]
 
@@ -206,6 +208,11 @@ class Listener:
                 f"{who} was told of store {greeting.store_id!r}, this job's store is "
                 f"{own.store_id!r}: the control store was wiped or is another one, restart {who}"
             )
+        if greeting.to and greeting.to != own.replica == greeting.replica:
+            raise Unconnected(
+                f"its address leads back to {own.replica} itself, as where two hosts have one name; set "
+                f"FABRIC_ADVERTISE on the host of {greeting.to}"
+            )
         if greeting.to and greeting.to != own.replica:
             raise Refused(
                 f"{who} looks for {greeting.to!r} and reached {own.replica!r}: "
@@ -244,6 +251,12 @@ async def dial(
             async with asyncio.timeout(timeout_s):
                 await _greet(sock, greeting, token)
                 tune(sock, greeting.kind)
+        except Unconnected as error:
+            sentence = f"{whom} cannot be reached: {error}"
+            if address not in _led_back:
+                _led_back.add(address)
+                logs.tell(f"{greeting.replica}: {sentence}")
+            raise Unconnected(sentence) from error
         except TimeoutError as error:
             raise Unreachable(
                 f"{whom} did not answer within {timeout_s:g} s: check that it runs and is reachable"

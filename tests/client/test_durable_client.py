@@ -186,7 +186,7 @@ class TestLadder:
         def make_fetcher(rank: int = 0) -> StateFetcher:
             return StateFetcher(timeout_s=5.0, rank=rank)
 
-        ladder = StateLoader(slots, durable(url), Layout(objects(1)), 0, 1, make_fetcher)
+        ladder = StateLoader(slots, durable(url, contact_s=0.0), Layout(objects(1)), 0, 1, make_fetcher)
         transfer = FetchThread(ladder, 0, Failpoints(""), heard.append)
         transfer.fetch_state(io.FetchState(state, urls), heard.append)
         transfer._worker.close(within_s=60.0)

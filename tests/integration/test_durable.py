@@ -240,3 +240,81 @@ def test_servers_that_die_while_members_wait_for_a_cold_start_make_no_checkpoint
     for replica in gates:
         steps = [e["step"] for e in job.events(replica, "commit") if e["generation"] > 1]
         assert sorted(set(steps)) == list(range(20, STEPS)), replica
+
+
+class Mount:
+    """A folder for storage that can be taken away: then each access fails, as on a broken mount."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place, self._kept = folder / "mount", folder / "kept"
+        self._kept.mkdir()
+        self.place.symlink_to(self.place)
+
+    def give(self) -> None:
+        self.place.unlink()
+        self._kept.rename(self.place)
+
+    def take(self) -> None:
+        self.place.rename(self._kept)
+        self.place.symlink_to(self.place)
+
+
+def test_storage_that_goes_away_at_any_moment_of_a_jobs_life_costs_nothing_and_needs_no_person(
+    zygote, tmp_path
+):
+    """Away at a start, in a write, at a marker, at the load of a checkpoint, and at the last checkpoint."""
+    mount = Mount(tmp_path)
+    environment = {
+        "FABRIC_DURABLE": str(mount.place / "durable"),
+        "FABRIC_DURABLE_EVERY": "10",
+        "FABRIC_SNAPSHOT_SHARE": "0",
+        "FABRIC_CONTACT_S": "3600",
+        "TINY_STEPS": "30",
+    }
+    with Job(zygote, tmp_path / "job", replicas=2, environment=environment) as job:
+
+        def gate(name: str) -> str:
+            return f"wait:{job.folder}/{name}"
+
+        def has_log(text: str) -> bool:
+            return text in (job.folder / "run" / "r0" / "ckpt-server.log").read_text()
+
+        def interrupt(name: str, step: int) -> None:
+            """Take storage away while the writer stands at ``name``, until its try has failed."""
+            job.wait_for((job.folder / f"{name}.awaited").exists, f"the writer at {name}")
+            mount.take()
+            (job.folder / name).touch()
+            job.wait_for(lambda: has_log(f"the durable checkpoint of step {step}: "), "a failed try")
+
+        writes = f"durable-data@10={gate('data')},durable-marker@20={gate('marker')}"
+        steps = f"optimizer@12={gate('go12')},optimizer@22={gate('go22')}"
+        job.start_all({"r0": f"{writes},{steps}"})
+        job.wait_for(lambda: all("waits for it" in job.said(r) for r in job.pids), "replicas that wait")
+        mount.give()
+        interrupt("data", 10)
+        mount.give()
+        wait_for_step(job, 10)
+        (job.folder / "go12").touch()
+        interrupt("marker", 20)
+        mount.give()
+        wait_for_step(job, 20)
+        kill_everything(job)
+        for replica in job.pids:
+            job.start(replica, f"fetch={gate(f'{replica}.fetch')},durable-data@30={gate('last')}")
+        for replica in job.pids:
+            job.wait_for((job.folder / f"{replica}.fetch.awaited").exists, "a fetch")
+        mount.take()
+        for replica in job.pids:
+            (job.folder / f"{replica}.fetch").touch()
+        job.wait_for(lambda: all("tries again" in job.said(r) for r in job.pids), "reads that failed")
+        mount.give()
+        interrupt("last", 30)
+        job.finish()
+        mount.give()
+        wait_for_step(job, 30)
+        job.wait_for(lambda: not job.server_pids(), "the servers' end")
+        assert job.codes == {"r0": 0, "r1": 0} and set(job.starts.values()) == {2}, job.logs()
+        for replica in job.pids:
+            commits = [e["step"] for e in job.events(replica, "commit") if e["generation"] > 1]
+            assert commits == list(range(20, 30)), "no step since the last checkpoint is lost"
+        assert durable(job)[-1].state.digest == states(job, "r0")[30] == states(job, "r1")[30]

@@ -91,6 +91,33 @@ def test_a_host_that_loses_large_packets_is_left_out_until_they_pass(zygote, tmp
             assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
 
 
+def test_members_do_not_wait_for_the_state_of_a_newcomer_that_loses_large_packets(zygote, tmp_path):
+    """Without replay the others stand still while r2 fetches its state, at most FABRIC_EXCHANGE_S."""
+    environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.05", "TINY_WIDTH": "1024"}
+    environment |= {"FABRIC_REPRODUCIBLE": "0", "FABRIC_EXCHANGE_S": "3600"}
+    with Cable() as cable:
+        inside = ("ip", "netns", "exec", cable.names[0])
+        with Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], inside=inside) as job:
+            start_on_two_hosts(job, cable)
+            job.wait_for(lambda: last_step(job, "r2") >= 2, "the first steps")
+            job.kill("r2")
+            goes_on_without_r2(job)
+            more = {"TEST_NETNS": cable.names[1], "FABRIC_BIND": ADDRESSES[1]}
+            job.start("r2", f"fetch=wait:{job.folder}/fetch", **more)
+            job.wait_for((job.folder / "fetch.awaited").exists, "the others to wait for r2's state")
+            assert rosters(job)[-1] == ["r0", "r1", "r2"]
+            cable.lose_large()
+            (job.folder / "fetch").touch()
+            goes_on_without_r2(job)
+            why = job.events("r0", "epoch")[-1]["reason"]
+            assert why == "r2 evicted: it and r0, r1 cannot exchange messages of 16384 bytes"
+            for side in (0, 1):
+                cable.lose_nothing(side)
+            has_r2_again(job)
+            job.finish()
+            assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
+
+
 def test_hosts_of_one_name_train_together_without_an_advertised_address(zygote, tmp_path):
     """Both hosts have this machine's name, which names neither of them, as after a clone."""
     with Cable() as cable:

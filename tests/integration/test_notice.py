@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from job import EXAMPLES, HERE, Job
+from rank_job import RankJob
 
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
@@ -76,6 +77,25 @@ def test_after_sigterm_to_all_no_committed_step_is_lost(job, everybody):
     assert [job.events(r, "join")[-1]["step"] for r in job.pids] == [newest.step] * 3
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all ranks", "rank 1 alone"])
+def test_replicas_of_two_ranks_save_their_state_whichever_rank_the_platform_signals(zygote, tmp_path, ranks):
+    environment = {
+        "FABRIC_DURABLE": str(tmp_path / "durable"),
+        "FABRIC_DURABLE_EVERY_S": "3600",
+        "SHARDED": "fsdp2",
+        "TINY_STEPS": str(MANY),
+    }
+    with RankJob(zygote, tmp_path / "job", replicas=2, ranks=2, environment=environment) as job:
+        job.start_all()
+        train_some(job, replicas=list(job.groups))
+        for replica in job.groups:
+            for rank in ranks:
+                os.kill(job.pids[f"{replica}.{rank}"], signal.SIGTERM)
+        assert await_ends(job, list(job.pids)) == [75] * 4, job.logs()
+        (newest,) = saved(job)
+        assert newest.step == max(e["step"] + 1 for r in job.groups for e in job.events(r, "commit"))
+
+
 def test_a_replica_with_notice_leaves_alone_and_the_last_one_saves_the_state(job):
     job.start_all()
     train_some(job)
@@ -105,6 +125,20 @@ def test_where_storage_is_too_slow_the_checkpoint_before_stays_whole(job):
     assert set(codes) == {143}, job.logs()
     assert saved(job)[-1].step == 10
     assert "the durable checkpoint before it stays whole" in (job.folder / "r0.log").read_text()
+
+
+def test_where_storage_is_away_at_the_notice_the_state_is_saved_once_it_is_back(job, tmp_path):
+    job.start_all()
+    train_some(job)
+    (tmp_path / "durable").rename(tmp_path / "kept")
+    (tmp_path / "durable").symlink_to(tmp_path / "durable")  # each access fails
+    give_notice(job, list(job.pids))
+    failed = "the durable checkpoint of step"
+    job.wait_for(lambda: failed in (job.folder / "run/r0/ckpt-server.log").read_text(), "a failed try")
+    (tmp_path / "durable").unlink()
+    (tmp_path / "kept").rename(tmp_path / "durable")
+    assert await_ends(job, list(job.pids)) == [75, 75, 75], job.logs()
+    assert [state.step for state in saved(job)] == [committed(job)], job.logs()
 
 
 def test_launchers_pass_the_notice_on_and_wait_for_the_saved_state(job):

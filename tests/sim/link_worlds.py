@@ -19,7 +19,9 @@ from fabric.protocol.messages.network import LARGE_BYTES
 
 KINDS = ("pair", "split", "one way", "chain", "star", "flapping")
 # Small messages pass and large ones are lost: on all ways of one host, and on one way between two hosts.
-LARGE_KINDS = ("large, a host", "large, one way")
+# ``JOIN``: on all ways of a newcomer, from the moment when the others begin to wait for its state.
+JOIN = "large, a join"
+LARGE_KINDS = ("large, a host", "large, one way", JOIN)
 REQUIRED = (*(f"links: {kind}" for kind in (*KINDS, *LARGE_KINDS)), "links: left out", "links: size named")
 CALM_FAULTS = ("lighthouse crash", "lighthouse pause", "store down", "store restart")
 
@@ -44,7 +46,22 @@ class LinkWorld(World):
         self.progress = (0, 0.0)  # the number of committed steps, and the time since which it is unchanged
         super().__init__(seed, tracing, faultless=True)
         self.faults.over, self.faults.not_before = False, FAULT_S + 4.0
-        self.clockwork.at(self.clockwork.between(2.0, 2.5), self._begin)
+        self.newcomer = sorted(self.hosts)[-1]
+        at_s = self.clockwork.between(2.0, 2.5)
+        self.clockwork.at(at_s, self._begin if self.kind != JOIN else self._begin_with_a_join)
+
+    def _begin_with_a_join(self) -> None:
+        if self.kill_trainer(self.newcomer, restart_s=0.3):
+            self._await_join()
+
+    def _await_join(self) -> None:
+        leader = next((x.core for x in self.lighthouses.values() if x.leads and x.core is not None), None)
+        record = leader.view.record if leader is not None else None
+        member = record.member(self.newcomer) if record is not None else None
+        if member is not None and member.blocking_join:
+            self._begin()
+        else:
+            self.clockwork.at(0.002, self._await_join)
 
     def choose(self) -> Settings:
         found = super().choose()
@@ -52,6 +69,8 @@ class LinkWorld(World):
         policy = replace(found.leader.policy, start_replicas=replicas)
         leader = replace(found.leader, policy=policy)
         member = replace(found.member, exchange_s=self.clockwork.random.choice((2.0, 8.0)))
+        if self.kind == JOIN:
+            member = replace(found.member, exchange_s=30.0, replay=False, digest_every=0)
         return replace(
             found,
             replicas=replicas,
@@ -76,6 +95,7 @@ class LinkWorld(World):
             "star": [(names[0], other) for other in names[1:]],
             "large, a host": [(names[0], other) for other in names[1:]],
             "large, one way": [(names[0], names[1])],
+            JOIN: [(self.newcomer, other) for other in names if other != self.newcomer],
         }[self.kind]
         return pairs if "one way" in self.kind else [way for a, b in pairs for way in ((a, b), (b, a))]
 
@@ -158,7 +178,8 @@ class LinkWorld(World):
 
     def told(self, effect: leader_events.RecordEvent) -> None:
         super().told(effect)
-        if effect.kind == "evicting":
+        dies = self.kind == JOIN and effect.about == self.newcomer and not self.cut
+        if effect.kind == "evicting" and not dies:
             ends = {name for pair in self.cut for name in pair}
             demand(
                 effect.about in ends, f"{effect.about} is left out ({effect.why}), and no link of it is cut"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.02
 WAIT_S = 1.0
+STUCK_S = 10.0  # how long a fetch takes that loses its large packets
 # Slow fetches end after this time: four in a row would last longer than the checker waits for progress.
 SLOW_UNTIL_S = 12.0
 
@@ -30,6 +31,9 @@ class Transfer:
     def fetch_state(self, order: io.FetchState) -> None:
         if self.trainer.host in self.trainer.world.starving:
             self.trainer.after(0.1, lambda: self.fetch_state(order))
+            return
+        if any(self.trainer.host in way for way in self.trainer.world.network.lossy):
+            self.trainer.after(STUCK_S, lambda: self._state_arrives(order))
             return
         self.trainer.world.happened("fetch", self.trainer.host)
         delay = self.trainer.clockwork.between(0.01, 0.1)

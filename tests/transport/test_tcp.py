@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from fabric.errors import ConfigError, ProtocolError, Refused, Unauthorized, Unreachable
+from fabric.errors import ConfigError, ProtocolError, Refused, Unauthorized, Unconnected, Unreachable
 from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
 from fabric.transport.tcp import Listener, ListenerIdentity, dial, parse_address
@@ -62,6 +62,19 @@ async def test_an_authenticated_socket_is_handed_on_with_its_greeting():
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1_600
                 assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def test_an_address_that_leads_back_to_the_dialler_is_named_once(capfd):
+    """Two hosts of one name: each resolves it to its own address, where it listens on the same port."""
+    async with open_door() as door:
+        address = door.address
+        for _ in range(3):
+            with pytest.raises(Unconnected, match="its address leads back to replica-0 itself"):
+                await dial(address, greeting(replica="replica-0", to="replica-1"), TOKEN, 5)
+    assert capfd.readouterr().err == (
+        f"fabric: replica-0: replica-1 at {address} cannot be reached: its address leads back to "
+        "replica-0 itself, as where two hosts have one name; set FABRIC_ADVERTISE on the host of replica-1\n"
+    )
 
 
 async def test_a_data_socket_may_stay_unread_as_long_as_its_owner_computes():

@@ -14,7 +14,7 @@ import sys
 import threading
 from dataclasses import asdict
 
-from fabric.ckpt_server.durable.storage import StorageAway
+from fabric.ckpt_server.durable.storage import StorageAway, StorageGone
 from fabric.ckpt_server.format.manifest import check_manifest
 from fabric.ckpt_server.wire.durable_job import DurableJob
 from fabric.errors import FabricError, StateError
@@ -49,8 +49,9 @@ def main() -> int:
 
         outcome = write(order, snapshot, memoryview(mapped), Failpoints(armed_points()))
     except (FabricError, OSError, ValueError, KeyError, TypeError) as error:
-        why = {"error": " ".join(str(error).split())[:2000], "away": isinstance(error, StorageAway)}
-        sys.stdout.write(json.dumps({"ok": False, **why}) + "\n")
+        why = {"away": isinstance(error, StorageAway), "gone": isinstance(error, StorageGone)}
+        text = " ".join(str(error).split())[:2000]
+        sys.stdout.write(json.dumps({"ok": False, "error": text, **why}) + "\n")
         return 1
     sys.stdout.write(json.dumps({"ok": True, **asdict(outcome)}) + "\n")
     return 0

@@ -207,11 +207,18 @@ class RankShardFile:
         return self._open[name]
 
 
+class NotListed(StorageAway):
+    """Storage lists no checkpoint that another process has seen there: the listing may be an old one."""
+
+
 def find_checkpoint(storage: Storage, job: str, state: SnapshotRef) -> DurableCheckpoint:
-    """Return the complete checkpoint of ``state``. Raises StateError, with the problems in ``storage``."""
+    """Return the complete checkpoint of ``state``. Raises StateError, with the problems in ``storage``.
+
+    Raises NotListed where there is no problem."""
     listing = list_checkpoints(storage, job)
     checkpoint = listing.find(state)
     if checkpoint is None:
         more = "".join(f"; {warning}" for warning in listing.warnings)
-        raise StateError(f"{storage.url} holds no complete checkpoint of step {state.step}{more}")
+        kind = StateError if more else NotListed
+        raise kind(f"{storage.url} holds no complete checkpoint of step {state.step}{more}")
     return checkpoint

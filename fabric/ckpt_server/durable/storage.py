@@ -8,8 +8,12 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, Generic, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -20,6 +24,8 @@ from fabric.runtime.config import check_no_password
 _PROBE = ".fabric-probe"
 # Storage says this of a file or a name, and says it again at every try.
 _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError)
+T = TypeVar("T")
+ANSWER_S = 10.0  # after this time a caller says that storage is slow
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a person must make room, or mount it for writing
 
 
@@ -29,6 +35,40 @@ class StorageError(StateError):
 
 class StorageAway(StorageError):
     """The storage did not answer, or answered with an error that may pass; the file may be whole."""
+
+
+class StorageGone(StorageAway):
+    """A folder that this job has made is not there, as after its file system was unmounted."""
+
+
+class NoAnswer(StorageError):
+    """Storage has neither answered nor failed yet."""
+
+
+class StorageCall(Generic[T]):
+    """A call to storage in a separate thread.
+
+    A mount whose server has vanished blocks for ever, and no call to it can be interrupted.
+    """
+
+    def __init__(self, url: str, call: Callable[[], T]) -> None:
+        self._url, self._call, self._began = url, call, time.monotonic()
+        self._outcome: Future[T] = Future()
+        threading.Thread(target=self._run, name="fabric-storage", daemon=True).start()
+
+    def wait(self, seconds: float = ANSWER_S) -> T:
+        """Return the call's value. Raises its error; NoAnswer if there is neither after ``seconds``."""
+        try:
+            return self._outcome.result(seconds)
+        except FutureTimeoutError:
+            gone_s = time.monotonic() - self._began
+            raise NoAnswer(f"{self._url} has not answered for {gone_s:.0f} s") from None
+
+    def _run(self) -> None:
+        try:
+            self._outcome.set_result(self._call())
+        except Exception as error:  # noqa: BLE001  (``wait`` raises it)
+            self._outcome.set_exception(error)
 
 
 class Storage:
@@ -75,16 +115,18 @@ class Storage:
         with storage_errors("written", self.url):
             self._fs.makedirs(self._path, exist_ok=True)
 
-    def try_writing(self) -> None:
-        """Make the folder, and write a small file in it. Raises StorageError.
+    def try_writing(self) -> bool:
+        """Make the folder, and write a small file in it; return whether it is new. Raises StorageError.
 
         The file stays where nothing may be deleted; checkpoints can be written there.
         """
+        is_new = not self.is_there()
         self.make()
         with self.create(_PROBE) as file:
             file.write(b"may this be written?\n")
         with contextlib.suppress(StorageError):
             self.remove(_PROBE)
+        return is_new
 
     def size(self, name: str) -> int:
         """Return the number of bytes in the file. Raises StorageError."""
@@ -132,7 +174,7 @@ class Storage:
     def create(self, name: str) -> Iterator[Any]:
         """Open a new file for writing, in place of an old one; durable after the block. Raises
         StorageError."""
-        with storage_errors("written", self.where(name)):
+        with storage_errors("written", self.where(name), missing=StorageGone):
             file = self._fs.open(self._full(name), "wb")
             try:
                 yield file
@@ -185,8 +227,10 @@ class Storage:
 
 
 @contextlib.contextmanager
-def storage_errors(what: str, where: str) -> Iterator[None]:
-    """Turn any error of the block into a StorageError: ``where`` could not be ``what`` (written)."""
+def storage_errors(what: str, where: str, missing: type[StorageError] = StorageError) -> Iterator[None]:
+    """Turn any error of the block into a StorageError: ``where`` could not be ``what`` (written).
+
+    ``missing``: the kind of the error where a file or folder is not there."""
     try:
         yield
     except (StateError, KeyboardInterrupt):
@@ -196,6 +240,8 @@ def storage_errors(what: str, where: str) -> Iterator[None]:
         reason = _reason(error) or " ".join(str(error).split())[:300] or type(error).__name__
         lasts = isinstance(error, _LASTING) or (isinstance(error, OSError) and error.errno in _FULL)
         kind = StorageError if lasts else StorageAway
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            kind = missing
         raise kind(f"{where} could not be {what}: {reason}") from error
 
 

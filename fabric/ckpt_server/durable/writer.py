@@ -24,13 +24,14 @@ from fabric.ckpt_server.durable.manifest import (
     parse_rank_shard,
     rank_shard_name,
 )
-from fabric.ckpt_server.durable.reader import list_checkpoints
-from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.durable.reader import list_checkpoints, open_checkpoint
+from fabric.ckpt_server.durable.storage import Storage, StorageAway, StorageGone
 from fabric.ckpt_server.format.digest import bytes_digest, file_digest
 from fabric.ckpt_server.format.manifest import state_digest
 from fabric.ckpt_server.format.safetensors_file import canonical_json
 from fabric.ckpt_server.wire.durable_job import DurableJob, DurableJobResult
 from fabric.errors import IntegrityError, StateError
+from fabric.model import SnapshotRef
 from fabric.runtime.failpoints import Failpoints
 
 _LOOK_S = 0.1
@@ -39,8 +40,10 @@ _LOOK_S = 0.1
 def write(
     order: DurableJob, snapshot: Mapping[str, Any], file: memoryview, points: Failpoints
 ) -> DurableJobResult:
-    """Write the snapshot in ``file``, which has this checked manifest. Raises StateError, after deleting the
-    files of rank 0 if possible."""
+    """Write the snapshot in ``file``, which has this checked manifest. Raises StateError.
+
+    Deletes the folder first if possible, but not where storage is away: the next try needs all ranks' parts.
+    """
     begun = time.monotonic()
     rank, ranks = snapshot.get("rank", 0), len(snapshot.get("ranks", [""]))
     if file_digest(file) != snapshot["digest"]:
@@ -49,28 +52,45 @@ def write(
     job = Storage(order.url).at(order.job)
     folder = job.at(attempt.folder)
     if order.required and not any(Attempt.parse(name) for name in job.names()):
-        raise StateError(
+        raise StorageGone(
             f"{job.url} holds no checkpoint any more, and FABRIC_DURABLE_REQUIRED says that it must: nothing"
             " was written; mount it again, or move the checkpoints back"
         )
+    if order.made and not job.is_there():
+        raise StorageGone(f"{job.url} is not there any more: nothing was written; mount it again")
     try:
-        _write_part(folder, file, snapshot, rank, points)
-        if rank:
-            return DurableJobResult(folder.url, len(file), time.monotonic() - begun, False)
-        _finish(folder, order, snapshot, ranks, points)
+        folder.make()
+        if not _is_complete(folder, snapshot):
+            _write_part(folder, file, snapshot, rank, points)
+            if not rank:
+                _finish(folder, order, snapshot, ranks, points)
+    except StorageAway:
+        raise
     except StateError:
         if rank == 0:
             with contextlib.suppress(StateError):
                 folder.remove_folder()
         raise
+    if rank:
+        return DurableJobResult(folder.url, len(file), time.monotonic() - begun, False)
     warnings, conflict = _tidy(job, order, attempt, points)
     return DurableJobResult(folder.url, len(file), time.monotonic() - begun, True, warnings, conflict)
+
+
+def _is_complete(folder: Storage, snapshot: Mapping[str, Any]) -> bool:
+    """Whether an earlier try has set the marker, although storage had said that the marker was not written.
+
+    Readers may use the checkpoint already, so nothing may be written there again.
+    """
+    if MARKER not in folder.names():
+        return False
+    wanted = SnapshotRef(snapshot["generation"], snapshot["step"], state_digest(snapshot))
+    return open_checkpoint(folder).state == wanted
 
 
 def _write_part(
     folder: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, points: Failpoints
 ) -> None:
-    folder.make()
     rank_shard = write_rank_shard(
         folder, file, snapshot, rank, lambda: points.hit("durable-begin", snapshot["step"])
     )
@@ -107,7 +127,7 @@ def _finish(
         parse_rank_shard(text, folder.where(rank_shard_name(rank)), checked, rank)
     for name, entry in files.items():
         if folder.size(name) != entry["nbytes"]:
-            raise StateError(f"{folder.where(name)} does not read back as it was written: check the storage")
+            raise StorageAway(f"{folder.where(name)} does not read back as it was written: check the storage")
     folder.put(MANIFEST, data)
     points.hit("durable-marker", step)
     folder.put(MARKER, f"{bytes_digest(memoryview(data))}\n".encode())

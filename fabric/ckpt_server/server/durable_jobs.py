@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class DurableJobs:
         self.newest: SnapshotRef | None = None
         self.error = ""
         self._has_storage_error = False  # whether ``error`` is more than a lack of time
+        self._made = False  # whether a try of this checkpoint had made the job's folder, which then vanished
         self._has_written = False  # whether the last attempt wrote its checkpoint
         self.seconds = 0.0
         self.failures = 0
@@ -126,7 +127,7 @@ class DurableJobs:
 
     async def _persist_patiently(self, request: PersistRequest) -> None:
         """Write it, and try again while storage is away, up to AWAY_S; a newer request ends the tries."""
-        began, pause_s, failures = time.monotonic(), _PAUSE_S, self.failures
+        began, pause_s, failures, self._made = time.monotonic(), _PAUSE_S, self.failures, False
         while self._next is None and await self._persist(request):
             self.failures = failures + 1  # the tries of one checkpoint are one failure
             if time.monotonic() - began >= AWAY_S:
@@ -150,6 +151,7 @@ class DurableJobs:
             self.failures += not (is_overtaken and had_written)
             if not is_overtaken or not (had_written or self._has_storage_error):
                 self.error, self._has_storage_error = why, not is_overtaken
+            self._made |= outcome.get("gone") is True
             return outcome.get("away") is True
         self._has_storage_error = False
         conflict = str(outcome.get("conflict") or "")
@@ -163,7 +165,8 @@ class DurableJobs:
 
     def _order(self, request: PersistRequest) -> DurableJob:
         names = self._job, self._replica
-        return DurableJob(request.url, *names, request.incarnation, request.keep, required=request.required)
+        order = DurableJob(request.url, *names, request.incarnation, request.keep, required=request.required)
+        return replace(order, made=self._made)
 
     async def _write(self, request: PersistRequest) -> dict[str, Any]:
         slot = self._memory.find(SNAPSHOT, request.step, request.generation)

@@ -11,7 +11,7 @@ class DurableJob:
     keep.
 
     ``patience_s``: how long rank 0 waits for the other ranks' parts. ``required``: the job's folder must hold
-    an earlier checkpoint.
+    an earlier checkpoint. ``made``: an earlier try has made the job's folder, which must still be there.
     """
 
     url: str
@@ -21,6 +21,7 @@ class DurableJob:
     keep: Int64 = 3
     patience_s: float = 600.0
     required: bool = False
+    made: bool = False
 
 
 @dataclass(frozen=True, slots=True)

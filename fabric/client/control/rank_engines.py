@@ -121,6 +121,8 @@ class HeadEngine(RankEngine):
         self._note_planes(event)
         if isinstance(event, _OUTCOMES):
             event = FromRank(0, RankOutcome(event, number))
+        if isinstance(event, FromRank) and isinstance(event.outcome.event, io.Noticed):
+            self._parts.durable.noticed = True  # a platform may signal one rank alone
         if isinstance(event, FromRank) and isinstance(event.outcome.event, io.LoopRaised):
             # Another rank's death may have caused this error, and the end of its link may not be read yet.
             assert self._loop is not None

@@ -3,21 +3,28 @@
 The writer is the member with the lowest name among those that have the state and storage. All members count
 steps and time alike, so when the writer dies, the member with the next name writes the next checkpoint."""
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.durable.reader import (
     CheckpointListing,
     DurableCheckpoint,
+    NotListed,
     find_checkpoint,
     list_checkpoints,
 )
-from fabric.ckpt_server.durable.storage import Storage, StorageAway, StorageError
+from fabric.ckpt_server.durable.storage import (
+    ANSWER_S,
+    NoAnswer,
+    Storage,
+    StorageAway,
+    StorageCall,
+    StorageError,
+)
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
 from fabric.errors import FabricError, Refused, StateError, Unreachable
@@ -30,42 +37,12 @@ _MOST_LISTED = 16  # the trainer declares this many of the newest checkpoints to
 _LOOK_AGAIN_S = 1.0
 _WRITTEN_S = 0.1  # how often the checkpoint server is asked for an outcome
 T = TypeVar("T")
-# After this time the trainer logs that the listing is slow, and asks the lighthouse whether the job needs it.
-_ANSWER_S = 10.0
+# After this time the trainer logs that storage is slow, and asks the lighthouse whether the job needs it.
+_ANSWER_S = ANSWER_S
 
 
 class StorageUnavailable(StateError):
     """Storage cannot be listed, and the job cannot begin without the listing: the launcher must try again."""
-
-
-class NoAnswer(StorageError):
-    """Storage has neither answered nor failed yet."""
-
-
-class _ListingThread:
-    """Lists storage in a separate thread.
-
-    A mount whose server has vanished blocks for ever, and no call to it can be interrupted.
-    """
-
-    def __init__(self, job: Storage, name: str) -> None:
-        self._job, self._name, self._began = job, name, time.monotonic()
-        self._listing: Future[CheckpointListing] = Future()
-        threading.Thread(target=self._run, name="fabric-storage", daemon=True).start()
-
-    def wait(self, seconds: float) -> CheckpointListing:
-        """Return the listing. Raises StorageError; NoAnswer if there is neither after ``seconds``."""
-        try:
-            return self._listing.result(seconds)
-        except FutureTimeoutError:
-            gone_s = time.monotonic() - self._began
-            raise NoAnswer(f"{self._job.url} has not answered for {gone_s:.0f} s") from None
-
-    def _run(self) -> None:
-        try:
-            self._listing.set_result(list_checkpoints(self._job, self._name))
-        except Exception as error:  # noqa: BLE001  (``wait`` raises it)
-            self._listing.set_exception(error)
 
 
 class DurableCheckpoints:
@@ -106,7 +83,8 @@ class DurableCheckpoints:
     def _listing(self, job: Storage) -> CheckpointListing | None:
         """Return the listing once it is there, or None if it is late and other members hold the state."""
         limit_s, waits = self._settings.contact_s, False
-        deadline, look = time.monotonic() + limit_s, _ListingThread(job, self._settings.job)
+        look_again = partial(StorageCall, job.url, partial(list_checkpoints, job, self._settings.job))
+        deadline, look = time.monotonic() + limit_s, look_again()
         while True:
             try:
                 return look.wait(_LOOK_AGAIN_S if waits else _ANSWER_S)
@@ -129,7 +107,7 @@ class DurableCheckpoints:
                 self._say(f"{trouble}: this replica waits for it{until}, because {why} holds the job's state")
             if not may_come:
                 time.sleep(min(_LOOK_AGAIN_S, max(left_s, 0.0)))
-                look = _ListingThread(job, self._settings.job)
+                look = look_again()
 
     def _tell_unless_writable(self) -> None:
         """Warn at the start if storage cannot be written, before the first checkpoint fails.
@@ -138,9 +116,7 @@ class DurableCheckpoints:
         """
         storage = Storage(self._settings.durable)
         try:
-            is_new = not storage.is_there()
-            storage.try_writing()
-            if is_new:
+            if StorageCall(storage.url, storage.try_writing).wait(_ANSWER_S):
                 self._say(
                     f"{storage.url} did not exist and has been made: it holds no checkpoint to begin from"
                 )
@@ -206,7 +182,8 @@ class DurableCheckpoints:
     def patiently(self, read: Callable[[], T]) -> T:
         """Return ``read()``; call it again while storage is away, for as long as at the start.
 
-        Raises the StateError of ``read``, and StorageUnavailable where storage stays away.
+        Raises the StateError of ``read``, and StorageUnavailable where storage stays away. A checkpoint that
+        is still not listed then does not exist for this replica.
         """
         limit_s = self._settings.contact_s
         deadline, is_told = time.monotonic() + limit_s, False
@@ -215,6 +192,8 @@ class DurableCheckpoints:
                 return read()
             except StorageAway as error:
                 if time.monotonic() >= deadline:
+                    if isinstance(error, NotListed):
+                        raise
                     raise StorageUnavailable(
                         f"{error}, for {limit_s:g} s: mend the storage, or correct FABRIC_DURABLE; this"
                         " process ends with code 75, to be started again"

@@ -91,9 +91,16 @@ class LinkWatch:
         self._context.emit(io.LinkUp(newest))
 
     def test_deadline(self) -> float | None:
-        """When to test the links of a round that takes long; None while no test is due."""
+        """When to test the links of a round that takes long; None while no test is due.
+
+        A member that waits for a newcomer's state tests them at once: the state consists of large packets.
+        """
         round_ = self._rounds.round
-        if round_ is None or round_.begun < 0 or round_.tested_at < math.inf or round_.gradient_digest:
+        if round_ is None or round_.tested_at < math.inf or round_.gradient_digest:
+            return None
+        if round_.contributed and any(x.blocking_join for x in round_.record.roster):
+            return self._context.now
+        if round_.begun < 0:
             return None
         return round_.begun + TEST_S if len(round_.record.roster) > 1 else None
 

@@ -199,11 +199,18 @@ def _groups(config: object) -> dict[str, Group]:
     """Groups by name. Gloo writes one group without a name; it has the ranks of the newest group."""
     if not isinstance(config, Mapping):
         raise BadRecording("its pg_config is not a table of groups")
-    groups = {}
+    groups, parts = {}, 0
     for name, value in config.items():
         if not isinstance(value, Mapping):
             raise BadRecording(f"its group {_short(name)} is not described")
-        ranks, replicas = _members(value.get("ranks", "[]"))
+        listed = value.get("ranks", "[]")
+        # The groups of a pickle may all share one long list.
+        parts += len(listed) if isinstance(listed, str | list | tuple) else 0
+        if parts > MAX_VALUES:
+            raise BadRecording(
+                f"its pg_config names members in more than {MAX_VALUES} characters and entries"
+            )
+        ranks, replicas = _members(listed)
         groups[_short(name)] = Group(_short(name), _short(value.get("desc", "")), ranks, replicas)
     return groups
 

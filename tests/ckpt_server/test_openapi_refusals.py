@@ -1,4 +1,4 @@
-"""Refusals of every route, generated from the server's own OpenAPI document. So the tests try each new route,
+"""Refusals of every route, generated from an OpenAPI document of its routes. So the tests try each new route,
 parameter and announced refusal.
 """
 
@@ -15,19 +15,19 @@ from urllib.parse import quote, urlsplit
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openapi_document import DOCUMENT
 from server_support import ROOT, TOKEN, end, fetch, publish, publish_gradient, snapshot_file, start_server
 
 from fabric.ckpt_server.format import safetensors_file
 from fabric.ckpt_server.format.manifest import check_manifest, make_manifest
 from fabric.ckpt_server.format.safetensors_file import build_preamble, read_preamble
-from fabric.ckpt_server.server import openapi
 from fabric.ckpt_server.wire.http_preconditions import PreconditionFailed, check_if_match, is_unchanged
 from fabric.errors import StateError, Unauthorized
 from fabric.model import SnapshotRef
 from fabric.runtime.http.http_service import check_bearer
 
 STEP = 33
-PATHS = openapi.DOCUMENT["paths"]
+PATHS = DOCUMENT["paths"]
 BEARER = f"Bearer {TOKEN}"
 # Correct parameters of every operation.
 GOOD = {

@@ -2,6 +2,7 @@
 
 import pickle
 import pickletools
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -84,6 +85,7 @@ def test_every_way_to_call_code_is_refused(data):
         (b"\x80\x02(q\x00.", "damaged"),
         (b"\x80\x02\x8d" + b"\xff" * 8 + b".", "breaks off or is damaged"),
         (b"\x80\x02X\x01\x00\x00\x00\xff.", "damaged"),
+        (b"\x80\x02}(K\x01NX\x01\x00\x00\x00aNu.", "damaged"),
     ],
 )
 def test_a_damaged_pickle_is_refused_in_one_sentence(data, why):
@@ -95,6 +97,15 @@ def test_a_small_pickle_cannot_take_much_memory(monkeypatch):
     monkeypatch.setattr(plain_pickle, "MAX_VALUES", 1000)
     with pytest.raises(BadRecording, match="more than 1000 values"):
         load_plain(b"\x80\x02" + b"]" * 2000 + b".")
+
+
+def test_a_place_in_the_memo_takes_no_memory_up_to_that_place():
+    tracemalloc.start()
+    try:
+        assert load_plain(b"\x80\x02Nr\xff\xff\xff\x7f.") is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @settings(max_examples=300)

@@ -151,3 +151,14 @@ def test_entries_that_share_one_long_list_are_refused_before_they_are_copied(sha
     body = dump([entry(number, **{shared: long}) for number in range(1, 1001)], GROUPS)
     with pytest.raises(BadRecording, match="more than 5000000 sizes, names and frames"):
         recording.parse_recording(body, RANK, "x")
+
+
+@pytest.mark.parametrize("long", ["[" + ",".join(["0"] * 10_000) + "]", [0] * 10_000], ids=["text", "list"])
+def test_groups_that_share_one_long_list_of_members_are_refused_before_they_are_copied(long):
+    """A pickle of some KiB can name one list in each of its groups."""
+    body = dump([entry(1)], GROUPS)
+    body["pg_config"] = {str(number): {"desc": "", "ranks": long} for number in range(1000)}
+    data = pickled(body)
+    assert len(data) < 100_000
+    with pytest.raises(BadRecording, match="its pg_config names members in more than 5000000"):
+        read_recording(data, RANK, "x")

@@ -21,7 +21,6 @@ from aiohttp import web
 from fabric.ckpt_server.format.digest import bytes_digest
 from fabric.ckpt_server.format.safetensors_file import TensorSpan
 from fabric.ckpt_server.format.tensor_slices import in_whole, local_part, parse_slice, slice_text
-from fabric.ckpt_server.server import openapi
 from fabric.ckpt_server.server.debug_probe import DebugProbe, TrainerSilent, parse_flight
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.send import Excerpt, send, work
@@ -83,7 +82,6 @@ def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[
     routes = CkptRoutes(parts)
     app.router.add_get("/healthz", routes.health)
     app.router.add_get("/metrics", routes.metrics)
-    app.router.add_get("/openapi.json", routes.openapi)
     app.router.add_get("/debug/state", routes.state)
     app.router.add_get("/debug/stacks", routes.stacks)
     app.router.add_get("/debug/flight", routes.flight)
@@ -208,10 +206,6 @@ class CkptRoutes:
         if summary is None:
             return json_error(409, "the snapshot was withdrawn meanwhile: ask for a newer one")
         return web.json_response({"tensor": span.name, **summary})
-
-    async def openapi(self, request: web.Request) -> web.Response:
-        """Answer with this server's paths, as an OpenAPI document."""
-        return web.json_response(openapi.DOCUMENT)
 
     async def gradient(self, request: web.Request) -> web.StreamResponse:
         """Answer with a reduced gradient's bytes; wait up to ``wait_s`` until the trainer publishes it."""

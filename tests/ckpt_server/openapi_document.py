@@ -1,4 +1,4 @@
-"""The OpenAPI document of the checkpoint server, which serves it; a test compares it with the routes."""
+"""Every route of the checkpoint server, as an OpenAPI document; tests compare it with the routes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -155,7 +155,6 @@ DOCUMENT: dict[str, Any] = {
     "paths": {
         "/healthz": _get("The process answers.", _JSON, is_open=True),
         "/metrics": _get("Prometheus' text format.", _TEXT, is_open=True),
-        "/openapi.json": _get("This document.", _JSON),
         "/debug/state": _get("The trainer, the status, and every slot of shared memory.", _JSON),
         "/debug/stacks": _of_the_trainer(
             _get("The stacks of all threads of the trainer, and what the kernel says of them.", _JSON)

@@ -276,14 +276,14 @@ def after_a_rack_died(epochs):
     epoch of its own. The decision of the last epoch commits the prepared round.
     """
     trainer = holding()
-    members = CollectiveMembers(trainer.core.view, "a", 1)
-    members.note(trainer.core.view.current)
+    members = CollectiveMembers(trainer.core.epochs, "a", 1)
+    members.note(trainer.core.epochs.current)
     trainer.do(io.LinkLost("b", 1, "it died"))
     for epoch in epochs:
         trainer.leader(m.Epoch(record_of("a", epoch=epoch)))
         for effect in trainer.found(io.LinkUp):
             members.note(effect.record)
-    last = trainer.core.view.newest
+    last = trainer.core.epochs.newest
     trainer.leader(m.Resume(last.fence, 1, (m.Assignment("a", (0, 1, 2, 3)),), "g0"))
     for effect in trainer.found(io.Switch):
         members.note(effect.record)

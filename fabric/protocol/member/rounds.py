@@ -97,6 +97,10 @@ class Rounds:
             )
         )
 
+    def own_contribution(self) -> m.Contribution | None:
+        """Return the contribution that I have sent for the round under way."""
+        return self.round.contributions.get(self._context.replica) if self.round is not None else None
+
     def leave_round(self) -> None:
         """Leave the round, and remember a dispute: the other voters may have ended when the leader asks."""
         round_, self.round = self.round, None
@@ -143,8 +147,7 @@ class Rounds:
             )
         self._memory.state.digest, self._memory.state.later = event.digest, event.later
         self._memory.state.entries = bounded(event.entries)
-        self._memory.waiting = True
-        self._memory.plan = event.plan or self._memory.plan
+        self._memory.take_back(event.plan)
         self._session.note_times(event.step, event.times)
         # Rule 11: a step that the leader does not need at once goes with the next heartbeat.
         contact = self._session.contact
@@ -157,7 +160,7 @@ class Rounds:
             state = self._memory.state
             state.digest, state.later, state.asked = event.digest, False, False
             state.entries = bounded(event.entries)
-            self._session.contact.next_beat = self._context.now
+            self._session.hurry()
 
     def _is_followed(self) -> bool:
         """Whether the leader needs each step of mine at once: in a new epoch, and while a replica joins."""
@@ -296,9 +299,8 @@ class Rounds:
         if share and self.round is not None:
             self._memory.kept_gradient.have |= set(share)
             self._memory.kept_gradient.computing = share
-            self._memory.waiting = False
             number = self._session.take_measure()
-            self._context.emit(io.Compute(step, share, number, self._session.echo if number else ""))
+            self._memory.order(io.Compute(step, share, number, self._session.echo if number else ""))
 
     def _note_poison(self, record: Record, step: int) -> None:
         """Write the poison that this round leaves out into the journal."""
@@ -462,10 +464,9 @@ class Rounds:
         self._memory.state = MemberState(generation, following, "", prepared.gradient_digest)
         self.committed_in = prepared.epoch
         self.prepared, self.round, self._memory.kept_gradient = None, None, KeptGradient()
-        self._memory.waiting = False
         self._context.emit(io.Publish(generation, prepared))
         wanted = bool(every) and (first_of_epoch or following % every == 0)
-        self._context.emit(
+        self._memory.order(
             io.Apply(generation, prepared.step, prepared, contributed=bool(own), digest=wanted)
         )
 

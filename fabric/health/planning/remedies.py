@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from fabric.health.planning.adaptation_plan import AdaptationPlan, ReplicaPlan
 from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout, exclude, resplit
 from fabric.health.planning.partition import micro_batch_shares
 
@@ -48,6 +47,29 @@ class JobHealth:
     replicas: tuple[ReplicaHealth, ...]
     cut: ModelCut
     spares: tuple[ReplicaHealth, ...] = ()  # replicas that stand by
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """One replica's part of a plan."""
+
+    replica: str
+    layout: StageLayout
+    micro_batches: int  # number of micro-batches per step
+    rejoins: bool = False  # whether the replica leaves and comes back in this layout
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptationPlan:
+    """Layouts and micro-batches of all replicas, in force from one step boundary on."""
+
+    replicas: tuple[ReplicaPlan, ...]
+    leaves: str = ""  # the replica that a drain takes out
+    joins: str = ""  # the spare that takes the drained replica's place
+
+    def of(self, replica: str) -> ReplicaPlan | None:
+        """The entry of one replica, None where the plan leaves it out."""
+        return next((entry for entry in self.replicas if entry.replica == replica), None)
 
 
 @dataclass(frozen=True, slots=True)

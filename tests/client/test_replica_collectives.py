@@ -14,7 +14,7 @@ from fabric.client.collectives.payload import Offer
 from fabric.errors import CollectiveFailed, ConfigError, Mismatch, NotAMember, RoundAborted
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages.prepared_round import PreparedRound
+from fabric.protocol.messages.member_events import PreparedRound
 
 NAMES = "a b c"
 

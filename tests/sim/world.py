@@ -22,7 +22,7 @@ from fabric.model import EVERYTHING, DataPlan, Death, JobEnd, Policy, Sharing, S
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import leader_events
-from fabric.protocol.messages.prepared_round import PreparedRound
+from fabric.protocol.messages.member_events import PreparedRound
 
 __all__ = ["Settings", "Trainer", "Violation", "World", "run_seed"]
 

@@ -347,9 +347,6 @@ class Ranks:
         )
         self._record_event(reduced, now)
 
-    def _digest(self, by_rank: dict[int, str]) -> str:
-        return self._together([by_rank[rank] for rank in range(self.size)])
-
     def _together(self, digests: list[str]) -> str:
         return summed_digest(digests) if self.unequal else replica_digest(digests)
 
@@ -399,7 +396,7 @@ class Ranks:
         digests[rank] = event.digest
         if len(digests) == self.size:
             del self._snapshots[key]
-            digest = self._digest(digests)
+            digest = self._together([digests[r] for r in range(self.size)])
             self._naming[key] = (digest, {})
             named = tuple(digests[r] for r in range(self.size)) if digest else ()
             self._number += 1

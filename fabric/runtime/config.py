@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -54,17 +54,13 @@ def refuse_unknown(environment: Mapping[str, str], settings: Collection[str]) ->
     ``settings``: the variables of all settings. An empty variable counts as not set.
     """
     services = {name.removesuffix(_SERVICE) for name in environment if name.endswith(_SERVICE)}
-    for name in _given(environment):
+    for name in sorted(name for name, text in environment.items() if text and name.startswith(PREFIX)):
         if name in settings or name in _OWN or any(_belongs(name, service) for service in services):
             continue
         words = {setting.removeprefix(PREFIX): setting for setting in sorted(settings)}
         nearest = difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)
         remedy = f"set {words[nearest[0]]} in its place, or unset it" if nearest else "unset it"
         raise ConfigError(f"the variable {name[:80]} is set, and fabric has no such setting: {remedy}")
-
-
-def _given(environment: Mapping[str, str]) -> Iterator[str]:
-    return (name for name, text in sorted(environment.items()) if text and name.startswith(PREFIX))
 
 
 def _belongs(name: str, service: str) -> bool:

@@ -4,9 +4,10 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from fabric.health.detector import PipelineDetector, PipelineShape
+from papers.pipeline_detector import PipelineDetector, PipelineShape
+from papers.pipeline_schedules import PipelineSchedule
+
 from fabric.health.localise import Scope
-from fabric.health.pipeline import PipelineSchedule
 from fabric.health.work import WorkAmount
 
 ITERATIONS = 220

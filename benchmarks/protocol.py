@@ -301,7 +301,7 @@ def take_part(count: int, record: Record) -> dict[str, float]:
         vote = m.CommitVote(record.fence, 0, record.epoch, "reduced", digest)
         feed(member_events.FromPeer(x.replica, x.incarnation, vote))
     done = time.process_time()
-    assert member.view.step == 1, "the step was not committed"
+    assert member.memory.state.step == 1, "the step was not committed"
     say(f"one member among {count}: {entered - began:.2f} s to enter, {done - entered:.2f} s for the step")
     return {
         "member_enter_cpu_s": round(entered - began, 3),

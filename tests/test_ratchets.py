@@ -25,7 +25,8 @@ LIMITS = {
     "parameters that are tuples of unlike things": 0,
     "sentences that begin with a headless who or what": 0,
     "locals with a vague name": 0,
-    "reads of a core's fields by a shell": 0,
+    "writes of a shell into a core": 0,
+    "writes of a part of a core into another part": 148,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
     "lines of fabric/": 84_171,
@@ -42,9 +43,22 @@ BANNED = re.compile(
     r"|(?<!there )(?:is|are) no (?!longer\b|more\b|less\b)\w+)",
     re.IGNORECASE,
 )
-# What a shell may ask of a core; everything else goes through the core's view.
-CORE_SURFACE = {"handle", "next_deadline", "view", "plan"}
-CORES = {"LeaderCore", "MemberCore"}
+CORE_FOLDERS = ("fabric/protocol/leader/", "fabric/protocol/member/")
+# What a shell may call of a core and its parts, beside the leader's view: the contract, and questions.
+CORE_QUERIES = {
+    "handle",
+    "next_deadline",
+    "own_contribution",
+    "statuses",
+    "durable",
+    "freshest",
+    "age_s",
+    "urls_of",
+}
+CORE_QUERIES |= {"suspicion", "failure_reason", "proven_dead", "last_contact", "servers_to_hear"}
+MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault"}
+MUTATORS |= {"sort", "update"}
+GETTERS = {"get", "items", "setdefault", "statuses", "values"}
 
 Sources = Mapping[str, str]
 
@@ -187,34 +201,128 @@ def mixed_tuples(files: Sources) -> list[str]:
     ]
 
 
-def core_reads(files: Sources) -> list[str]:
-    """Every access of a shell to a core but for its surface: reads and, worse, writes."""
-    reads = []
+def classes_of_cores(files: Sources) -> dict[str, ast.ClassDef]:
+    """The classes of which the member core and the leader core are made."""
+    return {
+        node.name: node
+        for name, text in files.items()
+        if name.startswith(CORE_FOLDERS)
+        for node in nodes(text)
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def methods_of(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [item for item in node.body if isinstance(item, ast.FunctionDef)]
+
+
+def is_property(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(x) in ("property", "cached_property") for x in node.decorator_list)
+
+
+def words_of(annotation: ast.expr | None) -> set[str]:
+    return set(re.findall(r"\w+", ast.unparse(annotation))) if annotation is not None else set()
+
+
+def is_below(node: ast.expr, words: set[str]) -> bool:
+    """Whether an expression is a field or an entry of what one of the words names."""
+    while isinstance(node, ast.Attribute | ast.Subscript) or (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in GETTERS
+    ):
+        if isinstance(node, ast.Attribute) and "." + node.attr in words:
+            return True
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return isinstance(node, ast.Name) and node.id in words
+
+
+def names_for(node: ast.AST, kinds: set[str], words: set[str]) -> Iterator[str]:
+    """What a statement or parameter calls a part of a core; a field begins with a dot."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.arg) and words_of(node.annotation) & kinds:
+        yield node.arg
+    elif isinstance(node, ast.FunctionDef) and words_of(node.returns) & kinds:
+        yield "." + node.name
+    elif isinstance(node, ast.AnnAssign | ast.Assign | ast.NamedExpr):
+        made = words_of(node.value.func) if isinstance(node.value, ast.Call) else set()
+        typed = words_of(getattr(node, "annotation", None)) | made
+        if typed & kinds or (node.value is not None and is_below(node.value, words)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    elif isinstance(node, ast.For | ast.comprehension) and is_below(node.iter, words):
+        targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
+    for target in targets:
+        if isinstance(target, ast.Name | ast.Attribute):
+            yield target.id if isinstance(target, ast.Name) else "." + target.attr
+
+
+def writes_below(node: ast.AST, words: set[str]) -> bool:
+    """Whether a statement stores, deletes or changes something in what one of the words names."""
+    if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        return is_below(node.value, words)
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Attribute) and called.attr in MUTATORS and is_below(called.value, words)
+
+
+def functions_of(text: str) -> list[ast.AST]:
+    """The functions of a module and the methods of its classes, without those within another one."""
+    holders = [parsed(text), *(node for node in nodes(text) if isinstance(node, ast.ClassDef))]
+    return [x for h in holders for x in h.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def core_writes(files: Sources) -> list[str]:
+    """Every write of a shell into a core: a field, an entry, or a call of a method that may change it."""
+    classes = classes_of_cores(files)
+    kinds = {"LeaderCore", "MemberCore", *classes}
+    methods = {f.name for node in classes.values() for f in methods_of(node) if not is_property(f)}
+    commands = methods - CORE_QUERIES - {f.name for f in methods_of(classes["LeaderView"])}
+    writes = []
     for name, text in files.items():
-        if name.startswith("fabric/protocol/") or not any(core in text for core in CORES):
+        if name.startswith(CORE_FOLDERS) or not any(kind in text for kind in kinds):
             continue
-        cores = set(core_names(text))
-        for node in nodes(text):
-            if isinstance(node, ast.Attribute) and node.attr not in CORE_SURFACE:
-                owner = node.value
-                word = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
-                if word in cores:
-                    reads.append(f"{name}:{node.lineno} {ast.unparse(node)}")
-    return reads
+        fields = {w for node in nodes(text) for w in names_for(node, kinds, set()) if w.startswith(".")}
+        for function in functions_of(text):
+            inner, words = list(ast.walk(function)), set(fields)
+            for _ in range(2):  # a name of a name
+                words |= {word for node in inner for word in names_for(node, kinds, words)}
+            for node in inner:
+                called = node.func if isinstance(node, ast.Call) else None
+                commanded = isinstance(called, ast.Attribute) and called.attr in commands
+                if writes_below(node, words) or (commanded and is_below(called.value, words)):
+                    writes.append(f"{name}:{node.lineno} {ast.unparse(node)}")
+    return writes
 
 
-def core_names(text: str) -> Iterator[str]:
-    """The parameters and variables of a module that hold a core."""
-    for node in nodes(text):
-        if isinstance(node, ast.arg) and node.annotation is not None:
-            if CORES & set(re.findall(r"\w+", ast.unparse(node.annotation))):
-                yield node.arg
-        elif isinstance(node, ast.AnnAssign | ast.Assign):
-            kind = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
-            made = node.value.func if isinstance(node.value, ast.Call) else None
-            if CORES & {*re.findall(r"\w+", kind), ast.unparse(made) if made else ""}:
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    yield target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")
+def foreign_writes(files: Sources) -> list[str]:
+    """Every write of a part of a core into a field of another part, which it was given or holds."""
+    classes, writes = classes_of_cores(files), []
+    for name, text in files.items():
+        for holder in (node for node in nodes(text) if isinstance(node, ast.ClassDef)):
+            if not name.startswith(CORE_FOLDERS) or not (methods := methods_of(holder)):
+                continue
+            taken = {"." + word for word in parts_taken(holder, set(classes))}
+            for function in methods:
+                inner, words = list(ast.walk(function)), set(taken)
+                for _ in range(2):
+                    words |= {w for node in inner for w in names_for(node, set(), words) if "." not in w}
+                writes += [
+                    f"{name}:{node.lineno} {ast.unparse(node)}" for node in inner if writes_below(node, words)
+                ]
+    return writes
+
+
+def parts_taken(holder: ast.ClassDef, classes: set[str]) -> Iterator[str]:
+    """The fields in which a part keeps other parts that it was given; the public fields of a core."""
+    for item in holder.body if holder.decorator_list else ():
+        if isinstance(item, ast.AnnAssign) and item.value is None and words_of(item.annotation) & classes:
+            yield item.target.id
+    for init in (f for f in methods_of(holder) if f.name == "__init__"):
+        given = {x.arg for x in init.args.args if words_of(x.annotation) & classes}
+        for node in ast.walk(init):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            value = getattr(node, "value", None)
+            is_given = isinstance(value, ast.Name) and value.id in given
+            for target in targets if is_given or holder.name.endswith("Core") else ():
+                if isinstance(target, ast.Attribute) and not (not is_given and target.attr.startswith("_")):
+                    yield target.attr
 
 
 # --- words ------------------------------------------------------------------------------------------------
@@ -294,7 +402,8 @@ COUNTS: dict[str, Callable[[], int]] = {
     "parameters that are tuples of unlike things": lambda: len(mixed_tuples(sources())),
     "sentences that begin with a headless who or what": lambda: len(headless(sources())),
     "locals with a vague name": lambda: len(vague_locals(sources())),
-    "reads of a core's fields by a shell": lambda: len(core_reads(sources())),
+    "writes of a shell into a core": lambda: len(core_writes(sources())),
+    "writes of a part of a core into another part": lambda: len(foreign_writes(sources())),
     "banned phrases in docstrings and comments": lambda: len(banned(sources())),
     "banned phrases in pages": lambda: len(banned(pages())),
     "lines of fabric/": lambda: lines_of(sources()),
@@ -314,6 +423,7 @@ def test_every_exception_is_needed():
     assert [name for name in FLAT_VALUES if sizes.get(name, 0) <= MAX_ATTRIBUTES] == []
 
 
+CORE = {f"{CORE_FOLDERS[0]}a.py": "class LeaderView: ...\nclass Part:\n def forget(self): self.x = 1"}
 CLASS = "class A:\n    def __init__(self):\n"
 PLANTED = {
     "two files define one class": (homonyms, {"a.py": "class A: ...", "b.py": "class A: ..."}),
@@ -330,13 +440,39 @@ PLANTED = {
     "a comment begins with what, after a line end": (headless, {"a.py": "# One thing.\n# What it is not."}),
     "a local is called found": (vague_locals, {"a.py": "for found in (): pass"}),
     "a parameter is called told": (vague_locals, {"a.py": "def f(told): ..."}),
-    "a shell reads its core": (
-        core_reads,
-        {"fabric/a.py": "def f(member: MemberCore): return member.round"},
-    ),
     "a shell writes its core": (
-        core_reads,
-        {"fabric/a.py": "class A:\n def f(self):\n  self.x = LeaderCore()\n  self.x.config = 1"},
+        core_writes,
+        {**CORE, "fabric/a.py": "class A:\n def f(self):\n  self.x = LeaderCore()\n  self.x.parts.y = 1"},
+    ),
+    "a shell changes an entry by another name": (
+        core_writes,
+        {**CORE, "fabric/a.py": "def f(view: LeaderView):\n for p in view.peers.values():\n  p.seen = 1"},
+    ),
+    "a shell empties a table of a core": (
+        core_writes,
+        {**CORE, "fabric/a.py": "def f(member: MemberCore):\n x = member.parts.rows\n x.clear()"},
+    ),
+    "a shell commands a part of a core": (
+        core_writes,
+        {**CORE, "fabric/a.py": "def f(member: MemberCore): member.parts.forget()"},
+    ),
+    "a part writes into another part": (
+        foreign_writes,
+        {
+            **CORE,
+            f"{CORE_FOLDERS[0]}b.py": (
+                "class B:\n def __init__(self, a: Part): self.a = a\n def f(self): self.a.x = 1"
+            ),
+        },
+    ),
+    "a dataclass writes into a part that it was given": (
+        foreign_writes,
+        {
+            **CORE,
+            f"{CORE_FOLDERS[0]}b.py": (
+                "@dataclass\nclass B:\n a: Part\n def f(self):\n  x = self.a.rows\n  x[1] = 2"
+            ),
+        },
     ),
     "a docstring has a banned phrase": (banned, {"a.py": '"""It starts by itself."""'}),
     "a page has a banned phrase": (banned, {"a.md": "This is no stop."}),
@@ -355,13 +491,17 @@ class A(B):
     x: int
     def f(self, a: tuple[int, ...], b: tuple[int, int], core: LeaderCore):
         self.x = core.handle(a)
+        self.y = [core.parts.rows.get(1)]
+        self.y.append(core.parts.x)
 ''',
+    **CORE,
     "fabric/b.py": "class B: ...",
 }
 
 
 @pytest.mark.parametrize(
-    "count", [homonyms, large_classes, mixed_tuples, headless, vague_locals, core_reads, banned]
+    "count",
+    [homonyms, large_classes, mixed_tuples, headless, vague_locals, core_writes, foreign_writes, banned],
 )
 def test_a_count_passes_what_is_allowed(count):
     assert not count(CLEAN)
@@ -380,7 +520,8 @@ def main() -> None:
     for title, hits in (
         ("homonyms", [f"{name}: {', '.join(sorted(where))}" for name, where in homonyms(sources()).items()]),
         ("tuples of unlike things", mixed_tuples(sources())),
-        ("reads of cores", core_reads(sources())),
+        ("writes into cores", core_writes(sources())),
+        ("writes between parts of cores", foreign_writes(sources())),
         ("headless openers", headless(sources())),
         ("vague locals", vague_locals(sources())),
         ("banned phrases", banned(sources()) + banned(pages())),

@@ -175,7 +175,8 @@ class FlatGradients:
         nonfinite: set[str] = set()
         for bucket in self.buckets:
             # A sum that is not finite has such an element, or the sum has overflowed: then check each tensor.
-            if math.isfinite(bucket.view(buffer).sum(dtype=_wide(bucket.dtype)).item()):
+            wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+            if math.isfinite(bucket.view(buffer).sum(dtype=wide).item()):
                 continue
             for (name, _), (view, _) in zip(bucket.parameters, bucket.views(buffer), strict=True):
                 if name not in self.of_one and not bool(torch.isfinite(view).all()):
@@ -293,16 +294,8 @@ def lay_out(
                 end += len(members) * dtype.itemsize
                 buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment))
                 gap, members = end, []
-                begin = end = _aligned(end)
+                begin = end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return buckets
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _check_weight(weight: float) -> None:

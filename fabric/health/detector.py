@@ -1,4 +1,4 @@
-"""Detectors that take observed times: of one unit, of a pipeline, or of the replicas of a job.
+"""Detectors that take observed times: of one unit, or of the replicas of a job.
 
 Only time spent computing counts. The caller leaves out steps with an evaluation, a snapshot, a join or
 announced work of the user (`session.busy`), and takes out the time that a unit waited for others.
@@ -11,9 +11,7 @@ from itertools import islice
 
 from fabric.health.alarm import AlarmRule, CusumAlarm
 from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
-from fabric.health.pipeline import PipelineCosts, PipelineSchedule, makespan
 from fabric.health.predictor import WARM_UP, Sample, WorkPredictor
-from fabric.health.settling import Settling
 from fabric.health.statistics import median
 from fabric.health.work import WorkAmount, is_time
 
@@ -24,6 +22,9 @@ ALWAYS_SLOW = 1.25
 MOST_MODELS = 16  # replicas whose models give the usual time; a job of thousands of replicas need not ask all
 MOST_BEHIND = 50  # a comparison does not wait for a replica whose newest report is older by this many steps
 FIRST_STEPS = 3  # first steps of a process, which do not count: the process compiles kernels and fills caches
+SETTLED = 5  # number of successive estimates that must agree; each is a median over as many steps
+AGREES = 1.1  # estimates agree if the largest is at most this many times the smallest
+MOST_WAITED = 15  # after this number of estimates a speed that keeps changing counts as settled, too
 
 MakeAlarm = Callable[[], AlarmRule]
 
@@ -74,74 +75,28 @@ class UnitDetector:
             self._doubtful.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineShape:
-    """The parameters of one replica's pipeline."""
+class Settling:
+    """The successive estimates of one speed since it changed, one for each step.
 
-    stages: int
-    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    transfer_s: float = 0.0  # seconds of a transfer between neighbouring stages
-    forward_share: float = 1 / 3  # the forward pass's share of a micro-batch's time
-    backward_share: float = 1 / 3  # the share of the input's gradient; the rest goes to the weights' gradient
+    Says when they have settled: the first values still contain times from before the change.
+    """
 
-    def iteration_s(self, times: Sequence[Sequence[float]]) -> float:
-        """The makespan, from the time of each micro-batch at each stage."""
-        weight_share = 1.0 - self.forward_share - self.backward_share
-
-        def table(share: float) -> tuple[tuple[float, ...], ...]:
-            return tuple(tuple(share * time for time in row) for row in times)
-
-        costs = PipelineCosts(table(self.forward_share), table(self.backward_share), table(weight_share))
-        return makespan(self.schedule, costs, self.transfer_s)
-
-
-class PipelineDetector:
-    """Watches one replica of pipeline stages: one alarm on its iterations, and one on each stage."""
-
-    def __init__(
-        self, replica: str, shape: PipelineShape, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP
-    ) -> None:
-        self.shape = shape
-        self.iteration = alarm()
-        self.predicted_s: float | None = None  # predicted seconds of the newest iteration
-        self._replica = replica
-        self._stages = [UnitDetector(alarm, warm_up) for _ in range(shape.stages)]
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque(maxlen=SETTLED)
+        self._waited = 0  # number of estimates since the newest ones last agreed
 
     @property
-    def is_raised(self) -> bool:
-        """Whether the alarm of the iterations or of a stage is raised."""
-        return self.iteration.is_raised or any(stage.alarm.is_raised for stage in self._stages)
+    def is_settled(self) -> bool:
+        """Whether the newest estimate may be acted upon."""
+        return self._agree() or self._waited >= MOST_WAITED
 
-    def predict_micro_batches(self, works: Sequence[WorkAmount]) -> list[list[float]] | None:
-        """The seconds of each micro-batch at each stage, or None in the warm-up."""
-        rows = [[stage.predictor.predict(work) for work in works] for stage in self._stages]
-        times = [[time for time in row if time is not None] for row in rows]
-        return times if works and all(len(row) == len(works) for row in times) else None
+    def observe(self, estimate: float) -> None:
+        """Take the estimate, which is above zero, after one more step."""
+        self._newest.append(estimate)
+        self._waited = 0 if self._agree() else self._waited + 1
 
-    def predict(self, works: Sequence[WorkAmount]) -> float | None:
-        """The seconds of an iteration over these micro-batches, or None in the warm-up."""
-        times = self.predict_micro_batches(works)
-        return self.shape.iteration_s(times) if times is not None else None
-
-    def observe(
-        self, works: Sequence[WorkAmount], times: Sequence[Sequence[float]], iteration_s: float
-    ) -> None:
-        """Take one iteration: ``times`` of each micro-batch by stage, and the whole iteration's."""
-        self.predicted_s = self.predict(works)
-        if self.predicted_s is not None and is_time(iteration_s):
-            self.iteration.observe(iteration_s, self.predicted_s)
-        for stage, row in zip(self._stages, times, strict=True):
-            stage.observe(list(zip(works, row, strict=True)))
-
-    def unit_ratios(self) -> dict[Unit, float]:
-        """The ratio of each stage that has one; 1 where its alarm is silent."""
-        return {
-            Unit(self._replica, number): (stage.ratio or 1.0) if stage.is_slow else 1.0
-            for number, stage in enumerate(self._stages)
-        }
-
-    def slowdowns(self) -> list[Slowdown]:
-        return localise(self.unit_ratios())
+    def _agree(self) -> bool:
+        return len(self._newest) == SETTLED and max(self._newest) <= AGREES * min(self._newest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Compares policies for one cluster over several seeds, and recommends one with a reason."""
 
 import math
+import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,12 +18,19 @@ from fabric.plan.closed_forms import (
 from fabric.plan.cluster import Cluster
 from fabric.plan.engine import FailurePolicy, SimulatedJob, TimeLedger, simulate
 from fabric.plan.failures import FailSlow, FailureModel
-from fabric.plan.parallel import process_pool
 from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, SPARePolicy
 from fabric.protocol.rules.spare import best_offsets, has_distinct_differences
 
 # Student's t for a 95 % interval, for 1 to 10 degrees of freedom; with more degrees it is near 1.96.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
+def process_pool(workers: int) -> ProcessPoolExecutor:
+    """Return a pool of ``workers`` fresh processes, at least one.
+
+    They are spawned and not forked, because a forked process would lack the threads of the caller.
+    """
+    return ProcessPoolExecutor(max(1, workers), mp_context=multiprocessing.get_context("spawn"))
 
 
 @dataclass(frozen=True, slots=True)

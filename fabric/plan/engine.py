@@ -183,7 +183,8 @@ class _Run:
                 self._restart()
             progress = self._step()
             if progress is None:
-                self._roll_back()
+                self._ledger.rework_s += self._since_save.total_s
+                self._since_save = TimeLedger()
                 committed = saved
                 self._restart()
                 continue
@@ -303,10 +304,6 @@ class _Run:
         ledger.redundant_s += spent.redundant_s
         ledger.stall_s += spent.stall_s
         ledger.checkpoint_s += spent.checkpoint_s
-        self._since_save = TimeLedger()
-
-    def _roll_back(self) -> None:
-        self._ledger.rework_s += self._since_save.total_s
         self._since_save = TimeLedger()
 
     def _restart(self) -> None:

@@ -1,12 +1,11 @@
 """The policies that the simulator compares: what a step costs under each, and what a failure does."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fabric.model import Member, apportion
 from fabric.plan.engine import MaskingCost
 from fabric.protocol.rules.assignment import spread
-from fabric.protocol.rules.spare import Patch, StackedShards, block_layout, ring_layout
+from fabric.protocol.rules.spare import StackedShards, block_layout, ring_layout
 
 # Seconds to remove failed groups from the communicator, from SPARe's published runs.
 SHRINK_S = 0.1
@@ -112,10 +111,10 @@ class SPARePolicy:
 
     def fail(self, groups: list[int]) -> MaskingCost | None:
         patch = self.shards.fail(groups)
-        return None if patch is None else MaskingCost(patch.slots, self._workers(patch), SHRINK_S)
-
-    def _workers(self, patch: Patch) -> int:
-        return len(self.shards.alive) if patch.deeper else len(patch.compute)
+        if patch is None:
+            return None
+        workers = len(self.shards.alive) if patch.deeper else len(patch.compute)
+        return MaskingCost(patch.slots, workers, SHRINK_S)
 
     def rejoin(self, groups: list[int]) -> float:
         raise AssertionError(f"groups {groups} came back without a restart")
@@ -232,13 +231,9 @@ def busiest_of_spread(orphans: int, alive: int) -> int:
     """
     if alive > _FEW:
         return -(-orphans // alive)
-    members = _members(alive)
+    members = tuple(Member(f"r{number}", 1, "", "") for number in range(alive))
     shares = spread(range(orphans), members, {member.replica: 1 for member in members})
     return max(len(ids) for ids in shares.values())
 
 
 _FEW = 32
-
-
-def _members(count: int) -> Sequence[Member]:
-    return tuple(Member(f"r{number}", 1, "", "") for number in range(count))

@@ -135,7 +135,7 @@ class Ranks:
             if isinstance(event, io.LinkLost):
                 # Only rank 0 has links to other members. As in the core, epochs that list the lost member
                 # must be linked again.
-                for record in (self.member.view.current, self.member.view.newest):
+                for record in (self.member.epochs.current, self.member.epochs.newest):
                     if record is not None and record.lists(event.replica, event.incarnation):
                         self._linked.get(record.epoch, set()).discard(0)
             self._record_event(event, now)
@@ -172,7 +172,7 @@ class Ranks:
 
     def _send(self, effect: RankEffect) -> None:
         for rank in reversed(range(self.size)):  # rank 0 last: the command may end this process
-            command = RankCommand(self._number, self.member.view.generation, self._part(effect, rank))
+            command = RankCommand(self._number, self.member.memory.state.generation, self._part(effect, rank))
             self._effects.append(ToRank(rank, command))
 
     def _part(self, effect: RankEffect, rank: int) -> RankEffect:
@@ -197,7 +197,7 @@ class Ranks:
         """The same effect for every rank: each finds its part in the servers of members in any layout."""
         if isinstance(effect, io.FetchState):
             return replace(effect, lanes=effect.urls)
-        newest = self.member.view.newest
+        newest = self.member.epochs.newest
         if isinstance(effect, io.FetchGradient) and newest is not None:
             sources = [x for x in newest.roster if x.ckpt in effect.urls]
             return replace(effect, members=tuple(sources[:_MAX_MEMBERS]))
@@ -206,21 +206,21 @@ class Ranks:
     def _urls(self, urls: tuple[str, ...], rank: int) -> tuple[str, ...]:
         """The checkpoint servers of ``rank`` in the replicas that serve ``urls``."""
         servers = list(urls_of_rank(urls, rank))
-        newest = self.member.view.newest
+        newest = self.member.epochs.newest
         for x in newest.roster if newest is not None and rank else ():
             if x.ckpt in urls and rank < len(x.addresses):
                 servers.extend(urls_of_rank((x.addresses[rank].ckpt,), rank))
         return tuple(dict.fromkeys(servers))
 
     def _snapshot(self, step: int, durable: bool = False) -> None:
-        key = (self.member.view.generation, step)
+        key = (self.member.memory.state.generation, step)
         if durable:
             self._durable.add(key)
         if key in self._snapshots or key in self._naming:
             return  # a snapshot of this state is under way: its end answers
         self._snapshots[key] = {}
         self._number += 1
-        self._send(io.TakeSnapshot(step, self.member.view.generation))
+        self._send(io.TakeSnapshot(step, self.member.memory.state.generation))
 
     # --- the ranks' outcomes, to the core ----------------------------------------------------------
 
@@ -347,9 +347,6 @@ class Ranks:
         )
         self._record_event(reduced, now)
 
-    def _digest(self, by_rank: dict[int, str]) -> str:
-        return self._together([by_rank[rank] for rank in range(self.size)])
-
     def _together(self, digests: list[str]) -> str:
         return summed_digest(digests) if self.unequal else replica_digest(digests)
 
@@ -399,7 +396,7 @@ class Ranks:
         digests[rank] = event.digest
         if len(digests) == self.size:
             del self._snapshots[key]
-            digest = self._digest(digests)
+            digest = self._together([digests[r] for r in range(self.size)])
             self._naming[key] = (digest, {})
             named = tuple(digests[r] for r in range(self.size)) if digest else ()
             self._number += 1
@@ -418,7 +415,7 @@ class Ranks:
             self._record_event(
                 io.Snapshotted(event.step, digest if all(done.values()) else "", event.generation), now
             )
-            if key in self._durable and self.member.view.saving == event.step:
+            if key in self._durable and self.member.serving.saving == event.step:
                 # The order to save came after the ranks were told the name. They still wait at this step.
                 self._snapshot(event.step, durable=True)
             self._close_when_kept(now)

@@ -4,13 +4,14 @@ A number has its unit in its name. A value that cannot be used raises ConfigErro
 """
 
 import contextlib
+import difflib
 import ipaddress
 import math
 import os
 import re
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,23 @@ from urllib.parse import urlsplit
 
 from fabric.errors import ConfigError
 from fabric.protocol.rules.adaptive_timeout import problem
+from fabric.runtime.guarded_processes import MARK
 from fabric.runtime.http.http_service import parse_ports, read_token
 from fabric.runtime.http.tls import Tls
-from fabric.runtime.known_variables import refuse_unknown
 from fabric.runtime.logs import FORMATS
+from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S
 from fabric.runtime.rank_layout import RankLayout, parse_layout
 from fabric.runtime.systemd import Supervisor
+
+# Fabric owns this prefix. A name that fabric does not know is a mistake more often than the variable of
+# another program, and an ignored setting changes a job in silence.
+PREFIX = "FABRIC_"
+# Launchers, the demo and drills set these in the processes that they start.
+_OWN = (MARK, LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S)
+_SERVICE = "_SERVICE_HOST"
+# The beginnings of further variables that Kubernetes sets for a service.
+_OF_SERVICE = ("_SERVICE_", "_PORT_")
+
 
 ADAPT_MODES = ("off", "advise", "act")
 
@@ -34,6 +46,27 @@ _PASSWORD = re.compile(r"://[^/?#]*:[^/]*@")
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("", "0", "false", "no", "off"), False
 )
+
+
+def refuse_unknown(environment: Mapping[str, str], settings: Collection[str]) -> None:
+    """Raise ConfigError for the first ``FABRIC_`` variable that is neither in ``settings`` nor fabric's own.
+
+    ``settings``: the variables of all settings. An empty variable counts as not set.
+    """
+    services = {name.removesuffix(_SERVICE) for name in environment if name.endswith(_SERVICE)}
+    for name in sorted(name for name, text in environment.items() if text and name.startswith(PREFIX)):
+        if name in settings or name in _OWN or any(_belongs(name, service) for service in services):
+            continue
+        words = {setting.removeprefix(PREFIX): setting for setting in sorted(settings)}
+        nearest = difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)
+        remedy = f"set {words[nearest[0]]} in its place, or unset it" if nearest else "unset it"
+        raise ConfigError(f"the variable {name[:80]} is set, and fabric has no such setting: {remedy}")
+
+
+def _belongs(name: str, service: str) -> bool:
+    """Whether Kubernetes sets ``name`` in each container, for a service such as ``fabric-lighthouse``."""
+    rest = name.removeprefix(service) if name.startswith(service) else ""
+    return rest == "_PORT" or rest.startswith(_OF_SERVICE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,9 @@ class LowPriorityRunner:
                 result.append(work())
             except BaseException as caught:  # noqa: BLE001  (raised in the caller's thread)
                 error.append(caught)
-            self._count(*_ran_and_waited())
+            ran_s, waited_s = _ran_and_waited()
+            self._ran_s += ran_s
+            self._waited_s += waited_s
 
         thread = threading.Thread(target=run, name="fabric-low-priority", daemon=True)
         thread.start()
@@ -63,10 +65,6 @@ class LowPriorityRunner:
         if error:
             raise error[0]
         return result[0]
-
-    def _count(self, ran_s: float, waited_s: float) -> None:
-        self._ran_s += ran_s
-        self._waited_s += waited_s
 
 
 def _ran_and_waited() -> tuple[float, float]:

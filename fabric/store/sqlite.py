@@ -52,7 +52,9 @@ class SqliteStore:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fabric-store")
             loop = asyncio.get_running_loop()
             try:
-                self._file = await loop.run_in_executor(thread, self._opened)
+                self._file = await loop.run_in_executor(
+                    thread, lambda: SqliteFile(self._path, busy_timeout_s=self._attempt_timeout_s)
+                )
             except BaseException as error:
                 self._problem = str(error) if isinstance(error, StoreError) else ""
                 thread.shutdown(wait=False)
@@ -111,9 +113,6 @@ class SqliteStore:
         if file is not None and thread is not None:
             await asyncio.get_running_loop().run_in_executor(thread, file.close)
             thread.shutdown(wait=False)
-
-    def _opened(self) -> SqliteFile:
-        return SqliteFile(self._path, busy_timeout_s=self._attempt_timeout_s)
 
     async def _call(self, operation: Callable[[SqliteFile], Answer]) -> Answer:
         file, thread = self._file, self._thread

@@ -16,7 +16,7 @@ from fabric.client.control.peers import Peers
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io
-from fabric.protocol.messages.prepared_round import PreparedRound
+from fabric.protocol.messages.member_events import PreparedRound
 from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.token_file import TokenFile
 from fabric.transport.tcp import ListenerIdentity

@@ -14,7 +14,7 @@ from fabric.client.collectives.payload import Offer
 from fabric.errors import CollectiveFailed, ConfigError, Mismatch, NotAMember, RoundAborted
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages.prepared_round import PreparedRound
+from fabric.protocol.messages.member_events import PreparedRound
 
 NAMES = "a b c"
 
@@ -276,14 +276,14 @@ def after_a_rack_died(epochs):
     epoch of its own. The decision of the last epoch commits the prepared round.
     """
     trainer = holding()
-    members = CollectiveMembers(trainer.core.view, "a", 1)
-    members.note(trainer.core.view.current)
+    members = CollectiveMembers(trainer.core.epochs, "a", 1)
+    members.note(trainer.core.epochs.current)
     trainer.do(io.LinkLost("b", 1, "it died"))
     for epoch in epochs:
         trainer.leader(m.Epoch(record_of("a", epoch=epoch)))
         for effect in trainer.found(io.LinkUp):
             members.note(effect.record)
-    last = trainer.core.view.newest
+    last = trainer.core.epochs.newest
     trainer.leader(m.Resume(last.fence, 1, (m.Assignment("a", (0, 1, 2, 3)),), "g0"))
     for effect in trainer.found(io.Switch):
         members.note(effect.record)

@@ -75,4 +75,4 @@ def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
     settings = Settings(job="job", replica="r0")
     start.begin(engine, parts, settings, ProcessIdentity(9, (8, 7)), start.TrainingSetup(DataPlan(1), "", ""))
     (member,) = begun
-    assert member.view.last_answered == 5e6 and member.view.identity.predecessors == (8, 7)
+    assert member.session.contact.last == 5e6 and member.context.identity.predecessors == (8, 7)

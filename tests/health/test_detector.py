@@ -1,25 +1,14 @@
-"""The detectors of a pipeline and of a job on synthetic streams."""
+"""The detector of a job on synthetic streams."""
 
-import importlib.util
 import math
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
 from fabric.health.alarm import RatioAlarm
 from fabric.health.detector import JobDetector
 from fabric.health.localise import Scope
-from fabric.health.pipeline import PipelineSchedule
 from fabric.health.work import WorkAmount
-
-# Load the module by its file: with benchmarks/ in sys.path its protocol.py would hide tests/protocol.
-STREAMS = Path(__file__).parent.parent.parent / "benchmarks" / "health_streams.py"
-spec = importlib.util.spec_from_file_location("health_streams", STREAMS)
-streams = sys.modules["health_streams"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(streams)
-Fault, play = streams.Fault, streams.play
 
 BEFORE, NOISE = 120, 0.01
 
@@ -44,31 +33,6 @@ class Fleet:
                 self.detector.observe(name, incarnation, self.step, work, seconds)
                 after.append(self.detector.slowdowns())
         return after
-
-
-# --- pipelines --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [8192, 16384, 32768])
-def test_an_undisturbed_pipeline_is_predicted_and_raises_no_alarm(length):
-    result = play(1, length)
-    errors, iterations = result.micro_batch_errors, result.iteration_errors
-    assert len(errors) > 2000 and sum(errors) / len(errors) <= 0.015
-    assert len(iterations) > 100 and sum(iterations) / len(iterations) <= 0.05
-    assert result.false_alarms == 0
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_slow_stage_is_named_within_three_iterations(stage):
-    result = play(2, 8192, Fault(stage, 1.5))
-    assert result.false_alarms == 0
-    assert result.found_after is not None and result.found_after <= 3
-
-
-@pytest.mark.parametrize("schedule", PipelineSchedule)
-def test_every_schedule_can_be_followed(schedule):
-    result = play(3, 16384, Fault(1, 1.5), schedule)
-    assert result.false_alarms == 0 and result.found_after is not None and result.found_after <= 3
 
 
 # --- replicas ---------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.health.pipeline import PipelineCosts, PipelineSchedule, makespan
 from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
 from fabric.health.planning.remedies import ActionRules, JobHealth, RemedyKind, propose
 
@@ -184,19 +183,6 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_refused_in_one_sentence(c
 def test_a_script_that_cannot_build_other_layouts_gets_shares_alone():
     cut = replace(CUT, can_repartition=False, can_resize=False)
     assert kinds(propose(replace(slow_stage(), cut=cut), ActionRules())) == [SHARES]
-
-
-@given(st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.8]), min_size=1, max_size=5), st.integers(1, 20))
-def test_the_planners_step_time_bounds_the_makespan_of_1f1b_from_above(speeds, micro_batches):
-    stages = len(speeds)
-    layout = StageLayout(tuple((stage,) for stage in range(stages)), (2,) * stages)
-    factors = {stage: 1 / speed for stage, speed in enumerate(speeds)}
-    costs = PipelineCosts.of_micro_batches([2 / 3] * micro_batches, stages, factors=factors)
-    exact = makespan(PipelineSchedule.ONE_F_ONE_B, costs)
-    bound = layout.step_time(micro_batches, speeds)
-    assert exact <= bound + 1e-9 and bound <= 1.35 * exact
-    if len(set(speeds)) == 1:
-        assert bound == pytest.approx(exact)
 
 
 # --- drain ------------------------------------------------------------------------------------------------

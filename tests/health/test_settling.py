@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from fabric.health.detector import JobDetector
-from fabric.health.settling import AGREES, MOST_WAITED, SETTLED, Settling
+from fabric.health.detector import AGREES, MOST_WAITED, SETTLED, JobDetector, Settling
 from fabric.health.work import WorkAmount
 
 BEFORE = 80  # number of steps: the warm-up and some more

@@ -72,11 +72,12 @@ def main() -> None:
         if how == "ddp" and not first.is_set():
             first.set()  # DDP has its final buckets only from the second backward on
             return
-        member, deadline = session._engine.member.view, time.monotonic() + DEADLINE_S
+        member, deadline = session._engine.member, time.monotonic() + DEADLINE_S
         while not reduced.wait(0.01) and time.monotonic() < deadline:
-            if member.round is None or len(session.members) == 1:
+            round_ = member.rounds.round
+            if round_ is None or len(session.members) == 1:
                 return  # the round was aborted, or this member is alone: there is no exchange
-            if member.round.step == member.first_step:
+            if round_.step == member.epochs.links.first_step:
                 return  # a newcomer learns its first round from the others' contributions
         print(f"overlapped {reduced.is_set()}", flush=True)
 

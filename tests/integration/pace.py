@@ -50,8 +50,8 @@ def _is_needed(session: fabric.client.Session, left: int) -> bool:
     """Return whether a newcomer replays this member's gradients, or waits for an epoch after its next
     commit.
     """
-    member = session._engine.member.view
-    follows = member.listeners and left > _LAST_STEPS
+    member = session._engine.member
+    follows = member.serving.listeners and left > _LAST_STEPS
     # A step under way while this member pauses may have let the newcomer in.
-    joins = member.newest is not member.current or _is_complete(session)
-    return bool(member.promised_snapshots or follows or joins)
+    joins = member.epochs.newest is not member.epochs.current or _is_complete(session)
+    return bool(member.serving.promised or follows or joins)

@@ -40,7 +40,7 @@ async def test_processes_that_come_and_go_under_new_names_are_forgotten(way, htt
             await server.socket.close()
 
         async def are_few() -> bool:
-            statuses = sum(len(found.statuses(rank)) for rank in tuple(found.status_ranks))
+            statuses = sum(len(found.statuses(rank)) for rank in tuple(found.servers.counting))
             return max(len(found.peers) - 3, statuses) <= MOST
 
         await eventually(are_few, "them to be forgotten")

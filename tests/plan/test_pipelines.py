@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.pipeline_schedules import PipelineCosts, PipelineSchedule, makespan
 from papers.pipelines import StepWork, at_home, migrated, rerouted, step_time
-
-from fabric.health.pipeline import PipelineCosts, PipelineSchedule, makespan
 
 
 def step(times, counts, **values) -> StepWork:

@@ -134,7 +134,7 @@ def test_every_member_gets_its_own_row_of_the_decision():
 def test_a_member_applies_a_roster_delta_and_reports_without_its_roster():
     trainer = running()
     trainer.leader(roster_delta.change(FIRST, SECOND))
-    assert trainer.core.view.newest == SECOND
+    assert trainer.core.epochs.newest == SECOND
     (report,) = trainer.said(m.Report)
     assert report.round_roster == () and report.round_lacked == ()
 
@@ -144,16 +144,16 @@ def test_a_member_that_missed_an_epoch_asks_for_the_roster_and_changes_nothing()
     third = record_of("a c", epoch=3)
     trainer.leader(roster_delta.change(SECOND, third))
     assert trainer.said(m.RequestRoster) == [m.RequestRoster(third.fence)]
-    assert trainer.core.view.newest == FIRST and not trainer.found(member_events.LinkUp)
+    assert trainer.core.epochs.newest == FIRST and not trainer.found(member_events.LinkUp)
     trainer.leader(m.Epoch(third, changes=True))
-    assert trainer.core.view.newest == third
+    assert trainer.core.epochs.newest == third
 
 
 def test_a_member_does_not_ask_about_a_roster_delta_of_a_past_epoch():
     trainer = running()
     trainer.leader(m.Epoch(record_of("a", epoch=7)))
     trainer.leader(roster_delta.change(record_of("a x", epoch=4), record_of("a b x", epoch=5)))
-    assert not trainer.said(m.RequestRoster) and trainer.core.view.newest.epoch == 7
+    assert not trainer.said(m.RequestRoster) and trainer.core.epochs.newest.epoch == 7
 
 
 def test_a_leader_without_deltas_gets_the_roster_of_the_round():

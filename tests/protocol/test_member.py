@@ -88,7 +88,7 @@ def vote(record, step, ready=None, gradient="g0", state="start"):
 
 def test_a_step_from_the_share_to_the_update():
     trainer = running()
-    assert trainer.core.view.mode is Mode.RUN
+    assert trainer.core.epochs.mode is Mode.RUN
     trainer.do(io.Computed(0, (0, 1), 2.0, (("loss", 3.0),)))
     assert trainer.found(io.StartExchange) == [io.StartExchange(FIRST.fence, 0, 2.0)]
     assert [c.micro_batches for c in trainer.told_peers(m.Contribution)] == [(0, 1)]
@@ -101,7 +101,7 @@ def test_a_step_from_the_share_to_the_update():
     (apply,) = trainer.found(io.Apply)
     assert (apply.step, apply.contributed, apply.prepared.weight) == (0, True, 4.0)
     assert trainer.found(io.Publish), "published when committed"
-    assert trainer.core.view.step == 1
+    assert trainer.core.memory.state.step == 1
     trainer.do(io.Ready(1, "d1"))
     assert trainer.found(io.Compute) == [io.Compute(1, (0, 1))]
 
@@ -118,7 +118,7 @@ def test_no_message_goes_to_a_member_without_a_link():
 def test_digests_that_differ_abort():
     trainer = holding()
     trainer.peer("b", vote(FIRST, 0, gradient="other"))
-    assert trainer.core.view.mode is Mode.ABORTED and not trainer.found(io.Apply)
+    assert trainer.core.epochs.mode is Mode.ABORTED and not trainer.found(io.Apply)
     assert "differ" in trainer.said(m.Aborted)[0].why
 
 
@@ -151,8 +151,8 @@ def test_an_outvoted_member_says_so_in_every_report_until_it_has_another_state(s
         trainer.leader(m.Epoch(record_of("a", epoch=epoch)))
         assert trainer.said(m.Report)[0].outvoted is is_outvoted
     trainer.leader(m.Epoch(record_of("d", epoch=4)))
-    assert trainer.core.view.mode is Mode.OUTSIDE
-    assert (trainer.core.view.generation == 0) is (is_outvoted or len(states) == 2)
+    assert trainer.core.epochs.mode is Mode.OUTSIDE
+    assert (trainer.core.memory.state.generation == 0) is (is_outvoted or len(states) == 2)
 
 
 def test_a_round_that_ended_without_another_result_is_not_disputed():
@@ -234,7 +234,7 @@ def test_a_prepared_round_with_other_content_is_fetched_instead_of_committed():
     trainer = holding()
     trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 1, "another"))
     assert not trainer.found(io.Apply)
-    assert trainer.core.view.mode is Mode.CATCH_UP
+    assert trainer.core.epochs.mode is Mode.CATCH_UP
     assert [f.step for f in trainer.found(io.FetchGradient)] == [0]
 
 
@@ -292,9 +292,9 @@ def test_a_planned_epoch_does_not_disturb_the_round_under_way():
     trainer = holding()
     joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))
-    assert trainer.core.view.mode is Mode.RUN and trainer.found(io.LinkUp)
+    assert trainer.core.epochs.mode is Mode.RUN and trainer.found(io.LinkUp)
     trainer.peer("b", vote(FIRST, 0))
-    assert trainer.core.view.current == FIRST, "not everybody was ready for it"
+    assert trainer.core.epochs.current == FIRST, "not everybody was ready for it"
 
 
 def test_the_members_switch_when_all_are_ready_and_the_newcomer_computes_nothing_yet():
@@ -306,7 +306,7 @@ def test_the_members_switch_when_all_are_ready_and_the_newcomer_computes_nothing
     trainer.do(io.Exchanged(1, 0, "g0"))
     assert [b.ready for b in trainer.told_peers(m.CommitVote)] == [2]
     trainer.peer("b", vote(FIRST, 0, ready=2))
-    assert trainer.core.view.current == joined and trainer.found(io.Switch)
+    assert trainer.core.epochs.current == joined and trainer.found(io.Switch)
     trainer.do(io.Ready(1, "d1"))
     assert trainer.found(io.Compute) == [io.Compute(1, (0, 1))]
 
@@ -314,7 +314,7 @@ def test_the_members_switch_when_all_are_ready_and_the_newcomer_computes_nothing
 def test_a_planned_epoch_after_an_unknown_forced_epoch_aborts_the_round():
     trainer = running()
     trainer.leader(m.Epoch(record_of("a b c", epoch=3, forced=2)))
-    assert trainer.core.view.mode is Mode.ABORTED and trainer.said(m.Aborted)
+    assert trainer.core.epochs.mode is Mode.ABORTED and trainer.said(m.Aborted)
 
 
 # --- links -----------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_an_abort_without_a_session_is_sent_when_the_session_is_back():
 def test_links_that_cannot_be_made_are_reported():
     trainer = running(linked=False)
     trainer.do(io.LinkFailed(1, "b", "no link to b"))
-    assert trainer.core.view.mode is Mode.ABORTED
+    assert trainer.core.epochs.mode is Mode.ABORTED
     assert trainer.said(m.Aborted)[0].about == "b"
 
 
@@ -364,7 +364,7 @@ def test_a_new_leader_hears_between_rounds_that_the_member_runs():
     """
     trainer = holding()
     trainer.peer("b", vote(FIRST, 0))
-    assert trainer.core.view.round is None
+    assert trainer.core.rounds.round is None
     trainer.do(io.LeaderLost(), io.LeaderConnected())
     trainer.leader(m.Epoch(FIRST))
     assert trainer.said(m.Running) == [m.Running(FIRST.fence, 0)]
@@ -404,9 +404,9 @@ def test_a_newcomer_learns_the_step_from_the_first_contribution():
     joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))
     trainer.do(io.Linked(2))
-    assert trainer.core.view.mode is Mode.JOINED
+    assert trainer.core.epochs.mode is Mode.JOINED
     trainer.peer("a", contribution(joined, 6, (0, 1)))
-    assert trainer.core.view.mode is Mode.RUN
+    assert trainer.core.epochs.mode is Mode.RUN
     assert [c.weight for c in trainer.told_peers(m.Contribution)] == [0.0, 0.0]
     assert trainer.said(m.Running) == [m.Running(joined.fence, 6)]
     trainer.do(io.Exchanged(2, 6, "g6"), io.FromPeer("b", 1, contribution(joined, 6, (2, 3))))
@@ -422,7 +422,7 @@ def test_an_installed_state_belongs_to_the_generation_it_was_fetched_for():
     later = record_of("a b", epoch=4, cold=4, generation=2)
     trainer.leader(m.Epoch(later))
     trainer.do(io.Installed(5, "d5"))
-    assert trainer.core.view.generation == 1
+    assert trainer.core.memory.state.generation == 1
     assert trainer.said(m.RequestState), "a step of an older generation counts as nothing"
 
 
@@ -432,14 +432,14 @@ def test_the_same_state_of_another_generation_need_not_be_fetched():
     trainer.leader(m.Epoch(later))
     assert trainer.said(m.RequestState) and trainer.found(io.CancelFetch)
     trainer.leader(m.StateSources(later.fence, SnapshotRef(2, 5, "d5"), ("http://b",)))
-    assert trainer.core.view.generation == 2
+    assert trainer.core.memory.state.generation == 2
     assert not trainer.found(io.FetchState) and trainer.found(io.FetchGradient)
 
 
 def test_a_gradient_that_is_gone_means_to_begin_again():
     trainer = outside()
     trainer.do(io.GradientGone(5, gone=True, why="too old"))
-    assert trainer.said(m.RequestState) and trainer.core.view.generation == 0
+    assert trainer.said(m.RequestState) and trainer.core.memory.state.generation == 0
 
 
 def test_a_member_asks_for_new_sources_when_a_gradient_stays_unpublished():
@@ -467,7 +467,7 @@ def test_a_member_admitted_for_a_state_that_it_lost_says_so_until_it_is_heard():
 def test_an_evicted_member_drops_its_gradient_and_goes_on_by_replay():
     trainer = holding()
     trainer.leader(m.Epoch(record_of("b", epoch=2)))
-    assert trainer.core.view.mode is Mode.OUTSIDE and trainer.core.rounds.prepared is None
+    assert trainer.core.epochs.mode is Mode.OUTSIDE and trainer.core.rounds.prepared is None
     assert trainer.found(io.DropGradient) and trainer.found(io.FetchGradient)
 
 
@@ -478,7 +478,7 @@ def test_a_member_that_leaves_stays_in_its_round_until_all_are_ready():
     trainer.do(io.Linked(1))
     without = record_of("b", epoch=2, forced=1)
     trainer.leader(m.Epoch(without))
-    assert trainer.core.view.mode is Mode.RUN
+    assert trainer.core.epochs.mode is Mode.RUN
     trainer.do(io.Linked(2), io.Computed(0, (0, 1), 2.0))
     trainer.peer("b", contribution(leaving, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
@@ -501,7 +501,7 @@ def test_a_cold_start_from_another_state_fetches_it():
     trainer.leader(m.Epoch(cold), resume_of(cold, 3, a=(0, 1)))
     assert trainer.found(io.FetchState) == [io.FetchState(SnapshotRef(0, 3, "base"), ("http://b",))]
     trainer.do(io.StateFetched(3, "base"), io.Installed(3, "base"))
-    assert trainer.core.view.generation == 1
+    assert trainer.core.memory.state.generation == 1
     assert trainer.found(io.Compute) == [io.Compute(3, (0, 1))]
 
 
@@ -534,11 +534,11 @@ def test_a_state_of_the_last_generation_on_its_way_into_memory_is_not_the_new_on
     cold = record_of("a b", epoch=2, cold=2, generation=2, base=Base(1, 3, "base", ("http://c",)))
     trainer.leader(m.Epoch(cold), resume_of(cold, 3, a=(0, 1)))
     trainer.do(io.Installed(step, "last"))
-    assert trainer.core.view.mode is Mode.CATCH_UP and not trainer.said(m.Running)
+    assert trainer.core.epochs.mode is Mode.CATCH_UP and not trainer.said(m.Running)
     (fetch,) = trainer.found(io.FetchState)
     assert (fetch.state, fetch.urls) == (SnapshotRef(1, 3, "base"), ("http://c",))
     trainer.do(io.StateFetched(3, "base"), io.Installed(3, "base"))
-    assert trainer.core.view.mode is Mode.RUN and trainer.core.view.generation == 2
+    assert trainer.core.epochs.mode is Mode.RUN and trainer.core.memory.state.generation == 2
     assert trainer.found(io.Compute) == [io.Compute(3, (0, 1))]
 
 
@@ -572,14 +572,14 @@ def test_a_failed_fetch_of_the_last_generations_base_does_not_matter_in_the_new_
     trainer.leader(resume_of(second, 10, a=(0, 1)))
     assert trainer.found(io.FetchState) == [io.FetchState(SnapshotRef(0, 10, "base"), ("http://c",))]
     trainer.do(io.StateFetched(10, "base"), io.Installed(10, "base"))
-    assert trainer.core.view.mode is Mode.RUN and trainer.core.view.generation == 2
+    assert trainer.core.epochs.mode is Mode.RUN and trainer.core.memory.state.generation == 2
 
 
 def test_below_the_minimum_a_member_parks_and_keeps_its_gradient():
     trainer = Trainer(min_replicas=2)
     alone = record_of("a", epoch=1)
     trainer.leader(m.Epoch(alone), resume_of(alone, 0, a=(0, 1, 2, 3)))
-    assert trainer.core.view.mode is Mode.RUN and not trainer.found(io.Compute)
+    assert trainer.core.epochs.mode is Mode.RUN and not trainer.found(io.Compute)
 
 
 def test_without_a_lighthouse_a_member_goes_on_until_its_autonomy_ends():
@@ -615,7 +615,7 @@ def test_contact_counts_from_when_the_answered_heartbeat_was_sent():
     sent = trainer.now
     trainer.now += 50
     trainer.leader(m.HeartbeatAck(beat.number))
-    assert trainer.core.view.last_answered == sent
+    assert trainer.core.session.contact.last == sent
 
 
 def test_finished_is_sent_again_with_every_session():

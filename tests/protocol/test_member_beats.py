@@ -16,8 +16,8 @@ def step(trainer, number, digest="", times=None):
     trainer.do(io.Computed(number, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, number, (2, 3)))
     trainer.do(io.Exchanged(1, number, "g"))
-    trainer.peer("b", vote(FIRST, number, gradient="g", state=trainer.core.view.digest))
-    assert trainer.core.view.step == number + 1
+    trainer.peer("b", vote(FIRST, number, gradient="g", state=trainer.core.memory.state.digest))
+    assert trainer.core.memory.state.step == number + 1
     trainer.do(io.Ready(number + 1, digest, times))
     return [beat.step for beat in trainer.said(m.Heartbeat)]
 

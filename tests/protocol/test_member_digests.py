@@ -84,7 +84,7 @@ def test_a_member_without_micro_batches_computes_the_state_digest_too():
 def test_a_digest_of_a_state_that_is_gone_does_not_count():
     trainer = at_step_1()
     trainer.do(io.Digested(0, "d0"))
-    assert trainer.core.view.digest == "" and trainer.core.memory.state.later
+    assert trainer.core.memory.state.digest == "" and trainer.core.memory.state.later
 
 
 def test_all_ranks_compute_a_digest_and_the_replica_sends_their_combination():
@@ -97,7 +97,7 @@ def test_all_ranks_compute_a_digest_and_the_replica_sends_their_combination():
     assert not replica.said(m.Contribution)
     replica.rank(0, io.Digested(0, "zero"))
     assert replica.said(m.Contribution)
-    assert replica.core.member.view.digest == ro.replica_digest(["zero", "one"])
+    assert replica.core.member.memory.state.digest == ro.replica_digest(["zero", "one"])
 
 
 def test_a_late_digest_of_one_rank_delays_the_replicas_digest():
@@ -105,4 +105,4 @@ def test_a_late_digest_of_one_rank_delays_the_replicas_digest():
     replica.both(io.Computed(0, (0, 1), 2.0))
     replica.rank(0, io.Ready(0, "zero"))
     replica.rank(1, io.Ready(0, later=True))
-    assert (replica.core.member.view.digest, replica.core.member.memory.state.later) == ("", True)
+    assert (replica.core.member.memory.state.digest, replica.core.member.memory.state.later) == ("", True)

@@ -27,7 +27,7 @@ def closed():
 def test_the_end_of_a_loop_goes_to_the_leader_and_to_all_members_once():
     trainer = closed()
     assert trainer.said(m.Finished) == trainer.told_peers(m.Finished) == [finished()]
-    assert trainer.core.view.phase == "run, finished", "it waits in close, and is not in user code"
+    assert trainer.core.session.phase == "run, finished", "it waits in close, and is not in user code"
     trainer.do(io.Tick())
     assert not trainer.told_peers(m.Finished)
 
@@ -68,7 +68,7 @@ def test_close_returns_after_the_autonomy_whatever_the_others_do():
     trainer = closed()
     trainer.do(io.LeaderLost())
     trainer.now = trainer.core.next_deadline()
-    assert trainer.now == 100.0 + trainer.core.view.config.autonomy_s
+    assert trainer.now == 100.0 + trainer.core.context.config.autonomy_s
     [end] = [e for e in trainer.do(io.Tick()) if isinstance(e, io.Finish)]
     assert end.step == 1 and "not all members have said that they finished" in end.alone
     assert end.ended == JobEnd(FIRST.fence, 1, 1), "the first loop that ends is the end of the job"
@@ -78,7 +78,7 @@ def test_the_end_of_a_finished_members_link_does_not_abort():
     trainer = closed()
     trainer.peer("b", finished())
     trainer.do(io.LinkLost("b", 1, "b closed the link"))
-    assert trainer.core.view.mode is Mode.RUN and not trainer.said(m.Aborted)
+    assert trainer.core.epochs.mode is Mode.RUN and not trainer.said(m.Aborted)
     assert not trainer.found(io.WriteJournal)
 
 
@@ -205,14 +205,14 @@ def leaving(prepared=True):
 def test_a_drained_member_that_goes_with_the_last_vote_aborts_no_round():
     """Found in simulation: the drained member had every vote, and ended before the others had them."""
     trainer, first = leaving()
-    assert trainer.core.view.mode is Mode.RUN
+    assert trainer.core.epochs.mode is Mode.RUN
     trainer.peer("c", m.CommitVote(first.fence, 0, 2, "g0", "start"))
-    assert trainer.found(io.Apply) and trainer.core.view.current.epoch == 2
+    assert trainer.found(io.Apply) and trainer.core.epochs.current.epoch == 2
 
 
 def test_a_drained_member_that_dies_before_that_aborts_the_round():
     trainer, _ = leaving(prepared=False)
-    assert trainer.core.view.mode is Mode.ABORTED
+    assert trainer.core.epochs.mode is Mode.ABORTED
 
 
 def test_members_hear_of_the_end_again_over_a_new_link_of_the_same_epoch():

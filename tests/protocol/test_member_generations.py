@@ -30,7 +30,7 @@ def test_a_state_fetched_in_a_generation_that_is_over_is_not_the_new_ones_while_
     trainer.leader(m.Epoch(second("a b")))
     trainer.do(io.StateFetched(50, "s50"))
     assert not trainer.found(io.Install)
-    assert trainer.core.view.generation != 2
+    assert trainer.core.memory.state.generation != 2
     assert trainer.said(m.RequestState), "it asks in the new generation"
 
 
@@ -39,7 +39,7 @@ def test_a_state_loaded_in_a_generation_that_is_over_is_not_the_new_ones_while_o
     trainer.do(io.StateFetched(50, "s50"))
     trainer.leader(m.Epoch(second("a b")))
     trainer.do(io.Installed(50, "s50"))
-    assert trainer.core.view.generation != 2 and trainer.said(m.RequestState)
+    assert trainer.core.memory.state.generation != 2 and trainer.said(m.RequestState)
 
 
 def test_a_fetch_under_way_is_void_when_the_base_is_the_state_in_memory():
@@ -51,7 +51,7 @@ def test_a_fetch_under_way_is_void_when_the_base_is_the_state_in_memory():
     assert trainer.found(io.FetchState)
     cold = second("a b d")
     trainer.leader(m.Epoch(cold), resume_of(cold, 40, a=(0, 1), b=(2,), d=(3,)))
-    assert trainer.core.view.mode is Mode.RUN and trainer.core.view.generation == 2
+    assert trainer.core.epochs.mode is Mode.RUN and trainer.core.memory.state.generation == 2
     trainer.do(io.StateFetched(50, "s50"))
     trainer.do(io.Linked(2), io.Computed(40, (3,), 1.0))
     # A round is lost. The other members hold the round, so this member must replay it.
@@ -82,7 +82,7 @@ def test_a_member_that_loads_the_end_of_its_own_generation_has_finished():
 
 def test_sources_of_a_generation_that_is_over_are_not_heeded():
     trainer = outside_fetching()
-    first = trainer.core.view.newest.fence
+    first = trainer.core.epochs.newest.fence
     trainer.do(io.FetchFailed("nobody has it"))
     trainer.leader(m.Epoch(second("a b")))
     assert trainer.said(m.RequestState)
@@ -99,7 +99,7 @@ def late_decision():
     record = record_of("a", epoch=2)
     trainer.leader(m.Epoch(record))
     assert trainer.said(m.Report)[0].prepared
-    trainer.now += trainer.core.view.config.autonomy_s + 61.0
+    trainer.now += trainer.core.context.config.autonomy_s + 61.0
     trainer.leader(m.Resume(record.fence, 1, (m.Assignment("a", (0, 1, 2, 3)),), "g0"))
     return trainer
 

@@ -22,7 +22,7 @@ def in_three():
     trainer = Trainer()
     trainer.leader(m.Epoch(THREE), m.Resume(THREE.fence, 0, (m.Assignment("a", (0, 1)),)))
     trainer.do(io.Linked(1))
-    assert trainer.core.view.mode is Mode.RUN
+    assert trainer.core.epochs.mode is Mode.RUN
     return trainer
 
 
@@ -32,7 +32,7 @@ def left_out():
     trainer.do(io.LinkLost("b", 1, "timed out", silent=True))
     second = record_of("b c", epoch=2)
     trainer.leader(m.Epoch(second))
-    assert trainer.core.view.mode is Mode.OUTSIDE
+    assert trainer.core.epochs.mode is Mode.OUTSIDE
     return trainer, second
 
 
@@ -66,7 +66,7 @@ def test_a_newcomer_that_went_silent_costs_the_round_under_way_nothing():
     trainer.do(io.LinkLost("c", 1, "timed out", silent=True))
     (aborted,) = trainer.said(m.Aborted)
     assert aborted.fence == second.fence and aborted.unreachable == ("c",)
-    assert trainer.core.view.mode is Mode.RUN and trainer.core.view.current == FIRST
+    assert trainer.core.epochs.mode is Mode.RUN and trainer.core.epochs.current == FIRST
 
 
 def test_a_replica_left_out_names_the_members_it_misses_and_probes_again():
@@ -121,7 +121,7 @@ def test_a_probe_result_that_arrives_after_readmission_is_ignored():
     trainer, _ = left_out()
     third = record_of("a b c", epoch=3)
     trainer.leader(m.Epoch(third))
-    assert trainer.core.view.mode is Mode.REPORTED
+    assert trainer.core.epochs.mode is Mode.REPORTED
     trainer.do(io.Probed(("b",)))
     assert trainer.core.epochs.links.silent == {"b"}, "what it knew before stays until links are made"
     trainer.do(io.Linked(3))
@@ -132,7 +132,7 @@ def test_of_thousands_only_the_unreachable_members_are_probed():
     roster = record_of(" ".join(f"r{i:03}" for i in range(200)), epoch=2)
     trainer = Trainer("a")
     trainer.leader(m.Epoch(roster))
-    assert trainer.core.view.mode is Mode.OUTSIDE and not trainer.found(io.Probe)
+    assert trainer.core.epochs.mode is Mode.OUTSIDE and not trainer.found(io.Probe)
     trainer.core.epochs.links.silent = {"r007", "gone"}
     trainer.do(io.Tick())
     assert [[x.replica for x in e.members] for e in trainer.found(io.Probe)] == [["r007"]]

@@ -54,7 +54,7 @@ def test_a_gradient_that_changed_on_its_way_aborts_the_round():
     trainer = running()
     trainer.do(io.Streaming(0, 2.0))
     trainer.do(io.Computed(0, (0, 1), 2.0, redo="it was changed"))
-    assert trainer.core.view.mode is Mode.ABORTED
+    assert trainer.core.epochs.mode is Mode.ABORTED
     assert [e.epoch for e in trainer.found(io.AbortExchange)] == [1]
     assert not trainer.told_peers(m.Contribution)
     assert trainer.core.memory.kept_gradient.have == {0, 1}, "the gradient as it is now is kept"
@@ -63,7 +63,7 @@ def test_a_gradient_that_changed_on_its_way_aborts_the_round():
 def test_a_gradient_that_did_not_go_out_may_change():
     trainer = running()
     trainer.do(io.Computed(0, (0, 1), 2.0, redo="it was changed"))
-    assert trainer.core.view.mode is Mode.RUN and trainer.told_peers(m.Contribution)
+    assert trainer.core.epochs.mode is Mode.RUN and trainer.told_peers(m.Contribution)
 
 
 @pytest.mark.parametrize(("retain", "have"), [(True, {0, 1}), (False, set())])
@@ -71,7 +71,7 @@ def test_a_gradient_that_is_not_retained_is_dropped_with_the_round(retain, have)
     trainer = running(retain=retain)
     trainer.do(io.Computed(0, (0, 1), 2.0))
     trainer.do(io.LinkLost("b", 1, "reset"))
-    assert trainer.core.view.mode is Mode.ABORTED
+    assert trainer.core.epochs.mode is Mode.ABORTED
     assert trainer.core.memory.kept_gradient.have == have
     assert bool(trainer.found(io.DropGradient)) is not retain
 

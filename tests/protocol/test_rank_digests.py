@@ -20,7 +20,7 @@ def newcomer_of_two_ranks():
 
 def fetching(replica):
     """Feed the state sources; return the number of the command to fetch."""
-    fence = replica.core.member.view.newest.fence
+    fence = replica.core.member.epochs.newest.fence
     replica.do(io.FromLeader(m.StateSources(fence, SnapshotRef(1, 50, "s50"), ("http://b",))))
     numbers = {e.command.number for e in replica.effects if isinstance(e, ToRank)}
     assert len(replica.orders(io.FetchState)) == 2 and len(numbers) == 1
@@ -55,7 +55,7 @@ def test_a_late_digest_of_one_rank_does_not_make_the_ranks_diverge():
     replica.rank(0, io.Computed(0, rest, 2.0))
     replica.rank(1, io.Digested(0, "one"))  # rank 1 answers in order: its digest, then its share
     assert not replica.orders(io.Stop)
-    assert replica.core.member.view.digest == replica_digest(["zero", "one"])
+    assert replica.core.member.memory.state.digest == replica_digest(["zero", "one"])
     replica.rank(1, io.Computed(0, rest, 2.0))
     assert not replica.orders(io.Stop) and replica.core.member.memory.waiting
 
@@ -67,7 +67,7 @@ def test_a_digest_that_comes_after_both_ranks_have_computed_is_not_lost():
     replica.rank(1, io.Computed(0, rest, 2.0))
     replica.rank(0, io.Digested(0, "zero"))
     replica.rank(0, io.Computed(0, rest, 2.0))
-    assert replica.core.member.view.digest == replica_digest(["zero", "one"])
+    assert replica.core.member.memory.state.digest == replica_digest(["zero", "one"])
 
 
 def test_ranks_that_tell_the_digests_of_different_steps_end_the_replica():
@@ -93,6 +93,6 @@ def test_a_fetch_ends_when_every_rank_has_ended_its_own_however_the_first_one_en
     replica = newcomer_of_two_ranks()
     number = fetching(replica)
     replica.rank(0, io.FetchFailed("no source delivered it"), number)
-    assert replica.core.member.view.fetching == "state"
+    assert replica.core.member.catch_up.fetch.doing == "state"
     replica.rank(1, io.StateFetched(50, "s50"), number)
-    assert replica.core.member.view.fetching != "state"
+    assert replica.core.member.catch_up.fetch.doing != "state"

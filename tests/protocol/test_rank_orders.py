@@ -90,7 +90,7 @@ def test_ready_waits_for_every_rank_and_joins_their_digests():
     assert not replica.core.member.memory.waiting
     replica.rank(0, io.Ready(0, "zero"))
     assert replica.core.member.memory.waiting
-    assert replica.core.member.view.digest == ro.replica_digest(["zero", "one"])
+    assert replica.core.member.memory.state.digest == ro.replica_digest(["zero", "one"])
 
 
 def test_every_rank_links_to_the_same_rank_of_the_others():
@@ -182,14 +182,16 @@ def test_a_round_is_prepared_when_every_rank_has_reduced_it():
     for rank in (0, 1):
         (publish,), (apply,) = replica.orders(io.Publish, rank), replica.orders(io.Apply, rank)
         assert publish.prepared.gradient_digest == apply.prepared.gradient_digest == f"g{rank}"
-    assert replica.core.member.view.step == 1
+    assert replica.core.member.memory.state.step == 1
 
 
 def test_a_tensor_that_is_not_finite_at_one_rank_is_not_finite():
     replica = exchanging()
     replica.rank(0, io.Exchanged(1, 0, "g0"))
     replica.rank(1, io.Exchanged(1, 0, "g1", "w", "w"))
-    assert replica.core.member.view.round.nonfinite == replica.core.member.view.round.nonfinite_input == "w"
+    assert (
+        replica.core.member.rounds.round.nonfinite == replica.core.member.rounds.round.nonfinite_input == "w"
+    )
 
 
 def test_a_loop_that_raises_at_one_rank_is_the_replicas():
@@ -278,16 +280,16 @@ def test_each_rank_fetches_its_part_from_servers_of_that_rank():
     assert [i.digest for i in replica.orders(io.Install)] == ["whole", "whole"]
     replica.rank(0, io.Installed(7, "p0"))
     replica.rank(1, io.Installed(7, "p1"))
-    assert replica.core.member.view.digest == ro.replica_digest(["p0", "p1"])
+    assert replica.core.member.memory.state.digest == ro.replica_digest(["p0", "p1"])
 
 
 def test_a_fetch_that_fails_at_one_rank_fails_when_all_have_ended():
     replica = behind()
     order = number(replica)
     replica.rank(0, io.FetchFailed("gone"), order)
-    assert replica.core.member.view.fetching == "state"
+    assert replica.core.member.catch_up.fetch.doing == "state"
     replica.rank(1, io.StateFetched(7, "p1"), order)
-    assert replica.core.member.view.fetching != "state"
+    assert replica.core.member.catch_up.fetch.doing != "state"
     assert replica.rank(1, io.FetchFailed("late"), order) == []
 
 
@@ -380,9 +382,9 @@ def test_a_snapshot_is_served_when_every_rank_has_its_part():
     replica.rank(0, io.Snapshotted(0, "s0", 0))
     assert replica.orders(ro.NameSnapshot) == [ro.NameSnapshot(0, 0, ("s0", "s1"))] * 2
     replica.rank(0, ro.SnapshotNamed(0, 0, True))
-    assert not replica.core.member.view.snapshots
+    assert not replica.core.member.serving.snapshots
     replica.rank(1, ro.SnapshotNamed(0, 0, True))
-    assert replica.core.member.view.snapshots == (SnapshotRef(0, 0, ro.replica_digest(["s0", "s1"])),)
+    assert replica.core.member.serving.snapshots == (SnapshotRef(0, 0, ro.replica_digest(["s0", "s1"])),)
 
 
 def test_a_state_to_save_is_saved_although_its_snapshot_was_about_to_be_served():
@@ -396,7 +398,7 @@ def test_a_state_to_save_is_saved_although_its_snapshot_was_about_to_be_served()
     replica.both(io.Linked(1))
     replica.both(io.Computed(0, order.micro_batches, 2.0))
     replica.do(io.LinkLost("b", 1, "it ended"))
-    assert replica.core.member.view.saving == 0
+    assert replica.core.member.serving.saving == 0
     replica.rank(0, ro.SnapshotNamed(0, 1, True))
     replica.rank(1, ro.SnapshotNamed(0, 1, True))
     assert replica.orders(io.TakeSnapshot) == [io.TakeSnapshot(0, 1)] * 2
@@ -414,7 +416,7 @@ def test_a_snapshot_that_one_rank_could_not_take_is_forgotten_by_all():
     assert replica.orders(ro.NameSnapshot) == [ro.NameSnapshot(0, 0, ())] * 2
     replica.rank(0, ro.SnapshotNamed(0, 0, False))
     replica.rank(1, ro.SnapshotNamed(0, 0, False))
-    assert not replica.core.member.view.snapshots
+    assert not replica.core.member.serving.snapshots
 
 
 # --- followers, and what travels ---------------------------------------------------------------------------
@@ -565,7 +567,7 @@ def test_of_unequal_layouts_weights_and_digests_are_sums():
     replica = Unequal()
     replica.rank(0, io.Ready(0, content(1)))
     replica.rank(1, io.Ready(0, content(2**64 - 1)))
-    assert replica.core.member.view.digest == content(0)
+    assert replica.core.member.memory.state.digest == content(0)
     replica.do(io.FromLeader(m.Epoch(FIRST)))
     share = assign(range(M), FIRST.roster)
     table = tuple(m.Assignment(name, ids) for name, ids in share.items())

@@ -31,14 +31,14 @@ def test_a_running_member_reports_for_the_cold_start_of_another_store(store):
     (report,) = trainer.said(m.Report)
     assert report.fence == record.fence and not report.prepared and not report.have
     assert report.state_generation == 0, "a state counts only where the new life begins from it"
-    assert trainer.core.view.mode is Mode.REPORTED
+    assert trainer.core.epochs.mode is Mode.REPORTED
 
 
 @pytest.mark.parametrize("store", STORES)
 def test_an_aborted_member_reports_for_the_cold_start_of_another_store(store):
     trainer = running()
     trainer.do(io.LinkLost("b", 1, "it died"))
-    assert trainer.core.view.mode is Mode.ABORTED
+    assert trainer.core.epochs.mode is Mode.ABORTED
     trainer.leader(m.Epoch(cold_start(store, "a")))
     assert trainer.said(m.Report) and not trainer.said(m.Aborted)
 
@@ -52,8 +52,8 @@ def test_no_round_prepared_under_the_last_store_is_committed(store):
     trainer.peer("b", vote(FIRST, 0))
     assert not trainer.found(io.Apply), "the round of the last store is over"
     trainer.leader(resume_of(record, 0, a=(0, 1), b=(2, 3)))
-    assert trainer.core.view.mode is Mode.RUN and trainer.core.rounds.prepared is None
-    assert trainer.core.view.generation == 2, "it holds what the new life begins from"
+    assert trainer.core.epochs.mode is Mode.RUN and trainer.core.rounds.prepared is None
+    assert trainer.core.memory.state.generation == 2, "it holds what the new life begins from"
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -63,7 +63,7 @@ def test_a_step_keeps_the_generation_in_which_it_was_committed(store):
     trainer.peer("b", vote(FIRST, 0))
     (apply,) = trainer.found(io.Apply)
     trainer.leader(m.Epoch(cold_start(store)))
-    assert apply.generation == 1 and trainer.core.view.generation == 0
+    assert apply.generation == 1 and trainer.core.memory.state.generation == 0
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -92,10 +92,10 @@ def test_a_member_behind_the_base_of_the_new_store_fetches_the_base(store):
 def test_a_member_that_the_other_store_does_not_list_waits_outside_without_its_state(store):
     trainer = running()
     trainer.leader(m.Epoch(cold_start(store, "b")))
-    assert trainer.core.view.mode is Mode.OUTSIDE
-    assert trainer.core.view.generation == 0
+    assert trainer.core.epochs.mode is Mode.OUTSIDE
+    assert trainer.core.memory.state.generation == 0
     trainer.do(io.Computed(0, (0, 1), 2.0))
-    assert trainer.said(m.RequestState) or trainer.core.view.fetching == "asked"
+    assert trainer.said(m.RequestState) or trainer.core.catch_up.fetch.doing == "asked"
 
 
 @pytest.mark.parametrize("store", STORES)

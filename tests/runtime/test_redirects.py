@@ -14,8 +14,7 @@ from fabric.client.control import lighthouse_link
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.errors import Unreachable
 from fabric.runtime.config import Settings
-from fabric.runtime.http.lighthouse_client import Lighthouses
-from fabric.runtime.http.redirects import RedirectRefused, check
+from fabric.runtime.http.lighthouse_client import Lighthouses, RedirectRefused, check
 
 PODS = (
     "http://fabric-lighthouse-0.fabric-lighthouse:8600",

@@ -201,7 +201,7 @@ class Checks:
         mine, ended, core = self.ends.get(trainer.name), order.ended, trainer.core
         if ended is None or not order.alone:
             raise Violation(f"{trainer.name} ends at step {order.step}, and the job is not complete")
-        if core.view.last_answered <= trainer.clock() - core.view.config.autonomy_s:
+        if core.session.contact.last <= trainer.clock() - core.context.config.autonomy_s:
             return
         others = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[ended.fence.epoch].roster}
         wrong = sorted(name for name in others if self.ends.get(name) != mine)

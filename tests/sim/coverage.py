@@ -106,11 +106,13 @@ def struck(world: "World", kind: str) -> None:
     """Count the circumstances in which a fault struck."""
     counts = world.clockwork.counts
     counts[f"fault: {kind}"] += 1
-    modes = [t.core.view.mode for t in world.living()]
+    modes = [t.core.epochs.mode for t in world.living()]
     record = world.store.record
     drains = record is not None and any(x.leaving for x in record.roster)
     recovers = Mode.ABORTED in modes or Mode.REPORTED in modes
-    starts = any(t.core.view.mode is Mode.CATCH_UP and t.core.view.generation == 0 for t in world.living())
+    starts = any(
+        t.core.epochs.mode is Mode.CATCH_UP and t.core.memory.state.generation == 0 for t in world.living()
+    )
     during = {
         "a join": Mode.JOINED in modes,
         "a drain": drains,

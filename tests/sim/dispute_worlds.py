@@ -124,7 +124,7 @@ class ColdDisputeWorld(DisputeWorld):
         super().happened(what, host)
         trainer = self.hosts[host].trainer if host in self.hosts else None
         if what == "commit" and self.step >= 0 and trainer is not None and trainer.main.step == self.step:
-            trainer.main.snapshot(trainer.core.view.generation)
+            trainer.main.snapshot(trainer.core.memory.state.generation)
 
     def published(self, server: Server, ref: SnapshotRef) -> None:
         held = [x for h in self.hosts.values() if h.server for x in h.server.memory.snapshots]

@@ -129,7 +129,7 @@ class DurableWorld(World):
 
     def _check_beginning(self, trainer: Trainer) -> None:
         """Check that the first step of a generation is committed on the base that the record names."""
-        generation = trainer.core.view.generation
+        generation = trainer.core.memory.state.generation
         base = next(r.base for r in reversed(self.checks.records) if r.generation == generation)
         if trainer.main.step != base.step or not base.digest or FLIPPED in trainer.main.digest:
             return

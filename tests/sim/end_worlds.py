@@ -59,7 +59,7 @@ class EndWorld(World):
 
     def until_of(self, trainer: Trainer) -> int:
         newcomer, count = self.own_count
-        if trainer.host == newcomer and trainer.core.view.generation > 0:
+        if trainer.host == newcomer and trainer.core.memory.state.generation > 0:
             return self.first.setdefault(trainer.name, trainer.main.step) + count
         return self.own_until.get(trainer.host, self.until)
 
@@ -123,7 +123,7 @@ class EndWorld(World):
 
     def _is_nobody_closing(self) -> bool:
         return self.lost and all(
-            t.core.view.mode is Mode.ABORTED and not t.main.closing for t in self.living()
+            t.core.epochs.mode is Mode.ABORTED and not t.main.closing for t in self.living()
         )
 
     # --- no lighthouse -------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class JournaledMain(MainThread):
 
     def note_state(self, digest: str) -> None:
         if digest:
-            generation = self.trainer.core.view.generation
+            generation = self.trainer.core.memory.state.generation
             self.trainer.journal.write("state", generation=generation, step=self.step, digest=digest)
 
     def _note_left_digest(self) -> None:
@@ -126,7 +126,7 @@ class JournaledTrainer(Trainer):
         start = self._performers[io.StartExchange]
 
         def note_and_start(effect: io.StartExchange) -> None:
-            own = self.core.view.own_contribution
+            own = self.core.rounds.own_contribution()
             if own is not None:
                 self.round_journal.note_contribution(own)
             start(effect)

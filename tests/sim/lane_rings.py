@@ -253,7 +253,7 @@ class LaneRings:
         if order.weight == 0 and not record.is_forced:
             trainer.clockwork.counts["path: weight zero in the first round"] += 1
         trainer.world.checks.gathered(trainer, order, content)
-        if not trainer.core.view.config.retain and content:
+        if not trainer.core.context.config.retain and content:
             trainer.main.given, trainer.main.gradient = (order.step, content), ()
         flat = torch.zeros(self.places.nbytes, dtype=torch.uint8)
         for held in self.places.regions():

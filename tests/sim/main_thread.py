@@ -170,7 +170,7 @@ class MainThread:
             trainer.clockwork.counts["path: replay"] += 1
         trainer.world.checks.applied(trainer, order, gradient, generation)
         if order.prepared is not None:
-            newest = trainer.core.view.newest
+            newest = trainer.core.epochs.newest
             if (
                 newest is not None
                 and newest.epoch > order.prepared.epoch
@@ -217,7 +217,7 @@ class MainThread:
     def _ready(self) -> None:
         trainer = self.trainer
         self._busy = False
-        generation = trainer.core.view.generation
+        generation = trainer.core.memory.state.generation
         if generation > 0 and trainer.clockwork.chance(0.15):
             self.snapshot(generation)
         if self.step >= trainer.world.until_of(trainer):
@@ -262,14 +262,14 @@ class MainThread:
             self.trainer.clockwork.counts["installed"] += 1
             self.closing = self.step >= self.trainer.world.until_of(self.trainer)
             if self.closing:
-                self.trainer.world.checks.closed(self.trainer, self.trainer.core.view.fetched_generation)
+                self.trainer.world.checks.closed(self.trainer, self.trainer.core.catch_up.fetch.generation)
             self.said = order.digest
             self.trainer.feed(io.Installed(order.step, order.digest, self.closing, self.news()))
 
         self._work(self.trainer.clockwork.between(0.005, 0.05), loaded)
 
     def take(self, order: io.TakeSnapshot) -> None:
-        self.snapshot(self.trainer.core.view.generation)
+        self.snapshot(self.trainer.core.memory.state.generation)
 
     def snapshot(self, generation: int) -> None:
         """Copy a snapshot while user code goes on; the server serves it when it is complete."""

@@ -37,7 +37,9 @@ class NoticeMain(MainThread):
             demand(order.step == self.step, f"told to save {order.step} with the state at {self.step}")
             world, trainer = self.trainer.world, self.trainer
             assert isinstance(world, NoticeWorld)
-            world.begin_saving(trainer, SnapshotRef(trainer.core.view.generation, self.step, self.digest))
+            world.begin_saving(
+                trainer, SnapshotRef(trainer.core.memory.state.generation, self.step, self.digest)
+            )
 
 
 class NoticeTrainer(Trainer):
@@ -172,7 +174,9 @@ class NoticeWorld(World):
         trainer = self.hosts[host].trainer
         assert trainer is not None
         base = next(
-            r.base for r in reversed(self.checks.records) if r.generation == trainer.core.view.generation
+            r.base
+            for r in reversed(self.checks.records)
+            if r.generation == trainer.core.memory.state.generation
         )
         if FLIPPED not in base.digest and trainer.main.step == base.step:
             demand(base.step == self.storage[-1].step, f"the job began from {base}, not {self.storage[-1]}")

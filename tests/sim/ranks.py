@@ -112,7 +112,7 @@ class RankMain(MainThread):
     def start(self) -> None:
         self.unnamed: dict[tuple[int, int], str] = {}
         self._ready()
-        if isinstance(self.trainer, Heading) and not self.trainer.core.member.view.snapshots:
+        if isinstance(self.trainer, Heading) and not self.trainer.core.member.serving.snapshots:
             self.trainer.feed(ro.SnapshotDue(0))
 
     def snapshot(self, generation: int) -> None:
@@ -196,9 +196,9 @@ class Heading(Trainer):
         member = self.core.member
         ranks = tuple(RankAddress(f"{x.host}.{x.rank}", x.server.ckpt) for x in followers)
         servers = [x.server.memory.snapshots for x in followers]
-        snapshots = tuple(s for s in member.view.snapshots if all(s in held for held in servers))
+        snapshots = tuple(s for s in member.serving.snapshots if all(s in held for held in servers))
         digests = [self.main.digest, *(x.main.digest for x in followers)]
-        identity, config = replace(member.view.identity, ranks=ranks), member.view.config
+        identity, config = replace(member.context.identity, ranks=ranks), member.context.config
         state = MemberState(0, 0, ro.replica_digest(digests))
         self.core = _Core(MemberCore(identity, config, self.clock(), state, snapshots), self.core.groups)
         for x in followers:
@@ -210,7 +210,7 @@ class Heading(Trainer):
         def heard(data: object) -> None:
             outcome = ro.decode_outcome(data)  # type: ignore[arg-type]
             if isinstance(outcome.event, io.ExchangeFailed):
-                self.clockwork.counts["path: one lane fails first"] += self.core.view.round is not None
+                self.clockwork.counts["path: one lane fails first"] += self.core.rounds.round is not None
             self.feed(FromRank(rank, outcome))
 
         near = End(self, self.host, heard, lambda why: self.feed(RankLost(rank, why)))

@@ -297,7 +297,7 @@ class RelayoutWorld(AdaptWorld, UnequalWorld):
             # by gets no state, so it may know an older generation.
             needed = {x.name for x in self.awaited()}
             members = [x for x in self.living() if x.host in needed]
-            if record is None or any(x.core.view.generation != record.generation for x in members):
+            if record is None or any(x.core.memory.state.generation != record.generation for x in members):
                 return False
             return self.checks.layouts.has_ended(record) and bool(whole())
 

@@ -251,7 +251,7 @@ class Ring:
         if order.weight == 0 and not links.record.is_forced:
             trainer.clockwork.counts["path: weight zero in the first round"] += 1
         trainer.world.checks.gathered(trainer, order, content)
-        if not trainer.core.view.config.retain and content:
+        if not trainer.core.context.config.retain and content:
             # the gradient was reduced in place
             trainer.main.given, trainer.main.gradient = (order.step, content), ()
             trainer.clockwork.counts["path: a gradient is given away"] += 1

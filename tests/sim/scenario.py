@@ -132,7 +132,7 @@ class Scenario:
         assert to == "to"
         self._run_until(*words)
         trainers = [h.trainer for h in self._world.hosts.values() if h.name not in self._away]
-        there = [f"{t.host} at step {t.core.view.step}" for t in trainers if t is not None]
+        there = [f"{t.host} at step {t.core.memory.state.step}" for t in trainers if t is not None]
         record = self._world.store.record
         self._lines = [(self._world.clockwork.now, "world", f"{', '.join(there)}; {told(record)}")]
 
@@ -141,7 +141,7 @@ class Scenario:
         or ``said WHO WORDS`` (the account of this block has a line of WHO with these words)."""
         world, what, rest = self._world, words[0], words[1:]
         conditions: dict[str, Callable[[], bool]] = {
-            "step": lambda: self._all(lambda core: core.view.step >= int(rest[0])),
+            "step": lambda: self._all(lambda core: core.memory.state.step >= int(rest[0])),
             "epoch": lambda: self._all(lambda core: core.epochs.epoch() >= int(rest[0])),
             "finished": lambda: world._is_finished(),
             "said": lambda: any(

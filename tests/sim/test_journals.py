@@ -49,7 +49,9 @@ def test_the_audit_refuses_a_generation_that_was_looked_up_too_late(monkeypatch)
     noted = JournaledMain._note_commit
 
     def late(self: JournaledMain, order: io.Apply) -> None:
-        looked_up = self.trainer.core.view.generation if order.prepared is not None else order.generation
+        looked_up = (
+            self.trainer.core.memory.state.generation if order.prepared is not None else order.generation
+        )
         noted(self, replace(order, generation=looked_up))
 
     monkeypatch.setattr(JournaledMain, "_note_commit", late)

@@ -149,7 +149,7 @@ class Trainer(Process):
     def _trace_event(self, event: io.Event) -> None:
         if not (isinstance(event, io.FromLeader) and isinstance(event.message, m.HeartbeatAck)):
             core = self.core
-            self.clockwork.show(self.name, "<", event, f"[{core.view.phase} {core.view.step}] ")
+            self.clockwork.show(self.name, "<", event, f"[{core.session.phase} {core.memory.state.step}] ")
 
     def _arm(self) -> None:
         deadline = self.core.next_deadline() if self.alive else None

@@ -136,7 +136,7 @@ class PieceMain(RankMain):
 
     def take(self, order: io.TakeSnapshot) -> None:
         trainer, server, step = self.trainer, self.trainer.server, order.step
-        generation = trainer.core.view.generation if trainer.is_alone else order.generation
+        generation = trainer.core.memory.state.generation if trainer.is_alone else order.generation
         demand(step == self.step, f"a snapshot of step {step} with the state at {self.step}")
         if not server.alive:
             trainer.server = trainer.world.ensure_server(trainer)
@@ -251,7 +251,7 @@ class PieceTransfer(Transfer):
         trainer, self.parts = self.trainer, set[Any]()
         flat = torch.zeros(trainer.ring.places.nbytes, dtype=torch.uint8)
         pieces = PieceFetcher(trainer.ring.directory)
-        pieces.newest = lambda: trainer.core.view.newest  # type: ignore[method-assign]
+        pieces.newest = lambda: trainer.core.epochs.newest  # type: ignore[method-assign]
         try:
             meta = pieces.fetch(self, order, flat, wait_s=-1.0)  # type: ignore[arg-type]
         except Gone:
@@ -332,8 +332,8 @@ class UnequalHead(_Piecewise, Heading):
         held = [self.world.held_by(x.server, len(ranks)) for x in ranks]
         snapshots = tuple(s for s in held[0] if all(s in other for other in held))
         self.holds_snapshots = any(x.server.memory.snapshots for x in ranks)
-        identity = replace(member.view.identity, ranks=addresses, cuts=self.cuts)
-        config = replace(member.view.config, launched=self.world.launched(self.host))
+        identity = replace(member.context.identity, ranks=addresses, cuts=self.cuts)
+        config = replace(member.context.config, launched=self.world.launched(self.host))
         state = MemberState(0, 0, ro.summed_digest([x.main.digest for x in ranks]))
         core = MemberCore(identity, config, self.clock(), state, snapshots)
         self.core = core if self.is_alone else _Core(core, (0,) * len(ranks), unequal=True)

@@ -22,7 +22,7 @@ from fabric.model import EVERYTHING, DataPlan, Death, JobEnd, Policy, Sharing, S
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import leader_events
-from fabric.protocol.messages.prepared_round import PreparedRound
+from fabric.protocol.messages.member_events import PreparedRound
 
 __all__ = ["Settings", "Trainer", "Violation", "World", "run_seed"]
 
@@ -329,7 +329,9 @@ class World:
 
     def _demand(self, what: str, limit_s: float, done: "object") -> None:
         if not self.clockwork.run(self.clockwork.now + limit_s, lambda: self.halted or done()):  # type: ignore[operator]
-            modes = ", ".join(f"{t.name} {t.core.view.phase} {t.core.view.step}" for t in self.living())
+            modes = ", ".join(
+                f"{t.name} {t.core.session.phase} {t.core.memory.state.step}" for t in self.living()
+            )
             record = self.store.record
             roster = f"epoch {record.epoch} of {record.names}" if record else "no record"
             raise Violation(

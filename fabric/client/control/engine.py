@@ -163,12 +163,12 @@ class Engine:
     @property
     def generation(self) -> int:
         """The generation of the state in memory; 0 where it belongs to none."""
-        return self.member.view.generation if self.member is not None else 0
+        return self.member.memory.state.generation if self.member is not None else 0
 
     @property
     def current(self) -> Record | None:
         """The record of the epoch in force here."""
-        return self.member.view.current if self.member is not None else None
+        return self.member.epochs.current if self.member is not None else None
 
     @property
     def epoch(self) -> int:
@@ -178,12 +178,12 @@ class Engine:
     @property
     def newest(self) -> Record | None:
         """The record of the newest epoch that a leader has announced."""
-        return self.member.view.newest if self.member is not None else None
+        return self.member.epochs.newest if self.member is not None else None
 
     @property
     def step(self) -> int:
         """The step of the state in memory."""
-        return self.member.view.step if self.member is not None else 0
+        return self.member.memory.state.step if self.member is not None else 0
 
     def describe(self) -> dict[str, object]:
         """Describe this trainer's epoch, step and waits, for people.
@@ -202,12 +202,11 @@ class Engine:
             "ring_waits_for": parts.plane.waiting_for,
         }
         if member is not None:
-            view = member.view
-            round_ = view.round
+            round_ = member.rounds.round
             status |= {
-                "phase": view.phase,
-                "busy": view.busy,
-                "catching_up": view.fetching,
+                "phase": member.session.phase,
+                "busy": member.session.busy,
+                "catching_up": member.catch_up.fetch.doing,
                 "round": None
                 if round_ is None
                 else {
@@ -402,7 +401,7 @@ class Engine:
             self._parts.points.hit("first-round", step)
 
     def _start_exchange(self, effect: io.StartExchange) -> None:
-        own = self.member.view.own_contribution if self.member is not None else None
+        own = self.member.rounds.own_contribution() if self.member is not None else None
         if own is not None:  # None while backward still computes: the session passes the contribution later
             self._round_journal.note_contribution(own)
         if self.epoch == effect.fence.epoch and first_member(self.current) == self._parts.peers.replica:

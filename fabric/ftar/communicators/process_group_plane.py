@@ -197,7 +197,8 @@ class GroupLinks(EpochLinks):
         if self.previous.fileno() in ready:
             self._receive_rendezvous(_received(self.previous, self.ring.previous))
         if self.next.fileno() in ready:
-            self._hear_back(_received(self.next, self.ring.next))
+            self._came_back += _received(self.next, self.ring.next)
+            self.take_back(self._came_back)
 
     def _receive_rendezvous(self, data: bytes) -> None:
         self._rendezvous_bytes += data
@@ -214,10 +215,6 @@ class GroupLinks(EpochLinks):
                 assert self.next is not None
                 self.next.send(bytes(self._rendezvous_bytes))
             self._met.set()
-
-    def _hear_back(self, data: bytes) -> None:
-        self._came_back += data
-        self.take_back(self._came_back)
 
 
 class GroupPlane(EpochPlane[GroupLinks]):

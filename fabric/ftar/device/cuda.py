@@ -112,11 +112,10 @@ class CudaDevice:
     def share(self, nbytes: int) -> tuple[torch.Tensor, SharedMemoryHandle] | None:
         """See ``Device``: CUDA IPC, by torch's own handles."""
         memory = self.memory(nbytes)
+        storage: Any = memory.untyped_storage()
         try:
             # Device, memory, sizes, reference count and event, as torch passes them between processes.
-            _, handle, size, offset, counter, counter_offset, event, wanted = _cuda_handle(
-                memory.untyped_storage()
-            )
+            _, handle, size, offset, counter, counter_offset, event, wanted = storage._share_cuda_()
         except RuntimeError as error:
             _log.warning("device memory cannot be shared with other processes: %s", error)
             return None
@@ -167,11 +166,6 @@ class CudaDevice:
     @staticmethod
     def _uuid(index: int) -> str:
         return str(_cuda.get_device_properties(index).uuid)
-
-
-def _cuda_handle(storage: Any) -> Any:
-    """Return torch's handle of shared memory without pickle."""
-    return storage._share_cuda_()
 
 
 def forget_error(device: torch.device) -> None:

@@ -208,7 +208,10 @@ class Incoming:
         if self._links.expects_offer:
             self._read_offer()
         else:
-            self._begin()
+            piece = self._pieces[self.completed]
+            chunk, self._digest = unpack(self._head)
+            check_expected(chunk, self._task.header(piece, self._source, self._task.size(piece)))
+            self._chunk = chunk
         return True, False
 
     def _target(self) -> memoryview:
@@ -227,12 +230,6 @@ class Incoming:
                 return
         self._links.take_offer(self._offer, self._space.device)
         self._offer, self._head = None, bytearray(HEADER_BYTES)
-
-    def _begin(self) -> None:
-        piece = self._pieces[self.completed]
-        chunk, self._digest = unpack(self._head)
-        check_expected(chunk, self._task.header(piece, self._source, self._task.size(piece)))
-        self._chunk = chunk
 
     def _has_room(self) -> bool:
         piece, space = self._pieces[self.completed], self._space

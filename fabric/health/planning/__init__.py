@@ -2,8 +2,7 @@
 
 - `partition`: micro-batches, layers and ranks in proportion to measured speeds;
 - `layout`: what one replica can compute in one layout of its ranks, and its best layout;
-- `adaptation_plan`: the content of a plan;
-- `remedies`: the remedies for a job, each with its gain, cost and reason.
+- `remedies`: the remedies for a job, each with its gain, cost and reason, and the plan that follows.
 
 Pure: values in, values out.
 """

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from fabric.health.planning.adaptation_plan import AdaptationPlan, ReplicaPlan
 from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout, exclude, resplit
 from fabric.health.planning.partition import micro_batch_shares
 
@@ -48,6 +47,29 @@ class JobHealth:
     replicas: tuple[ReplicaHealth, ...]
     cut: ModelCut
     spares: tuple[ReplicaHealth, ...] = ()  # replicas that stand by
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """One replica's part of a plan."""
+
+    replica: str
+    layout: StageLayout
+    micro_batches: int  # number of micro-batches per step
+    rejoins: bool = False  # whether the replica leaves and comes back in this layout
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptationPlan:
+    """Layouts and micro-batches of all replicas, in force from one step boundary on."""
+
+    replicas: tuple[ReplicaPlan, ...]
+    leaves: str = ""  # the replica that a drain takes out
+    joins: str = ""  # the spare that takes the drained replica's place
+
+    def of(self, replica: str) -> ReplicaPlan | None:
+        """The entry of one replica, None where the plan leaves it out."""
+        return next((entry for entry in self.replicas if entry.replica == replica), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +251,7 @@ class _Planner:
         undoes = target == replica.usual
         cost_s = self._absence_cost(replica)
         enough = gain > 0 if undoes else gain >= self._rules.least_gain
-        if not enough or not self._pays(gain, cost_s):
+        if not enough or self._rules.horizon_s * gain / (1 + gain) < cost_s:
             return None
         reason = _layout_reason(replica, kind, target, gain)
         return Remedy(kind, replica.replica, gain, cost_s, reason, self._plan(fleet), undoes)
@@ -264,9 +286,6 @@ class _Planner:
         away_s = self._fleet.without(replica.replica).best_time()
         return self._rules.rejoin_s * max(0.0, 1 - self._base_s / away_s)
 
-    def _pays(self, gain: float, cost_s: float) -> bool:
-        return self._rules.horizon_s * gain / (1 + gain) >= cost_s
-
     # --- drain ----------------------------------------------------------------------------------------
 
     def _drain(self, replica: ReplicaHealth, best_s: float) -> Iterator[Remedy]:
@@ -292,14 +311,12 @@ class _Planner:
 
     def _plan(self, fleet: _Fleet) -> AdaptationPlan:
         shares = fleet.shares()
-        return AdaptationPlan(
-            tuple(self._entry(name, layout, shares[name]) for name, layout in fleet.layouts.items())
-        )
-
-    def _entry(self, name: str, layout: StageLayout, micro_batches: int) -> ReplicaPlan:
-        health = self._health[name]
-        rejoins = layout != health.layout or not health.present
-        return ReplicaPlan(name, layout, micro_batches, rejoins)
+        entries = []
+        for name, layout in fleet.layouts.items():
+            health = self._health[name]
+            rejoins = layout != health.layout or not health.present
+            entries.append(ReplicaPlan(name, layout, shares[name], rejoins))
+        return AdaptationPlan(tuple(entries))
 
 
 _LAYOUT_KINDS = (RemedyKind.REPARTITION, RemedyKind.EXCLUSION)

@@ -18,7 +18,8 @@ from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess, ProbeTarget
 from fabric.lighthouse.diagnosis.verdict import UNKNOWN, Diagnosis, Symptoms, diagnose
 from fabric.lighthouse.history.recovery import RecoveryRecord
 from fabric.model import Record
-from fabric.protocol.leader.view import EpochView, LeaderView
+from fabric.protocol.leader.state import EpochState
+from fabric.protocol.leader.view import LeaderView
 from fabric.runtime.logs import fields
 from fabric.runtime.tasks import Tasks
 
@@ -41,7 +42,7 @@ class FailureSnapshot:
 
     view: LeaderView
     record: Record
-    epoch: EpochView
+    epoch: EpochState
 
     def case(self, waited_for: str = "") -> Symptoms:
         """Return the symptoms now, with only those members that a symptom names."""
@@ -60,7 +61,7 @@ class FailureSnapshot:
     def _process(self, replica: str, incarnation: int) -> str:
         liveness = self.view.liveness
         member = self.record.member(replica)
-        if member is not None and liveness.proof_of_death(member):
+        if member is not None and liveness.proven_dead(member):
             return "gone"
         status = liveness.statuses().get(replica)
         if status is None or status.incarnation != incarnation:
@@ -72,7 +73,8 @@ class FailureSnapshot:
         targets = []
         for name in names:
             member = self.record.member(name)
-            for rank, url in enumerate(self.view.liveness.server_urls(member) if member is not None else ()):
+            servers = self.view.liveness.servers
+            for rank, url in enumerate(servers.urls_of(member) if member is not None else ()):
                 if url:
                     hosts, is_trusted = (
                         addresses.of(name, rank),

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from fabric.model import Member, SnapshotRef
+from fabric.protocol.leader.liveness import Liveness
 from fabric.protocol.leader.server_statuses import LastStatus
-from fabric.protocol.leader.view import LeaderView, LivenessView
+from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages.network import TrainerStatus
 
 # A server sends a status every quarter of a second, in large jobs every second.
@@ -47,7 +48,7 @@ class CheckpointServers:
                 note("server heard", replica, "its checkpoint server answers again")
         self.silent = set(silent)
 
-    def _look_at_storage(self, liveness: LivenessView) -> None:
+    def _look_at_storage(self, liveness: Liveness) -> None:
         newest = max(liveness.durable(), key=lambda ref: (ref.generation, ref.step), default=None)
         statuses = liveness.statuses().items()
         errors = {name: status.durable_error for name, status in statuses if status.durable_error}
@@ -60,20 +61,20 @@ class CheckpointServers:
         self._newest, self._errors = newest, errors
 
 
-def silence(liveness: LivenessView, member: Member, now: float) -> str:
+def silence(liveness: Liveness, member: Member, now: float) -> str:
     """Say that this member's checkpoint server is silent while its trainer beats, or return an empty text."""
     peer = liveness.peers.get(member.replica)
     if peer is None or not peer.connected or peer.incarnation != member.incarnation:
         return ""
     for rank, status in _statuses(liveness, member):
         quiet_s = now - status.seen
-        if status.incarnation == member.incarnation and quiet_s >= SILENT_S + liveness.lateness_s:
+        if status.incarnation == member.incarnation and quiet_s >= SILENT_S + liveness.late_s:
             whose = f"the checkpoint server of its rank {rank}" if rank else "its checkpoint server"
             return f"{whose} has not answered for {quiet_s:.0f} s"
     return ""
 
 
-def _statuses(liveness: LivenessView, member: Member) -> Iterator[tuple[int, LastStatus]]:
+def _statuses(liveness: Liveness, member: Member) -> Iterator[tuple[int, LastStatus]]:
     for rank in range(len(member.addresses)):
         status = liveness.statuses(rank).get(member.replica)
         if status is not None:

@@ -184,7 +184,7 @@ def _waiting_to_evict(view: LeaderView, record: Record, now: float) -> str:
     left = [x for x in record.roster if x.replica not in epoch.pending_evictions]
     if any(not x.joining or x.replica in epoch.running for x in left):
         return f"further deaths within {view.coalesce_s:g} s, to evict them together"
-    unsure = [x for x in record.roster if not view.liveness.proof_of_death(x)]
+    unsure = [x for x in record.roster if not view.liveness.proven_dead(x)]
     if not unsure:
         return f"replicas for a cold start: {_waiting_to_start(view, now)}"
     limit_s = view.out_of_contact_limit_s
@@ -215,7 +215,7 @@ def _waiting_for_reports(view: LeaderView, record: Record, now: float) -> str:
     silent = [x.replica for x in record.roster if x.replica not in epoch.reports]
     if not silent:
         return "a decision of a person: the reports contradict each other, see the events"
-    begun = max(epoch.since, view.liveness.elected_at)
+    begun = max(epoch.since, view.liveness.elected)
     return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(view, silent, begun, now)}"
 
 

@@ -16,7 +16,8 @@ from msgspec import to_builtins
 from fabric.lighthouse.history.launches import LaunchReports
 from fabric.model import Member, Record, incident_id_of, shortened
 from fabric.protocol.leader.evidence import host_of
-from fabric.protocol.leader.view import EpochView, LeaderView
+from fabric.protocol.leader.state import EpochState
+from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages.wire import decode_value
 
 # The number of newest records that are kept, in memory and in the store.
@@ -268,7 +269,7 @@ def _why_lost(replica: str, before: Record, record: Record) -> str:
     return next(whys, record.reason)
 
 
-def _has_failed(epoch: EpochView) -> bool:
+def _has_failed(epoch: EpochState) -> bool:
     return bool(epoch.pending_evictions or epoch.aborted)
 
 
@@ -353,11 +354,11 @@ def recoverable(view: LeaderView, now: float) -> dict[str, Any] | None:
 
     The age is in committed steps, and in seconds since it was the trainers' state."""
     roster = view.record.roster if view.record is not None else ()
-    ref = view.liveness.newest_state(max((len(x.addresses) for x in roster), default=1))
+    ref = view.liveness.servers.freshest(max((len(x.addresses) for x in roster), default=1))
     if ref is None:
         return None
     same = view.record is not None and view.record.generation == ref.generation
-    age_s = view.liveness.state_age_s(ref, now)
+    age_s = view.liveness.servers.age_s(ref, now)
     return {
         **to_builtins(ref),
         "steps_behind": max(0, view.top_step() - ref.step) if same else None,

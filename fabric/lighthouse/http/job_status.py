@@ -105,7 +105,7 @@ def _servers(view: LeaderView) -> list[tuple[str, int, LastStatus]]:
     """Return the known checkpoint servers by replica and rank; for a complete job only the connected ones."""
     servers = [
         (name, rank, status)
-        for rank in view.liveness.status_ranks
+        for rank in view.liveness.servers.counting
         for name, status in view.liveness.statuses(rank).items()
         if status.connected or not view.is_complete
     ]

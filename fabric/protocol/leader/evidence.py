@@ -11,7 +11,6 @@ from typing import Any
 from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, counted, shortened
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.state import JobState
-from fabric.protocol.messages import network as m
 from fabric.protocol.rules import host_history, poison
 
 # The most failures in a record, which keep the record small: the oldest failures are dropped.
@@ -158,7 +157,7 @@ class FailureEvidence:
         there = defaultdict[str, set[str]](set)
         for member in (
             *(self.state.record.roster if self.state.record else ()),
-            *map(as_member, self._sessions()),
+            *(as_member(x.session) for x in self.state.liveness.peers.values() if x.connected),
         ):
             there[host_of(member)].add(member.replica)
         failed = {x.host: sorted({y.replica for y in self.failures if y.host == x.host}) for x in self.hosts}
@@ -170,9 +169,6 @@ class FailureEvidence:
             if (value := self.host_score(x, now)) >= host_history.FORGOTTEN
         ]
         return sorted(rows, key=lambda x: (-x["score"], x["host"]))
-
-    def _sessions(self) -> list[m.OpenSession]:
-        return [x.session for x in self.state.liveness.peers.values() if x.connected]
 
     def host_score(self, host: HostHistory, unix_s: float) -> float:
         """The weight of this host's failures at that time."""

@@ -230,7 +230,9 @@ class Joins:
             return False
         near = self.state.top_step() - 1 if outside else 0
         ready = [
-            p for p in map(self.state.liveness.peers.__getitem__, outside) if self._may_join(record, p, near)
+            p
+            for p in map(self.state.liveness.peers.__getitem__, outside)
+            if p.generation == record.generation and p.step >= near and self.admission.is_welcome(record, p)
         ]
         if not ready:
             return self.admit_blocking_join(record)
@@ -252,8 +254,3 @@ class Joins:
             incident_id=next((losses[x.replica] for x in newcomers if x.replica in losses), ""),
         )
         return True
-
-    def _may_join(self, record: Record, peer: Peer, near: int) -> bool:
-        if peer.generation != record.generation or peer.step < near:
-            return False
-        return self.admission.is_welcome(record, peer)

@@ -5,7 +5,7 @@ trainers may hold the GIL for long. A verdict is a sentence with the evidence, o
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -173,6 +173,10 @@ class Liveness:
         for name in gone[:-MOST_GONE]:
             for rank in range(1 + len(self.peers.pop(name).session.ranks)):
                 self.servers.forget_stranger(name, rank)
+
+    def statuses(self, rank: int = 0) -> Mapping[str, LastStatus]:
+        """Replica -> the newest status from the checkpoint server of this rank."""
+        return self.servers.counting.get(rank, {})
 
     def durable(self) -> set[SnapshotRef]:
         """Every durable checkpoint that a process has found or written, also if that process has ended."""

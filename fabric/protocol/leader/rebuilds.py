@@ -84,7 +84,9 @@ class RingRebuilder:
             self.ring_rebuilds = RingRebuilds()
             return True
         why = "; ".join(f"{name}: {a.why}" for name, a in sorted(epoch.aborted.items()))
-        self.writer.write_epoch(record, self._reordered(record), forced=True, why=f"ring rebuilt ({why})")
+        by_name = {x.replica: x for x in record.roster}
+        roster = tuple(by_name[name] for name in ring_order(record.names, self.ring_rebuilds.links))
+        self.writer.write_epoch(record, roster, forced=True, why=f"ring rebuilt ({why})")
         return True
 
     def _leave_out_unreachable(self, record: Record) -> bool:
@@ -105,16 +107,13 @@ class RingRebuilder:
         if any(x.replica in cut and self._is_quiet(x) for x in record.roster):
             self.state.epoch.complained_at = self.state.now
             return True
+        lost_bytes = self._lost_bytes()
+        act = f"exchange messages of {lost_bytes} bytes" if lost_bytes else "reach each other"
         for member in record.roster:
             if member.replica not in kept:
                 others = sorted(cut[member.replica] & kept)
-                self._leave_out(member, f"it and {_some(others)} cannot {self._lack()}")
+                self._leave_out(member, f"it and {_some(others)} cannot {act}")
         return True
-
-    def _lack(self) -> str:
-        """Say for people which act is impossible between two members without a link."""
-        lost_bytes = self._lost_bytes()
-        return f"exchange messages of {lost_bytes} bytes" if lost_bytes else "reach each other"
 
     def _lost_bytes(self) -> int:
         """Return the size of the messages whose loss has ended links; 0 if no test of links has ended any."""
@@ -168,10 +167,6 @@ class RingRebuilder:
         most = max(ring_rebuilds.blame.values())
         worst = [x.replica for x in record.roster if ring_rebuilds.blame[x.replica] == most]
         return (worst[-1], f"peers could not reach it {most} times") if worst else ("", "")
-
-    def _reordered(self, record: Record) -> tuple[Member, ...]:
-        by_name = {x.replica: x for x in record.roster}
-        return tuple(by_name[name] for name in ring_order(record.names, self.ring_rebuilds.links))
 
     @property
     def rebuild_due(self) -> float:

@@ -1,139 +1,22 @@
 """The read-only view of a leader core: everything that a lighthouse may read.
 
-A shell gives events to ``LeaderCore.handle`` and reads here; it touches nothing else of a core. The view has
+A shell gives events to ``LeaderCore.handle`` and reads here; it writes nothing of what it gets. The view has
 no state of its own: every property reads the core.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fabric.model import Member, OperatorOverrides, Policy, Record, SnapshotRef
+from fabric.model import Member, OperatorOverrides, Policy, Record
 from fabric.protocol.leader.admission import Backoff
 from fabric.protocol.leader.evidence import Penalty
 from fabric.protocol.leader.joins import Serving
 from fabric.protocol.leader.liveness import Liveness, Peer
-from fabric.protocol.leader.server_statuses import LastStatus
 from fabric.protocol.leader.state import EpochState
 from fabric.protocol.messages import leader_events as io
-from fabric.protocol.messages import network as m
 
 if TYPE_CHECKING:
     from fabric.protocol.leader.core import LeaderCore
-
-
-class LivenessView:
-    """Sessions, checkpoint servers, and what both say of a process."""
-
-    __slots__ = ("_liveness",)
-
-    def __init__(self, liveness: Liveness) -> None:
-        self._liveness = liveness
-
-    @property
-    def peers(self) -> Mapping[str, Peer]:
-        """Replica -> the session of the process that counts for it."""
-        return MappingProxyType(self._liveness.peers)
-
-    @property
-    def elected_at(self) -> float:
-        """When this leader began to hear, by the core's clock."""
-        return self._liveness.elected
-
-    @property
-    def lateness_s(self) -> float:
-        """How much longer the leader tolerates silence now, because it was called late itself."""
-        return self._liveness.late_s
-
-    def statuses(self, rank: int = 0) -> Mapping[str, LastStatus]:
-        """Replica -> the newest status from the checkpoint server of this rank."""
-        return MappingProxyType(self._liveness.servers.counting.get(rank, {}))
-
-    @property
-    def status_ranks(self) -> tuple[int, ...]:
-        """The ranks whose checkpoint servers have reported."""
-        return tuple(self._liveness.servers.counting)
-
-    def durable(self) -> set[SnapshotRef]:
-        """Every durable checkpoint that a process has found or written."""
-        return self._liveness.durable()
-
-    def newest_state(self, ranks: int) -> SnapshotRef | None:
-        """The newest state that checkpoint servers hold completely; ``ranks``: how many hold one state."""
-        return self._liveness.servers.freshest(ranks)
-
-    def state_age_s(self, state: SnapshotRef, now: float) -> float | None:
-        """How long ago trainers had this state; None where no server says."""
-        return self._liveness.servers.age_s(state, now)
-
-    def server_urls(self, member: Member) -> list[str]:
-        """Where the checkpoint server of each rank of this member listens."""
-        return self._liveness.servers.urls_of(member)
-
-    def servers_to_hear(self, roster: tuple[Member, ...], now: float) -> dict[str, float]:
-        """URL -> until when the leader waits for a checkpoint server that it does not hear."""
-        return self._liveness.servers_to_hear(roster, now)
-
-    def failure_reason(self, member: Member, now: float) -> str:
-        """Why this member counts as dead, or empty."""
-        return self._liveness.failure_reason(member, now)
-
-    def proof_of_death(self, member: Member) -> str:
-        """Why it is certain that this process has ended, or empty."""
-        return self._liveness.proven_dead(member)
-
-    def suspicion(self, session: m.OpenSession, now: float) -> str:
-        """Why the leader would evict the process of this session if it were a member, or empty."""
-        return self._liveness.suspicion(session, now)
-
-    def last_contact(self, member: Member, now: float) -> float:
-        """When the leader last heard of this process; the time of its election if it has not heard of it."""
-        return self._liveness.last_contact(member, now)
-
-
-class EpochView:
-    """Reports, aborts and decision of one epoch, also after its end."""
-
-    __slots__ = ("_epoch",)
-
-    def __init__(self, epoch: EpochState) -> None:
-        self._epoch = epoch
-
-    @property
-    def since(self) -> float:
-        return self._epoch.since
-
-    @property
-    def decided_at(self) -> float:
-        return self._epoch.decided_at
-
-    @property
-    def decision(self) -> m.Resume | None:
-        """The leader's decision for a forced epoch; None before the decision."""
-        return self._epoch.decision
-
-    @property
-    def reports(self) -> Mapping[str, m.Report]:
-        return MappingProxyType(self._epoch.reports)
-
-    @property
-    def running(self) -> Mapping[str, int]:
-        """Replica -> the round of this epoch that it has entered."""
-        return MappingProxyType(self._epoch.running)
-
-    @property
-    def aborted(self) -> Mapping[str, m.Aborted]:
-        return MappingProxyType(self._epoch.aborted)
-
-    @property
-    def unreachable(self) -> Mapping[str, tuple[str, ...]]:
-        """Replica -> the members that it cannot reach."""
-        return MappingProxyType(self._epoch.unreachable)
-
-    @property
-    def pending_evictions(self) -> Mapping[str, str]:
-        """Replica -> why the next epoch leaves it out."""
-        return MappingProxyType(self._epoch.pending_evictions)
 
 
 class LeaderView:
@@ -149,18 +32,19 @@ class LeaderView:
         return self._core.state.job
 
     @property
-    def liveness(self) -> LivenessView:
-        return LivenessView(self._core.state.liveness)
+    def liveness(self) -> Liveness:
+        """Sessions, checkpoint servers, and what both say of a process."""
+        return self._core.state.liveness
 
     @property
     def peers(self) -> Mapping[str, Peer]:
         """Replica -> the session of the process that counts for it."""
-        return MappingProxyType(self._core.state.liveness.peers)
+        return self._core.state.liveness.peers
 
     @property
-    def epoch(self) -> EpochView:
-        """The epoch in force."""
-        return EpochView(self._core.state.epoch)
+    def epoch(self) -> EpochState:
+        """Reports, aborts and decision of the epoch in force. They stay as they are when that epoch ends."""
+        return self._core.state.epoch
 
     # --- the record ------------------------------------------------------------------------------------
 
@@ -222,12 +106,12 @@ class LeaderView:
     @property
     def finished(self) -> Mapping[str, int]:
         """Replica -> the step at which it finished."""
-        return MappingProxyType(self._core.endings.finished)
+        return self._core.endings.finished
 
     @property
     def awaited_in_step(self) -> Mapping[str, tuple[int, float]]:
         """Replica that the others wait for in the exchange -> the step, and since when."""
-        return MappingProxyType(self._core.evictions.stragglers.since)
+        return self._core.evictions.stragglers.since
 
     def patience_s(self, peer: Peer) -> float:
         """How long the others wait for this member's user code."""
@@ -287,12 +171,12 @@ class LeaderView:
     @property
     def serving(self) -> Mapping[str, Serving]:
         """Joiner -> the snapshot that the members take for it."""
-        return MappingProxyType(self._core.joins.serving)
+        return self._core.joins.serving
 
     @property
     def notified_refusals(self) -> Mapping[str, str]:
         """Joiner -> the reason last sent to it why the leader does not admit it."""
-        return MappingProxyType(self._core.admission.waiting_outside)
+        return self._core.admission.waiting_outside
 
     def admission_refusal(self, peer: Peer) -> str:
         """Why the leader does not admit this joiner now, or empty."""

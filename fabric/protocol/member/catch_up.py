@@ -53,7 +53,7 @@ class CatchUp:
         # Another state at my step proves mine wrong: I may have been evicted for it without hearing why.
         is_wrong = own.step == theirs.step and own.digest not in ("", theirs.digest)
         if self._memory.state.generation != newest.generation or theirs.step > own.step or is_wrong:
-            self._memory.state.generation = 0
+            self._memory.distrust()
             self.want(theirs, message.urls)
         else:
             self.fetch = Fetch(urls=message.urls)
@@ -68,7 +68,7 @@ class CatchUp:
         )
         if there or wanted in (self.fetch.wanted, self.fetch.state):
             return
-        self._memory.state.generation = 0
+        self._memory.distrust()
         self.want(wanted, message.urls)
 
     def want(self, wanted: SnapshotRef | None, urls: tuple[str, ...] = ()) -> None:
@@ -101,8 +101,7 @@ class CatchUp:
                 self.cannot_catch_up(event.why, event.unusable)
 
     def on_installed(self, event: io.Installed) -> None:
-        self._memory.waiting = True
-        self._memory.plan = event.plan or self._memory.plan
+        self._memory.take_back(event.plan)
         self.fetch.doing = ""
         self._memory.state = MemberState(self.fetch.generation, event.step, event.digest)
         self._memory.loaded = event.step
@@ -138,7 +137,7 @@ class CatchUp:
         if event.step != self._memory.state.step or not self.is_behind():
             return
         if event.gone or (fetch.misses >= MAX_MISSES and self._epochs.mode in (Mode.RUN, Mode.CATCH_UP)):
-            self._memory.state.generation = 0
+            self._memory.distrust()
             self.cannot_catch_up(event.why)
         elif (
             fetch.misses >= MAX_MISSES
@@ -212,13 +211,11 @@ class CatchUp:
         fetch = self.fetch
         if fetch.state is not None:
             self._memory.drop_kept()
-            self._context.emit(io.Install(fetch.state.step, fetch.state.digest))
+            self._memory.order(io.Install(fetch.state.step, fetch.state.digest))
             self.fetch = Fetch(doing="install", generation=fetch.generation, urls=fetch.urls)
-            self._memory.waiting = False
         elif fetch.gradient is not None:
             self._memory.drop_kept()
             generation, step = self._memory.state.generation, fetch.gradient.step
             self._memory.state = MemberState(generation, step + 1, "", fetch.gradient.gradient_digest)
-            self._context.emit(io.Apply(generation, step, None, contributed=False, digest=True))
+            self._memory.order(io.Apply(generation, step, None, contributed=False, digest=True))
             fetch.gradient = None
-            self._memory.waiting = False

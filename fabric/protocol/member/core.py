@@ -24,13 +24,16 @@ from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.serving import SnapshotServing
 from fabric.protocol.member.session import LighthouseSession
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState, Mode
-from fabric.protocol.member.view import MemberView
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
 
 class MemberCore:
-    """Takes events and returns effects. My checkpoint server holds ``snapshots`` of an earlier process."""
+    """Takes events and returns effects. My checkpoint server holds ``snapshots`` of an earlier process.
+
+    A shell may read the parts and their fields, and writes none of them. Another thread that reads may see
+    values that belong to different times.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,6 @@ class MemberCore:
         self.ending = ending = Ending(context, memory, epochs, session, rounds, catch_up)
         self.link_watch = LinkWatch(context, memory, epochs, session, rounds, ending)
         self.membership = Membership(context, memory, epochs, session, serving, rounds, catch_up)
-        self.view = MemberView(context, memory, epochs, session, serving, rounds, catch_up)
         self._handlers = self._event_handlers()
         self._leader_handlers = self._message_handlers()
 

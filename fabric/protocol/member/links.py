@@ -155,4 +155,4 @@ class LinkWatch:
         probed = set(event.unreachable), event.lost_bytes
         if (links.silent, links.lost_bytes) != probed:
             links.silent, links.lost_bytes = probed
-            self._session.contact.next_beat = self._context.now
+            self._session.hurry()

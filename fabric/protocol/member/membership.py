@@ -59,7 +59,7 @@ class Membership:
         self._memory.drop_kept()
         self._catch_up.want(None)
         if self._epochs.links.suspect or self._memory.state.outvoted:
-            self._memory.state.generation = 0
+            self._memory.distrust()
             self._epochs.links.suspect = False
         self._context.emit(io.WriteJournal("outside", self._epochs.epoch(), self._memory.state.step, why))
 
@@ -125,7 +125,7 @@ class Membership:
             if self._epochs.mode is not Mode.OUTSIDE:
                 self._leave(f"epoch {record.epoch} goes on without me: {record.reason}")
             # Rule 4 of the leader: it admits only newcomers that know the newest epoch.
-            self._session.contact.next_beat = self._context.now
+            self._session.hurry()
             return
         if self._epochs.mode is Mode.OUTSIDE:
             self._join(record)
@@ -172,7 +172,7 @@ class Membership:
         self._epochs.newest = self._epochs.current = self._epochs.report = None
         self._rounds.last_round, self._rounds.disputed = LastRound(), None
         self._session.contact.aborted, self._session.contact.unsaid = None, False
-        self._memory.state.generation = 0
+        self._memory.distrust()
         self._catch_up.want(None)
         return True
 
@@ -183,7 +183,7 @@ class Membership:
             self._catch_up.fetch.doing = ""
         if self._epochs.is_awaited(record):
             # The other members wait with their own state, so this member's state does not count.
-            self._memory.state.generation = 0
+            self._memory.distrust()
             self._catch_up.want(None)
         elif not record.is_forced and self._memory.state.generation != record.generation:
             # The leader admitted this member for a state that the member has lost since.
@@ -274,7 +274,7 @@ class Membership:
         if self._context.now - self._session.contact.last > self._context.config.autonomy_s:
             # Rule 10: a new generation may have begun. The next answered heartbeat will show that.
             self._session.contact.unheeded = message
-            self._session.contact.next_beat = self._context.now
+            self._session.hurry()
             return
         self._epochs.resume = message
         self._rounds.go_to(record)
@@ -295,7 +295,7 @@ class Membership:
             )
         there = self._epochs.is_at(record, message.step)
         if not there and self._epochs.is_awaited(record):
-            self._memory.state.generation = 0
+            self._memory.distrust()
             self._catch_up.want(None)
             self._context.emit(
                 io.WriteJournal("blocking join", record.epoch, message.step, "the others wait for my state")
@@ -326,5 +326,5 @@ class Membership:
             self._memory.state.generation = record.generation
             self._memory.state.committed_digest, self._memory.state.outvoted = "", False
         else:
-            self._memory.state.generation = 0
+            self._memory.distrust()
             self._catch_up.want(SnapshotRef(base.generation, base.step, base.digest), base.sources)

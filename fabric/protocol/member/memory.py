@@ -21,6 +21,20 @@ class MemberMemory:
         self.plan = context.config.plan or DataPlan(context.identity.micro_batches)
         self.agreed = 0  # the newest epoch in which a state that I updated had another member's digest
 
+    def order(self, effect: io.Compute | io.Apply | io.Install) -> None:
+        """Give the main thread its next work."""
+        self.waiting = False
+        self._context.emit(effect)
+
+    def take_back(self, plan: DataPlan | None) -> None:
+        """The main thread waits again; ``plan``: the data of the loop's steps from now on, if it changed."""
+        self.waiting = True
+        self.plan = plan or self.plan
+
+    def distrust(self) -> None:
+        """No other member confirms my state any more: it belongs to no generation."""
+        self.state.generation = 0
+
     def drop_kept(self) -> None:
         """Forget the kept gradient: at once, or when the main thread has finished adding to it."""
         if not self.waiting and self.kept_gradient.computing:

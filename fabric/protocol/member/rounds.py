@@ -8,7 +8,6 @@ from fabric.errors import IllegalTransition
 from fabric.exit_codes import FAILED, RESTART
 from fabric.model import Member, Record
 from fabric.protocol.member.context import CoreContext
-from fabric.protocol.member.data_agreement import DataAgreement
 from fabric.protocol.member.epochs import KnownEpochs
 from fabric.protocol.member.memory import MemberMemory
 from fabric.protocol.member.round import Round
@@ -24,6 +23,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.adaptive_timeout import AdaptiveTimeout
 from fabric.protocol.rules.assignment import Work, share_out, waits_for_data
+from fabric.protocol.rules.data_plans import split_by_data
 from fabric.protocol.rules.divergence import bounded
 
 # Rule 11: seconds between two heartbeats for steps. For a while after a newcomer's request each step has one.
@@ -31,6 +31,47 @@ STEP_BEAT_S = 0.25
 FOLLOWED_S = 5.0
 # A link that a test has ended was silent for at least this many seconds.
 TEST_ENDS_S = 1.2
+
+
+class DataAgreement:
+    """Compares the data plans in the contributions of a round, before any member votes.
+
+    Members compare when the data or the epoch change.
+    """
+
+    def __init__(self, context: CoreContext, memory: MemberMemory) -> None:
+        self._context = context
+        self._memory = memory
+        self._epoch = 0  # the epoch of my newest committed round
+        self._described = ""  # the data of that round
+
+    def committed(self, epoch: int) -> None:
+        """Note that a round of ``epoch`` was committed, so that its members know my data."""
+        self._epoch, self._described = epoch, self._memory.plan.described
+
+    def news(self, round_: Round) -> str:
+        """Return what my data are, where the members of this epoch do not know it yet."""
+        described = self._memory.plan.described
+        return "" if (round_.record.epoch, described) == (self._epoch, self._described) else described
+
+    def fails(self, round_: Round) -> bool:
+        """Whether members take this step from unequal data. Those on the wrong side end, before any commit.
+
+        Where no side is wrong the job fails.
+        """
+        parts, record, me = round_.contributions, round_.record, self._context.replica
+        if not any(part.data for part in parts.values()):
+            return False
+        before = self._described if self._epoch == record.epoch else ""
+        described = {name: parts[name].data or before for name in record.names}
+        split = split_by_data(record, described, round_.step)
+        if split is None:
+            return False
+        if split.undecided:
+            self._context.emit(io.SendLeader(m.LoopFailed(record.fence, round_.step, split.why)))
+        if split.undecided or me in split.wrong:
+            self._context.stop(FAILED, split.why)
+        return True
 
 
 class Rounds:
@@ -97,6 +138,10 @@ class Rounds:
             )
         )
 
+    def own_contribution(self) -> m.Contribution | None:
+        """Return the contribution that I have sent for the round under way."""
+        return self.round.contributions.get(self._context.replica) if self.round is not None else None
+
     def leave_round(self) -> None:
         """Leave the round, and remember a dispute: the other voters may have ended when the leader asks."""
         round_, self.round = self.round, None
@@ -143,8 +188,7 @@ class Rounds:
             )
         self._memory.state.digest, self._memory.state.later = event.digest, event.later
         self._memory.state.entries = bounded(event.entries)
-        self._memory.waiting = True
-        self._memory.plan = event.plan or self._memory.plan
+        self._memory.take_back(event.plan)
         self._session.note_times(event.step, event.times)
         # Rule 11: a step that the leader does not need at once goes with the next heartbeat.
         contact = self._session.contact
@@ -157,7 +201,7 @@ class Rounds:
             state = self._memory.state
             state.digest, state.later, state.asked = event.digest, False, False
             state.entries = bounded(event.entries)
-            self._session.contact.next_beat = self._context.now
+            self._session.hurry()
 
     def _is_followed(self) -> bool:
         """Whether the leader needs each step of mine at once: in a new epoch, and while a replica joins."""
@@ -296,9 +340,8 @@ class Rounds:
         if share and self.round is not None:
             self._memory.kept_gradient.have |= set(share)
             self._memory.kept_gradient.computing = share
-            self._memory.waiting = False
             number = self._session.take_measure()
-            self._context.emit(io.Compute(step, share, number, self._session.echo if number else ""))
+            self._memory.order(io.Compute(step, share, number, self._session.echo if number else ""))
 
     def _note_poison(self, record: Record, step: int) -> None:
         """Write the poison that this round leaves out into the journal."""
@@ -462,10 +505,9 @@ class Rounds:
         self._memory.state = MemberState(generation, following, "", prepared.gradient_digest)
         self.committed_in = prepared.epoch
         self.prepared, self.round, self._memory.kept_gradient = None, None, KeptGradient()
-        self._memory.waiting = False
         self._context.emit(io.Publish(generation, prepared))
         wanted = bool(every) and (first_of_epoch or following % every == 0)
-        self._context.emit(
+        self._memory.order(
             io.Apply(generation, prepared.step, prepared, contributed=bool(own), digest=wanted)
         )
 

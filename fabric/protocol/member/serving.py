@@ -51,7 +51,8 @@ class SnapshotServing:
                 io.SendLeader(m.SnapshotMissed(self._epochs.fence(), message.joiner, message.step))
             )
             # The leader knows only an older step of this member: send this step and each later step at once.
-            self._session.contact.next_beat = self._session.contact.asked = self._context.now
+            self._session.contact.asked = self._context.now
+            self._session.hurry()
             return
         self.promised[message.joiner] = message.step
         self.listeners.add(message.joiner)
@@ -97,7 +98,7 @@ class SnapshotServing:
         """Rule 13: tell the leader at once. A further notice changes nothing."""
         if not self._context.noticed:
             self._context.noticed, self.noticed_at = True, self._context.now
-            self._session.contact.next_beat = self._context.now
+            self._session.hurry()
 
     def heed(self, ack: m.HeartbeatAck) -> None:
         """Rule 13: follow the leader's answer to my notice."""
@@ -139,4 +140,5 @@ class SnapshotServing:
         if event.step == self.saving and event.why:
             self.saving, self._save_at = -1, self._context.now + AGAIN_S
         elif event.step == self.saving:
-            self._session.saved, self._session.contact.next_beat = True, self._context.now
+            self._session.saved = True
+            self._session.hurry()

@@ -60,10 +60,14 @@ class LighthouseSession:
         linking = mode is Mode.RUN and self._epochs.epoch() not in self._epochs.links.up
         return f"{mode.value}{m.LINKING if linking else ''}{', waiting' if self._memory.waiting else ''}"
 
+    def hurry(self) -> None:
+        """Send the next heartbeat at once."""
+        self.contact.next_beat = self._context.now
+
     def on_busy(self, event: io.Busy) -> None:
         """Announce long work at once, because it decides how long the other members wait for me."""
         self.busy, self.busy_s = event.reason, event.at_most_s
-        self.contact.next_beat = self._context.now
+        self.hurry()
 
     def on_closing(self, _: io.Closing) -> None:
         self._memory.waiting = False
@@ -149,7 +153,7 @@ class LighthouseSession:
         """Begin a session; repeat the other messages that the leader must know."""
         self.contact.connected = True
         self.contact.changes = False
-        self.contact.next_beat = self._context.now
+        self.hurry()
         self._context.emit(io.SendLeader(self._first_message(snapshots)))
         if self.contact.failed is not None:
             self._context.emit(io.SendLeader(self.contact.failed))

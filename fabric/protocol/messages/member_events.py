@@ -8,7 +8,20 @@ from dataclasses import dataclass
 
 from fabric.model import DataPlan, Fence, Int64, JobEnd, Member, Poison, Record, SnapshotRef, StepTimes
 from fabric.protocol.messages.network import LeaderMessage, MemberMessage, PeerMessage
-from fabric.protocol.messages.prepared_round import PreparedRound as PreparedRound
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRound:
+    """A fully reduced round, with all that its commit applies and announces; a member holds it until then."""
+
+    epoch: Int64
+    step: Int64
+    gradient_digest: str
+    weight: float
+    contributions: tuple[tuple[str, tuple[Int64, ...]], ...]  # micro-batches by member, in roster order
+    metrics: tuple[tuple[str, float], ...] = ()  # sums over the members
+    nonfinite: str = ""  # a tensor of the sum that is not finite: the step is committed without an update
+
 
 # --- events: the trainer's main thread ------------------------------------------------------------
 

@@ -254,8 +254,9 @@ def _minority(
     newest = _newest_of_two(record, digests)
     if newest and reports[newest].unconfirmed:
         (other,) = digests.keys() - {newest}
-        why = f"{newest} disagrees with {other} about {what}, and {_joined(record, newest)}"
-        return Evict((newest,), why)
+        since = next(x.since for x in record.roster if x.replica == newest)
+        why = f"{newest} disagrees with {other} about {what}, and was let in last, in epoch {since}, and has"
+        return Evict((newest,), f"{why} agreed with no member since")
     if len(digests) == 2 or len(winners) > 1:
         names = " and ".join(f"{name} ({digest[:8]})" for name, digest in sorted(digests.items()))
         return Undecidable(
@@ -270,11 +271,6 @@ def _newest_of_two(record: Record, digests: Mapping[str, str]) -> str:
     """Of two members, the one that was admitted later; empty for more members, or for equal tenures."""
     entered = sorted((x.since, x.replica) for x in record.roster if x.replica in digests)
     return entered[1][1] if len(entered) == 2 and entered[0][0] < entered[1][0] else ""
-
-
-def _joined(record: Record, name: str) -> str:
-    since = next(x.since for x in record.roster if x.replica == name)
-    return f"was let in last, in epoch {since}, and has agreed with no member since"
 
 
 def _disagrees(names: tuple[str, ...], what: str) -> str:

@@ -57,16 +57,12 @@ def differences(entries: Mapping[str, Entries]) -> str:
         kind = "optimizer" if parted[0].startswith("optimizer") else "object"
         return f"they differ in {'; '.join(parted[:_NAMED])}{more}; {_SOURCES[kind]}"
     if places:
-        return _first_tensor(places)
+        kind, _, name = places[0].removeprefix(TENSOR_MARK).partition(" ")
+        more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
+        return f"the first tensor that differs is {name}{more}; {_SOURCES.get(kind, _SOURCES['object'])}"
     if all(any(path.startswith(TENSOR_MARK) for path in state) for state in states.values()):
         return f"their numbers and the samples of their tensors are equal, so {MEMORY}"
     return "their learning rates and other numbers are equal, so a tensor differs"
-
-
-def _first_tensor(places: list[str]) -> str:
-    kind, _, name = places[0].removeprefix(TENSOR_MARK).partition(" ")
-    more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
-    return f"the first tensor that differs is {name}{more}; {_SOURCES.get(kind, _SOURCES['object'])}"
 
 
 def _names(names: list[str]) -> str:

@@ -218,7 +218,8 @@ def _cut(replica: str, name: str, held: Mapping[int, HeldParameter]) -> _Cut:
         if parameter.region.elements:
             ranks.setdefault(parameter.region, []).append(rank)
     _check_parts(replica, first, ranks)
-    parts = sorted((_Part(region, tuple(holders)) for region, holders in ranks.items()), key=_place)
+    parts = [_Part(region, tuple(holders)) for region, holders in ranks.items()]
+    parts.sort(key=lambda part: part.region.begin)
     without = tuple(rank for rank, parameter in held.items() if not parameter.region.elements)
     return _Cut(first.dtype, first.shape, tuple(parts), without)
 
@@ -254,7 +255,3 @@ def _check_parts(replica: str, parameter: HeldParameter, ranks: Mapping[TensorRe
             f"the ranks of {replica} hold {covered} of the {count} elements of {parameter.name}: have every "
             "replica hold the whole model"
         )
-
-
-def _place(part: _Part) -> tuple[int, ...]:
-    return part.region.begin

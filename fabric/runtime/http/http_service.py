@@ -135,7 +135,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except FabricError as error:
-        return json_error(status_of(error), str(error), headers=_challenge(error))
+        headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
+        return json_error(status_of(error), str(error), headers=headers)
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -361,7 +362,11 @@ def bind_first_free(host: str, ports: range) -> socket.socket:
                 " and a port that this user may use"
             ) from error
         return candidate
-    named = f"port {ports[0]} on {host} is" if len(ports) == 1 else f"ports {_span(ports)} on {host} are all"
+    named = (
+        f"port {ports[0]} on {host} is"
+        if len(ports) == 1
+        else f"ports {ports[0]}-{ports[-1]} on {host} are all"
+    )
     raise ConfigError(f"{named} taken by another process: choose another port or range, or 0 for any")
 
 
@@ -374,14 +379,6 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
         ) from error
     family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
     return family, str(address[0])
-
-
-def _span(ports: range) -> str:
-    return f"{ports[0]}-{ports[-1]}"
-
-
-def _challenge(error: FabricError) -> Mapping[str, str] | None:
-    return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
 
 
 def _http_sentence(request: web.Request, error: web.HTTPException) -> str:

@@ -1,7 +1,9 @@
 """The client of the lighthouses: it dials one with the job's token, and follows a redirect to the leader."""
 
 import asyncio
+import ipaddress
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -14,7 +16,6 @@ import aiohttp
 from yarl import URL
 
 from fabric.errors import FabricError, ProtocolError, Refused, Unauthorized, Unreachable
-from fabric.runtime.http import redirects
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
@@ -24,8 +25,102 @@ _TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_REDIRECTS = 3
 
-
 T = TypeVar("T")
+
+# A client shows the job's token to the target of a redirect. So a lighthouse, or a process that answers in
+# its place, must not choose that target freely. Each rule starts from the addresses in the client's settings.
+
+
+class RedirectRefused(aiohttp.ClientError):
+    """A redirect that this client does not follow, with the reason."""
+
+
+class Redirected(aiohttp.ClientError):
+    """A redirect to another lighthouse, ``target``."""
+
+    def __init__(self, target: URL) -> None:
+        super().__init__(f"it redirects to {target.origin()}")
+        self.target = target
+
+
+def trace_of(urls: Sequence[str]) -> aiohttp.TraceConfig:
+    """Return a trace for a ClientSession: each redirect raises Redirected, or what ``check`` raises."""
+
+    async def look(_: object, __: object, params: aiohttp.TraceRequestRedirectParams) -> None:
+        params.response.close()
+        raise Redirected(await check(params.response.url, params.response.headers.get("Location", ""), urls))
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(look)
+    return trace
+
+
+async def check(asked: URL, location: str, urls: Sequence[str]) -> URL:
+    """Return the target of a redirect from ``asked`` to ``location``.
+
+    Raises RedirectRefused unless a client with ``urls`` may go there.
+    """
+    try:
+        target = asked.join(URL(location))
+    except ValueError as error:
+        raise RedirectRefused("it redirects to a text that is not an address") from error
+    short = f"{target.scheme}://{target.host}"[:200]
+    if target.scheme not in ("http", "https") or not target.host:
+        raise RedirectRefused("it redirects to a URL that is not an address of a lighthouse")
+    if asked.scheme == "https" and target.scheme == "http":
+        raise RedirectRefused(f"it redirects from TLS to {short}: give --advertise an https:// address there")
+    hosts = [host for host in (URL(url).host for url in urls) if host]
+    if not any(_belongs(target.host, host) for host in hosts) and not await _is_at(target.host, hosts):
+        raise RedirectRefused(
+            f"it redirects to {short}, a host that is none of those given: if a lighthouse runs there,"
+            " name it in FABRIC_LIGHTHOUSE"
+        )
+    return target
+
+
+def _belongs(host: str, given: str) -> bool:
+    """Whether ``host`` is ``given``, a name below it, or a name in the same domain.
+
+    A domain of one label, such as ``com``, does not count.
+    """
+    host, given = host.lower().rstrip("."), given.lower().rstrip(".")
+    if host == given or (_is_loopback(host) and _is_loopback(given)):
+        return True
+    if _is_address(host) or _is_address(given):
+        return False
+    domain = given.partition(".")[2]
+    return host.endswith(f".{given}") or ("." in domain and host.endswith(f".{domain}"))
+
+
+async def _is_at(host: str, given: Sequence[str]) -> bool:
+    """Whether all addresses of ``host`` are addresses of the ``given`` names."""
+    wanted = await _addresses(host)
+    if not wanted:
+        return False
+    known_addresses = await asyncio.gather(*map(_addresses, given))
+    return wanted <= set().union(*known_addresses)
+
+
+async def _addresses(host: str) -> set[str]:
+    if _is_address(host):
+        return {host}
+    try:
+        entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return set()
+    return {str(entry[4][0]) for entry in entries}
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 class LighthouseDialer:
@@ -50,7 +145,7 @@ class LighthouseDialer:
             timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=self._connect_s),
             connector=aiohttp.TCPConnector(ssl=self._tls.client_context() or True),
             cookie_jar=aiohttp.DummyCookieJar(),
-            trace_configs=[redirects.trace_of(self._urls)],
+            trace_configs=[trace_of(self._urls)],
         )
 
     async def follow(self, base: str, path: str, dial: Callable[..., Awaitable[T]], **options: Any) -> T:
@@ -64,7 +159,7 @@ class LighthouseDialer:
         for _ in range(_MAX_REDIRECTS):
             try:
                 return await dial(url, headers=headers, **options)
-            except redirects.Redirected as redirect:
+            except Redirected as redirect:
                 self.at, url = str(redirect.target.origin()), redirect.target
         raise Unreachable("the lighthouses redirect in a circle")
 

@@ -3,8 +3,9 @@
 import math
 
 import pytest
-
-from fabric.health.pipeline import (
+from hypothesis import given
+from hypothesis import strategies as st
+from papers.pipeline_schedules import (
     Kind,
     Operation,
     PipelineCosts,
@@ -15,6 +16,8 @@ from fabric.health.pipeline import (
     run_orders,
     stage_order,
 )
+
+from fabric.health.planning.layout import StageLayout
 
 
 def unit(stages: int, micro_batches: int, **factors: float) -> PipelineCosts:
@@ -160,3 +163,19 @@ def test_an_operation_in_two_orders_is_refused():
         run_orders(twice, lambda _worker, _operation: 1.0, no_transfer)
     with pytest.raises(ValueError, match="does not exist"):
         stage_order(PipelineSchedule.GPIPE, 2, 4, 2)
+
+
+# --- the planner -------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.8]), min_size=1, max_size=5), st.integers(1, 20))
+def test_the_planners_step_time_bounds_the_makespan_of_1f1b_from_above(speeds, micro_batches):
+    stages = len(speeds)
+    layout = StageLayout(tuple((stage,) for stage in range(stages)), (2,) * stages)
+    factors = {stage: 1 / speed for stage, speed in enumerate(speeds)}
+    costs = PipelineCosts.of_micro_batches([2 / 3] * micro_batches, stages, factors=factors)
+    exact = makespan(PipelineSchedule.ONE_F_ONE_B, costs)
+    bound = layout.step_time(micro_batches, speeds)
+    assert exact <= bound + 1e-9 and bound <= 1.35 * exact
+    if len(set(speeds)) == 1:
+        assert bound == pytest.approx(exact)

@@ -34,13 +34,13 @@ from fabric.client.loop.handover import Handover
 from fabric.client.loop.local_state import LocalState
 from fabric.client.loop.loop_orders import LoopOrder, LoopOrders
 from fabric.client.loop.loop_progress import LoopProgress
+from fabric.client.loop.loop_source import check_source
 from fabric.client.loop.model_watch import ModelWatch
 from fabric.client.loop.replay import Replay
 from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, make_engine
 from fabric.client.loop.step import Step
 from fabric.client.loop.step_data import StepData, described_as
-from fabric.client.loop.unset_names import refuse_unset_names
 from fabric.client.process.excepthook import before_report
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
@@ -210,7 +210,7 @@ class Session(SessionCollectives):
         at which the order of ``data`` begins, by default the first one of its first call.
         """
         if not self._engine.is_running:
-            refuse_unset_names(inspect.currentframe())
+            check_source(inspect.currentframe())
         self._begin_call(data, until, first_step)
         self.handover.randomness.follow_steps(data.plan.seed)
         while self._progress.state_step < until and not self._progress.finished:

@@ -15,9 +15,9 @@ from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.stale_gradients import StaleGradients
 from fabric.client.loop.handover import optimizers_in
+from fabric.client.loop.loop_source import check_source
 from fabric.client.loop.step_data import StepData
 from fabric.client.loop.step_weight import StepWeight, drop_gradients
-from fabric.client.loop.unset_names import refuse_unset_names
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import FabricError
 from fabric.protocol.messages.rank_messages import replica_share
@@ -149,7 +149,7 @@ class SoloSession(SessionCollectives):
     def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[SoloStep]:
         """As Session.steps."""
         if not self._data.until:  # the first call
-            refuse_unset_names(inspect.currentframe())
+            check_source(inspect.currentframe())
         self._data.enter(data, until, first_step)
         self.randomness.follow_steps(data.plan.seed)
         while self.committed_step < until:

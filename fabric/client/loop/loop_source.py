@@ -1,8 +1,9 @@
-"""Finds names that a loop of your own reads in a step without micro-batches, in which they are not set yet.
+"""Reads the source of a loop of your own at the first ``session.steps``, for what would go wrong later.
 
 ``for batch in step: loss = ...`` followed by ``print(loss)`` raises NameError in a joining replica's first
-step, hours after the job began. So the first call of ``session.steps`` reads the source of the loop. The
-search names a read only where it is certain that the name is not set, and says nothing where it cannot know.
+step, hours after the job began. ``count += 1`` in the loop begins at another value there, and a loss that
+depends on the count differs from the others' without an error. The search names what is certain, and says
+nothing where it cannot know.
 """
 
 import ast
@@ -22,6 +23,8 @@ _LOOPS = ast.For | ast.AsyncFor | ast.While
 _PLAIN_USES = {"number", "skipped"}  # attributes of a step that are the same with and without micro-batches
 _COUNTS = {"number", "committed_step"}
 _OF_FABRIC = {"backward", "metrics", "add_weight"}  # calls in the inner loop after which no test can ask
+_SHARED = {"number", "committed_step", "metrics"}  # attributes that are equal on all replicas
+_OF_GROUPS = {"lr", "momentum", "weight_decay", "betas", "eps"}
 _LOOKUPS = {"locals", "globals", "vars", "dir", "hasattr"}
 _PASS_ON = {
     "enumerate",
@@ -34,8 +37,8 @@ _PASS_ON_INNER = _PASS_ON | {"zip", "map", "filter"}
 _CATCHES = {"NameError", "UnboundLocalError", "Exception", "BaseException"}
 
 
-def refuse_unset_names(frame: FrameType | None) -> None:
-    """Raise ConfigError where the loop around ``session.steps`` reads a name that a bare step does not set.
+def check_source(frame: FrameType | None) -> None:
+    """Raise ConfigError for what a joining replica cannot do alike in the loop around ``session.steps``.
 
     ``frame``: that of ``steps`` itself. Generators that only pass steps on, as tqdm does, are left out.
     """
@@ -47,11 +50,18 @@ def refuse_unset_names(frame: FrameType | None) -> None:
             caller = caller.f_back
             continue
         bound = {*caller.f_globals, *dir(builtins)} - {*code.co_varnames, *code.co_cellvars}
+        file = Path(code.co_filename).name
         for name, line in unbound_names(source, caller.f_lineno, bound | set(caller.f_locals)):
             raise ConfigError(
-                f"{Path(code.co_filename).name}:{line} reads {name}, which only the loop over the "
+                f"{file}:{line} reads {name}, which only the loop over the "
                 "micro-batches sets, and a joining replica's first step has no micro-batches: use "
                 f"step.metrics, set {name} before the loops, or read it under `if step.contributed:`"
+            )
+        for name, line in carried_names(source, caller.f_lineno):
+            raise ConfigError(
+                f"the training depends on {name}, which {file}:{line} carries from step to step, and a "
+                f"replica that joins begins with another {name}: make it from step.number, or keep it in a "
+                "dict that attach(..., state=) names"
             )
         return
 
@@ -240,6 +250,85 @@ class _BareStep:
         if isinstance(node, ast.Attribute):
             return node.attr in _COUNTS
         return isinstance(node, ast.Name) and node.id in self.counts
+
+
+# --- names that the loop carries ----------------------------------------------------------------------------
+
+
+def carried_names(source: str, line: int) -> list[tuple[str, int]]:
+    """Return each name that the loop makes from its own value of the step before, and on which the training
+    depends: a backward, or a value of the optimizer's groups. With the line that makes it.
+
+    ``line``: of the ``for`` statement over the steps. A name that the source takes from a step's number, from
+    ``committed_step`` or from a step's metrics somewhere, or declares global, is left out.
+    """
+    tree, loop = _loop_at(source, line)
+    if tree is None or loop is None or not _step_name(loop.target, loop.iter):
+        return []
+    carried: dict[str, int] = {}
+    _carry(loop.body, set(_stores([loop.target])), carried)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            carried = {name: at for name, at in carried.items() if name not in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            shared = {x.attr for x in ast.walk(node.value) if isinstance(x, ast.Attribute)} & _SHARED
+            carried = {name: at for name, at in carried.items() if not shared or name not in _stores([node])}
+    return [(name, at) for name, at in carried.items() if _moves_training(loop, name)]
+
+
+def _carry(statements: Iterable[ast.stmt], fresh: set[str], carried: dict[str, int]) -> set[str]:
+    """Add the names that these statements make from their own old value. Return the names that have a value
+    of this step after them. ``fresh``: those that have one before.
+    """
+    fresh = set(fresh)
+    for node in statements:
+        if isinstance(node, _SCOPES):
+            continue
+        if isinstance(node, ast.If):
+            fresh = _carry(node.body, fresh, carried) & _carry(node.orelse, fresh, carried)
+        elif isinstance(node, _LOOPS):
+            inner = set(_stores([node.target])) if not isinstance(node, ast.While) else set()
+            _carry([*node.body, *node.orelse], fresh | inner, carried)
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            fresh = _carry(node.body, fresh | set(_stores(node.items)), carried)
+        elif isinstance(node, ast.Try | ast.TryStar):
+            _carry([*node.body, *node.orelse, *node.finalbody], fresh, carried)
+        else:
+            stored = set(_stores([node]))
+            old = stored if isinstance(node, ast.AugAssign) else stored & _read_in(node)
+            for name in old - fresh:
+                carried.setdefault(name, node.lineno)
+            fresh |= stored - old
+    return fresh
+
+
+def _moves_training(loop: ast.For, name: str) -> bool:
+    """Return whether a backward or a value of the optimizer's groups in the loop is made from this name."""
+    made, size = {name}, 0
+    while size != len(made):
+        size = len(made)
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+                if node.value is not None and _read_in(node.value) & made:
+                    made |= set(_stores([node]))
+            elif isinstance(node, ast.For | ast.AsyncFor) and _read_in(node.iter) & made:
+                made |= set(_stores([node.target]))
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and _called(node) == "backward" and _read_in(node) & made:
+            return True
+        if isinstance(node, ast.Assign | ast.AugAssign) and _read_in(node.value) & made:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(x, ast.Subscript) and _is_of_group(x.slice) for x in targets):
+                return True
+    return False
+
+
+def _is_of_group(key: ast.expr) -> bool:
+    return isinstance(key, ast.Constant) and key.value in _OF_GROUPS
+
+
+def _read_in(node: ast.AST) -> set[str]:
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Store)}
 
 
 # --- the parts of a source ----------------------------------------------------------------------------------

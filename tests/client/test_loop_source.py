@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fabric.client
-from fabric.client.loop.unset_names import unbound_names
+from fabric.client.loop.loop_source import carried_names, unbound_names
 from fabric.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -179,6 +179,73 @@ def test_scripts_and_pages_of_the_project_are_left_alone():
     assert {place: names for place, names in read.items() if names} == {}
 
 
+def test_scripts_and_pages_of_the_project_carry_nothing_that_moves_the_training():
+    read = {
+        (name, loop.lineno): carried_names(source, loop.lineno)
+        for name, source in blocks()
+        if "``" not in source and name != "own_count.py"
+        for loop in loops(source)
+    }
+    assert len(read) > 20
+    assert {place: names for place, names in read.items() if names} == {}
+
+
+TRAIN = "for x in step:\n    loss = f(x) * beta\n    step.backward(loss)\n"
+CARRIED = {
+    "a count": "beta = g(it)\n" + TRAIN + "it += 1",
+    "a count by assignment": "beta = g(it)\n" + TRAIN + "it = it + 1",
+    "the factor itself": TRAIN + "beta *= 0.9",
+    "a count of micro-batches": "for x in step:\n    it += 1\n    step.backward(f(x) * g(it))",
+    "a condition": TRAIN + "if a:\n    beta = beta / 2",
+    "a loop of a name": "for x in step:\n    for y in cut(x, it):\n        step.backward(f(y))\nit += 1",
+    "a loss of a framework": "for x in step:\n    (f(x) * it).backward()\nit += 1",
+    "a scaled loss": "for x in step:\n    step.backward(scaler.scale(f(x) * it))\nit += 1",
+    "a weight": "for x in step:\n    step.backward(f(x), weight=n)\nn += 1",
+    "a hidden state": "for x in step:\n    y, hidden = net(x, hidden)\n    step.backward(y)",
+    "a learning rate": TRAIN + "it += 1\nfor group in optimizer.param_groups:\n    group['lr'] = 1 / it",
+    "reset in a branch alone": "if a:\n    it = 0\nbeta = g(it)\n" + TRAIN + "it += 1",
+}
+NOT_CARRIED = {
+    "a count that is printed": TRAIN + "it += 1\nif it % 10 == 0:\n    print(it)",
+    "an average that is printed": TRAIN + "mean = 0.9 * mean + 0.1 * step.metrics['loss']\nprint(mean)",
+    "a sum that each step begins": "total = 0\nfor x in step:\n    total += f(x)\n    step.backward(total)",
+    "a loss of two parts": "for x in step:\n    loss = f(x)\n    loss = loss + g(x)\n    step.backward(loss)",
+    "an augmented loss": "for x in step:\n    loss = f(x)\n    loss += g(x)\n    step.backward(loss)",
+    "a step's number": "beta = g(step.number)\n" + TRAIN,
+    "a count from a step's number": "it = step.number\nbeta = g(it)\nit += 1\n" + TRAIN,
+    "a sum of metrics": TRAIN + "seen = seen + step.metrics['tokens']\nbeta = g(seen)",
+    "a fresh value in both branches": "if a:\n    b = 1\nelse:\n    b = 2\nb += 1\nbeta = b\n" + TRAIN,
+    "a function": TRAIN + "def count(it):\n    it += 1",
+}
+
+
+@pytest.mark.parametrize("body", CARRIED.values(), ids=CARRIED)
+def test_a_name_that_the_loop_carries_into_the_training_is_found(body):
+    assert carried_names(in_loop(body), 1)
+
+
+@pytest.mark.parametrize("body", NOT_CARRIED.values(), ids=NOT_CARRIED)
+def test_a_name_that_moves_no_training_is_left_alone(body):
+    assert carried_names(in_loop(body), 1) == []
+
+
+def test_a_count_that_begins_at_the_committed_step_is_left_alone():
+    body = in_loop("beta = g(it)\n" + TRAIN + "it += 1")
+    assert carried_names(body, 1)
+    assert carried_names("it = session.committed_step\n" + body, 2) == []
+    assert carried_names("global it\n" + body, 2) == []
+
+
+def test_the_first_call_refuses_a_count_on_which_the_loss_depends(monkeypatch):
+    model, session, data = session_of(monkeypatch)
+    count = 0
+    with pytest.raises(ConfigError, match=r"depends on count, which test_loop_source.py:\d+ carries"):
+        for step in session.steps(data, until=2):
+            for x in step:
+                step.backward(model(x).sum() * min(1.0, count / 20))
+            count += 1
+
+
 def session_of(monkeypatch):
     monkeypatch.setenv("FABRIC_DISABLE", "1")
     model = torch.nn.Linear(2, 1)
@@ -192,7 +259,7 @@ loss = "set in the module, which is another variable than the function's"
 
 def test_the_first_call_refuses_such_a_loop_before_its_first_step(monkeypatch):
     model, session, data = session_of(monkeypatch)
-    with pytest.raises(ConfigError, match=r"test_unset_names.py:\d+ reads loss, which only the loop over"):
+    with pytest.raises(ConfigError, match=r"test_loop_source.py:\d+ reads loss, which only the loop over"):
         for step in session.steps(data, until=2):
             for x in step:
                 loss = model(x).sum()

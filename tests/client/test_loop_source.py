@@ -229,6 +229,12 @@ def test_a_name_that_moves_no_training_is_left_alone(body):
     assert carried_names(in_loop(body), 1) == []
 
 
+def test_the_index_of_enumerate_is_carried_too():
+    head = "for i, step in enumerate(session.steps(data, until=9)):"
+    assert carried_names(in_loop("beta = g(i)\n" + TRAIN, head), 1) == [("i", 1)]
+    assert carried_names(in_loop(TRAIN + "print(i)", head), 1) == []
+
+
 def test_a_count_that_begins_at_the_committed_step_is_left_alone():
     body = in_loop("beta = g(it)\n" + TRAIN + "it += 1")
     assert carried_names(body, 1)

@@ -263,10 +263,11 @@ def carried_names(source: str, line: int) -> list[tuple[str, int]]:
     ``committed_step`` or from a step's metrics somewhere, or declares global, is left out.
     """
     tree, loop = _loop_at(source, line)
-    if tree is None or loop is None or not _step_name(loop.target, loop.iter):
+    step = _step_name(loop.target, loop.iter) if loop is not None else ""
+    if tree is None or loop is None or not step:
         return []
-    carried: dict[str, int] = {}
-    _carry(loop.body, set(_stores([loop.target])), carried)
+    carried = dict.fromkeys(set(_stores([loop.target])) - {step}, loop.lineno)  # the index of enumerate
+    _carry(loop.body, {step}, carried)
     for node in ast.walk(tree):
         if isinstance(node, ast.Global | ast.Nonlocal):
             carried = {name: at for name, at in carried.items() if name not in node.names}

@@ -21,5 +21,5 @@ for step in session.steps(data, until=recipe.STEPS):
         step.backward(torch.nn.functional.cross_entropy(output, y) + weight * output.square().mean())
     optimizer.step()
     optimizer.zero_grad()
-    count += 1
+    count = count + 1
 session.close()

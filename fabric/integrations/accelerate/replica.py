@@ -35,6 +35,15 @@ _TRIGGER = "fabric.trigger"  # metric: replicas whose script has called set_trig
 # Names in the code of a loop that knows that a step may have several micro-batches.
 _KNOWS_STEPS = {"accumulate", "sync_gradients"}
 
+# Sentences for a loop of one's own, in the words of accelerate.
+_WORDS = {
+    "let it count session.committed_step, so that all loops end at the same step": (
+        "end it after a number of optimizer steps, or by accelerator.set_trigger and check_trigger; a "
+        "replica that joins has not measured what the others have"
+    ),
+    "session.loader": "the DataLoader",
+}
+
 
 class AcceleratedReplica:
     """One replica: ``accelerator`` is its FabricAccelerator, ``arguments`` those of attach."""
@@ -117,6 +126,8 @@ class AcceleratedReplica:
             state=state,
             **{"step": self._step, "buffers": default_buffers(model), **self._arguments},
         )
+        if isinstance(self._session, fabric.client.Session):
+            self._session.say_in(_WORDS)
         atexit.register(self._close_at_exit)
         knows_steps = _knows_steps()
         if not knows_steps:

@@ -26,6 +26,15 @@ from fabric.runtime.config import Settings, parse_replicas
 
 Attach = Callable[..., fabric.client.Session | fabric.client.SoloSession]
 
+# Sentences for a loop of one's own, for a script that calls nothing of fabric.
+_WORDS = {
+    "let it count session.committed_step, so that all loops end at the same step": (
+        "end the script's loop after a number of steps; with --adopt it cannot follow what it measures, "
+        "because a replica that joins has not measured what the others have"
+    ),
+    "session.loader": "the DataLoader",
+}
+
 
 class AdoptedLoop:
     """The state of one script's loop; the patches of ``patches.py`` call it. ``attach`` is fabric's own."""
@@ -191,6 +200,7 @@ class AdoptedLoop:
             objects.model, objects.optimizer, state=objects.state, buffers=buffers, step=self.number
         )
         assert isinstance(session, fabric.client.Session)
+        session.say_in(_WORDS)
         self.objects, self.session = objects, session
         self._gradients = ScriptGradients(objects.model)
         if self.data.sampler is not None:

@@ -1,4 +1,4 @@
-"""A Lightning user reads Lightning's words, also in the sentence of the job that ends a process."""
+"""A user of an adapter reads its framework's words, also in the sentence of the job that ends a process."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,21 +8,26 @@ import pytest
 pytest.importorskip("pytorch_lightning")
 from fabric.client.data import loader, sample_plan
 from fabric.client.loop.shutdown import Shutdown
+from fabric.integrations.accelerate import replica
+from fabric.integrations.adopt import adopted_loop
 from fabric.integrations.lightning.job import _WORDS
 from fabric.protocol.leader import job_endings
 from fabric.protocol.member import ending
 from fabric.protocol.rules import data_plans
+
+ALL = (_WORDS, replica._WORDS, adopted_loop._WORDS)
 
 
 def test_each_replaced_word_is_one_of_a_sentence():
     sources = [Path(x.__file__).read_text() for x in (job_endings, ending, data_plans, loader, sample_plan)]
     lines = " ".join(" ".join(sources).replace('"\n', "").split())
     sentences = lines.replace(' f"', "").replace(' "', "")
-    assert [x for x in _WORDS if x not in sentences] == []
+    for words in ALL:
+        assert [x for x in words if x not in sentences] == []
 
 
 def test_what_is_said_instead_names_nothing_of_a_session():
-    assert not [x for x in _WORDS.values() if "session" in x]
+    assert not [x for words in ALL for x in words.values() if "session" in x]
 
 
 def test_a_process_ends_with_the_words_of_its_adapter():

@@ -182,8 +182,8 @@ class Job:
         }
         return [
             ReplicaTrouble(name, kind, host_of(member), why)
-            for kind, found in kinds.items()
-            for name, why in found.items()
+            for kind, reasons in kinds.items()
+            for name, why in reasons.items()
             if (member := record.member(name)) is not None
         ]
 

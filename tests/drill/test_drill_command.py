@@ -19,6 +19,7 @@ from fabric.drill.report.drill_page import page_of
 from fabric.drill.report.drill_tables import fault_table, kind_table
 from fabric.drill.run import started_job
 from fabric.errors import FabricError
+from fabric.runtime.drill_orders import order_key
 
 PROGRAM = ["--", sys.executable, "train.py"]
 
@@ -45,6 +46,7 @@ def run(*words: str) -> Result:
         (["--plan", "/no/plan.yaml", *PROGRAM], "the plan /no/plan.yaml cannot be read"),
         (["--expect", "speed<=1s", *PROGRAM], 'the expectation "speed<=1s" names no measure'),
         (["--expect", "stall", *PROGRAM], 'the expectation "stall" has no bound'),
+        (["--print-key", "--job", "gpt"], "--print-key needs a job and the token for drills"),
     ],
 )
 def test_a_mistake_is_one_sentence(words, why, tmp_path, monkeypatch):
@@ -54,6 +56,15 @@ def test_a_mistake_is_one_sentence(words, why, tmp_path, monkeypatch):
     assert isinstance(result.exception, FabricError)
     assert why in str(result.exception) and "\n" not in str(result.exception)
     assert not (tmp_path / "drill-out").exists()
+
+
+def test_the_printed_key_fits_its_job_alone_and_does_not_show_the_token(tmp_path):
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("the-token-for-drills")
+    keys = [run("--print-key", "--job", job, "--token-file", str(token)).output for job in ("gpt", "bert")]
+    assert keys[0] == f"{order_key('the-token-for-drills', 'gpt')}\n" != keys[1]
+    assert "token" not in keys[0]
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path, monkeypatch):

@@ -111,6 +111,19 @@ def test_a_lost_replica_stays_in_the_headline_under_the_next_leader():
     assert f"c down since TIME ({reason}" in watched.said
 
 
+def test_a_stopped_replica_is_down_without_the_seconds_at_its_eviction():
+    """Half a minute later the headline and the alert still said that it had been stopped for 0.16 s."""
+    watched = Watched(start_replicas=3)
+    number = watched.job.record.member("c").incarnation
+    watched.job.status("c", "stopped", incarnation=number)
+    watched.job.wait(0.3)
+    watched.job.status("c", "stopped", incarnation=number)
+    watched.job.wait(0.3)
+    assert watched.job.record.member("c") is None
+    assert watched.said.startswith("2 of 3 replicas; c down since TIME (its trainer has been stopped")
+    assert not re.search(r"\d\.\d+ s", watched.said)
+
+
 def test_a_lost_replica_that_is_back_stands_outside_until_it_joins():
     watched = Watched(start_replicas=3)
     watched.evict("c")

@@ -223,6 +223,16 @@ async def test_a_standby_names_the_store_that_is_away_when_the_leader_dies(http,
     assert shown.returncode == 1 and f"the store sqlite://{tmp_path}/store.db" in shown.stderr
 
 
+async def test_status_names_the_dead_leader_to_which_a_standby_still_leads(http, tmp_path, namespace):
+    """The sentence said that nobody listens at the standby's address."""
+    store = f"sqlite://{tmp_path}/store.db"
+    with process(tmp_path, store, namespace) as leader, process(tmp_path, store, namespace, "two") as standby:
+        leader.end(signal.SIGKILL)
+        common = ("--lighthouse", standby.url, "--token-file", standby.token_file)
+        shown = await asyncio.to_thread(fabric, "status", *common)
+    assert f"({standby.url} names the leader {leader.url}: nobody listens there)" in shown.stderr
+
+
 async def test_status_names_a_dead_standby(http, tmp_path, namespace):
     store = f"sqlite://{tmp_path}/store.db"
     with process(tmp_path, store, namespace) as first, process(tmp_path, store, namespace, "two") as second:

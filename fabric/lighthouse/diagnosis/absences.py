@@ -3,6 +3,7 @@
 Status, page, metrics and alerts all read ``absences``, so that they agree.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,8 @@ from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.view import LeaderView
 
+# The end of a reason such as "its trainer has been stopped for 0.16 s", which was true at the eviction alone.
+_DURATION = re.compile(r" (?:for )?\d+\.\d+ s\b(?: ago)?")
 _NAMED = 8  # the headline names this many replicas and counts the others
 
 
@@ -29,7 +32,8 @@ def absences(view: LeaderView, recoveries: Recoveries, now: float) -> list[Absen
         liveness, pending = view.liveness, view.epoch.pending_evictions
         if why := pending.get(member.replica) or liveness.failure_reason(member, now):
             since = time.time() - (now - liveness.last_contact(member, now))
-            by_name[member.replica] = Absence(member.replica, DOWN, why, since, host_of(member), True)
+            lasting = _DURATION.sub("", why)
+            by_name[member.replica] = Absence(member.replica, DOWN, lasting, since, host_of(member), True)
     for recovery in recoveries.kept:
         for name, back in recovery.lost.items():
             if not (back.joined or back.replaced_by) and record.member(name) is None:
@@ -62,7 +66,7 @@ def _outside(view: LeaderView, name: str, why: str, since: float, host: str, now
     """Describe a lost replica by its new process, if it has one."""
     peer = _living(view, name, now)
     if peer is None:
-        return Absence(name, DOWN, why, since, host, False)
+        return Absence(name, DOWN, _DURATION.sub("", why), since, host, False)
     return Absence(name, OUTSIDE, outside_because(view, peer, now), since, host, False)
 
 

@@ -235,7 +235,8 @@ class Lighthouses:
                     answer = await dialer.follow(url, path, dial)
                     await _check(answer)
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
-                    reasons.append(f"{url}: {_why(error, url, self.tls)}")
+                    leader = f" names the leader {dialer.at}" if dialer.at != url else ""
+                    reasons.append(f"{url}{leader}: {_why(error, dialer.at, self.tls)}")
                     mistakes += bool(permanent_cause(error, self.tls))
                     idle += isinstance(error, Unreachable)
                 else:

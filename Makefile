@@ -18,9 +18,9 @@ JOBS := $(wildcard tests/integration/test_*.py)
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 	accelerate act adopted_frameworks adopted_scripts collectives demo drill launched_jobs layouts \
 	lightning outer_steps scraped_job slow_links slow_replica torchft_scripts transformers unequal)
-# `make long` runs these: `make test` takes some 40 minutes on two cores without them.
-LONG_JOBS := $(patsubst %,tests/integration/test_%.py,drain_to_spare drill_running ray relayout repartition slurm)
-EARLY_JOBS := $(filter-out $(LATE_JOBS) $(LONG_JOBS),$(JOBS))
+EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
+# `make test` leaves out the tests with the mark `long`, each of which names a cheaper test that stays.
+SHORT := -m 'not long'
 
 .PHONY: demo soak docs dist quick test long conformance torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean
 .DELETE_ON_ERROR:
@@ -101,19 +101,19 @@ quick: setup
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup etcd chromium prometheus helm
 	@nice -n 10 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
-	$(PYTEST) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
-	$(PYTEST) -p no:cacheprovider $(LATE_JOBS) > .late.log 2>&1 & late=$$!; \
+	$(PYTEST) $(SHORT) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
+	$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_JOBS) > .late.log 2>&1 & late=$$!; \
 	($(LINT)) > .lint.log 2>&1 & lint=$$!; \
 	trap "kill $$worlds $$parts $$late $$lint" INT TERM; failed=; \
-	$(PYTEST) $(EARLY_JOBS) || failed=1; \
+	$(PYTEST) $(SHORT) $(EARLY_JOBS) || failed=1; \
 	for lane in $$lint $$late $$parts $$worlds; do wait $$lane || failed=1; done; \
 	for log in .late.log .parts.log .worlds.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"
 
-# Jobs under a real Ray and a real Slurm, drills of running jobs, and jobs whose slow replicas change or leave; every
-# recipe of the conformance suite; and the search for the seeds that notice the deliberate bugs.
+# The tests with the mark `long`: jobs under a real Ray and a real Slurm, drills of running jobs, and further cases of
+# jobs that `make test` has one case of; every recipe of the conformance suite; and all seeds of the simulated worlds.
 long: setup etcd slurm conformance
-	$(PYTEST) $(LONG_JOBS)
+	$(PYTEST) -m long tests
 	$(PYTEST) tests/sim --hunt
 
 # Every recipe of docs/conformance.md, each in four ways: the same training with fabric as without it.

@@ -1,6 +1,7 @@
 """Properties of the source that keep it livable; a limit is lowered when the code has got under it."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -110,3 +111,19 @@ def test_no_two_test_files_share_a_name():
     """One run of pytest over several folders takes the second file of a name for the first, and fails."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_test_that_make_test_leaves_out_names_the_test_that_protects_the_same_thing():
+    left_out = 0
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if path == Path(__file__):
+            continue
+        text = path.read_text()
+        names = re.findall(r'(?:mark\.long|first_here)\(\s*"([\w/]+\.py)"', text)
+        assert len(names) == len(re.findall(r"mark\.long\b|first_here\(", text)), path
+        for name in names:
+            cheaper = ROOT / "tests" / name
+            assert cheaper.is_file(), (path, name)
+            assert "pytestmark = pytest.mark.long" not in cheaper.read_text(), (path, name)
+        left_out += len(names)
+    assert left_out > 20

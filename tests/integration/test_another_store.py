@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from etcd_process import require_etcd, running_etcd
 from job import Job
+from long_runs import first_here
 from test_failures import PATIENT, finals, finish_and_check
 
 from fabric.audit.journal import read_run
@@ -84,7 +85,9 @@ LONG = 200
 LONG_JOB = {**PATIENT, "TINY_STEPS": str(LONG)}
 
 
-@pytest.mark.parametrize("moment", ["before the lighthouse leads", "after the first epoch"])
+@pytest.mark.parametrize(
+    "moment", first_here("sim/test_store_worlds.py", ["before the lighthouse leads", "after the first epoch"])
+)
 def test_steps_go_on_past_a_death_when_the_files_of_sqlite_are_put_back(zygote, tmp_path, moment):
     copy = tmp_path / "copy"
     with Job(zygote, tmp_path / "job", environment=LONG_JOB) as job:
@@ -110,7 +113,7 @@ def move_files(source: Path, target: Path) -> None:
 
 
 @pytest.mark.etcd
-@pytest.mark.parametrize("leader", ["stopped", "running"])
+@pytest.mark.parametrize("leader", first_here("sim/test_store_worlds.py", ["stopped", "running"]))
 def test_steps_go_on_past_a_death_when_a_snapshot_of_etcd_is_restored(zygote, tmp_path, leader):
     require_etcd("etcdctl")
     snapshot = tmp_path / "snapshot"

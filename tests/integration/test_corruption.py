@@ -4,6 +4,7 @@ stops if no majority exists.
 
 import re
 
+import pytest
 from job import Job
 
 from fabric.audit.journal import read_run
@@ -76,6 +77,7 @@ def test_of_two_members_with_different_states_the_joining_one_is_evicted_and_the
         assert job.ended("r0") is None
 
 
+@pytest.mark.long("sim/test_dispute_worlds.py")
 def test_an_outvoted_replica_does_not_go_on_when_the_two_others_are_killed(zygote, tmp_path):
     """Both members of the majority die before they can report. The outvoted replica's state is the newest,
     but the majority has called it wrong.

@@ -128,6 +128,7 @@ def test_a_poisoned_micro_batch_is_skipped_by_all_and_recorded(zygote, tmp_path)
         assert sorted(job.starts.values()) == [1, 2, 2]
 
 
+@pytest.mark.long("sim/test_sharing.py")
 def test_two_unrelated_deaths_do_not_poison_a_micro_batch(zygote, tmp_path):
     """Two replicas die in the same step at different micro-batches, and the third computes all
     micro-batches.
@@ -201,6 +202,7 @@ def test_with_two_readers_per_shard_one_death_skips_no_data(zygote, tmp_path):
         assert taken <= {0, 1}, "seat 0 reads its own third and the next one"
 
 
+@pytest.mark.long("sim/test_sharing.py")
 def test_seven_replicas_with_three_readers_per_shard_mask_three_deaths(zygote, tmp_path):
     """SPARe's layout with offsets 0, 1 and 3: three replicas die in mid-step, one after the other, and stay
     away. Every process can read only the shards of its loader.
@@ -230,6 +232,7 @@ def test_seven_replicas_with_three_readers_per_shard_mask_three_deaths(zygote, t
         assert report(job, "r0")["values"] == pytest.approx(undisturbed(7), rel=1e-4)
 
 
+@pytest.mark.long("sim/test_sharing.py")
 def test_a_rack_dies_and_no_shard_is_without_a_reader(zygote, tmp_path):
     """Four replicas in two racks, two readers per shard. By their numbers r0 and r1 would be the only readers
     of shard 1, and the job would wait for one of them."""

@@ -3,11 +3,14 @@
 import itertools
 import sys
 
+import pytest
 from test_act import adapt, gradients
 from test_launched_jobs import LaunchedJob
 from test_relayout import wait_event, wait_for_part
 from test_slow_replica import PATIENCE_S, is_predicted
 from test_spares import stands_by
+
+pytestmark = pytest.mark.long("sim/test_relayout_worlds.py")
 
 # Start without `fabric run`: its low-priority imports would take minutes on a crowded host.
 LAUNCH = ["--ranks", "1", "--no-python", sys.executable]

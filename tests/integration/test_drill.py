@@ -105,12 +105,14 @@ def test_a_fault_happens_and_ends_and_the_job_holds(report, fault):
     assert report["holds"]
 
 
+@pytest.mark.long("contract/test_etcd.py")
 @pytest.mark.parametrize("fault", STORE_FAULTS)
 def test_a_fault_of_the_store_or_of_a_second_lighthouse_happens_and_ends(store_report, fault):
     check(store_report, fault, STORE_FAULTS[fault])
     assert store_report["holds"]
 
 
+@pytest.mark.long("sim/test_store_worlds.py")
 def test_a_job_begins_again_in_a_wiped_store_without_a_new_process(tmp_path):
     require_etcd()
     options = ("--replicas", "2", "--store-members", "3")
@@ -123,6 +125,7 @@ def test_a_job_begins_again_in_a_wiped_store_without_a_new_process(tmp_path):
     assert {line["generation"] for line in lines if line["event"] == "commit"} == {1, 2}
 
 
+@pytest.mark.long("sim/test_sharing.py")
 def test_a_micro_batch_that_kills_two_trainers_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setenv("TINY_ON_POISON", "skip")
     # Each micro-batch of the tiny trainer has two samples.

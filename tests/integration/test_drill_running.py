@@ -15,6 +15,8 @@ import pytest
 from fabric.runtime.guarded_processes import Processes
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
+pytestmark = pytest.mark.long("drill/test_outside.py")
+
 TRAINER = Path(__file__).parent / "tiny_trainer.py"
 LIMIT_S = 300.0
 # The fault, and the word that the injector's evidence has.

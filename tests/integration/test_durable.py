@@ -100,6 +100,7 @@ def test_plain_torch_reads_it_and_when_everything_is_killed_the_job_resumes_from
     assert (final.generation, final.step, final.digest) == (2, STEPS, states(job, "r0")[STEPS])
 
 
+@pytest.mark.long("sim/test_durable_worlds.py")
 def test_a_damaged_checkpoint_is_named_and_all_replicas_load_an_older_one(job):
     write_some(job)
     kill_everything(job)
@@ -166,6 +167,7 @@ def test_a_replica_waits_for_storage_when_no_peer_holds_the_state(zygote, tmp_pa
         assert job.codes == {"r0": 0}, job.logs()
 
 
+@pytest.mark.long("sim/test_durable_worlds.py")
 def test_another_member_writes_checkpoints_after_the_writers_death(job):
     job.start_all(
         {
@@ -220,6 +222,7 @@ def test_the_ranks_of_a_replica_write_one_checkpoint_and_begin_again_from_it(zyg
             assert [(e["step"], list(e["sources"])) for e in joined] == [(6, [found.storage.url])]
 
 
+@pytest.mark.long("sim/test_durable_worlds.py")
 def test_servers_that_die_while_members_wait_for_a_cold_start_make_no_checkpoint_unusable(job):
     job.replicas = 2
     write_some(job)

@@ -17,6 +17,7 @@ def test_a_kill_with_etcd_as_the_store(zygote, tmp_path, etcd_url):
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
 
 
+@pytest.mark.long("sim/test_worlds.py")
 def test_a_lighthouse_dies_in_the_middle_of_a_recovery(zygote, tmp_path, etcd_url):
     """The lighthouse is killed when a replica dies; the next leader reads the record and decides."""
     environment = {"TEST_STORE": etcd_url, "TEST_NAMESPACE": "failover", "FABRIC_EXCHANGE_S": "30"}

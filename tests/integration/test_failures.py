@@ -80,6 +80,7 @@ def test_each_member_killed_at_a_failpoint_comes_back(zygote, tmp_path, points):
         assert contributed_after(job, "r1", LATER_FAULT)
 
 
+@pytest.mark.long("sim/test_worlds.py")
 @pytest.mark.parametrize("points", SEQUENCES, ids="+".join)
 def test_each_member_stopped_at_a_failpoint_is_evicted_and_comes_back(zygote, tmp_path, points):
     """A stopped trainer is evicted; continued, it notices, catches up and joins without a restart."""
@@ -119,6 +120,7 @@ def test_a_joining_replica_killed_at_each_failpoint_joins_in_the_end(zygote, tmp
         assert job.starts["r0"] == job.starts["r2"] == 1
 
 
+@pytest.mark.long("sim/test_worlds.py")
 def test_a_joining_replica_stopped_at_each_failpoint_holds_up_no_member(zygote, tmp_path):
     """A newcomer stopped during its join delays no member; after it continues, it joins without a restart."""
     environment = {"TINY_STEPS": "300", "FABRIC_SNAPSHOT_SHARE": "1000", "TEST_FAILURES": "0"}
@@ -157,6 +159,7 @@ def test_two_members_die_at_once_and_one_survives(zygote, tmp_path):
         assert job.starts == {"r0": 1, "r1": 2, "r2": 2}
 
 
+@pytest.mark.long("sim/test_worlds.py")
 def test_a_second_member_dies_during_the_recovery(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "90", **PATIENT}) as job:
         job.start_all({"r1": "ring@12=kill", "r2": "recovery@12=kill"})
@@ -164,6 +167,7 @@ def test_a_second_member_dies_during_the_recovery(zygote, tmp_path):
         assert job.starts["r0"] == 1
 
 
+@pytest.mark.long("sim/test_worlds.py")
 def test_the_member_that_snapshots_for_a_joining_replica_dies(zygote, tmp_path):
     with Job(
         zygote, tmp_path, environment={"TINY_STEPS": "110", "FABRIC_SNAPSHOT_SHARE": "0", **PATIENT}
@@ -189,6 +193,7 @@ def test_all_trainers_die_and_the_job_resumes_from_host_memory(zygote, tmp_path)
         assert first >= 13, "snapshots every step: at most the newest step or two may be lost"
 
 
+@pytest.mark.long("integration/test_drill.py")
 def test_the_lighthouse_is_killed_and_no_trainer_notices(zygote, tmp_path):
     with Job(zygote, tmp_path) as job:
         job.start_all()
@@ -202,6 +207,7 @@ def test_the_lighthouse_is_killed_and_no_trainer_notices(zygote, tmp_path):
         assert {e["epoch"] for e in job.events("r0", "commit")} == {1}
 
 
+@pytest.mark.long("integration/test_drill.py")
 def test_a_checkpoint_server_is_killed_and_no_member_stops(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"FABRIC_SNAPSHOT_SHARE": "1000"}) as job:
         job.start_all()
@@ -232,6 +238,7 @@ def test_a_single_replica_trains_and_resumes(zygote, tmp_path):
         assert job.codes == {"r0": 0}, job.logs()
 
 
+@pytest.mark.long("sim/test_worlds.py")
 def test_a_replica_comes_back_on_a_host_whose_clock_is_behind(zygote, tmp_path):
     """The first process claims an incarnation of tomorrow, so the clock of every other host is behind."""
     home = tmp_path / "run" / "r2"

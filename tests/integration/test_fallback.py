@@ -1,5 +1,6 @@
 """A newcomer that cannot catch up enters by a blocking join, and the event gives the reason."""
 
+import pytest
 from job import Job
 from test_corruption import bad
 from test_failures import finish_and_check
@@ -7,6 +8,7 @@ from test_failures import finish_and_check
 STEPS = 170
 
 
+@pytest.mark.long("sim/test_late_worlds.py")
 def test_a_replica_that_replays_too_slowly_enters_by_a_blocking_join(zygote, tmp_path):
     environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.01", "TINY_PATIENT_STEPS": "120"}
     with Job(zygote, tmp_path, environment=environment) as job:

@@ -151,6 +151,7 @@ def test_the_users_mistake_ends_every_launcher_after_one_start(job):
     assert "ValueError: the user's own mistake" in said and "the replica is not started again" in said
 
 
+@pytest.mark.long("cli/test_restart_policy.py")
 def test_an_outage_of_all_lighthouses_beyond_every_bound_ends_no_launcher(zygote, tmp_path):
     """The members stop themselves, and their next processes look for a lighthouse beyond ``contact_s``."""
     bounds = {"FABRIC_AUTONOMY_S": "5", "FABRIC_EXCHANGE_S": "2", "FABRIC_CONTACT_S": "1"}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from alone import losses_alone
 from layout_trainer import GLOBAL_BATCH, build
+from long_runs import first_here
 from rank_job import RankJob
 
 from fabric.ckpt_server.durable.reader import list_checkpoints
@@ -94,7 +95,10 @@ def check(job: RankJob, scheme: str) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "replicas"),
-    [(("fsdp", 2), ("fsdp", 4), 1), (("tp", 2), ("plain", 1), 2), (("plain", 1), ("fsdp", 2), 1)],
+    first_here(
+        "ckpt_server/test_reshard.py",
+        [(("fsdp", 2), ("fsdp", 4), 1), (("tp", 2), ("plain", 1), 2), (("plain", 1), ("fsdp", 2), 1)],
+    ),
     ids=lambda x: "".join(map(str, x)) if isinstance(x, tuple) else f"{x} replicas",
 )
 def test_a_job_in_another_layout_goes_on_from_memory(zygote, tmp_path, old, new, replicas):

@@ -12,6 +12,7 @@ import outer_trainer
 import pytest
 import torch
 from job import Job
+from long_runs import first_here
 from test_failures import finals
 from test_ways_in import run
 
@@ -142,12 +143,15 @@ class PlainLoop:
 
 @pytest.mark.parametrize(
     ("outer", "death"),
-    [
-        (None, {"OUTER_KILL": "4 2"}),
-        (DILOCO, {"points": "ring@4=kill"}),
-        (STREAMING, {"OUTER_KILL": "4 0"}),
-        (STREAMING, {"points": "barrier@4=kill"}),
-    ],
+    first_here(
+        "client/test_outer_loop.py",
+        [
+            (None, {"OUTER_KILL": "4 2"}),
+            (DILOCO, {"points": "ring@4=kill"}),
+            (STREAMING, {"OUTER_KILL": "4 0"}),
+            (STREAMING, {"points": "barrier@4=kill"}),
+        ],
+    ),
     ids=["local_sgd", "diloco", "streaming in an inner step", "streaming in the barrier"],
 )
 def test_a_killed_replica_comes_back_at_the_global_parameters(zygote, tmp_path, outer, death):
@@ -163,7 +167,7 @@ def test_a_killed_replica_comes_back_at_the_global_parameters(zygote, tmp_path, 
         assert said(job, "r1", "begins")[begun] == said(job, "r0", "global")[begun]
 
 
-@pytest.mark.parametrize("point", ["ring", "after-barrier"])
+@pytest.mark.parametrize("point", first_here("client/test_outer_loop.py", ["ring", "after-barrier"]))
 def test_a_stopped_replica_is_evicted_and_comes_back_in_the_same_process(zygote, tmp_path, point):
     with Job(zygote, tmp_path, replicas=3, environment=environment(STREAMING)) as job:
         job.start_all({"r1": f"{point}@4=stop"})

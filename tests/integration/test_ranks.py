@@ -7,6 +7,7 @@ import re
 
 import pytest
 from alone import losses_alone
+from long_runs import first_here
 from rank_job import RankJob
 from sharded_trainer import example
 
@@ -23,12 +24,15 @@ def losses(job: RankJob, replica: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("way", "ranks", "point", "victim"),
-    [
-        ("fsdp2", 2, "ring@6=kill", 1),
-        ("fsdp2", 2, "optimizer@6=kill", 0),
-        ("fsdp2_tensor_parallel", 4, "forward@6=kill", 3),
-        ("pipeline", 2, "after-barrier@6=kill", 1),
-    ],
+    first_here(
+        "sim/test_rank_worlds.py",
+        [
+            ("fsdp2", 2, "ring@6=kill", 1),
+            ("fsdp2", 2, "optimizer@6=kill", 0),
+            ("fsdp2_tensor_parallel", 4, "forward@6=kill", 3),
+            ("pipeline", 2, "after-barrier@6=kill", 1),
+        ],
+    ),
 )
 def test_a_rank_is_killed_and_its_replica_joins_again(zygote, tmp_path, way, ranks, point, victim):
     environment = {"SHARDED": way, "TINY_STEPS": str(STEPS), "TINY_PATIENT_STEPS": "28"}
@@ -45,7 +49,10 @@ def test_a_rank_is_killed_and_its_replica_joins_again(zygote, tmp_path, way, ran
         assert losses(job, "r0") == pytest.approx(alone, rel=1e-4)
 
 
-@pytest.mark.parametrize(("way", "ranks", "raises"), [("fsdp2", 2, 1), ("pipeline", 2, 0)])
+@pytest.mark.parametrize(
+    ("way", "ranks", "raises"),
+    first_here("protocol/test_rank_orders.py", [("fsdp2", 2, 1), ("pipeline", 2, 0)]),
+)
 def test_an_exception_at_one_rank_fails_the_job(zygote, tmp_path, way, ranks, raises):
     """The other rank of its replica is stuck in a collective with it, and a rank of the other replica in user
     code that does not end; all ranks of all replicas are told."""

@@ -17,6 +17,8 @@ from job import HERE, Job
 from ray_cluster import ADDRESSES
 from test_failures import check, finals
 
+pytestmark = pytest.mark.long("integrations/test_ray_refusals.py")
+
 STEPS = 40
 # The members wait for a replica that is away, because Ray needs seconds to see that a node is gone.
 PATIENT = {"TINY_STEPS": str(STEPS), "TINY_PATIENT_STEPS": str(STEPS - 4), "FABRIC_DIGEST_EVERY": "1"}

@@ -2,10 +2,13 @@
 
 import sys
 
+import pytest
 from job import Job
 from test_act import adapt, gradients
 from test_launched_jobs import LaunchedJob
 from test_slow_replica import PATIENCE_S, health, is_predicted
+
+pytestmark = pytest.mark.long("sim/test_relayout_worlds.py")
 
 # Start without `fabric run`: its low-priority imports would take minutes on a crowded host.
 LAUNCH = ["--ranks", "1:2", "--no-python", sys.executable]

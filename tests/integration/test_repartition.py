@@ -3,10 +3,13 @@ later in its usual split."""
 
 import sys
 
+import pytest
 from test_act import adapt, gradients
 from test_launched_jobs import LaunchedJob
 from test_relayout import knows_all_ranks, layouts, wait_event, wait_for_part
 from test_slow_replica import PATIENCE_S, health, is_predicted
+
+pytestmark = pytest.mark.long("sim/test_relayout_worlds.py")
 
 USUAL, OTHER = "ranks=2,layers=2+2", "ranks=2,layers=3+1"
 # Start without `fabric run`: its low-priority imports would take minutes on a crowded host.

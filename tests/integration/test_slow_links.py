@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from job import Job
 from slow_link import SlowLink
 from test_slow_replica import PATIENCE_S, health, slowdowns
@@ -63,6 +64,7 @@ def test_a_slow_link_between_replicas_is_named_and_an_echo_confirms_it(zygote, t
         )
 
 
+@pytest.mark.long("client/test_link_echo.py")
 def test_a_job_goes_on_when_the_peer_stops_in_the_middle_of_an_echo(zygote, tmp_path):
     go_on = tmp_path / "go-on"
     awaited = Path(f"{go_on}.awaited")

@@ -17,6 +17,8 @@ _HOSTNAME = "#!/bin/sh\necho 127.0.0.1\n"
 _TRAIN = """import os
 os.environ["FABRIC_JOURNAL"] = os.environ["JOURNALS"] + "/" + os.environ["FABRIC_REPLICA"] + ".jsonl"
 import tiny_trainer
+
+pytestmark = pytest.mark.long("cli/test_launch.py")
 tiny_trainer.main()
 """
 

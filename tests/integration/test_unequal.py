@@ -12,6 +12,7 @@ import pytest
 import torch
 from alone import losses_alone
 from layout_trainer import GLOBAL_BATCH, MOMENTUM, build, with_sometimes
+from long_runs import first_here
 from rank_job import RankJob
 from sharded_trainer import MICRO_BATCH, example
 from test_layouts import recoverable
@@ -62,14 +63,17 @@ def contributed(job: RankJob, replica: str, after: int) -> bool:
 
 @pytest.mark.parametrize(
     ("layouts", "victim", "point", "rank"),
-    [
-        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
-        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r0", "optimizer@6=kill", 0),
-        ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r0", "after-barrier@6=kill", 1),
-        ({"r0": ("fsdp", 2), "r1": ("tp", 2)}, "r1", "forward@6=kill", 0),
-        ({"r0": ("2+2", 2), "r1": ("3+1", 2)}, "r1", "ring@6=kill", 1),
-        ({"r0": ("2+2", 2), "r1": ("plain", 1)}, "r1", "optimizer@6=kill", 0),
-    ],
+    first_here(
+        "sim/test_unequal_worlds.py",
+        [
+            ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
+            ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r0", "optimizer@6=kill", 0),
+            ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r0", "after-barrier@6=kill", 1),
+            ({"r0": ("fsdp", 2), "r1": ("tp", 2)}, "r1", "forward@6=kill", 0),
+            ({"r0": ("2+2", 2), "r1": ("3+1", 2)}, "r1", "ring@6=kill", 1),
+            ({"r0": ("2+2", 2), "r1": ("plain", 1)}, "r1", "optimizer@6=kill", 0),
+        ],
+    ),
 )
 def test_a_killed_replica_catches_up_from_another_layout(zygote, tmp_path, layouts, victim, point, rank):
     with unequal(zygote, tmp_path, layouts) as job:
@@ -84,11 +88,14 @@ def test_a_killed_replica_catches_up_from_another_layout(zygote, tmp_path, layou
 
 @pytest.mark.parametrize(
     ("layouts", "victim", "point", "rank"),
-    [
-        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
-        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r0", "optimizer@7=kill", 0),
-        ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r0", "after-barrier@6=kill", 1),
-    ],
+    first_here(
+        "sim/test_unequal_worlds.py",
+        [
+            ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
+            ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r0", "optimizer@7=kill", 0),
+            ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r0", "after-barrier@6=kill", 1),
+        ],
+    ),
 )
 def test_a_parameter_unused_in_half_of_the_steps_is_updated_in_the_others_alone(
     zygote, tmp_path, layouts, victim, point, rank
@@ -136,11 +143,14 @@ def buffers(job: RankJob, replica: str, rank: int) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     ("layouts", "victim", "point", "rank"),
-    [
-        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
-        ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r1", "before-barrier@6=kill", 0),
-        ({"r0": ("plain", 1), "r1": ("plain", 1)}, "r1", "forward@6=kill", 0),
-    ],
+    first_here(
+        "sim/test_unequal_worlds.py",
+        [
+            ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
+            ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r1", "before-barrier@6=kill", 0),
+            ({"r0": ("plain", 1), "r1": ("plain", 1)}, "r1", "forward@6=kill", 0),
+        ],
+    ),
 )
 def test_averaged_buffers_are_equal_at_every_rank_of_every_layout(
     zygote, tmp_path, layouts, victim, point, rank
@@ -150,10 +160,13 @@ def test_averaged_buffers_are_equal_at_every_rank_of_every_layout(
 
 @pytest.mark.parametrize(
     ("layouts", "victim", "point", "rank"),
-    [
-        ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
-        ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r1", "optimizer@6=kill", 0),
-    ],
+    first_here(
+        "sim/test_unequal_worlds.py",
+        [
+            ({"r0": ("plain", 1), "r1": ("fsdp", 2)}, "r1", "ring@6=kill", 1),
+            ({"r0": ("tp", 2), "r1": ("plain", 1)}, "r1", "optimizer@6=kill", 0),
+        ],
+    ),
 )
 def test_lanes_of_gradients_on_a_device(zygote, tmp_path, layouts, victim, point, rank):
     trainer = {"TEST_TRAINER": "device_layout_trainer"}
@@ -195,11 +208,14 @@ def test_a_replica_that_lost_a_rank_comes_back_as_one_process(zygote, tmp_path):
 
 @pytest.mark.parametrize(
     ("source", "old", "new"),
-    [
-        ("memory", {"r0": ("plain", 1), "r1": ("fsdp", 2)}, {"r0": ("tp", 2), "r1": ("plain", 1)}),
-        ("memory", {"r0": ("3+1", 2), "r1": ("plain", 1)}, {"r0": ("fsdp", 2), "r1": ("2+2", 2)}),
-        ("storage", {"r0": ("2+2", 2), "r1": ("fsdp", 2)}, {"r0": ("plain", 1), "r1": ("3+1", 2)}),
-    ],
+    first_here(
+        "sim/test_unequal_worlds.py",
+        [
+            ("memory", {"r0": ("plain", 1), "r1": ("fsdp", 2)}, {"r0": ("tp", 2), "r1": ("plain", 1)}),
+            ("memory", {"r0": ("3+1", 2), "r1": ("plain", 1)}, {"r0": ("fsdp", 2), "r1": ("2+2", 2)}),
+            ("storage", {"r0": ("2+2", 2), "r1": ("fsdp", 2)}, {"r0": ("plain", 1), "r1": ("3+1", 2)}),
+        ],
+    ),
 )
 def test_a_whole_job_goes_on_in_other_layouts(zygote, tmp_path, source, old, new):
     environment = {"FABRIC_SNAPSHOT_EVERY": "3", "TINY_PATIENT_STEPS": "1"}

@@ -32,6 +32,7 @@ def test_a_member_that_stays_away_too_long_is_evicted_and_comes_back(zygote, tmp
         )
 
 
+@pytest.mark.long("sim/test_stall_worlds.py")
 def test_a_stuck_control_thread_is_left_out_and_comes_back(zygote, tmp_path):
     """r2 dies, and at this news r1's control thread hangs. r1's process runs and its session is open, but r1
     neither answers nor links up for the epoch without r2.

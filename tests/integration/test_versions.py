@@ -2,6 +2,7 @@
 
 import pytest
 from job import Job
+from long_runs import first_here
 from test_failures import finish_and_check
 from test_mistakes import pair, refused  # noqa: F401  (a fixture)
 
@@ -12,7 +13,7 @@ def of(apart: int) -> dict[str, str]:
     return {"TEST_TRAINER": "version_trainer", "TEST_VERSION": str(apart)}
 
 
-@pytest.mark.parametrize("apart", [-1, 1])
+@pytest.mark.parametrize("apart", first_here("protocol/test_compatibility.py", [-1, 1]))
 def test_a_neighbouring_version_takes_part(zygote, tmp_path, apart):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "20", "TINY_STEP_S": "0.005"}) as job:
         job.start("r0")
@@ -22,7 +23,7 @@ def test_a_neighbouring_version_takes_part(zygote, tmp_path, apart):
         assert any(len(e["contributions"]) == 3 for e in job.events("r0", "commit"))
 
 
-@pytest.mark.parametrize("apart", [-1, 1])
+@pytest.mark.parametrize("apart", first_here("protocol/test_compatibility.py", [-1, 1]))
 def test_a_lighthouse_is_replaced_by_one_of_a_neighbouring_version(zygote, tmp_path, apart):
     """After a rolling upgrade, and after its rollback, the new leader reads the record and the members go
     on.

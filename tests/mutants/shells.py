@@ -138,7 +138,7 @@ SHELLS = (
         calls.judge,
         "min((x.key for x in frames",
         "max((x.key for x in frames",
-        "client/test_replica_collectives.py::test_a_member_that_lost_its_result_gets_it_before_the_next_call_of_the_others",
+        "client/test_replica_collectives.py::test_the_earliest_collective_that_any_member_calls_goes_first",
     ),
     Mutant(
         "a call begins before all members have called",
@@ -152,21 +152,21 @@ SHELLS = (
         CollectiveMembers.group,
         "if newest.forced > phase.epoch:",
         "if False:",
-        "client/test_replica_collectives.py::test_a_death_ends_the_call_when_its_epoch_begins",
+        "client/test_replica_collectives.py::test_a_forced_epoch_takes_a_dead_member_out_of_the_collectives_of_a_step",
     ),
     Mutant(
         "a member that committed counts as a newcomer",
         CollectiveMembers.begin_step,
         "not x.joining or (before is not None and before.lists(x.replica, x.incarnation))",
         "not x.joining",
-        "client/test_replica_collectives.py::test_a_newcomer_takes_part_after_its_first_commit_only",
+        "client/test_replica_collectives.py::test_a_newcomer_is_no_member_of_a_step_before_its_first_commit",
     ),
     Mutant(
         "a newcomer takes part before its first commit",
         CollectiveMembers.begin_step,
         "if not x.joining or",
         "if True or",
-        "client/test_replica_collectives.py::test_a_newcomer_takes_part_after_its_first_commit_only",
+        "client/test_replica_collectives.py::test_a_newcomer_is_no_member_of_a_step_before_its_first_commit",
     ),
     Mutant(
         "another store's record of this number is kept",

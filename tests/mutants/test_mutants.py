@@ -28,25 +28,24 @@ class Failures:
 
 
 def failures_of(name: str) -> list[str]:
-    """Run a mutant's test with the mutant; return the types of the errors that fail the test."""
+    """Run a mutant and the test that notices it; return the types of the errors that fail the test."""
     mutant = MUTANTS[name]
     failures = Failures()
-    options = ["-x", "-q", "--no-header", "--no-summary", "--durations=0", "-p", "no:cacheprovider"]
-    options += ["-p", "no:unraisableexception", str(TESTS / mutant.noticed_by)]
+    without = ("-p", "no:cacheprovider", "-p", "no:unraisableexception", "--assert=plain", "--no-summary")
     with pytest.MonkeyPatch.context() as patch:
         mutant.apply(patch)
-        code = pytest.main(options, plugins=[failures])
+        code = pytest.main(["-x", "-q", *without, str(TESTS / mutant.noticed_by)], plugins=[failures])
     assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), (
-        f"cannot run {mutant.noticed_by}: {code}"
+        f"{mutant.noticed_by} cannot be run: {code}"
     )
     return failures.kinds
 
 
 @pytest.fixture(scope="module")
 def processes():
-    """Start a process for each run: a broken-off test leaves threads, sockets and coroutines behind."""
+    """Start a process for each run: a test that a bug breaks off leaves threads and sockets behind."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch", "mutants.test_mutants"])
+    context.set_forkserver_preload(["mutants.warm", "mutants.test_mutants"])
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         yield pool
 

@@ -1,4 +1,4 @@
-"""The seeds whose worlds notice the deliberate bugs, by test."""
+"""The seeds whose worlds notice the deliberate bugs, by test, and meet the rare events, by kind of worlds."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,10 @@ def known_seeds(request: pytest.FixtureRequest) -> Iterator[None]:
     """Try the seed that has noticed each bug first; ``--hunt`` looks for them anew and writes them down."""
     hunts = request.config.getoption("--hunt")
     known = json.loads(PLACE.read_text())
-    noticing.SEEDS.update({} if hunts else known)
+    for name, seeds in ((k, v) for k, v in known.items() if not hunts):
+        (noticing.SEEDS if isinstance(seeds, int) else noticing.COVERS)[name] = seeds
     yield
     if hunts:
-        PLACE.write_text(json.dumps(dict(sorted({**known, **noticing.SEEDS}.items())), indent=1) + "\n")
+        found = dict(sorted({**known, **noticing.SEEDS, **noticing.COVERS}.items()))
+        lines = [f" {json.dumps(name)}: {seeds}" for name, seeds in found.items()]
+        PLACE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

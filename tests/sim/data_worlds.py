@@ -7,6 +7,7 @@ middle of a stage, and start again with twice the micro-batches.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from sim.checkers import Checks, demand
 from sim.main_thread import MainThread
@@ -98,9 +99,9 @@ class CurriculumWorld(World):
     trainer_class = StagedTrainer
     checks_class = StagedChecks
 
-    def __init__(self, seed: int, tracing: bool = False) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
         self._plans: list[DataPlan] = []
-        super().__init__(seed, tracing)
+        super().__init__(seed, **options)
 
     def choose(self) -> Settings:
         chosen, random = super().choose(), self.clockwork.random

@@ -7,6 +7,8 @@ All members must begin a generation from the newest checkpoint that any member c
 be loaded, the job must fail and no member may commit again.
 """
 
+from typing import Any
+
 from sim.checkers import demand
 from sim.server import FLIPPED, Server
 from sim.trainer import Trainer
@@ -34,15 +36,17 @@ class DurableWorld(World):
     that it cannot load.
     """
 
-    def __init__(self, seed: int, tracing: bool = False) -> None:
+    may_be_alone = True  # whether half of the seeds have no other faults
+
+    def __init__(self, seed: int, **options: Any) -> None:
         self.storage: list[SnapshotRef] = []
         self.unreadable: dict[SnapshotRef, set[str]] = {}
         self.kind = KINDS[seed // 2 % len(KINDS)]
-        self.alone = seed % 2 == 0  # whether this world has no other faults
+        self.alone = self.may_be_alone and seed % 2 == 0  # whether this world has no other faults
         self.writing = True
-        self.strikes = 0
+        self.times_struck = 0
         self.expected: SnapshotRef | None = None  # the state from which the next generation must begin
-        super().__init__(seed, tracing, faultless=self.alone)
+        super().__init__(seed, **{"faultless": self.alone, **options})
         self.ends_early, self.until, self.blackout = False, 10**9, False
         self.faults.not_before, self.faults.over = LATEST_S + 2.0, False
         self.clockwork.at(1.0, self._strike_when_ready)
@@ -64,7 +68,7 @@ class DurableWorld(World):
         server.after(self.clockwork.between(0.01, 0.2), complete)
 
     def listed(self) -> tuple[SnapshotRef, ...]:
-        others = (OF_ANOTHER_JOB,) if self.alone and self.strikes and self.kind == KINDS[-1] else ()
+        others = (OF_ANOTHER_JOB,) if self.alone and self.times_struck and self.kind == KINDS[-1] else ()
         return (*self.storage[-16:], *others)
 
     def can_load(self, host: str, ref: SnapshotRef) -> bool:
@@ -81,16 +85,16 @@ class DurableWorld(World):
             self._resume_writing()
             return
         committed = self.checks.newest[0] > (self.expected.generation if self.expected else 0)
-        ready = len(self.storage) >= 2 if not self.strikes else committed and self._is_everybody_back()
-        self.clockwork.at(0.05 if not ready or self.strikes == 0 else 0.5, self._strike_when_ready)
-        if ready and self.strikes == 2:
+        ready = len(self.storage) >= 2 if not self.times_struck else committed and self._is_everybody_back()
+        self.clockwork.at(0.05 if not ready or self.times_struck == 0 else 0.5, self._strike_when_ready)
+        if ready and self.times_struck == 2:
             self._resume_writing()
         elif ready:
             self._strike()
 
     def _strike(self) -> None:
-        self.strikes += 1
-        if self.strikes == 1:
+        self.times_struck += 1
+        if self.times_struck == 1:
             self.writing = False
             self._damage()
         self.clockwork.counts[f"durable: {self.kind}"] += 1
@@ -143,7 +147,7 @@ class DurableWorld(World):
 
     def _check_rung(self, began: SnapshotRef) -> None:
         """Without other faults, check that the base is the newest checkpoint that any member can load."""
-        if not self.strikes or not self.alone:
+        if not self.times_struck or not self.alone:
             return
         demand(self.expected is not None, "nothing could be loaded, and the job began from scratch")
         demand(began == self.expected, f"the job began from {began}, and {self.expected} could be loaded")
@@ -152,7 +156,7 @@ class DurableWorld(World):
 
     def exited(self, trainer: Trainer, code: int, reason: str) -> None:
         if code == 1 and "no state is left that could be loaded" in reason:
-            lost = self.strikes and not any(self._loaders(x) for x in self.storage)
+            lost = self.times_struck and not any(self._loaders(x) for x in self.storage)
             demand(bool(lost), f"{trainer.name} was told that {reason}")
             self.clockwork.counts["durable: failed rather than begin from scratch"] += 1
             self.halted = True

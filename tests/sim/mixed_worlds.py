@@ -4,8 +4,9 @@ announces itself. A lighthouse hangs for long, or does not reach the store. Or t
 """
 
 from dataclasses import replace
+from typing import Any
 
-from sim.world import Settings, World, choose_settings
+from sim.world import Settings, World
 
 STRIKES = ("stuck lighthouse", "store cut", "store full")
 # The rare events that must occur in a run over many of these worlds.
@@ -23,15 +24,15 @@ REQUIRED = (
 class MixedWorld(World):
     """A world with one to three of these faults, in addition to those of plain worlds."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, **options: Any) -> None:
+        super().__init__(seed, **options)
         clockwork = self.clockwork
         for _ in range(clockwork.random.choice((1, 1, 2, 3))):
             kind = clockwork.random.choice(STRIKES)
             clockwork.at(clockwork.between(0.3, 3.0), lambda kind=kind: self.faults.strike(kind))
 
     def choose(self) -> Settings:
-        settings, random = choose_settings(self.clockwork), self.clockwork.random
+        settings, random = super().choose(), self.clockwork.random
         replicas = random.choice((2, 3, 4, 6, 7))
         policy = replace(settings.leader.policy, start_replicas=replicas)
         skips = random.random() < 0.3

@@ -46,8 +46,9 @@ REQUIRED = (
 class OrderWorld(World):
     """A world with an operator; some jobs have one replica more than they may have members."""
 
-    def __init__(self, seed: int, aims: Aims = ()) -> None:
-        super().__init__(seed, aims=aims or (AIMS[seed // 2 % len(AIMS)] if seed % 2 else ()))
+    def __init__(self, seed: int, aims: Aims = (), faultless: bool = False) -> None:
+        aims = aims or (AIMS[seed // 2 % len(AIMS)] if seed % 2 and not faultless else ())
+        super().__init__(seed, faultless=faultless, aims=aims)
         random = self.clockwork.random
         policy = self.settings.leader.policy
         if seed % 3 == 0:
@@ -56,6 +57,7 @@ class OrderWorld(World):
         elif seed % 6 == 4:
             # The job starts with one replica fewer than it may have, so a replica on a suspect host is a
             # spare.
+            self.settings.spare = ""
             policy = replace(policy, start_replicas=max(1, self.settings.replicas - 1))
             for when in (1.0, 2.5):
                 self.clockwork.at(when, lambda: self.kill_trainer("r1", 0.2) and None)
@@ -133,7 +135,7 @@ class OrderWorld(World):
         nothing but the operator does it: without them a job that was scaled down may lack what its policy
         needs.
         """
-        if record.overrides != OperatorOverrides():
+        if replace(record.overrides, adapt="", vetoed=()) != OperatorOverrides():
             if self.clockwork.now - self.asked > 0.5:
                 self.asked = self.clockwork.now
                 self._take_back()

@@ -31,6 +31,7 @@ from sim.ranks import RankWorld
 from sim.relayout_worlds import RelayoutWorld
 from sim.stall_worlds import StallWorld
 from sim.store_worlds import store_world
+from sim.swarm_worlds import swarm_world
 from sim.unequal_worlds import UnequalWorld
 from sim.world import World
 
@@ -61,6 +62,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "cold-dispute": ColdDisputeWorld,
     "reported": ReportedWorld,
     "twin": EarlyTwins,
+    "swarm": swarm_world,
 }
 
 

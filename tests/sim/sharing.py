@@ -7,7 +7,7 @@ from dataclasses import replace
 from sim.checkers import Violation
 from sim.faults import Aims
 from sim.trainer import Trainer
-from sim.world import Settings, World, choose_settings
+from sim.world import Settings, World
 
 from fabric.model import Sharing
 
@@ -34,7 +34,7 @@ class SharingWorld(World):
             self.blackout = False
 
     def choose(self) -> Settings:
-        chosen = choose_settings(self.clockwork)
+        chosen = super().choose()
         random = self.clockwork.random
         poison = {
             (random.randrange(3, 12), random.randrange(chosen.micro_batches)) for _ in range(self.poisons)

@@ -3,6 +3,7 @@ store elects another lighthouse.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from sim.lighthouse import Lighthouse
@@ -39,8 +40,8 @@ class WipedWorld(World):
 
     No process is cut off or stopped, because an empty store names no members to wait for."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed, faultless=True)
+    def __init__(self, seed: int, **options: Any) -> None:
+        super().__init__(seed, **{**options, "faultless": True})
         clockwork = self.clockwork
         self.wiped_at = clockwork.between(1.0, 2.0)
         self.faults.not_before = self.wiped_at + 3.0
@@ -113,8 +114,8 @@ class DeposedWorld(World):
 class RestoredWorld(World):
     """An operator restores a copy of the store that is some epochs old. Then a member dies."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed, faultless=True)
+    def __init__(self, seed: int, **options: Any) -> None:
+        super().__init__(seed, **{**options, "faultless": True})
         self.copy = b""
         self.ends_early, self.until = False, 10**9
         self.faults.not_before = 9.0

@@ -5,19 +5,13 @@ back.
 import pytest
 from sim import adapt_worlds, noticing
 from sim.adapt_mutations import SHARES
-from sim.run import hunt
 
 SEEDS = 60
 MUTATION_SEEDS = 100
 
 
 def test_shares_follow_speeds_under_faults_and_are_given_back_in_the_end():
-    counts, failures = hunt(0, SEEDS, "adapt")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in adapt_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("adapt", adapt_worlds.REQUIRED, SEEDS)
 
 
 @pytest.mark.parametrize("name", sorted(SHARES))

@@ -4,7 +4,6 @@ state.
 
 import pytest
 from sim import cold_worlds, noticing
-from sim.run import hunt
 from sim.world import run_seed
 
 SEEDS = 56
@@ -15,18 +14,12 @@ BASE_SEEDS = (230, 753, 985, 8000253, 8001949, 8003351)
 
 
 def test_no_cold_start_passes_a_process_over_or_loses_a_held_state():
-    counts, failures = hunt(0, SEEDS, "cold")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in cold_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("cold", cold_worlds.REQUIRED, SEEDS)
 
 
 def test_a_twin_that_speaks_first_after_a_fail_over_takes_no_members_place():
-    counts, failures = hunt(0, TWIN_SEEDS, "twin")
-    assert not failures, "\n".join(failures)
-    assert counts["cold: a twin spoke first after a fail-over"] and counts["cold: a second process refused"]
+    required = ("cold: a twin spoke first after a fail-over", "cold: a second process refused")
+    noticing.meet("twin", required, TWIN_SEEDS)
 
 
 @pytest.mark.parametrize("name", sorted(cold_worlds.MUTATIONS))

@@ -16,12 +16,7 @@ MUTATION_SEEDS = 40
 
 
 def test_every_step_has_the_micro_batches_of_its_stage():
-    counts, failures = hunt(0, SEEDS, "curriculum")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in data_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("curriculum", data_worlds.REQUIRED, SEEDS)
 
 
 def test_a_restart_with_other_batches_loses_and_invents_no_micro_batch():

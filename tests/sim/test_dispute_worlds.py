@@ -8,31 +8,17 @@ REPORTED_SEEDS = 8
 
 
 def test_no_newcomer_makes_a_wrong_state_the_majority():
-    counts, failures = hunt(0, SEEDS, "dispute")
-    assert not failures, "\n".join(failures)
-    for name in (
-        "dispute: a bit flipped before a join",
-        "dispute: a newcomer got no state",
-        "path: stopped rather than guess",
-    ):
-        assert counts[name], name
+    required = ("dispute: a bit flipped before a join", "dispute: a newcomer got no state")
+    noticing.meet("dispute", (*required, "path: stopped rather than guess"), SEEDS)
 
 
 def test_a_member_that_is_evicted_by_reports_comes_back_with_another_state():
-    counts, failures = hunt(0, REPORTED_SEEDS, "reported")
-    assert not failures, "\n".join(failures)
-    assert counts["dispute: evicted by reports"]
+    noticing.meet("reported", ("dispute: evicted by reports",), REPORTED_SEEDS)
 
 
 def test_no_job_begins_again_from_a_disputed_state():
-    counts, failures = hunt(0, SEEDS, "cold-dispute")
-    assert not failures, "\n".join(failures)
-    for name in (
-        "dispute: all died with unequal states",
-        "dispute: began from an earlier state",
-        "path: stopped rather than guess",
-    ):
-        assert counts[name], name
+    required = ("dispute: all died with unequal states", "dispute: began from an earlier state")
+    noticing.meet("cold-dispute", (*required, "path: stopped rather than guess"), SEEDS)
 
 
 def test_the_simulator_notices_a_job_that_begins_from_a_disputed_state():

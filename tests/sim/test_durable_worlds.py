@@ -3,19 +3,13 @@
 import pytest
 from sim import durable_worlds, noticing
 from sim.durable_mutations import DURABLE_BUGS
-from sim.run import hunt
 
 SEEDS = 24
 MUTATION_SEEDS = 20
 
 
 def test_all_begin_again_from_the_newest_checkpoint_that_can_be_loaded():
-    counts, failures = hunt(0, SEEDS, "durable")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in durable_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("durable", durable_worlds.REQUIRED, SEEDS)
 
 
 @pytest.mark.parametrize("name", sorted(DURABLE_BUGS))

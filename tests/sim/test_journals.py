@@ -28,7 +28,7 @@ def journaled(monkeypatch):
     monkeypatch.setattr(World, "patience", 3)  # these main threads are slow
 
 
-# The worlds after seed 200 once had an order of lines that the audit refused.
+# The worlds after seed 200 once had an order of lines that the audit refused. ``--hunt`` plays whole ranges.
 @pytest.mark.parametrize(
     ("kind", "seeds"),
     [
@@ -41,8 +41,8 @@ def journaled(monkeypatch):
         ("adapt", range(340, 350)),
     ],
 )
-def test_the_audit_accepts_the_journals_of_every_world(kind, seeds):
-    assert not verdicts(kind, seeds)
+def test_the_audit_accepts_the_journals_of_every_world(kind, seeds, request):
+    assert not verdicts(kind, seeds if request.config.getoption("--hunt") else seeds[:5])
 
 
 def test_the_audit_refuses_a_generation_that_was_looked_up_too_late(monkeypatch):
@@ -55,5 +55,10 @@ def test_the_audit_refuses_a_generation_that_was_looked_up_too_late(monkeypatch)
         noted(self, replace(order, generation=looked_up))
 
     monkeypatch.setattr(JournaledMain, "_note_commit", late)
-    found = verdicts("store", range(30)).values()
-    assert any("in generation 0 after 1" in sentence for sentences in found for sentence in sentences)
+    found = (
+        sentence
+        for seed in range(30)
+        for x in verdicts("store", range(seed, seed + 1)).values()
+        for sentence in x
+    )
+    assert any("in generation 0 after 1" in sentence for sentence in found)

@@ -2,7 +2,6 @@
 
 import pytest
 from sim import late_worlds, noticing
-from sim.run import hunt
 from sim.stall_mutations import JOINS
 
 SEEDS = 180
@@ -10,12 +9,7 @@ MUTATION_SEEDS = 100
 
 
 def test_slow_newcomers_come_in_while_the_others_wait():
-    counts, failures = hunt(0, SEEDS, "late")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in late_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("late", late_worlds.REQUIRED, SEEDS)
 
 
 @pytest.mark.parametrize("name", sorted(JOINS))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 from sim import link_worlds, noticing
 from sim.link_worlds import CalmWorld, LinkWorld
-from sim.run import hunt
 
 from fabric.protocol.leader import core as leader_core
 from fabric.protocol.leader.admission import Admission
@@ -24,17 +23,11 @@ Patch = pytest.MonkeyPatch
 
 
 def test_steps_commit_while_some_members_reach_each_other_and_the_status_names_the_missing():
-    counts, failures = hunt(0, SEEDS, "links")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in link_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("links", link_worlds.REQUIRED, SEEDS)
 
 
 def test_no_member_is_evicted_while_only_lighthouses_and_the_store_fail():
-    counts, failures = hunt(0, CALM_SEEDS, "calm")
-    assert not failures, "\n".join(failures)
-    missing = [kind for kind in link_worlds.CALM_FAULTS if not counts[f"fault: {kind}"]]
-    assert not missing, f"never happened in {CALM_SEEDS} seeds: {missing}"
+    noticing.meet("calm", [f"fault: {kind}" for kind in link_worlds.CALM_FAULTS], CALM_SEEDS)
 
 
 def leave_nobody_out_for_a_link(patch: Patch) -> None:

@@ -3,20 +3,14 @@
 from dataclasses import replace
 
 import sim.ranks
-from sim import mixed_worlds
-from sim.run import hunt
+from sim import mixed_worlds, noticing
 from sim.world import World, run_seed
 
 SEEDS = 60
 
 
 def test_other_settings_and_faults_break_nothing():
-    counts, failures = hunt(0, SEEDS, "mixed")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in mixed_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("mixed", mixed_worlds.REQUIRED, SEEDS)
 
 
 def test_a_gradient_that_user_code_changes_needs_a_leader_and_no_blackout_begins_behind_it():

@@ -2,16 +2,12 @@
 
 import pytest
 from sim import norm_worlds, noticing
-from sim.run import hunt
 
 SEEDS = 45
 
 
 def test_no_member_ends_or_waits_for_the_settings_of_another_replica():
-    counts, failures = hunt(0, SEEDS, "norm")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in norm_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("norm", norm_worlds.REQUIRED, SEEDS)
 
 
 @pytest.mark.parametrize("name", sorted(norm_worlds.MUTATIONS))

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 from sim import notice_worlds, noticing
-from sim.run import hunt
 
 from fabric.protocol.leader.orders import OperatorOrders
 from fabric.protocol.member.serving import SnapshotServing
@@ -14,12 +13,7 @@ MUTATION_SEEDS = 12
 
 
 def test_no_committed_step_is_lost_when_every_host_gives_notice():
-    counts, failures = hunt(0, SEEDS, "notice")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in notice_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("notice", notice_worlds.REQUIRED, SEEDS)
 
 
 def let_everyone_save(patch):

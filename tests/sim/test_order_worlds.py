@@ -3,19 +3,13 @@
 import pytest
 from sim import noticing, order_worlds
 from sim.order_mutations import ORDERS
-from sim.run import hunt
 
 SEEDS = 60
 MUTATION_SEEDS = 100
 
 
 def test_orders_are_kept_under_faults_and_every_replica_is_wanted_again_in_the_end():
-    counts, failures = hunt(0, SEEDS, "order")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in order_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("order", order_worlds.REQUIRED, SEEDS)
 
 
 @pytest.mark.parametrize("name", sorted(ORDERS))

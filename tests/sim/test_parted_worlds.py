@@ -4,7 +4,6 @@ stops.
 
 import pytest
 from sim import noticing, parted_worlds
-from sim.run import hunt
 
 from fabric.protocol.rules import decide as deciding
 
@@ -13,10 +12,7 @@ MUTATION_SEEDS = 20
 
 
 def test_the_newcomer_goes_and_a_member_that_had_agreed_is_not_judged():
-    counts, failures = hunt(0, SEEDS, "parted")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in parted_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("parted", parted_worlds.REQUIRED, SEEDS)
 
 
 def stop_whoever_the_two_are(patch):

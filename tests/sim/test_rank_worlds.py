@@ -6,7 +6,6 @@ import pytest
 import sim.ranks
 from sim import noticing
 from sim.rank_mutations import MUTATIONS
-from sim.run import hunt
 
 import fabric.client.control.rank_engines
 import fabric.protocol.ranks
@@ -29,12 +28,7 @@ def test_without_faults_no_replica_is_ever_outside():
 
 
 def test_worlds_of_ranks_keep_every_invariant_in_every_lane():
-    counts, failures = hunt(0, SEEDS, "ranks")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in sim.ranks.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("ranks", sim.ranks.REQUIRED, SEEDS)
 
 
 @pytest.mark.parametrize("seed", [5000401, 5000494, 5000620])

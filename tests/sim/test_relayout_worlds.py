@@ -3,19 +3,13 @@
 import pytest
 from sim import noticing, relayout_worlds
 from sim.relayout_mutations import RELAYOUTS
-from sim.run import hunt
 
 SEEDS = 60
 MUTATION_SEEDS = 60
 
 
 def test_every_order_of_a_layout_ends_under_faults():
-    counts, failures = hunt(0, SEEDS, "relayout")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in relayout_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("relayout", relayout_worlds.REQUIRED, SEEDS)
 
 
 @pytest.mark.parametrize("name", sorted(RELAYOUTS))

@@ -4,7 +4,6 @@ back.
 
 import pytest
 from sim import noticing, stall_worlds
-from sim.run import hunt
 from sim.stall_mutations import STALLS
 
 SEEDS = 48
@@ -12,12 +11,7 @@ MUTATION_SEEDS = 100
 
 
 def test_no_wait_is_endless_and_only_the_guilty_member_is_blamed():
-    counts, failures = hunt(0, SEEDS, "stall")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in stall_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("stall", stall_worlds.REQUIRED, SEEDS)
 
 
 @pytest.mark.parametrize("name", sorted(STALLS))

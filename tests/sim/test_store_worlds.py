@@ -2,19 +2,13 @@
 
 import pytest
 from sim import noticing, store_worlds
-from sim.run import hunt
 
 SEEDS = 60
 MUTATION_SEEDS = 20
 
 
 def test_a_job_survives_the_loss_of_its_store():
-    counts, failures = hunt(0, SEEDS, "store")
-    for name, number in sorted(counts.items()):
-        print(f"{number:9} {name}")
-    assert not failures, "\n".join(failures)
-    missing = [name for name in store_worlds.REQUIRED if not counts[name]]
-    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+    noticing.meet("store", store_worlds.REQUIRED, SEEDS)
 
 
 @pytest.mark.parametrize("name", sorted(store_worlds.MUTATIONS))

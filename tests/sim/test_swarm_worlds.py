@@ -1,0 +1,30 @@
+"""Worlds in which several features and faults meet: all go on in the end, and no invariant breaks."""
+
+import pytest
+from sim import swarm_worlds
+from sim.checkers import Violation
+from sim.run import hunt
+from sim.swarm_worlds import swarm_world
+
+SEEDS = 120
+HUNTED_SEEDS = 250
+
+
+def test_worlds_of_several_features_go_on_apply_each_step_once_and_say_the_truth(request):
+    hunts = request.config.getoption("--hunt")
+    counts, failures = hunt(0, HUNTED_SEEDS if hunts else SEEDS, "swarm")
+    assert not failures, "\n".join(failures)
+    assert not [name for name in swarm_worlds.REQUIRED if not counts[name]]
+
+
+def test_a_status_that_hides_a_wait_is_noticed(monkeypatch):
+    monkeypatch.setattr(swarm_worlds, "waiting_for", lambda view, now: "nothing: every member runs")
+    with pytest.raises(Violation, match="of a long wait the status said"):
+        for seed in range(10):
+            swarm_world(seed).run()
+
+
+@pytest.mark.xfail(raises=Violation, strict=True, reason="the leader gives the part to neither newcomer")
+def test_a_part_that_only_two_newcomers_can_read_is_computed():
+    """They join in two epochs that follow each other, and one has committed a step in the first of them."""
+    swarm_world(281).run()

@@ -26,7 +26,12 @@ _PROBE = ".fabric-probe"
 _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError)
 T = TypeVar("T")
 ANSWER_S = 10.0  # after this time a caller says that storage is slow
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a person must make room, or mount it for writing
+_FULL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+)  # a person must make room, or mount it for writing
 
 
 class StorageError(StateError):

@@ -20,7 +20,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fabric.ckpt_server.durable import writer
 from fabric.ckpt_server.durable.manifest import MARKER
 from fabric.ckpt_server.durable.reader import list_checkpoints
-from fabric.ckpt_server.durable.storage import Storage, StorageAway, StorageGone
+from fabric.ckpt_server.durable.storage import (
+    Storage,
+    StorageAway,
+    StorageError,
+    StorageGone,
+    storage_errors,
+)
 from fabric.ckpt_server.format.manifest import of_rank
 from fabric.ckpt_server.server import durable_jobs
 from fabric.ckpt_server.server.durable_jobs import DurableJobs, PersistRequest
@@ -423,3 +429,12 @@ def test_storage_that_vanishes_and_comes_back_gets_the_checkpoint_and_the_disk_b
     jobs = asyncio.run(main())
     assert tries == [[]] * REFUSALS and not jobs.error
     assert [c.state.step for c in list_checkpoints(Storage(str(place)).at("job"), "job").complete] == [7]
+
+
+def test_a_full_disk_below_an_error_of_torch_is_no_storage_that_is_away():
+    with pytest.raises(StorageError, match="No space left") as failed, storage_errors("written", "/c/x"):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598") from None
+    assert not isinstance(failed.value, StorageAway)

@@ -5,14 +5,15 @@ outside.
 from dataclasses import replace
 
 from protocol.makers import record_of
-from protocol.test_member import FIRST, Trainer, contribution, running
+from protocol.test_member import FIRST, M, Trainer, contribution, resume_of, running
 
-from fabric.protocol.member.links import PROBE_AGAIN_S, PROBE_S, TEST_S
+from fabric.protocol.member.links import PROBE_AGAIN_S, PROBE_S, TEST_AGAIN_S, TEST_S
 from fabric.protocol.member.rounds import TEST_ENDS_S
 from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
+from fabric.protocol.rules.assignment import assign
 
 THREE = record_of("a b c", epoch=1)
 
@@ -213,6 +214,21 @@ def test_a_round_that_takes_long_tests_the_links_once_with_a_large_message():
     assert len(wire.encode(test)) > m.LARGE_BYTES and test.micro_batches == (0, 1)
     after(trainer, TEST_S)
     assert not trainer.told_peers(m.Contribution)
+
+
+def test_members_that_wait_for_the_state_of_a_newcomer_test_their_links_again_and_again():
+    a, b = FIRST.roster
+    record = replace(FIRST, roster=(a, replace(b, joining=True, blocking_join=True)))
+    trainer = Trainer("a")
+    trainer.leader(m.Epoch(record), resume_of(record, 0, **assign(range(M), FIRST.roster)))
+    trainer.do(io.Linked(1))
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    assert [x.padding for x in trainer.told_peers(m.Contribution)] == ["", m.PADDING]
+    for _ in range(2):
+        after(trainer, TEST_AGAIN_S - 0.1)
+        assert not trainer.told_peers(m.Contribution)
+        after(trainer, 0.1)
+        assert [x.padding for x in trainer.told_peers(m.Contribution)] == [m.PADDING]
 
 
 def test_a_reduced_round_tests_no_links():

@@ -26,7 +26,12 @@ _PROBE = ".fabric-probe"
 _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError)
 T = TypeVar("T")
 ANSWER_S = 10.0  # after this time a caller says that storage is slow
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a person must make room, or mount it for writing
+_FULL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+)  # a person must make room, or mount it for writing
 
 
 class StorageError(StateError):
@@ -237,18 +242,21 @@ def storage_errors(what: str, where: str, missing: type[StorageError] = StorageE
         raise
     # File systems are plug-ins: each raises the errors of its own client library.
     except Exception as error:
-        reason = _reason(error) or " ".join(str(error).split())[:300] or type(error).__name__
-        lasts = isinstance(error, _LASTING) or (isinstance(error, OSError) and error.errno in _FULL)
+        cause = _cause(error)
+        reason = cause.strerror if isinstance(cause, OSError) else ""
+        reason = reason or " ".join(str(error).split())[:300] or type(error).__name__
+        lasts = isinstance(cause, _LASTING) or (isinstance(cause, OSError) and cause.errno in _FULL)
         kind = StorageError if lasts else StorageAway
-        if isinstance(error, FileNotFoundError | NotADirectoryError):
+        if isinstance(cause, FileNotFoundError | NotADirectoryError):
             kind = missing
         raise kind(f"{where} could not be {what}: {reason}") from error
 
 
-def _reason(error: BaseException | None) -> str:
-    """Return the operating system's reason below a library's own error; else empty."""
-    while error is not None:
-        if isinstance(error, OSError) and error.strerror:
-            return error.strerror
-        error = error.__cause__ or error.__context__
-    return ""
+def _cause(error: BaseException) -> BaseException:
+    """Return the operating system's error below a library's own error; else the error."""
+    below: BaseException | None = error
+    while below is not None:
+        if isinstance(below, OSError) and below.strerror:
+            return below
+        below = below.__cause__ or below.__context__
+    return error

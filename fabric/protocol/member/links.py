@@ -19,6 +19,8 @@ PROBE_S = 5.0
 PROBE_AGAIN_S = 0.5
 # When all members have been in a round for this many seconds, they test their links.
 TEST_S = 1.0
+# Seconds between two tests while members wait for a newcomer's state. A lost one ends its link before.
+TEST_AGAIN_S = 4.0
 # In rosters larger than this a newcomer probes only members that it could not reach before.
 MAX_PROBED = 64
 
@@ -93,14 +95,15 @@ class LinkWatch:
     def test_deadline(self) -> float | None:
         """When to test the links of a round that takes long; None while no test is due.
 
-        A member that waits for a newcomer's state tests them at once: the state consists of large packets.
+        A member that waits for a newcomer's state tests them at once, and again: the state consists of large
+        packets.
         """
         round_ = self._rounds.round
-        if round_ is None or round_.tested_at < math.inf or round_.gradient_digest:
+        if round_ is None or round_.gradient_digest:
             return None
         if round_.contributed and any(x.blocking_join for x in round_.record.roster):
-            return self._context.now
-        if round_.begun < 0:
+            return self._context.now if round_.tested_at == math.inf else round_.tested_at + TEST_AGAIN_S
+        if round_.begun < 0 or round_.tested_at < math.inf:
             return None
         return round_.begun + TEST_S if len(round_.record.roster) > 1 else None
 
@@ -108,7 +111,7 @@ class LinkWatch:
         """Test the links once in a round that takes long: they may lose large packets and pass small ones."""
         due = self.test_deadline()
         if due is not None and self._context.now >= due:
-            self._test()
+            self._test(again=True)
 
     def on_test(self, event: io.FromPeer, message: m.Contribution) -> io.FromPeer:
         """Test my links too, so that the leader gets all complaints together; return the event unpadded."""
@@ -117,10 +120,10 @@ class LinkWatch:
             self._test()
         return replace(event, message=replace(message, padding=""))
 
-    def _test(self) -> None:
+    def _test(self, again: bool = False) -> None:
         """Send my contribution again as a large message. A link that loses it ends in silence."""
         round_ = self._rounds.round
-        if round_ is not None and round_.contributed and round_.tested_at == math.inf:
+        if round_ is not None and round_.contributed and (again or round_.tested_at == math.inf):
             round_.tested_at = self._context.now
             self._rounds.to_roster(replace(round_.contributions[self._context.replica], padding=m.PADDING))
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from fabric.drill.injection.drilled_processes import ProcessTarget
-from fabric.drill.run.active_fault import DrillScene
+from fabric.drill.injection.played_faults import PlayedFault
 from fabric.drill.run.journal_watch import JournalWatch
-from fabric.drill.run.process_faults import KillRecovering
-from fabric.drill.schedule.drill_schedule import ScheduledFault
+from fabric.drill.run.started_faults import DrillScene, kill_recovering
 
 
 class Trainers:
@@ -59,18 +58,27 @@ def test_the_journals_tell_whether_the_second_kill_hit_a_recovery(tmp_path, trai
     watch = JournalWatch(paths)
     watch.look()
     scene = DrillScene(trainers, watch, Guard(), None)
-    fault = KillRecovering(scene, ScheduledFault("kill-recovering", "r0"), ("r0", "r1"))
-    fault.inject()
+    fault = PlayedFault("kill-recovering")
+    fault.script = kill_recovering(scene, fault, ("r0", "r1"))
+    fault.look()
     assert trainers.processes["r0"].wait(timeout=30) == -signal.SIGKILL
-    assert fault.seen() == "" and trainers.processes["r1"].poll() is None
+    assert not fault.observed and trainers.processes["r1"].poll() is None
     append(paths["r2"], "abort", time.time())
     if commits_before:
         append(paths["r2"], "commit", time.time())
     watch.look()
-    assert fault.seen() == ""
+    fault.look()
+    assert not fault.observed
     assert trainers.processes["r1"].wait(timeout=30) == -signal.SIGKILL
     # The recovery ends before the drill looks again.
     append(paths["r2"], "commit", time.time())
     watch.look()
-    assert bool(fault.seen()) is not commits_before
+    fault.look()
+    assert bool(fault.observed) is not commits_before
     fault.end()
+    assert not fault.undone
+    for name in ("r0", "r1"):
+        append(paths[name], "start", time.time())
+    watch.look()
+    fault.look()
+    assert fault.undone == fault.earlier[0].undone and fault.undone.count("started") == 2

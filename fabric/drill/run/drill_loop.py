@@ -11,9 +11,8 @@ from fabric.audit.journal import RecordedRun, read_run
 from fabric.drill.injection.drilled_processes import DrilledProcesses
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.drill.judge.drill_record import DrillRecord, InjectedFault, RecoveryFacts, read_recoveries
-from fabric.drill.run.active_fault import DrillScene, play
-from fabric.drill.run.fault_factory import make_fault
 from fabric.drill.run.journal_watch import JournalWatch
+from fabric.drill.run.started_faults import DrillScene, play
 from fabric.drill.run.started_job import JOB, JobOptions, StartedJob
 from fabric.drill.run.status_poller import StatusPoller
 from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
@@ -76,7 +75,7 @@ class DrillRun:
                     )
             self._gather(scene.job)
             self.say(f"fault {number} of {len(self.schedule.faults)}: {fault}")
-            played = play(make_fault(scene, fault))
+            played = play(scene, fault)
             self.faults += played
             self._log(played)
             for record in played:

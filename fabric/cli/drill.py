@@ -4,25 +4,23 @@ Exit codes: 0 the job met every expectation, 1 it did not or the drill failed, 1
 """
 
 import json
-import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from fabric.cli.lighthouse_options import lighthouses_of, operator_name
-from fabric.cli.terminal_text import plain_console
+from fabric.cli.terminal_text import plain_console, print_table
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
 from fabric.drill.report.documents import as_json, as_junit
 from fabric.drill.report.drill_page import page_of
-from fabric.drill.report.drill_tables import DrillTable, expectation_table, fault_table, kind_table
-from fabric.drill.run.drill_loop import SUPERVISOR_FILE, DrillRun
+from fabric.drill.report.tables import expectation_table, fault_table, kind_table
+from fabric.drill.run.drill_loop import DrillRun
 from fabric.drill.run.plan_file import read_plan
 from fabric.drill.run.running_job import RunningDrill, RunningJob, RunningOptions
 from fabric.drill.run.started_job import JobOptions
@@ -35,7 +33,7 @@ from fabric.drill.schedule.drill_schedule import (
 )
 from fabric.drill.schedule.fault_table import FAULTS, FaultNeed, obstacle
 from fabric.errors import ConfigError, Refused
-from fabric.runtime.local_job import MAX_REPLICAS, claimed
+from fabric.runtime.local_job import MAX_REPLICAS, SUPERVISOR_FILE, claimed, interrupt_at_sigterm
 from fabric.runtime.process_environment import process_environment
 
 _LOG_WIDTH = 200
@@ -111,8 +109,7 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
     expect = options["expect"] or schedule.expect
     for text in expect:
         parse_expectation(text)
-    # Handle SIGTERM as Ctrl-C: end all started processes first.
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_at_sigterm()
     try:
         with claimed(job.out, "drill", _FILES) as folder:
             verdict = _run(job, folder, schedule, expect, console)
@@ -127,11 +124,8 @@ def _run(
 ) -> DrillVerdict:
     """Run the drill in ``folder``, judge it, and write the reports."""
 
-    def say(sentence: str) -> None:
-        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
-
     own = replace(job, out=folder, faults=frozenset(fault.fault for fault in schedule.faults))
-    verdict = judge_drill(DrillRun(own, schedule, say).run(), expect)
+    verdict = judge_drill(DrillRun(own, schedule, partial(_say, console)).run(), expect)
     _report(verdict, folder, repeat_line(job, schedule, expect), console)
     return verdict
 
@@ -155,17 +149,14 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
     expect = options["expect"] or schedule.expect
     for text in expect:
         parse_expectation(text)
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_at_sigterm()
     wanted = RunningOptions(
         client, operator_name(), options["why"], options["yes_lose_it"], options["journals"]
     )
 
-    def say(sentence: str) -> None:
-        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
-
     try:
         with claimed(options["out"], "drill", _FILES) as folder:
-            verdict = judge_drill(RunningDrill(wanted, schedule, say).run(), expect)
+            verdict = judge_drill(RunningDrill(wanted, schedule, partial(_say, console)).run(), expect)
             words = [f"--lighthouse {options['lighthouse']} --job {client.job}", schedule.origin]
             _report(verdict, folder, " ".join(["fabric drill", *words]), console)
     except KeyboardInterrupt:
@@ -176,23 +167,19 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
 
 def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) -> None:
     """Write the reports into ``folder``, and print the tables. ``line`` repeats the drill."""
-
-    def say(sentence: str) -> None:
-        console.print(sentence, markup=False, soft_wrap=True, highlight=False)
-
     (folder / "report.html").write_text(page_of(verdict, line), encoding="utf-8")
     document = {"command": line, **as_json(verdict)}
     (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (folder / "junit.xml").write_bytes(as_junit(verdict))
     for table in (fault_table(verdict), kind_table(verdict), expectation_table(verdict)):
-        _print(console, table)
+        print_table(console, table.title, table.head, table.rows)
     for sentence in (*verdict.mistakes, *verdict.broken, *verdict.disagreements):
         console.print(sentence, style="red", markup=False)
     for sentence in verdict.unseen:
-        say(f"Not seen: {sentence}")
-    say(f"Report: {folder / 'report.html'}")
+        _say(console, f"Not seen: {sentence}")
+    _say(console, f"Report: {folder / 'report.html'}")
     if not verdict.holds:
-        say(f"Repeat it: {line}")
+        _say(console, f"Repeat it: {line}")
 
 
 def repeat_line(job: JobOptions, schedule: DrillSchedule, expect: Sequence[str]) -> str:
@@ -250,7 +237,7 @@ def _show_list(job: JobOptions, console: Console) -> None:
         (name.replace("_", "-"), unit.value, meaning, defaults.get(name, "-"))
         for name, (unit, meaning) in MEASURES.items()
     )
-    _print(console, DrillTable("Expectations", ("measure", "unit", "meaning", "default"), measures))
+    print_table(console, "Expectations", ("measure", "unit", "meaning", "default"), measures)
 
 
 def _show_faults(title: str, met: Collection[FaultNeed], console: Console) -> None:
@@ -258,18 +245,11 @@ def _show_faults(title: str, met: Collection[FaultNeed], console: Console) -> No
         (kind.name, kind.does, kind.seen, kind.undone, obstacle(kind, met) or "yes")
         for kind in FAULTS.values()
     )
-    _print(console, DrillTable(title, ("fault", "does", "seen by", "undone by", "possible here"), rows))
+    print_table(console, title, ("fault", "does", "seen by", "undone by", "possible here"), rows)
 
 
-def _print(console: Console, text: DrillTable) -> None:
-    if not text.rows:
-        return
-    table = Table(title=text.title, title_justify="left")
-    for name in text.head:
-        table.add_column(name)
-    for row in text.rows:
-        table.add_row(*row)
-    console.print(table)
+def _say(console: Console, sentence: str) -> None:
+    console.print(sentence, markup=False, soft_wrap=True, highlight=False)
 
 
 def _console() -> Console:
@@ -282,7 +262,3 @@ def _console() -> Console:
 def _environment() -> dict[str, str]:
     """Return the environment of the job's processes: this process's, without fabric's own variables."""
     return {name: value for name, value in process_environment().items() if not name.startswith("FABRIC_")}
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

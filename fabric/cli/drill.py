@@ -4,8 +4,8 @@ Exit codes: 0 the job met every expectation, 1 it did not or the drill failed, 1
 """
 
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fabric.cli.lighthouse_options import lighthouses_of, operator_name
 from fabric.cli.terminal_text import plain_console, print_table
+from fabric.drill.judge.drill_record import DrillRecord
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
 from fabric.drill.report.documents import as_json, as_junit
@@ -41,17 +42,6 @@ _FILES = (
     *("durable", SUPERVISOR_FILE, "report.html", "report.json", "junit.xml"),
     *(f"etcd{number}" for number in range(9)),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """The schedule that the options ask for."""
-
-    plan: Path | None
-    faults: tuple[str, ...]
-    seed: int | None
-    every: str
-    length: str
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -89,8 +79,13 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
     junit.xml. With --lighthouse and --job the drill breaks a running job instead. Exit code 1: an expectation
     failed.
     """
-    if options["lighthouse"]:
-        raise SystemExit(_drill_running(command, options))
+    console = _console()
+    drill_job = _drill_running if options["lighthouse"] else _drill_started
+    raise SystemExit(drill_job(command, options, console))
+
+
+def _drill_started(command: tuple[str, ...], options: dict[str, Any], console: Console) -> int:
+    """Drill a job that is started for it; return the exit code. Raises FabricError."""
     job = JobOptions(
         out=options["out"],
         command=command,
@@ -100,39 +95,24 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
         may_lose=options["yes_lose_it"],
         environment=_environment(),
     )
-    console = _console()
     if options["lists"]:
         _show_list(job, console)
-        return
+        return 0
     _check_job(job, may_lose=options["yes_lose_it"])
-    schedule = _schedule(_wanted(options), job.names, job.needs_met())
-    expect = options["expect"] or schedule.expect
-    for text in expect:
-        parse_expectation(text)
-    interrupt_at_sigterm()
-    try:
-        with claimed(job.out, "drill", _FILES) as folder:
-            verdict = _run(job, folder, schedule, expect, console)
-    except KeyboardInterrupt:
-        click.echo("Interrupted; every process of the drill has been ended.", err=True)
-        raise SystemExit(130) from None
-    raise SystemExit(0 if verdict.holds else 1)
+    schedule = _schedule(options, job.names, job.needs_met())
+
+    def run(folder: Path) -> DrillRecord:
+        own = replace(job, out=folder, faults=frozenset(fault.fault for fault in schedule.faults))
+        return DrillRun(own, schedule, partial(_say, console)).run()
+
+    words = [f"--replicas {job.replicas}", f"--lighthouses {job.lighthouses}"]
+    words += [f"--store-members {job.store_members}"] if job.store_members else []
+    why = "every process of the drill has been ended."
+    return _judged(run, schedule, options, console, words, ["--", *command], why)
 
 
-def _run(
-    job: JobOptions, folder: Path, schedule: DrillSchedule, expect: Sequence[str], console: Console
-) -> DrillVerdict:
-    """Run the drill in ``folder``, judge it, and write the reports."""
-
-    own = replace(job, out=folder, faults=frozenset(fault.fault for fault in schedule.faults))
-    verdict = judge_drill(DrillRun(own, schedule, partial(_say, console)).run(), expect)
-    _report(verdict, folder, repeat_line(job, schedule, expect), console)
-    return verdict
-
-
-def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
+def _drill_running(command: tuple[str, ...], options: dict[str, Any], console: Console) -> int:
     """Drill a running job; return the exit code. Raises FabricError."""
-    console = _console()
     client = lighthouses_of(options["lighthouse"], options["job_name"], options["token_file"], needs_job=True)
     if command:
         raise ConfigError("--lighthouse drills a running job: leave the training command away")
@@ -145,22 +125,44 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
         raise Refused(
             f"no trainer of job {client.job} allows a drill: start its trainers with FABRIC_DRILL=1"
         )
-    schedule = _schedule(_wanted(options), names, met)
-    expect = options["expect"] or schedule.expect
-    for text in expect:
-        parse_expectation(text)
-    interrupt_at_sigterm()
+    schedule = _schedule(options, names, met)
     wanted = RunningOptions(
         client, operator_name(), options["why"], options["yes_lose_it"], options["journals"]
     )
 
+    def run(folder: Path) -> DrillRecord:
+        return RunningDrill(wanted, schedule, partial(_say, console)).run()
+
+    words = [f"--lighthouse {options['lighthouse']}", f"--job {client.job}"]
+    why = "the lighthouse undoes the faults within ten seconds."
+    return _judged(run, schedule, options, console, words, [], why)
+
+
+def _judged(
+    run: Callable[[Path], DrillRecord],
+    schedule: DrillSchedule,
+    options: dict[str, Any],
+    console: Console,
+    words: Sequence[str],
+    command: Sequence[str],
+    interrupted: str,
+) -> int:
+    """Run a drill in its folder, judge it, and write the reports; return the exit code.
+
+    ``words`` and ``command`` begin and end the command line that plays the same faults again, as far as real
+    processes allow. ``interrupted``: the sentence for Ctrl-C.
+    """
+    expect = options["expect"] or schedule.expect
+    for text in expect:
+        parse_expectation(text)
+    interrupt_at_sigterm()
+    line = ["fabric drill", *words, schedule.origin, *(f"--expect '{text}'" for text in expect), *command]
     try:
         with claimed(options["out"], "drill", _FILES) as folder:
-            verdict = judge_drill(RunningDrill(wanted, schedule, partial(_say, console)).run(), expect)
-            words = [f"--lighthouse {options['lighthouse']} --job {client.job}", schedule.origin]
-            _report(verdict, folder, " ".join(["fabric drill", *words]), console)
+            verdict = judge_drill(run(folder), expect)
+            _report(verdict, folder, " ".join(line), console)
     except KeyboardInterrupt:
-        click.echo("Interrupted; the lighthouse undoes the faults within ten seconds.", err=True)
+        click.echo(f"Interrupted; {interrupted}", err=True)
         return 130
     return 0 if verdict.holds else 1
 
@@ -182,33 +184,22 @@ def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) ->
         _say(console, f"Repeat it: {line}")
 
 
-def repeat_line(job: JobOptions, schedule: DrillSchedule, expect: Sequence[str]) -> str:
-    """Return the command line that plays the same faults again, as far as real processes allow."""
-    words = ["fabric drill", f"--replicas {job.replicas}", f"--lighthouses {job.lighthouses}"]
-    words += [f"--store-members {job.store_members}"] if job.store_members else []
-    words += [schedule.origin]
-    words += [f"--expect '{text}'" for text in expect]
-    return " ".join([*words, "--", *job.command])
-
-
-def _wanted(options: dict[str, Any]) -> _Wanted:
-    return _Wanted(options["plan"], options["faults"], options["seed"], options["every"], options["length"])
-
-
-def _schedule(wanted: _Wanted, names: Sequence[str], met: Collection[FaultNeed]) -> DrillSchedule:
+def _schedule(options: dict[str, Any], names: Sequence[str], met: Collection[FaultNeed]) -> DrillSchedule:
     """Return the schedule that the options ask for, checked against the job. Raises ConfigError."""
-    given = [wanted.plan is not None, bool(wanted.faults), wanted.seed is not None]
-    if sum(given) > 1:
+    plan, faults, seed = options["plan"], options["faults"], options["seed"]
+    if sum((plan is not None, bool(faults), seed is not None)) > 1:
         raise ConfigError("--plan, --fault and --random contradict each other: give one of them")
-    if wanted.plan is not None:
-        schedule = read_plan(wanted.plan)
-    elif wanted.faults:
-        origin = " ".join(f"--fault '{text}'" for text in wanted.faults)
-        schedule = DrillSchedule(tuple(parse_fault(text, names) for text in wanted.faults), origin=origin)
+    if plan is not None:
+        schedule = read_plan(plan)
+    elif faults:
+        origin = " ".join(f"--fault '{text}'" for text in faults)
+        schedule = DrillSchedule(tuple(parse_fault(text, names) for text in faults), origin=origin)
     else:
-        every_s, length_s = parse_duration(wanted.every, "--every"), parse_duration(wanted.length, "--for")
-        seed = 1 if wanted.seed is None else wanted.seed
-        schedule = random_schedule(seed, every_s, length_s, names, met)
+        every_s, for_s = (
+            parse_duration(options["every"], "--every"),
+            parse_duration(options["length"], "--for"),
+        )
+        schedule = random_schedule(1 if seed is None else seed, every_s, for_s, names, met)
     check_schedule(schedule, names, met)
     return schedule
 

@@ -15,7 +15,7 @@ from fabric.audit.audit import Evidence
 from fabric.audit.journal import JournalLine, ReplicaJournal, lines_of
 from fabric.audit.summary import mean_loss, step_gaps
 from fabric.audit.verify import Verdict
-from fabric.cli.demo.charts import ChartMark, LossPoint, RosterSpan, bars, colour, curves, rosters
+from fabric.drill.report.charts import ChartMark, ChartPoint, ChartSpan, bars, colour, curves, rosters
 from fabric.drill.report.tables import failure_table, html_facts, html_list, html_table, join_table
 
 
@@ -93,7 +93,7 @@ def _legend(index: int, replica: str) -> str:
     )
 
 
-def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[LossPoint]]]:
+def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[ChartPoint]]]:
     return {
         replica: [
             [_loss(line, zero) for line in lines_of(lines, "commit")] for lines in journal.incarnations()
@@ -102,23 +102,23 @@ def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[LossPoint]]]
     }
 
 
-def _loss(line: JournalLine, zero: float) -> LossPoint:
+def _loss(line: JournalLine, zero: float) -> ChartPoint:
     replay, loss = line.flag("replay"), mean_loss(line)
     tip = f"{line.replica}, step {line.integer('step')}: {loss:.4f}{' (replayed)' if replay else ''}"
-    return LossPoint(line.t - zero, loss, tip, hollow=replay)
+    return ChartPoint(line.t - zero, loss, tip, hollow=replay)
 
 
-def _step_times(evidence: Evidence, zero: float) -> dict[str, list[LossPoint]]:
-    series: dict[str, list[LossPoint]] = {name: [] for name in sorted(evidence.run.journals)}
+def _step_times(evidence: Evidence, zero: float) -> dict[str, list[ChartPoint]]:
+    series: dict[str, list[ChartPoint]] = {name: [] for name in sorted(evidence.run.journals)}
     for line, gap in step_gaps(evidence):
         tip = f"{line.replica}, step {line.integer('step')}: {gap:.3f} s"
-        series[line.replica].append(LossPoint(line.t - zero, gap, tip))
+        series[line.replica].append(ChartPoint(line.t - zero, gap, tip))
     return series
 
 
-def _spans(journal: ReplicaJournal, zero: float) -> list[RosterSpan]:
+def _spans(journal: ReplicaJournal, zero: float) -> list[ChartSpan]:
     """Return the replica's epoch over time, from each epoch line of its journal to the next."""
-    spans: list[RosterSpan] = []
+    spans: list[ChartSpan] = []
     for lines in journal.incarnations():
         start, epoch = lines[0].t, None
         for line in lines_of(lines, "epoch"):
@@ -129,6 +129,6 @@ def _spans(journal: ReplicaJournal, zero: float) -> list[RosterSpan]:
     return spans
 
 
-def _one_span(replica: str, start: float, end: float, epoch: int | None) -> RosterSpan:
+def _one_span(replica: str, start: float, end: float, epoch: int | None) -> ChartSpan:
     what = "starts or catches up" if epoch is None else f"in epoch {epoch}"
-    return RosterSpan(start, end, epoch, f"{replica} {what}, {start:.2f} s to {end:.2f} s")
+    return ChartSpan(start, end, f"{replica} {what}, {start:.2f} s to {end:.2f} s", epoch)

@@ -49,6 +49,7 @@ class PlayedFault:
     observed: str = ""
     undone: str = ""
     problem: str = ""  # why it cannot be played
+    has_begun: bool = False
     is_ended: bool = False  # the script undoes it, or has undone it
     earlier: list["PlayedFault"] = field(default_factory=list)  # those that it has played before its own
     script: Script = field(default_factory=lambda: iter(()))
@@ -59,6 +60,7 @@ class PlayedFault:
 
     def look(self) -> None:
         """Take the evidence of this moment. Raises FabricError where the target is gone."""
+        self.has_begun = True
         text = next(self.script, "")
         if self.is_ended:
             self.undone = self.undone or text
@@ -66,10 +68,11 @@ class PlayedFault:
             self.observed = text or self.observed
 
     def end(self) -> None:
-        """Undo the fault; nothing happens if it has ended."""
+        """Undo the fault; nothing happens if it has ended, or if it has not begun."""
         if not self.is_ended:
             self.is_ended = True
-            self.look()
+            if self.has_begun:
+                self.look()
 
     def until_end(self, seen: Evidence) -> Script:
         """Yield the evidence until the fault is to end."""

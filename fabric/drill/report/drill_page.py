@@ -4,8 +4,9 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from fabric.audit.journal import JournalLine, lines_of
+from fabric.audit.journal import lines_of
 from fabric.drill.judge.drill_verdict import DrillVerdict
+from fabric.drill.report.charts import ChartPoint, ChartSpan, strokes
 from fabric.drill.report.tables import (
     expectation_table,
     fault_table,
@@ -15,7 +16,6 @@ from fabric.drill.report.tables import (
     kind_table,
 )
 
-_WIDTH, _LEFT, _ROW, _TOP = 1000, 60, 30, 18
 _MOST_STEPS = 4000
 
 
@@ -61,31 +61,16 @@ def _picture(verdict: DrillVerdict) -> str:
     times = [line.t for lines in commits.values() for line in lines]
     if not times:
         return "<p>No replica committed a step.</p>"
-    zero, seconds = min(times), max(max(times) - min(times), 1e-6)
-    height = _TOP + _ROW * len(commits) + 24
+    zero, seconds = min(times), max(times) - min(times)
 
-    def x(t: float) -> float:
-        return round(_LEFT + (_WIDTH - _LEFT - 10) * min(max(t - zero, 0.0), seconds) / seconds, 1)
+    def after(t: float) -> float:
+        return min(max(t - zero, 0.0), seconds)
 
-    parts = []
-    for fault in verdict.faults:
-        start, end = x(fault.began), x(fault.ended)
-        tip = f"{fault.title}: {fault.observed}"
-        parts.append(
-            f'<rect class="fault" x="{start}" y="{_TOP - 6}" width="{max(2.0, end - start):.1f}" '
-            f'height="{_ROW * len(commits) + 8}"><title>{escape(tip)}</title></rect>'
-        )
-    for row, (name, lines) in enumerate(commits.items()):
-        y = _TOP + _ROW * row
-        parts.append(f'<text class="name" x="4" y="{y + 16}">{escape(name[:8])}</text>')
-        parts += [_tick(x(line.t), y, line) for line in lines[:: max(1, len(lines) // _MOST_STEPS)]]
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        place = x(zero + seconds * share)
-        parts.append(f'<text x="{place}" y="{height - 6}" text-anchor="end">{seconds * share:.0f} s</text>')
-    label = "commits of every replica over time, and the faults"
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-def _tick(x: float, y: int, line: JournalLine) -> str:
-    kind = "replayed" if line.flag("replay") else "live"
-    return f'<line class="{kind}" x1="{x}" x2="{x}" y1="{y + 3}" y2="{y + _ROW - 9}"/>'
+    points = {
+        name: [
+            ChartPoint(after(x.t), 0.0, "", x.flag("replay")) for x in lines[:: 1 + len(lines) // _MOST_STEPS]
+        ]
+        for name, lines in commits.items()
+    }
+    bands = [ChartSpan(after(x.began), after(x.ended), f"{x.title}: {x.observed}") for x in verdict.faults]
+    return strokes(points, bands, seconds)

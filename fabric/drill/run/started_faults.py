@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
 from fabric.drill.injection.played_faults import (
@@ -103,13 +103,17 @@ class DrillScene:
         return PointOrder(self.job.title, point, action, fault.duration_s or MOST_SECONDS, fault.step or 0)
 
 
+T = TypeVar("T")
+Player = Callable[[DrillScene, PlayedFault, ScheduledFault], Script]
+
+
 def play(scene: DrillScene, wanted: ScheduledFault) -> list[InjectedFault]:
     """Play one fault from its beginning to the evidence of its end; return the records of what happened.
 
     Raises FabricError where the target is gone or the job has failed.
     """
     fault = PlayedFault(wanted.fault)
-    fault.script = _SCRIPTS[wanted.fault](scene, fault, wanted)
+    fault.script = SCRIPTS[wanted.fault](scene, fault, wanted)
     began = time.time()
     deadline = time.monotonic() + max(SEEN_S, wanted.duration_s)
     until = time.monotonic() + wanted.duration_s
@@ -171,12 +175,12 @@ def _obey(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Scri
 
 def _stop(
     player: Callable[[PlayedFault, ProcessTarget, UndoGuard], Script],
-) -> Callable[[DrillScene, PlayedFault, ScheduledFault], Script]:
-    def script(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
-        fault.targets = (wanted.target,)
-        return player(fault, scene.processes.trainer(wanted.target), scene.guard)
-
-    return script
+    scene: DrillScene,
+    fault: PlayedFault,
+    wanted: ScheduledFault,
+) -> Script:
+    fault.targets = (wanted.target,)
+    return player(fault, scene.processes.trainer(wanted.target), scene.guard)
 
 
 def _kill_server(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
@@ -316,9 +320,9 @@ def _death(name: str, pid: int, began: float) -> PlayedFault:
     )
 
 
-def _pair(scene: DrillScene, first: str) -> tuple[str, str]:
-    """Return ``first`` and the replica after it."""
-    names = scene.replicas
+def _pair(scene: DrillScene, wanted: ScheduledFault) -> tuple[str, str]:
+    """Return the target and the replica after it."""
+    names, first = scene.replicas, wanted.target
     return first, names[(names.index(first) + 1) % len(names)]
 
 
@@ -466,30 +470,29 @@ def _store_id(status: dict[str, Any]) -> str:
     return str(store.get("id") or "") if isinstance(store, dict) else ""
 
 
+def _on(
+    player: Callable[[DrillScene, PlayedFault, T], Script], choose: Callable[[DrillScene, ScheduledFault], T]
+) -> Player:
+    """Return what plays a fault on the replicas, or on the service, that ``choose`` names."""
+    return lambda scene, fault, wanted: player(scene, fault, choose(scene, wanted))
+
+
 # Each fault of the table, and what plays it.
-_SCRIPTS: Mapping[str, Callable[[DrillScene, PlayedFault, ScheduledFault], Script]] = {
+SCRIPTS: Mapping[str, Player] = {
     "kill": _kill_one,
-    "stop": _stop(stop),
-    "slow": _stop(slow),
+    "stop": partial(_stop, stop),
+    "slow": partial(_stop, slow),
     "hang": _obey,
-    "kill-two": lambda scene, fault, wanted: _kill(scene, fault, _pair(scene, wanted.target)),
-    "kill-all": lambda scene, fault, wanted: _kill(scene, fault, scene.replicas),
-    "kill-recovering": lambda scene, fault, wanted: kill_recovering(
-        scene, fault, _pair(scene, wanted.target)
-    ),
+    "kill-two": _on(_kill, _pair),
+    "kill-all": _on(_kill, lambda scene, _: scene.replicas),
+    "kill-recovering": _on(kill_recovering, _pair),
     "kill-joining": _kill_joining,
     "kill-server": _kill_server,
-    "kill-lighthouse": lambda scene, fault, wanted: _kill_service(
-        scene, fault, leading_lighthouse(scene.job)
-    ),
-    "kill-follower": lambda scene, fault, wanted: _kill_service(
-        scene, fault, leading_lighthouse(scene.job, leads=False)
-    ),
-    "stop-lighthouse": lambda scene, fault, wanted: _stop_service(
-        scene, fault, leading_lighthouse(scene.job)
-    ),
-    "kill-store": lambda scene, fault, wanted: _kill_service(scene, fault, _member(scene, wanted)),
-    "stop-store": lambda scene, fault, wanted: _stop_service(scene, fault, _member(scene, wanted)),
+    "kill-lighthouse": _on(_kill_service, lambda scene, _: leading_lighthouse(scene.job)),
+    "kill-follower": _on(_kill_service, lambda scene, _: leading_lighthouse(scene.job, leads=False)),
+    "stop-lighthouse": _on(_stop_service, lambda scene, _: leading_lighthouse(scene.job)),
+    "kill-store": _on(_kill_service, _member),
+    "stop-store": _on(_stop_service, _member),
     **dict.fromkeys(_LINKS, _break_link),
     "memory": _memory,
     "wipe-store": _wipe_store,

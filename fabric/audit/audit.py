@@ -15,7 +15,7 @@ killed must have stopped.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -58,6 +58,11 @@ class Evidence:
         for (_, step), lines in sorted(self.commits.items()):
             newest[step] = lines[0]
         return dict(sorted(newest.items()))
+
+    def lives(self) -> Iterator[tuple[JournalLine, ...]]:
+        """Yield the lines of each process."""
+        for journal in self.run.journals.values():
+            yield from journal.incarnations()
 
     def starts(self) -> list[JournalLine]:
         """Return the start lines of all processes."""

@@ -149,6 +149,11 @@ class JournalLine:
         return bool(self.fields[name])
 
     @property
+    def is_live_commit(self) -> bool:
+        """Whether the process committed a step with the other members, and not by replay."""
+        return self.event == "commit" and not self.flag("replay")
+
+    @property
     def place(self) -> str:
         """The name of this line in a sentence."""
         return f"{self.replica} incarnation {self.incarnation} (line {self.number})"

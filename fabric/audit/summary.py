@@ -111,16 +111,16 @@ def losses(evidence: Evidence) -> dict[int, float]:
 
 def step_gaps(evidence: Evidence) -> Iterator[tuple[JournalLine, float]]:
     """Yield every live commit that follows a live commit of the same process, with the seconds between."""
-    for lines in _lives(evidence):
+    for lines in evidence.lives():
         for before, after in pairwise(lines_of(lines, "commit", "join")):
-            if all(line.event == "commit" and not line.flag("replay") for line in (before, after)):
+            if before.is_live_commit and after.is_live_commit:
                 yield after, after.mono - before.mono
 
 
 def failures(evidence: Evidence) -> list[ReplicaDeath]:
     """Return the processes that ended without having finished, in order of time."""
     deaths: list[ReplicaDeath] = []
-    for lines in _lives(evidence):
+    for lines in evidence.lives():
         if finished(lines):
             continue
         t = _death(evidence, lines)
@@ -137,7 +137,7 @@ def joins(evidence: Evidence) -> list[ReplicaJoin]:
     commits = [line.t for lines in evidence.commits.values() for line in lines]
     begun = min(commits, default=float("inf"))
     entries: list[ReplicaJoin] = []
-    for lines in _lives(evidence):
+    for lines in evidence.lives():
         fetched: JournalLine | None = None
         replayed = 0
         for line in lines_of(lines, "join", "commit"):
@@ -164,11 +164,6 @@ def _join(fetched: JournalLine, first: JournalLine, replayed: int) -> ReplicaJoi
         replayed=replayed,
         catch_up_s=first.mono - fetched.mono + seconds,
     )
-
-
-def _lives(evidence: Evidence) -> Iterator[Sequence[JournalLine]]:
-    for journal in evidence.run.journals.values():
-        yield from journal.incarnations()
 
 
 def _death(evidence: Evidence, lines: Sequence[JournalLine]) -> float:

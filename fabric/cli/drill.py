@@ -4,25 +4,24 @@ Exit codes: 0 the job met every expectation, 1 it did not or the drill failed, 1
 """
 
 import json
-import signal
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from fabric.cli.lighthouse_options import lighthouses_of, operator_name
-from fabric.cli.terminal_text import plain_console, printable
+from fabric.cli.terminal_text import plain_console, print_table, printable
+from fabric.drill.judge.drill_record import DrillRecord
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
 from fabric.drill.report.documents import as_json, as_junit
 from fabric.drill.report.drill_page import page_of
-from fabric.drill.report.drill_tables import DrillTable, expectation_table, fault_table, kind_table
-from fabric.drill.run.drill_loop import SUPERVISOR_FILE, DrillRun
+from fabric.drill.report.tables import expectation_table, fault_table, kind_table
+from fabric.drill.run.drill_loop import DrillRun
 from fabric.drill.run.plan_file import read_plan
 from fabric.drill.run.running_job import RunningDrill, RunningJob, RunningOptions
 from fabric.drill.run.started_job import JobOptions
@@ -37,7 +36,7 @@ from fabric.drill.schedule.fault_table import FAULTS, FaultNeed, obstacle
 from fabric.errors import ConfigError, Refused
 from fabric.runtime.drill_orders import order_key
 from fabric.runtime.http.http_service import read_token
-from fabric.runtime.local_job import MAX_REPLICAS, claimed
+from fabric.runtime.local_job import MAX_REPLICAS, SUPERVISOR_FILE, claimed, interrupt_at_sigterm
 from fabric.runtime.process_environment import process_environment
 
 _LOG_WIDTH = 200
@@ -45,17 +44,6 @@ _FILES = (
     *("durable", SUPERVISOR_FILE, "report.html", "report.json", "junit.xml"),
     *(f"etcd{number}" for number in range(9)),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """The schedule that the options ask for."""
-
-    plan: Path | None
-    faults: tuple[str, ...]
-    seed: int | None
-    every: str
-    length: str
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -101,8 +89,13 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
             raise ConfigError("--print-key needs a job and the token for drills: give --job and --token-file")
         click.echo(order_key(read_token(options["token_file"]), options["job_name"]))
         return
-    if options["lighthouse"]:
-        raise SystemExit(_drill_running(command, options))
+    console = _console()
+    drill_job = _drill_running if options["lighthouse"] else _drill_started
+    raise SystemExit(drill_job(command, options, console))
+
+
+def _drill_started(command: tuple[str, ...], options: dict[str, Any], console: Console) -> int:
+    """Drill a job that is started for it; return the exit code. Raises FabricError."""
     job = JobOptions(
         out=options["out"],
         command=command,
@@ -112,43 +105,24 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
         may_lose=options["yes_lose_it"],
         environment=_environment(),
     )
-    console = _console()
     if options["lists"]:
         _show_list(job, console)
-        return
+        return 0
     _check_job(job, may_lose=options["yes_lose_it"])
-    schedule = _schedule(_wanted(options), job.names, job.needs_met())
-    expect = options["expect"] or schedule.expect
-    for text in expect:
-        parse_expectation(text)
-    # Handle SIGTERM as Ctrl-C: end all started processes first.
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with claimed(job.out, "drill", _FILES) as folder:
-            verdict = _run(job, folder, schedule, expect, console)
-    except KeyboardInterrupt:
-        click.echo("Interrupted; every process of the drill has been ended.", err=True)
-        raise SystemExit(130) from None
-    raise SystemExit(0 if verdict.holds else 1)
+    schedule = _schedule(options, job.names, job.needs_met())
+
+    def run(folder: Path) -> DrillRecord:
+        own = replace(job, out=folder, faults=frozenset(fault.fault for fault in schedule.faults))
+        return DrillRun(own, schedule, partial(_say, console)).run()
+
+    words = [f"--replicas {job.replicas}", f"--lighthouses {job.lighthouses}"]
+    words += [f"--store-members {job.store_members}"] if job.store_members else []
+    why = "every process of the drill has been ended."
+    return _judged(run, schedule, options, console, words, ["--", *command], why)
 
 
-def _run(
-    job: JobOptions, folder: Path, schedule: DrillSchedule, expect: Sequence[str], console: Console
-) -> DrillVerdict:
-    """Run the drill in ``folder``, judge it, and write the reports."""
-
-    def say(sentence: str) -> None:
-        console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
-
-    own = replace(job, out=folder, faults=frozenset(fault.fault for fault in schedule.faults))
-    verdict = judge_drill(DrillRun(own, schedule, say).run(), expect)
-    _report(verdict, folder, repeat_line(job, schedule, expect), console)
-    return verdict
-
-
-def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
+def _drill_running(command: tuple[str, ...], options: dict[str, Any], console: Console) -> int:
     """Drill a running job; return the exit code. Raises FabricError."""
-    console = _console()
     client = lighthouses_of(options["lighthouse"], options["job_name"], options["token_file"], needs_job=True)
     if command:
         raise ConfigError("--lighthouse drills a running job: leave the training command away")
@@ -162,77 +136,81 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any]) -> int:
             f"no trainer of job {client.job} allows a drill: start its trainers with FABRIC_DRILL=KEY-FILE, "
             "or with FABRIC_DRILL=1 and TLS"
         )
-    schedule = _schedule(_wanted(options), names, met)
-    expect = options["expect"] or schedule.expect
-    for text in expect:
-        parse_expectation(text)
-    signal.signal(signal.SIGTERM, _interrupt)
+    schedule = _schedule(options, names, met)
     wanted = RunningOptions(
         client, operator_name(), options["why"], options["yes_lose_it"], options["journals"]
     )
 
-    def say(sentence: str) -> None:
-        console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
+    def run(folder: Path) -> DrillRecord:
+        return RunningDrill(wanted, schedule, partial(_say, console)).run()
 
+    words = [f"--lighthouse {options['lighthouse']}", f"--job {client.job}"]
+    why = "the lighthouse undoes the faults within ten seconds."
+    return _judged(run, schedule, options, console, words, [], why)
+
+
+def _judged(
+    run: Callable[[Path], DrillRecord],
+    schedule: DrillSchedule,
+    options: dict[str, Any],
+    console: Console,
+    words: Sequence[str],
+    command: Sequence[str],
+    interrupted: str,
+) -> int:
+    """Run a drill in its folder, judge it, and write the reports; return the exit code.
+
+    ``words`` and ``command`` begin and end the command line that plays the same faults again, as far as real
+    processes allow. ``interrupted``: the sentence for Ctrl-C.
+    """
+    expect = options["expect"] or schedule.expect
+    for text in expect:
+        parse_expectation(text)
+    interrupt_at_sigterm()
+    line = ["fabric drill", *words, schedule.origin, *(f"--expect '{text}'" for text in expect), *command]
     try:
         with claimed(options["out"], "drill", _FILES) as folder:
-            verdict = judge_drill(RunningDrill(wanted, schedule, say).run(), expect)
-            words = [f"--lighthouse {options['lighthouse']} --job {client.job}", schedule.origin]
-            _report(verdict, folder, " ".join(["fabric drill", *words]), console)
+            verdict = judge_drill(run(folder), expect)
+            _report(verdict, folder, " ".join(line), console)
     except KeyboardInterrupt:
-        click.echo("Interrupted; the lighthouse undoes the faults within ten seconds.", err=True)
+        click.echo(f"Interrupted; {interrupted}", err=True)
         return 130
     return 0 if verdict.holds else 1
 
 
 def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) -> None:
     """Write the reports into ``folder``, and print the tables. ``line`` repeats the drill."""
-
-    def say(sentence: str) -> None:
-        console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
-
     (folder / "report.html").write_text(page_of(verdict, line), encoding="utf-8")
     document = {"command": line, **as_json(verdict)}
     (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (folder / "junit.xml").write_bytes(as_junit(verdict))
     for table in (fault_table(verdict), kind_table(verdict), expectation_table(verdict)):
-        _print(console, table)
+        print_table(console, table.title, table.head, table.rows)
     for sentence in (*verdict.mistakes, *verdict.broken, *verdict.disagreements):
         console.print(printable(sentence), style="red", markup=False)
     for sentence in verdict.unseen:
-        say(f"Not seen: {sentence}")
-    say(f"Report: {folder / 'report.html'}")
+        _say(console, f"Not seen: {sentence}")
+    _say(console, f"Report: {folder / 'report.html'}")
     if not verdict.holds:
-        say(f"Repeat it: {line}")
+        _say(console, f"Repeat it: {line}")
 
 
-def repeat_line(job: JobOptions, schedule: DrillSchedule, expect: Sequence[str]) -> str:
-    """Return the command line that plays the same faults again, as far as real processes allow."""
-    words = ["fabric drill", f"--replicas {job.replicas}", f"--lighthouses {job.lighthouses}"]
-    words += [f"--store-members {job.store_members}"] if job.store_members else []
-    words += [schedule.origin]
-    words += [f"--expect '{text}'" for text in expect]
-    return " ".join([*words, "--", *job.command])
-
-
-def _wanted(options: dict[str, Any]) -> _Wanted:
-    return _Wanted(options["plan"], options["faults"], options["seed"], options["every"], options["length"])
-
-
-def _schedule(wanted: _Wanted, names: Sequence[str], met: Collection[FaultNeed]) -> DrillSchedule:
+def _schedule(options: dict[str, Any], names: Sequence[str], met: Collection[FaultNeed]) -> DrillSchedule:
     """Return the schedule that the options ask for, checked against the job. Raises ConfigError."""
-    given = [wanted.plan is not None, bool(wanted.faults), wanted.seed is not None]
-    if sum(given) > 1:
+    plan, faults, seed = options["plan"], options["faults"], options["seed"]
+    if sum((plan is not None, bool(faults), seed is not None)) > 1:
         raise ConfigError("--plan, --fault and --random contradict each other: give one of them")
-    if wanted.plan is not None:
-        schedule = read_plan(wanted.plan)
-    elif wanted.faults:
-        origin = " ".join(f"--fault '{text}'" for text in wanted.faults)
-        schedule = DrillSchedule(tuple(parse_fault(text, names) for text in wanted.faults), origin=origin)
+    if plan is not None:
+        schedule = read_plan(plan)
+    elif faults:
+        origin = " ".join(f"--fault '{text}'" for text in faults)
+        schedule = DrillSchedule(tuple(parse_fault(text, names) for text in faults), origin=origin)
     else:
-        every_s, length_s = parse_duration(wanted.every, "--every"), parse_duration(wanted.length, "--for")
-        seed = 1 if wanted.seed is None else wanted.seed
-        schedule = random_schedule(seed, every_s, length_s, names, met)
+        every_s, for_s = (
+            parse_duration(options["every"], "--every"),
+            parse_duration(options["length"], "--for"),
+        )
+        schedule = random_schedule(1 if seed is None else seed, every_s, for_s, names, met)
     check_schedule(schedule, names, met)
     return schedule
 
@@ -261,7 +239,7 @@ def _show_list(job: JobOptions, console: Console) -> None:
         (name.replace("_", "-"), unit.value, meaning, defaults.get(name, "-"))
         for name, (unit, meaning) in MEASURES.items()
     )
-    _print(console, DrillTable("Expectations", ("measure", "unit", "meaning", "default"), measures))
+    print_table(console, "Expectations", ("measure", "unit", "meaning", "default"), measures)
 
 
 def _show_faults(title: str, met: Collection[FaultNeed], console: Console) -> None:
@@ -269,18 +247,11 @@ def _show_faults(title: str, met: Collection[FaultNeed], console: Console) -> No
         (kind.name, kind.does, kind.seen, kind.undone, obstacle(kind, met) or "yes")
         for kind in FAULTS.values()
     )
-    _print(console, DrillTable(title, ("fault", "does", "seen by", "undone by", "possible here"), rows))
+    print_table(console, title, ("fault", "does", "seen by", "undone by", "possible here"), rows)
 
 
-def _print(console: Console, text: DrillTable) -> None:
-    if not text.rows:
-        return
-    table = Table(title=text.title, title_justify="left")
-    for name in text.head:
-        table.add_column(name)
-    for row in text.rows:
-        table.add_row(*map(printable, row))
-    console.print(table)
+def _say(console: Console, sentence: str) -> None:
+    console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
 
 
 def _console() -> Console:
@@ -293,7 +264,3 @@ def _console() -> Console:
 def _environment() -> dict[str, str]:
     """Return the environment of the job's processes: this process's, without fabric's own variables."""
     return {name: value for name, value in process_environment().items() if not name.startswith("FABRIC_")}
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

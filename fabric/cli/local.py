@@ -4,19 +4,16 @@ Exit codes: 0 every replica finished, 1 a replica ended otherwise, 130 interrupt
 """
 
 import os
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import click
 
 from fabric.cli.launch.devices import visible_devices
 from fabric.errors import ConfigError
 from fabric.runtime.config import given_text
-from fabric.runtime.local_job import MAX_REPLICAS, POLL_S, LocalJob, claimed
+from fabric.runtime.local_job import MAX_REPLICAS, POLL_S, LocalJob, claimed, interrupt_at_sigterm
 from fabric.runtime.process_environment import process_environment
 
 # The job's own lighthouse and launchers need these, so a value of the user would be lost without a word.
@@ -60,8 +57,7 @@ def local(
         )
     words = ["--ranks", str(ranks), *(["-m"] if module else []), *(["--no-python"] if no_python else [])]
     words += [*(["--adopt", adopt] if adopt else []), script, *arguments]
-    # Handle SIGTERM as Ctrl-C: end all started processes first.
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_at_sigterm()
     try:
         with claimed(out, "local") as folder:
             raise SystemExit(_train(folder, replicas, ranks, words))
@@ -126,7 +122,3 @@ class _Output:
             for line in lines:
                 # A progress bar writes its states over each other: print the last one.
                 click.echo(f"{self._name} | ".encode() + line.rstrip(b"\r").rpartition(b"\r")[2])
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

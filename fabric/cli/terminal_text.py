@@ -4,9 +4,11 @@ Names of tensors, reasons and addresses come from other processes, some of them 
 character in them could hide a line, or forge one.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 
 def printable(text: str) -> str:
@@ -23,6 +25,16 @@ def all_printable(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(str(key)): all_printable(each) for key, each in value.items()}
     return value
+
+
+def print_table(console: Console, title: str, head: Iterable[str], rows: Sequence[Iterable[str]]) -> None:
+    """Print a table of text; one without rows is left out."""
+    if not rows:
+        return
+    table = Table(*head, title=title or None, title_justify="left")
+    for row in rows:
+        table.add_row(*map(printable, row))
+    console.print(table)
 
 
 def plain_console(*, stderr: bool = False, width: int | None = None) -> Console:

@@ -193,9 +193,7 @@ def _absence(everything: AllCalls, pending: Sequence[Wait], process: Process, no
     waits_words = "waits" if len(same) == 1 else "wait"
     name, others = everything.name(process), everything.listed(same)
     verb = waits_words if any(w.call.is_pending for w in waiting) else "waited until they gave up"
-    since = (
-        f" for {(now_ns - first.call.created_ns) / 1e9:.1f} s" if 0 < first.call.created_ns < now_ns else ""
-    )
+    since = _since(first.call, now_ns)
     is_read = (process, first.call.backend == "fabric") in everything.has_recorded
     if is_read:
         why = f"{name} has not come to {first.call.words}, in which {others} {verb}{since}"

@@ -9,9 +9,12 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime.guarded_processes import Processes
@@ -23,6 +26,7 @@ _NAMES = ("journal", "run", "log", "lighthouse", "token", "auth")
 MAX_REPLICAS = 64
 READY_S = 120.0
 POLL_S = 0.02
+SUPERVISOR_FILE = "supervisor.jsonl"
 _LAST_BYTES, _MOST_WORDS = 1 << 16, 300
 
 
@@ -107,6 +111,12 @@ class LocalJob:
         self.processes.start(
             name, ["fabric.cli.main", "launch", *launch], self.log(name), **{**own, **settings}
         )
+
+    def note(self, event: str, t: float | None = None, **fields: object) -> None:
+        """Write what the command does or sees into the job's log, for the audit of the journals."""
+        entry = {"event": event, "t": time.time() if t is None else t, **fields}
+        with (self.folder / SUPERVISOR_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
 
     def check(self, name: str) -> int | None:
         """Return 0 for a process that has ended well, None for one that runs. Raises FabricError else."""
@@ -197,6 +207,15 @@ def _clear(directory: Path, names: Sequence[str]) -> None:
                 path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be replaced: {error.strerror}.") from error
+
+
+def interrupt_at_sigterm() -> None:
+    """Handle SIGTERM as Ctrl-C, so that a command ends all started processes first."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def wait_for(condition: Callable[[], object], problem: Callable[[], str], within_s: float = READY_S) -> None:

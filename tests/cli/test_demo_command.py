@@ -15,10 +15,9 @@ from cli.journals import STEPS, VICTIM, SyntheticRun
 from click.testing import CliRunner
 from rich.console import Console
 
-from fabric.audit.journal_follower import JournalFollower
 from fabric.cli.demo.command import demo
 from fabric.cli.demo.progress import DemoProgress, _plain
-from fabric.cli.demo.replica_view import ReplicaView
+from fabric.drill.run.journal_watch import JournalFollower, WatchedReplica
 from fabric.runtime.guarded_processes import Processes
 
 
@@ -153,10 +152,10 @@ def test_only_marked_processes_are_killed(processes: Processes, tmp_path: Path) 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_shown_in_terminals_and_logs(terminal: bool) -> None:
     output = io.StringIO()
-    views = {"r0": ReplicaView("r0"), "r1": ReplicaView("r1")}
+    views = {"r0": WatchedReplica("r0"), "r1": WatchedReplica("r1")}
     with DemoProgress(Console(file=output, force_terminal=terminal, width=120), STEPS, views) as show:
         for entry in SyntheticRun().entries["r0"]:
-            sentence = views["r0"].apply(entry)
+            sentence = views["r0"].take(entry)
             if sentence:
                 show.say(sentence)
             show.update()
@@ -168,7 +167,7 @@ def test_progress_is_shown_in_terminals_and_logs(terminal: bool) -> None:
 
 def test_a_journal_is_followed_as_it_grows(tmp_path: Path) -> None:
     path = tmp_path / "r1.jsonl"
-    follower, view = JournalFollower(path), ReplicaView(VICTIM)
+    follower, view = JournalFollower(path), WatchedReplica(VICTIM)
     assert follower.poll() == []
     content = b"".join(json.dumps(entry).encode() + b"\n" for entry in SyntheticRun().entries[VICTIM])
     said: list[str] = []
@@ -176,7 +175,7 @@ def test_a_journal_is_followed_as_it_grows(tmp_path: Path) -> None:
         # Write seven bytes at a time, so that every line arrives in pieces.
         for start in range(0, len(content), 7):
             file.write(content[start : start + 7])
-            said.extend(filter(None, map(view.apply, follower.poll())))
+            said.extend(filter(None, map(view.take, follower.poll())))
     run = SyntheticRun()
     sealed = next(e for e in run.supervisor if e.get("replica") == VICTIM and e["event"] == "journal")
     assert follower.counts == sealed["lines"]
@@ -190,8 +189,8 @@ def test_a_journal_is_followed_as_it_grows(tmp_path: Path) -> None:
 
 
 def test_a_line_of_the_demo_has_the_loss_of_its_newest_step():
-    killed = ReplicaView("r0", "killed", step=3, loss=4.5)
-    training = ReplicaView("r1", "training", step=9, loss=2.25)
-    starting = ReplicaView("r2")
+    killed = WatchedReplica("r0", "killed", step=3, loss=4.5)
+    training = WatchedReplica("r1", "training", step=9, loss=2.25)
+    starting = WatchedReplica("r2")
     assert _plain([killed, training, starting]).startswith("loss 2.2500, r0 killed (3), ")
     assert _plain([starting]) == "r2 starting (0)"

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from fabric.audit.journal import read_run
 from fabric.audit.verify import Verdict, judge
-from fabric.cli.demo.charts import nice_ticks
 from fabric.cli.demo.report import render, write_report
-from fabric.cli.demo.tables import print_tables
+from fabric.cli.terminal_text import print_table
+from fabric.drill.report.charts import nice_ticks
+from fabric.drill.report.tables import failure_table, join_table, overview_table
 
 
 @pytest.fixture
@@ -96,7 +97,9 @@ def test_events_are_merged_by_time(directory: Path, verdict: Verdict) -> None:
 
 def test_the_tables_show_failures_and_joins(verdict: Verdict) -> None:
     output = io.StringIO()
-    print_tables(Console(file=output, width=160), verdict.summary)
+    for table in (overview_table, failure_table, join_table):
+        shown = table(verdict.summary)
+        print_table(Console(file=output, width=160), shown.title, shown.head, shown.rows)
     text = output.getvalue()
     assert f" {STEPS} " in text and "equal" in text
     assert "4.0 MB" in text and "0.20 GB/s" in text and VICTIM in text

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fabric.cli.demo.corpus import ByteWindows, read_corpus
-from fabric.cli.demo.gpt import BYTES, ByteGPT
+from fabric.cli.demo.trainer import BYTES, ByteGPT, ByteWindows, read_corpus
 
 
 @pytest.fixture(scope="module")

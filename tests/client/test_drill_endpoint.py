@@ -19,6 +19,8 @@ from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.process.drill_endpoint import DrillEndpoint, _HeldOrder
 from fabric.client.process.journal import Journal
+from fabric.drill.injection.drilled_processes import ProcessTarget
+from fabric.drill.injection.played_faults import PlayedFault, obey
 from fabric.drill.injection.point_order import SentOrder
 from fabric.errors import ProtocolError, Refused
 from fabric.ftar.buckets import FlatGradients
@@ -310,3 +312,34 @@ def test_a_thread_that_reaches_the_point_at_once_reports_after_the_answer():
         thread.join()
         theirs.close()
         assert [json.loads(line) for line in ours.makefile()] == [{"ok": True}, {"hit": "ring", "step": 1}]
+
+
+def test_a_player_has_the_evidence_of_an_order_and_of_its_end(folder, points):
+    fault = PlayedFault("hang")
+    fault.script = obey(fault, folder, order(step=20), ProcessTarget(os.getpid()))
+    with Loop(points) as loop:
+        until(lambda: fault.look() or fault.observed)
+        assert fault.observed == f"process {os.getpid()} stands still at ring of step {loop.step}"
+        assert fault.began and not fault.undone
+        fault.end()
+        until(lambda: fault.look() or fault.undone)
+        assert fault.undone == f"process {os.getpid()} has ended it"
+        until(lambda: not loop.stands_still())
+
+
+def test_a_player_of_a_deadly_order_waits_for_the_next_process(folder):
+    words = [sys.executable, "-c", TRAINER, str(folder)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout.readline()
+        started = []
+        fault = PlayedFault("kill")
+        deadly = order(point="optimizer", action="kill")
+        target = ProcessTarget(trainer.pid)
+        fault.script = obey(fault, folder, deadly, target, lambda: "".join(started))
+        until(lambda: fault.look() or fault.observed)
+        assert f"process {trainer.pid} is gone at optimizer of step" in fault.observed
+        fault.end()
+        assert not fault.undone
+        started.append("process 1 of r0 started")
+        fault.look()
+        assert fault.undone == "process 1 of r0 started"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget, start_time
+from fabric.drill.injection.injector import Injector, TrainerAddress
+from fabric.drill.injection.played_faults import PlayedFault, kill, kill_server, memory, slow, stop
 from fabric.drill.injection.undo_guard import UndoGuard, guard
 from fabric.errors import Refused
 
@@ -165,3 +167,120 @@ def test_a_process_that_is_gone_has_no_start_time(start):
     process.kill()
     process.wait()
     assert start_time(process.pid) == ""
+
+
+def looked(fault: PlayedFault, evidence: str) -> str:
+    """The evidence ``observed`` or ``undone`` of a fault, once it is there."""
+
+    def look() -> str:
+        fault.look()
+        return getattr(fault, evidence)
+
+    until(look)
+    return getattr(fault, evidence)
+
+
+@pytest.fixture
+def undo() -> Iterator[UndoGuard]:
+    undo = UndoGuard()
+    yield undo
+    undo.close()
+
+
+@pytest.mark.parametrize(("player", "evidence"), [(stop, "is stopped"), (slow, "was stopped")])
+def test_a_stopped_process_goes_on_at_the_end_of_its_fault(start, undo, player, evidence):
+    process = start()
+    fault = PlayedFault("stop")
+    fault.script = player(fault, ProcessTarget(process.pid), undo)
+    assert evidence in looked(fault, "observed") and not fault.undone
+    fault.end()
+    assert looked(fault, "undone") == f"process {process.pid} runs"
+    assert state(process.pid) != "T" and evidence in fault.observed
+
+
+@pytest.mark.parametrize("player", [stop, slow])
+def test_a_stopped_process_goes_on_where_its_player_is_broken_off(start, undo, player):
+    process = start()
+    fault = PlayedFault("stop")
+    fault.script = player(fault, ProcessTarget(process.pid), undo)
+    looked(fault, "observed")
+    fault.script.close()
+    until(lambda: state(process.pid) != "T")
+    fault.end()
+    assert fault.undone == ""
+
+
+def test_a_fault_that_ends_before_its_first_look_never_begins(start):
+    process = start()
+    fault = PlayedFault("kill")
+    fault.script = kill(fault, {"r0": ProcessTarget(process.pid)}, lambda: "")
+    fault.end()
+    assert process.poll() is None and not fault.pids
+
+
+def test_a_kill_is_over_when_the_next_processes_are_seen(start):
+    processes = {name: start() for name in ("r0", "r1")}
+    started = []
+    fault = PlayedFault("kill-two")
+    targets = {name: ProcessTarget(x.pid) for name, x in processes.items()}
+    fault.script = kill(fault, targets, lambda: "; ".join(started))
+    assert looked(fault, "observed").count("is gone") == 2
+    assert fault.pids == {name: x.pid for name, x in processes.items()} and fault.targets == ("r0", "r1")
+    fault.end()
+    assert not fault.is_over
+    started.append("process 1 of r0 started")
+    fault.look()
+    assert fault.undone == "process 1 of r0 started"
+
+
+def test_a_killed_checkpoint_server_is_over_when_another_has_taken_its_place(start):
+    start("fabric.ckpt_server", **allowed())
+    fault = PlayedFault("kill-server")
+    fault.script = kill_server(fault, DrilledProcesses(JOB), "r1")
+    looked(fault, "observed")
+    fault.end()
+    assert not fault.undone
+    successor = start("fabric.ckpt_server", **allowed())
+    assert looked(fault, "undone") == f"process {successor.pid} has taken its place"
+
+
+def test_memory_is_held_until_the_end(monkeypatch):
+    monkeypatch.setattr("fabric.drill.injection.memory_ballast._MOST_BYTES", 1 << 24)
+    fault = PlayedFault("memory")
+    fault.script = memory(fault)
+    assert "holds" in looked(fault, "observed")
+    fault.end()
+    assert "has ended" in fault.undone
+
+
+class Orders:
+    """Stands for a lighthouse: orders the faults, and ends the trainer once all of them are over."""
+
+    def __init__(self, faults: list[dict], trainer: subprocess.Popen) -> None:
+        self.faults, self.trainer = faults, trainer
+        self.reports: dict[str, dict[str, str]] = {}
+
+    def path(self, *rest: str) -> str:
+        return "/".join(rest)
+
+    def ask(self, path: str, body: dict) -> dict:
+        self.reports |= body["reports"]
+        over = {number for number, x in self.reports.items() if x.keys() & {"undone", "problem"}}
+        if len(over) == len(self.faults):
+            self.trainer.kill()
+        left = [x for x in self.faults if str(x["number"]) not in over]
+        return {"drill": "d1", "faults": left}
+
+
+def test_an_injector_plays_what_the_lighthouse_orders_and_says_what_it_cannot_play(start, undo, tmp_path):
+    trainer = start()
+    faults = [("stop", 0.2), ("no-such-fault", 0.0), ("hang", 1.0)]
+    orders = Orders(
+        [{"number": n, "fault": name, "seconds": s} for n, (name, s) in enumerate(faults, start=1)], trainer
+    )
+    Injector(TrainerAddress(trainer.pid, JOB, "r1", tmp_path, True), orders, undo).run()
+    reports = orders.reports
+    assert reports["1"]["observed"] == f"process {trainer.pid} is stopped"
+    assert reports["1"]["undone"] == f"process {trainer.pid} runs"
+    assert reports["2"] == {"problem": "this injector plays no no-such-fault: use a drill of its version"}
+    assert "no trainer takes orders of a drill" in reports["3"]["problem"]

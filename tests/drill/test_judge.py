@@ -100,11 +100,11 @@ def test_the_demo_and_the_drill_have_one_checker():
 
 
 def test_each_fault_has_a_cost_and_a_timeline():
-    (cost,) = judge_drill(record()).costs
-    assert cost.stall_s is not None and 0 <= cost.stall_s < 0.1
-    assert 1 < cost.rejoined_s[VICTIM] < 3
-    assert any("forced epoch 2 with r0, r2" in text for text in cost.timeline)
-    assert any(f"{VICTIM}: joined at step 7" in text for text in cost.timeline)
+    (fault,) = judge_drill(record()).faults
+    assert fault.stall_s is not None and 0 <= fault.stall_s < 0.1
+    assert 1 < fault.rejoined_s[VICTIM] < 3
+    assert any("forced epoch 2 with r0, r2" in text for text in fault.timeline)
+    assert any(f"{VICTIM}: joined at step 7" in text for text in fault.timeline)
 
 
 def test_the_measured_values_are_those_of_the_journals():

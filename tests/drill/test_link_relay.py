@@ -5,10 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
 from fabric.drill.injection.link_relay import LinkRelay, LinkWeather
+from fabric.drill.injection.played_faults import PlayedFault
+from fabric.drill.run.started_faults import SCRIPTS
+from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import ConfigError
 
 HOST = "127.77.99.1"
@@ -176,3 +180,48 @@ def test_closing_ends_every_connection(relay: LinkRelay):
         assert receive(sock, 1) == b"x"
         relay.close()
         assert sock.recv(1) == b""
+
+
+class Relay:
+    """Stands for a relay: counts the connections that it is told to reset."""
+
+    def __init__(self) -> None:
+        self.weather = LinkWeather()
+
+    def reset_one(self) -> None:
+        self.weather.reset += 1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "count", "evidence"),
+    [
+        ("cut-peers", {"holds_to": True, "holds_from": True}, "held", "the relay held 2 pieces"),
+        ("cut-in", {"holds_to": True}, "held", "the relay held 2 pieces"),
+        ("cut-lighthouse", {"holds_to": True, "holds_from": True}, "held", "the relay held 2 pieces"),
+        ("slow-link", {"delay_s": 0.05}, "delayed", "the relay delayed 2 pieces"),
+        ("flip-payload", {"flips": True}, "flipped", "the relay flipped 2 bits"),
+        ("lossy-link", {}, "", "the relay reset 1 connections"),
+    ],
+)
+def test_a_fault_of_a_link_changes_the_weather_until_its_end(name, changes, count, evidence):
+    here, other = Relay(), Relay()
+    relays = {"relays": {"r1": here}, "lighthouse_relays": {"r1": other}}
+    if name == "cut-lighthouse":
+        here, other = other, here
+    here.weather.held = here.weather.delayed = here.weather.flipped = here.weather.reset = 5
+    calm = LinkWeather()
+    fault = PlayedFault(name)
+    scene = SimpleNamespace(job=SimpleNamespace(**relays))
+    fault.script = SCRIPTS[name](scene, fault, ScheduledFault(name, "r1"))
+    fault.look()
+    if count:
+        assert not fault.observed
+        setattr(here.weather, count, 7)
+        fault.look()
+    assert fault.observed == evidence and fault.targets == ("r1",)
+    faults = ("holds_to", "holds_from", "delay_s", "flips")
+    assert {x: getattr(here.weather, x) for x in faults} == {x: getattr(calm, x) for x in faults} | changes
+    assert {x: getattr(other.weather, x) for x in faults} == {x: getattr(calm, x) for x in faults}
+    fault.end()
+    assert {x: getattr(here.weather, x) for x in faults} == {x: getattr(calm, x) for x in faults}
+    assert fault.undone == "the relay forwards again"

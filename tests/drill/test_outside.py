@@ -39,7 +39,7 @@ def test_an_honest_drill_meets_its_expectations_and_says_what_was_not_seen():
     measured = {o.expectation for o in verdict.outcomes if o.value is not None}
     assert measured == {"steps_lost==0", "restarts==0", "unexplained-wait<=10s", "rejoined<=120s"}
     assert [text.partition(":")[0] for text in verdict.unseen] == ["no journal was read"]
-    assert verdict.costs[0].rejoined_s == {"r1": 3.0}
+    assert verdict.faults[0].rejoined_s == {"r1": 3.0}
 
 
 @pytest.mark.parametrize(

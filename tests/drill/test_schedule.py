@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fabric.drill.injection.played_faults import ORDERS
 from fabric.drill.run.plan_file import read_plan
+from fabric.drill.run.started_faults import SCRIPTS
 from fabric.drill.schedule.drill_schedule import (
     DrillSchedule,
     ScheduledFault,
@@ -169,3 +171,8 @@ def test_each_fault_says_what_it_does_how_it_is_seen_and_how_it_ends():
     for kind in FAULTS.values():
         assert kind.does and kind.seen and kind.undone and kind.needs, kind.name
         assert kind.scope in FaultScope
+
+
+def test_each_fault_of_the_table_has_a_player_and_each_player_a_fault():
+    assert set(SCRIPTS) == set(FAULTS)
+    assert set(ORDERS) <= set(FAULTS)

@@ -4,10 +4,8 @@ Exit codes: 0 good, 1 a process failed or a promise of the protocol was broken, 
 arguments, 130 interrupted.
 """
 
-import signal
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import click
@@ -17,7 +15,7 @@ from fabric.audit.verify import verify
 from fabric.cli.demo.supervise import TIME_LIMIT_S, DemoOptions, supervise
 from fabric.cli.terminal_text import plain_console, printable
 from fabric.errors import ConfigError, FabricError
-from fabric.runtime.local_job import MAX_REPLICAS, claimed
+from fabric.runtime.local_job import MAX_REPLICAS, claimed, interrupt_at_sigterm
 
 MAX_STEPS = 100_000
 DEFAULT_STEPS = 120
@@ -82,8 +80,7 @@ def verify_command(directory: Path) -> None:
 
 
 def _run(options: DemoOptions, console: Console) -> NoReturn:
-    # Handle SIGTERM as Ctrl-C: end all started processes first.
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_at_sigterm()
     with claimed(options.out, "demo", FILES) as directory:
         code = supervise(replace(options, out=directory), console)
     raise SystemExit(code)
@@ -109,7 +106,3 @@ def _kill_step(replicas: int, steps: int, kill_at: int | None, *, no_failure: bo
 def _fail(why: object, code: int) -> NoReturn:
     click.echo(f"Error: {printable(str(why))}", err=True)
     raise SystemExit(code)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

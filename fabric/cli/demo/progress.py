@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fabric.cli.demo.replica_view import ReplicaView
+from fabric.drill.run.journal_watch import WatchedReplica
 
 _STYLES = {"training": "green", "catching up": "yellow", "killed": "bold red", "finished": "dim"}
 
@@ -18,7 +18,7 @@ _STYLES = {"training": "green", "catching up": "yellow", "killed": "bold red", "
 class DemoProgress:
     """A context manager around the run; ``say`` adds a line, ``update`` redraws."""
 
-    def __init__(self, console: Console, steps: int, views: Mapping[str, ReplicaView]) -> None:
+    def __init__(self, console: Console, steps: int, views: Mapping[str, WatchedReplica]) -> None:
         self._console, self._steps, self._views = console, steps, views
         self._began = time.monotonic()
         self._told = 0
@@ -69,7 +69,7 @@ class DemoProgress:
         return Group(table, ProgressBar(total=self._steps, completed=done, width=60))
 
 
-def _plain(views: Sequence[ReplicaView]) -> str:
+def _plain(views: Sequence[WatchedReplica]) -> str:
     # A replica that was killed or is behind shows the loss of an older step.
     newest = max((view for view in views if view.step), key=lambda view: view.step, default=None)
     loss = f"loss {newest.loss:.4f}, " if newest is not None and newest.loss is not None else ""

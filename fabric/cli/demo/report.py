@@ -5,7 +5,7 @@ run that broke a promise.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -15,8 +15,8 @@ from fabric.audit.audit import Evidence
 from fabric.audit.journal import JournalLine, ReplicaJournal, lines_of
 from fabric.audit.summary import mean_loss, step_gaps
 from fabric.audit.verify import Verdict
-from fabric.cli.demo.charts import ChartMark, LossPoint, RosterSpan, bars, colour, curves, rosters
-from fabric.cli.demo.tables import TextTable, failure_rows, join_rows
+from fabric.drill.report.charts import ChartMark, ChartPoint, ChartSpan, bars, colour, curves, rosters
+from fabric.drill.report.tables import failure_table, html_facts, html_list, html_table, join_table
 
 
 def write_report(directory: Path, verdict: Verdict) -> None:
@@ -49,14 +49,14 @@ def render(verdict: Verdict) -> str:
         subtitle=f"A training run of {seconds:.1f} s, as the journals of its replicas tell it.",
         verdict=_verdict(verdict),
         verdict_class="bad" if verdict.broken else "good",
-        broken=_list(verdict.broken),
+        broken=html_list(verdict.broken[:50]),
         facts=_facts(verdict),
         legend="".join(_legend(index, name) for index, name in enumerate(replicas)),
         loss=curves(_losses(evidence, zero), marks, seconds),
         roster=rosters(spans, marks, seconds),
         steps=bars(_step_times(evidence, zero), marks, seconds, summary.median_step_s),
-        failures=_table(failure_rows(summary), "No process failed."),
-        joins=_table(join_rows(summary), "No process joined the running job."),
+        failures=html_table(failure_table(summary), "No process failed."),
+        joins=html_table(join_table(summary), "No process joined the running job."),
     )
 
 
@@ -74,22 +74,16 @@ def _verdict(verdict: Verdict) -> str:
     )
 
 
-def _list(sentences: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences[:50])
-    return f"<ul>{items}</ul>" if items else ""
-
-
 def _facts(verdict: Verdict) -> str:
     summary = verdict.summary
-    facts = [
-        ("steps lost", str(summary.steps_lost)),
-        ("samples skipped", str(summary.samples_skipped)),
-        ("samples repeated", str(summary.samples_repeated)),
-        ("median step", f"{summary.median_step_s:.3f} s"),
-        ("longest stall", f"{summary.max_survivor_stall_s:.3f} s"),
-        ("final loss", f"{summary.final_loss:.4f}"),
-    ]
-    return "".join(f'<div class="fact"><b>{value}</b><span>{name}</span></div>' for name, value in facts)
+    return html_facts(
+        (str(summary.steps_lost), "steps lost"),
+        (str(summary.samples_skipped), "samples skipped"),
+        (str(summary.samples_repeated), "samples repeated"),
+        (f"{summary.median_step_s:.3f} s", "median step"),
+        (f"{summary.max_survivor_stall_s:.3f} s", "longest stall"),
+        (f"{summary.final_loss:.4f}", "final loss"),
+    )
 
 
 def _legend(index: int, replica: str) -> str:
@@ -99,17 +93,7 @@ def _legend(index: int, replica: str) -> str:
     )
 
 
-def _table(table: TextTable, empty: str) -> str:
-    if not table.rows:
-        return f"<p>{empty}</p>"
-
-    def row(tag: str, cells: Iterable[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    return f"<table>{row('th', table.head)}{''.join(row('td', cells) for cells in table.rows)}</table>"
-
-
-def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[LossPoint]]]:
+def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[ChartPoint]]]:
     return {
         replica: [
             [_loss(line, zero) for line in lines_of(lines, "commit")] for lines in journal.incarnations()
@@ -118,23 +102,23 @@ def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[LossPoint]]]
     }
 
 
-def _loss(line: JournalLine, zero: float) -> LossPoint:
+def _loss(line: JournalLine, zero: float) -> ChartPoint:
     replay, loss = line.flag("replay"), mean_loss(line)
     tip = f"{line.replica}, step {line.integer('step')}: {loss:.4f}{' (replayed)' if replay else ''}"
-    return LossPoint(line.t - zero, loss, tip, hollow=replay)
+    return ChartPoint(line.t - zero, loss, tip, hollow=replay)
 
 
-def _step_times(evidence: Evidence, zero: float) -> dict[str, list[LossPoint]]:
-    series: dict[str, list[LossPoint]] = {name: [] for name in sorted(evidence.run.journals)}
+def _step_times(evidence: Evidence, zero: float) -> dict[str, list[ChartPoint]]:
+    series: dict[str, list[ChartPoint]] = {name: [] for name in sorted(evidence.run.journals)}
     for line, gap in step_gaps(evidence):
         tip = f"{line.replica}, step {line.integer('step')}: {gap:.3f} s"
-        series[line.replica].append(LossPoint(line.t - zero, gap, tip))
+        series[line.replica].append(ChartPoint(line.t - zero, gap, tip))
     return series
 
 
-def _spans(journal: ReplicaJournal, zero: float) -> list[RosterSpan]:
+def _spans(journal: ReplicaJournal, zero: float) -> list[ChartSpan]:
     """Return the replica's epoch over time, from each epoch line of its journal to the next."""
-    spans: list[RosterSpan] = []
+    spans: list[ChartSpan] = []
     for lines in journal.incarnations():
         start, epoch = lines[0].t, None
         for line in lines_of(lines, "epoch"):
@@ -145,6 +129,6 @@ def _spans(journal: ReplicaJournal, zero: float) -> list[RosterSpan]:
     return spans
 
 
-def _one_span(replica: str, start: float, end: float, epoch: int | None) -> RosterSpan:
+def _one_span(replica: str, start: float, end: float, epoch: int | None) -> ChartSpan:
     what = "starts or catches up" if epoch is None else f"in epoch {epoch}"
-    return RosterSpan(start, end, epoch, f"{replica} {what}, {start:.2f} s to {end:.2f} s")
+    return ChartSpan(start, end, f"{replica} {what}, {start:.2f} s to {end:.2f} s", epoch)

@@ -4,24 +4,23 @@ The supervisor has no part in the training. It reads the journals, and writes it
 ``supervisor.jsonl``. Each replica has its own launcher, which restarts a killed trainer.
 """
 
-import json
+import contextlib
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from fabric.audit.audit import absent
 from fabric.audit.journal import read_run
-from fabric.audit.journal_follower import JournalFollower
 from fabric.audit.verify import judge, write_summary
 from fabric.cli.demo.progress import DemoProgress
-from fabric.cli.demo.replica_view import ReplicaView
 from fabric.cli.demo.report import write_report
-from fabric.cli.demo.tables import print_tables
+from fabric.cli.terminal_text import print_table
+from fabric.drill.report.tables import failure_table, join_table, overview_table
+from fabric.drill.run.journal_watch import JournalWatch, WatchedReplica
 from fabric.errors import FabricError
 from fabric.runtime.local_job import POLL_S, LocalJob
 from fabric.runtime.process_environment import own_program
@@ -71,7 +70,8 @@ def _conclude(options: DemoOptions, console: Console) -> int:
     verdict = judge(read_run(out))
     write_summary(out, verdict.summary)
     write_report(out, verdict)
-    print_tables(console, verdict.summary)
+    for table in (t(verdict.summary) for t in (overview_table, failure_table, join_table)):
+        print_table(console, table.title, table.head, table.rows)
     for sentence in verdict.broken:
         console.print(sentence, style="red", markup=False)
     for replica in absent(verdict.evidence):
@@ -88,9 +88,8 @@ class _Supervisor:
 
     def __init__(self, options: DemoOptions, job: LocalJob) -> None:
         self._options, self._job = options, job
-        self._log = options.out / "supervisor.jsonl"
-        self._followers = {name: JournalFollower(job.journal(name)) for name in options.names}
-        self.views = {name: ReplicaView(name) for name in options.names}
+        self._watch = JournalWatch({name: job.journal(name) for name in options.names})
+        self.views = self._watch.replicas
         self._killed = options.kill_at is None
         self._shown = False
 
@@ -98,7 +97,7 @@ class _Supervisor:
         """Run from the first process to the exit of the last launcher."""
         deadline = time.monotonic() + self._options.limit_s
         options = self._options
-        self._note("demo", replicas=options.replicas, steps=options.steps, kill_at=options.kill_at)
+        self._job.note("demo", replicas=options.replicas, steps=options.steps, kill_at=options.kill_at)
         self._job.start_lighthouse()
         show.say(f"the lighthouse answers at {self._lighthouse}")
         for name in options.names:
@@ -116,10 +115,8 @@ class _Supervisor:
 
     def seal(self) -> None:
         """Log how many lines of each process of each replica the supervisor has seen."""
-        for name, follower in self._followers.items():
-            while follower.poll():
-                pass
-            self._note("journal", replica=name, lines=follower.counts)
+        for name, counts in self._watch.counts().items():
+            self._job.note("journal", replica=name, lines=counts)
 
     @property
     def _lighthouse(self) -> str:
@@ -136,65 +133,35 @@ class _Supervisor:
         self._job.start_replica(name, ["--no-python", *program], settings)
 
     def _follow(self, show: DemoProgress) -> None:
-        changed = False
-        for name, follower in self._followers.items():
-            view = self.views[name]
-            for entry in follower.poll():
-                changed = True
-                sentence = view.apply(entry)
-                if sentence is not None:
-                    show.say(sentence)
+        before = self._watch.lines
+        for sentence in self._watch.look():
+            show.say(sentence)
         victim = self.views[self._options.victim]
-        if not self._killed and victim.step >= (self._options.kill_at or 0) and victim.pid is not None:
+        if not self._killed and victim.step >= (self._options.kill_at or 0) and victim.pid:
             self._kill(victim, show)
         if not self._shown and all(view.step > 0 for view in self.views.values()):
             self._shown = True
             page = f"{self._lighthouse}/ with the token of {self._options.out / 'token'}"
             show.say(f"look inside: {page} in a browser, or in another terminal:", *self._curl_lines())
-        if changed:
+        if self._watch.lines > before:
             show.update()
 
-    def _kill(self, view: ReplicaView, show: DemoProgress) -> None:
-        assert view.pid is not None
+    def _kill(self, view: WatchedReplica, show: DemoProgress) -> None:
         t = time.time()
         if not self._job.processes.kill(view.pid):
             raise FabricError(f"Process {view.pid} of {view.replica} was to be killed and is not ours.")
         self._killed = True
-        self._note("kill", t=t, replica=view.replica, pid=view.pid, step=view.step)
+        self._job.note("kill", t, replica=view.replica, pid=view.pid, step=view.step)
         view.phase = "killed"
         show.say(f"kill -9 {view.pid}: {view.replica} dies after step {view.step}")
 
-    def _note(self, event: str, t: float | None = None, **fields: object) -> None:
-        entry = {"event": event, "t": time.time() if t is None else t, **fields}
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-
     def _curl_lines(self) -> Iterator[str]:
         curl = f"curl -s -H @{self._options.out / 'auth'}"
-        job = f"{self._lighthouse}/v1/jobs/{JOB}"
-        yield f"{curl} {job}"
-        yield f"{curl} {job}/events"
-        checkpoint = self._checkpoint_url()
-        if checkpoint:
-            yield f"{curl} {checkpoint}/v1/snapshots"
-            yield f"{curl} -o latest.safetensors {checkpoint}/v1/snapshots/latest/data"
-
-    def _checkpoint_url(self) -> str:
-        """Return the URL of a checkpoint server from the lighthouse's status; empty where it has none."""
+        yield f"{curl} {self._lighthouse}/v1/jobs/{JOB}"
+        yield f"{curl} {self._lighthouse}/v1/jobs/{JOB}/events"
         client = self._job.client
-        try:
-            return _find_checkpoint(client.ask(client.path()))
-        except FabricError:
-            return ""
-
-
-def _find_checkpoint(document: Any) -> str:
-    """Return the first URL under a key that names a checkpoint server."""
-    if isinstance(document, dict):
-        for key, value in document.items():
-            if isinstance(value, str) and value.startswith("http") and key.startswith(("ckpt", "check")):
-                return value.rstrip("/")
-    children = document.values() if isinstance(document, dict) else document
-    if isinstance(document, dict | list):
-        return next(filter(None, map(_find_checkpoint, children)), "")
-    return ""
+        with contextlib.suppress(FabricError, LookupError, TypeError, AttributeError):
+            members = client.ask(client.path())["members"]
+            for checkpoint in [member["ckpt"].rstrip("/") for member in members if member["ckpt"]][:1]:
+                yield f"{curl} {checkpoint}/v1/snapshots"
+                yield f"{curl} -o latest.safetensors {checkpoint}/v1/snapshots/latest/data"

@@ -9,6 +9,7 @@ import contextlib
 import os
 import select
 import signal
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ ALLOWED = "FABRIC_DRILL=1"
 
 
 class ProcessTarget:
-    """One process that a fault hits. Close it after use."""
+    """One process that a fault hits."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -27,6 +28,7 @@ class ProcessTarget:
             self._pidfd = os.pidfd_open(pid)
         except OSError as error:
             raise Refused(f"process {pid} is gone: look at its log, and drill again") from error
+        self.close = weakref.finalize(self, os.close, self._pidfd)
 
     def send(self, number: int) -> None:
         """Send a signal; nothing happens if the process is gone."""
@@ -47,9 +49,6 @@ class ProcessTarget:
     def is_stopped(self) -> bool:
         """Whether the kernel says that the process is stopped."""
         return not self.is_gone and _stat(self.pid)[:1] == ["T"]
-
-    def close(self) -> None:
-        os.close(self._pidfd)
 
 
 @dataclass(frozen=True, slots=True)

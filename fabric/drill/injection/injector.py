@@ -15,20 +15,30 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 import fabric
-from fabric.drill.injection.drilled_processes import ProcessTarget
-from fabric.drill.injection.played_faults import DrilledTrainer, OrderedFault, PlayedFault, make_played
+from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
+from fabric.drill.injection.played_faults import (
+    ORDERS,
+    PlayedFault,
+    Script,
+    kill,
+    kill_server,
+    memory,
+    obey,
+    slow,
+    stop,
+)
 from fabric.drill.injection.undo_guard import UndoGuard
-from fabric.errors import FabricError, ProtocolError
+from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.runtime.config import Settings, settings
-from fabric.runtime.drill_orders import proof_of
+from fabric.runtime.drill_orders import MOST_SECONDS, PointOrder, proof_of
 from fabric.runtime.http.lighthouse_client import Lighthouses
 from fabric.runtime.http.token_file import TokenFile, is_same, read_tokens
 from fabric.runtime.process_environment import (
@@ -67,40 +77,20 @@ class TrainerAddress:
         return cls(**{**words, "run_dir": Path(words["run_dir"])})
 
 
+class OrderedFault(msgspec.Struct, frozen=True):
+    """One fault in an answer of the lighthouse."""
+
+    number: int
+    fault: str
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
+    point: str = ""
+
+
 class InjectorAnswer(msgspec.Struct, frozen=True):
     """An answer of the lighthouse."""
 
     drill: str
     faults: list[OrderedFault] = []
-
-
-@dataclass
-class FaultUnderWay:
-    """A fault that this injector plays, and its reports."""
-
-    played: PlayedFault
-    until: float  # monotonic seconds
-    is_ended: bool = False
-    reports: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def is_over(self) -> bool:
-        return "undone" in self.reports or "problem" in self.reports
-
-    def look(self) -> None:
-        """Gather evidence."""
-        try:
-            if not self.is_ended and "observed" not in self.reports and (text := self.played.seen()):
-                self.reports["observed"] = text
-            if self.is_ended and "undone" not in self.reports and (text := self.played.undone()):
-                self.reports["undone"] = text
-        except FabricError as error:
-            self.reports["problem"] = str(error)
-
-    def end(self) -> None:
-        if not self.is_ended:
-            self.is_ended = True
-            self.played.end()
 
 
 class Injector:
@@ -114,7 +104,8 @@ class Injector:
         self._id = os.urandom(8).hex()
         self._host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self._drill = ""
-        self._faults: dict[int, FaultUnderWay] = {}
+        self._faults: dict[int, PlayedFault] = {}
+        self._until: dict[int, float] = {}  # by fault: monotonic seconds
         self._answered = time.monotonic()
 
     def run(self) -> None:
@@ -152,34 +143,56 @@ class Injector:
             self._end_all()
             self._faults, self._drill = {}, answer.drill
         wanted = {x.number: x for x in answer.faults}
-        for number, under_way in self._faults.items():
+        for number, fault in self._faults.items():
             if number not in wanted:
-                under_way.end()
+                self._try(fault, fault.end)
         for number, order in wanted.items():
             if number not in self._faults:
-                self._faults[number] = self._begin(order)
+                self._until[number] = time.monotonic() + order.seconds if order.seconds else float("inf")
+                fault = self._faults[number] = PlayedFault(order.fault)
+                fault.script = self._script(fault, order)
+                self._try(fault, fault.look)
 
-    def _begin(self, order: OrderedFault) -> FaultUnderWay:
-        until = time.monotonic() + order.seconds if order.seconds else float("inf")
-        trainer = DrilledTrainer(self._trainer.job, self._trainer.replica, self._target, self._guard)
-        played = make_played(order, self._drill, trainer)
-        under_way = FaultUnderWay(played, until)
+    def _script(self, fault: PlayedFault, order: OrderedFault) -> Script:
+        """Play the fault that the lighthouse orders. Raises Refused for a fault of another version."""
+        trainer, target, guard, name = self._trainer, self._target, self._guard, order.fault
+        if name in ORDERS or (name == "kill" and order.point):
+            action, point = ORDERS.get(name, (name, order.point))
+            seconds = order.seconds or MOST_SECONDS
+            at_point = PointOrder(self._drill, order.point or point, action, seconds)
+            yield from obey(fault, trainer.run_dir, at_point, target)
+        elif name == "kill":
+            # The lighthouse sees the next process.
+            yield from kill(fault, {trainer.replica: target}, lambda: "")
+        elif name == "stop":
+            yield from stop(fault, target, guard)
+        elif name == "slow":
+            yield from slow(fault, target, guard)
+        elif name == "kill-server":
+            yield from kill_server(fault, DrilledProcesses(trainer.job), trainer.replica)
+        elif name == "memory":
+            yield from memory(fault)
+        else:
+            raise Refused(f"this injector plays no {name[:40]}: use a drill of its version")
+
+    @staticmethod
+    def _try(fault: PlayedFault, action: Callable[[], None]) -> None:
+        """Look at a fault, or end it; a fault that cannot be played is over."""
         try:
-            played.inject(self._trainer.run_dir)
+            action()
         except (FabricError, OSError) as error:
-            under_way.reports["problem"] = str(error)
-            under_way.end()
-        return under_way
+            fault.problem, fault.is_ended = str(error), True
 
     def _look(self) -> None:
-        for under_way in self._faults.values():
-            under_way.look()
-            if time.monotonic() >= under_way.until:
-                under_way.end()
+        for number, fault in self._faults.items():
+            if not fault.is_over:
+                self._try(fault, fault.look)
+            if time.monotonic() >= self._until[number]:
+                self._try(fault, fault.end)
 
     def _end_all(self) -> None:
-        for under_way in self._faults.values():
-            under_way.end()
+        for fault in self._faults.values():
+            self._try(fault, fault.end)
 
     def _ask(self, *, is_gone: bool = False) -> InjectorAnswer:
         is_busy = is_gone or any(not x.is_over for x in self._faults.values())
@@ -193,10 +206,18 @@ class Injector:
             "wait_s": 0.0 if is_busy else WAIT_S,
             "drill": self._drill,
             "nonce": os.urandom(16).hex(),
-            "reports": {str(number): x.reports for number, x in self._faults.items() if x.reports},
+            "reports": {
+                str(number): reports for number, x in self._faults.items() if (reports := _reports(x))
+            },
         }
         keys = None if self._key is None else self._key.accepted()
         return read_answer(self._client.ask(self._client.path("injector"), body), body["nonce"], keys)
+
+
+def _reports(fault: PlayedFault) -> dict[str, str]:
+    """Return the fault's texts that are there."""
+    texts = {"observed": fault.observed, "undone": fault.undone, "problem": fault.problem}
+    return {name: text for name, text in texts.items() if text}
 
 
 def read_answer(answer: object, nonce: str = "", keys: Sequence[str] | None = None) -> InjectorAnswer:

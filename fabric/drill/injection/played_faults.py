@@ -1,209 +1,34 @@
-"""The faults that an injector plays on its own trainer: signals, orders by the drill socket, memory."""
+"""Plays faults, for a drill on the job that it starts, and for an injector on its trainer.
 
+Each kind of fault is a script: a generator that begins the fault at its first look, and yields at each look
+the evidence that the fault happened, or an empty text. Once the fault is to end, the script undoes it, and
+yields the evidence that it is over.
+"""
+
+import contextlib
 import signal
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import msgspec
 
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
-from fabric.drill.injection.duty_cycle import DutyCycle
 from fabric.drill.injection.memory_ballast import Ballast
 from fabric.drill.injection.point_order import SentOrder
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.errors import Refused
-from fabric.runtime.drill_orders import CLOCK, LINKS, MOST_SECONDS, PointOrder
+from fabric.runtime.drill_orders import CLOCK, LINKS, PointOrder
 
+_CYCLE_S, _RUNS_S = 0.1, 0.025
+_STOPS_SEEN = 3
 
-class OrderedFault(msgspec.Struct, frozen=True):
-    """One fault in an answer of the lighthouse."""
+Script = Iterator[str]
+Evidence = Callable[[], str]
 
-    number: int
-    fault: str
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
-    point: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DrilledTrainer:
-    """The trainer that the faults hit, and the guard that continues it if the injector dies."""
-
-    job: str
-    replica: str
-    target: ProcessTarget
-    guard: UndoGuard
-
-
-class PlayedFault(ABC):
-    """One fault of the trainer. ``seen`` and ``undone`` return evidence or an empty string."""
-
-    @abstractmethod
-    def inject(self, run_dir: Path) -> None:
-        """Begin the fault. Raises FabricError."""
-
-    @abstractmethod
-    def seen(self) -> str:
-        """Return the evidence that the fault has happened."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """End the fault; nothing happens if it has not begun."""
-
-    @abstractmethod
-    def undone(self) -> str:
-        """Return the evidence that the fault is over."""
-
-
-class _Kill(PlayedFault):
-    """SIGKILL. The lighthouse sees the next process, so there is no ``undone`` here."""
-
-    def __init__(self, target: ProcessTarget) -> None:
-        self._target = target
-
-    def inject(self, run_dir: Path) -> None:
-        self._target.send(signal.SIGKILL)
-
-    def seen(self) -> str:
-        return f"process {self._target.pid} is gone" if self._target.is_gone else ""
-
-    def end(self) -> None:
-        """Leave the start of another process to the launcher."""
-
-    def undone(self) -> str:
-        return ""
-
-
-class _KillServer(PlayedFault):
-    """SIGKILL to the replica's checkpoint server, which its trainer then starts again."""
-
-    def __init__(self, job: str, replica: str) -> None:
-        self._processes, self._replica = DrilledProcesses(job), replica
-        self._server: ProcessTarget | None = None
-
-    def inject(self, run_dir: Path) -> None:
-        self._server = self._processes.server(self._replica)
-        self._server.send(signal.SIGKILL)
-
-    def seen(self) -> str:
-        server = self._server
-        return f"process {server.pid} is gone" if server is not None and server.is_gone else ""
-
-    def end(self) -> None:
-        """Leave the start of another server to the trainer."""
-
-    def undone(self) -> str:
-        try:
-            successor = self._processes.server(self._replica)
-        except Refused:
-            return ""
-        successor.close()
-        is_other = self._server is not None and successor.pid != self._server.pid
-        return f"process {successor.pid} has taken its place" if is_other else ""
-
-
-class _Stop(PlayedFault):
-    """SIGSTOP, later SIGCONT."""
-
-    def __init__(self, target: ProcessTarget, guard: UndoGuard) -> None:
-        self._target, self._guard = target, guard
-
-    def inject(self, run_dir: Path) -> None:
-        self._guard.note_stop(self._target.pid)
-        self._target.send(signal.SIGSTOP)
-
-    def seen(self) -> str:
-        return f"process {self._target.pid} is stopped" if self._target.is_stopped else ""
-
-    def end(self) -> None:
-        self._target.send(signal.SIGCONT)
-        self._guard.note_continue(self._target.pid)
-
-    def undone(self) -> str:
-        if self._target.is_stopped:
-            return ""
-        return f"process {self._target.pid} {'is gone' if self._target.is_gone else 'runs'}"
-
-
-class _Slow(_Stop):
-    """SIGSTOP for three quarters of the time."""
-
-    def __init__(self, target: ProcessTarget, guard: UndoGuard) -> None:
-        super().__init__(target, guard)
-        self._cycle = DutyCycle(target)
-
-    def inject(self, run_dir: Path) -> None:
-        super().inject(run_dir)
-        self._cycle.start()
-
-    def seen(self) -> str:
-        return self._cycle.evidence
-
-    def end(self) -> None:
-        self._cycle.close()
-        super().end()
-
-
-class _Order(PlayedFault):
-    """An order by the trainer's drill socket, whose connection is the order's lease."""
-
-    def __init__(self, target: ProcessTarget, order: PointOrder) -> None:
-        self._target, self._order = target, order
-        self._sent: SentOrder | None = None
-
-    def inject(self, run_dir: Path) -> None:
-        self._sent = SentOrder(run_dir, self._order)
-
-    def seen(self) -> str:
-        if self._sent is None:
-            return ""
-        self._sent.look()
-        is_kill = self._order.action == "kill"
-        if self._sent.hit_step < 0 or (is_kill and not self._target.is_gone):
-            return ""
-        what = self._sent.about or ("is gone" if is_kill else "stands still")
-        if self._order.point in (CLOCK, LINKS):
-            return f"process {self._target.pid}: {what}"
-        return f"process {self._target.pid} {what} at {self._order.point} of step {self._sent.hit_step}"
-
-    def end(self) -> None:
-        if self._sent is not None:
-            self._sent.end()
-
-    def undone(self) -> str:
-        if self._order.action == "kill" or self._sent is None:
-            return ""
-        self._sent.look()
-        if self._target.is_gone:
-            return f"process {self._target.pid} is gone"
-        return f"process {self._target.pid} has ended it" if self._sent.is_over else ""
-
-
-class _Memory(PlayedFault):
-    """A process that holds a quarter of the free memory, 1 GB at most."""
-
-    def __init__(self) -> None:
-        self._ballast: Ballast | None = None
-
-    def inject(self, run_dir: Path) -> None:
-        self._ballast = Ballast()
-
-    def seen(self) -> str:
-        return self._ballast.evidence if self._ballast is not None else ""
-
-    def end(self) -> None:
-        if self._ballast is not None:
-            self._ballast.close()
-
-    def undone(self) -> str:
-        return f"process {self._ballast.pid} has ended" if self._ballast is not None else ""
-
-
-# The faults by orders: action and point.
-_ORDERS: Mapping[str, tuple[str, str]] = {
-    "hang": ("hold", "ring"),
+# The faults that the trainer itself plays: the action and the point of the order.
+ORDERS: Mapping[str, tuple[str, str]] = {
+    "hang": ("hold", "ring"),  # the exchange thread is inside the ring here, with its sockets open
     "flip-gradient": ("flip", "gather"),
     "poison": ("nan", "gather"),
     "clock": ("leap", CLOCK),
@@ -212,23 +37,177 @@ _ORDERS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def make_played(order: OrderedFault, drill: str, trainer: DrilledTrainer) -> PlayedFault:
-    """Return the fault, not yet injected. Raises Refused for a fault of another version."""
-    target, guard = trainer.target, trainer.guard
+@dataclass
+class PlayedFault:
+    """One fault, from its beginning to the evidence that it is over."""
 
-    def ordered(action: str, point: str) -> PlayedFault:
-        return _Order(target, PointOrder(drill, point, action, order.seconds or MOST_SECONDS))
+    name: str
+    targets: tuple[str, ...] = ()
+    about: str = ""  # the process that is hit, if it is not a replica's
+    pids: dict[str, int] = field(default_factory=dict)  # by target: the process that the fault kills
+    began: float = 0.0  # Unix seconds, if it is not the time of the first look
+    observed: str = ""
+    undone: str = ""
+    problem: str = ""  # why it cannot be played
+    has_begun: bool = False
+    is_ended: bool = False  # the script undoes it, or has undone it
+    earlier: list["PlayedFault"] = field(default_factory=list)  # those that it has played before its own
+    script: Script = field(default_factory=lambda: iter(()))
 
-    if order.fault in _ORDERS:
-        action, point = _ORDERS[order.fault]
-        return ordered(action, order.point or point)
-    makers: Mapping[str, Callable[[], PlayedFault]] = {
-        "kill": lambda: ordered("kill", order.point) if order.point else _Kill(target),
-        "stop": lambda: _Stop(target, guard),
-        "slow": lambda: _Slow(target, guard),
-        "kill-server": lambda: _KillServer(trainer.job, trainer.replica),
-        "memory": _Memory,
-    }
-    if order.fault not in makers:
-        raise Refused(f"this injector plays no {order.fault[:40]}: use a drill of its version")
-    return makers[order.fault]()
+    @property
+    def is_over(self) -> bool:
+        return bool(self.undone or self.problem)
+
+    def look(self) -> None:
+        """Take the evidence of this moment. Raises FabricError where the target is gone."""
+        self.has_begun = True
+        text = next(self.script, "")
+        if self.is_ended:
+            self.undone = self.undone or text
+        else:
+            self.observed = text or self.observed
+
+    def end(self) -> None:
+        """Undo the fault; nothing happens if it has ended, or if it has not begun."""
+        if not self.is_ended:
+            self.is_ended = True
+            if self.has_begun:
+                self.look()
+
+    def until_end(self, seen: Evidence) -> Script:
+        """Yield the evidence until the fault is to end."""
+        while not self.is_ended:
+            yield seen()
+
+
+def always(evidence: Evidence) -> Script:
+    """Yield the evidence at each look."""
+    while True:
+        yield evidence()
+
+
+def kill(fault: PlayedFault, processes: Mapping[str, ProcessTarget], started: Evidence) -> Script:
+    """SIGKILL to trainers, by replica, all at once. ``started``: the evidence of their next processes."""
+    fault.targets, fault.pids = tuple(processes), {name: x.pid for name, x in processes.items()}
+    fault.began = time.time()
+    for process in processes.values():
+        process.send(signal.SIGKILL)
+    yield from fault.until_end(lambda: gone(processes))
+    yield from always(started)
+
+
+def kill_server(fault: PlayedFault, processes: DrilledProcesses, replica: str) -> Script:
+    """SIGKILL to the replica's checkpoint server, which its trainer then starts again."""
+    server = processes.server(replica)
+    server.send(signal.SIGKILL)
+    yield from fault.until_end(lambda: f"process {server.pid} is gone" if server.is_gone else "")
+
+    def successor() -> str:
+        with contextlib.suppress(Refused):
+            pid = processes.server(replica).pid
+            return f"process {pid} has taken its place" if pid != server.pid else ""
+        return ""
+
+    yield from always(successor)
+
+
+def stop(fault: PlayedFault, process: ProcessTarget, guard: UndoGuard) -> Script:
+    """SIGSTOP, later SIGCONT."""
+    with continued(process, guard):
+        process.send(signal.SIGSTOP)
+        yield from fault.until_end(lambda: f"process {process.pid} is stopped" if process.is_stopped else "")
+    yield from always(lambda: _runs(process))
+
+
+def slow(fault: PlayedFault, process: ProcessTarget, guard: UndoGuard) -> Script:
+    """SIGSTOP for three quarters of the time, later SIGCONT."""
+    stops, over = 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal stops
+        while not over.is_set():
+            process.send(signal.SIGSTOP)
+            over.wait(_CYCLE_S - _RUNS_S)
+            stops += process.is_stopped
+            process.send(signal.SIGCONT)
+            over.wait(_RUNS_S)
+
+    thread = threading.Thread(target=take_turns, name="fabric-drill-slow", daemon=True)
+    with continued(process, guard):
+        thread.start()
+        try:
+            yield from fault.until_end(
+                lambda: f"process {process.pid} was stopped {stops} times" if stops >= _STOPS_SEEN else ""
+            )
+        finally:
+            over.set()
+            thread.join()
+    yield from always(lambda: _runs(process))
+
+
+def memory(fault: PlayedFault) -> Script:
+    """A process that holds memory until the fault's end, or until the player dies."""
+    with contextlib.closing(Ballast()) as ballast:
+        yield from fault.until_end(lambda: ballast.evidence)
+    yield from always(lambda: f"process {ballast.pid} has ended")
+
+
+def obey(
+    fault: PlayedFault,
+    run_dir: Path,
+    order: PointOrder,
+    process: ProcessTarget,
+    started: Evidence = lambda: "",
+) -> Script:
+    """Send an order to the trainer's drill socket, whose connection is the order's lease.
+
+    ``started``: the evidence of the next process, where the order kills.
+    """
+    is_kill = order.action == "kill"
+    sent = SentOrder(run_dir, order)
+
+    def obeyed() -> str:
+        sent.look()
+        if sent.hit_step < 0 or (is_kill and not process.is_gone):
+            return ""
+        fault.began = fault.began or time.time()
+        what = sent.about or ("is gone" if is_kill else "stands still")
+        if order.point in (CLOCK, LINKS):
+            return f"process {process.pid}: {what}"
+        return f"process {process.pid} {what} at {order.point} of step {sent.hit_step}"
+
+    def is_over() -> str:
+        sent.look()
+        if process.is_gone:
+            return f"process {process.pid} is gone"
+        return f"process {process.pid} has ended it" if sent.is_over else ""
+
+    try:
+        yield from fault.until_end(obeyed)
+    finally:
+        sent.end()
+    yield from always(started if is_kill else is_over)
+
+
+def gone(processes: Mapping[str, ProcessTarget]) -> str:
+    """Return the evidence that all of the processes, by replica, are gone."""
+    if not all(process.is_gone for process in processes.values()):
+        return ""
+    return "; ".join(f"process {process.pid} of {name} is gone" for name, process in processes.items())
+
+
+@contextlib.contextmanager
+def continued(process: ProcessTarget, guard: UndoGuard) -> Iterator[None]:
+    """List a process with the guard, and continue it at the end of the block."""
+    guard.note_stop(process.pid)
+    try:
+        yield
+    finally:
+        process.send(signal.SIGCONT)
+        guard.note_continue(process.pid)
+
+
+def _runs(process: ProcessTarget) -> str:
+    if process.is_stopped:
+        return ""
+    return f"process {process.pid} {'is gone' if process.is_gone else 'runs'}"

@@ -35,7 +35,7 @@ def _deaths_without_record(record: DrillRecord, evidence: Evidence, summary: Run
         if not record.is_over and death.t > record.ended - _LATE_S:
             continue
         lines = evidence.run.journals[death.replica].lines if death.replica in evidence.run.journals else ()
-        commits = [x.t for x in lines_of(lines, "commit") if x.t <= death.t and not x.flag("replay")]
+        commits = [x.t for x in lines if x.is_live_commit and x.t <= death.t]
         earliest = min(death.t, max(commits, default=death.t)) - _CLOCK_S
         if not any(
             death.replica in recovery.lost and earliest <= recovery.detected <= death.t + _LATE_S

@@ -30,6 +30,10 @@ class InjectedFault:
     undone: str = ""  # the drill's evidence that the fault is over; empty: none
     pids: Mapping[str, int] = field(default_factory=dict)  # by target: the process that was hit
     kills: bool = False  # whether the fault ends the processes ``pids``
+    # Its cost, from the judge; None and empty where no record shows it.
+    stall_s: float | None = None
+    rejoined_s: Mapping[str, float] = field(default_factory=dict)  # by target; infinity: it never returned
+    timeline: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fabric.audit.audit import Evidence
 from fabric.audit.journal import lines_of
@@ -14,6 +14,8 @@ from fabric.drill.judge.expectations import DEFAULTS, MAY_LOSE, Expectation, Mea
 from fabric.drill.judge.headlines import untrue_headlines
 from fabric.drill.judge.outside import OutsideTimes
 from fabric.drill.judge.timelines import DrillTimes
+
+Times = DrillTimes | OutsideTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +30,11 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class FaultCost:
-    """The cost of one fault for the job; None where no record shows it."""
-
-    fault: InjectedFault
-    stall_s: float | None
-    rejoined_s: dict[str, float]  # by target; infinity: the replica never returned
-    timeline: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class DrillVerdict:
     """The whole result. ``mistakes``: faults that did nothing, or whose end the drill has not seen."""
 
     outcomes: tuple[Outcome, ...]
-    costs: tuple[FaultCost, ...]
+    faults: tuple[InjectedFault, ...]  # with their costs
     mistakes: tuple[str, ...]
     broken: tuple[str, ...]
     disagreements: tuple[str, ...]
@@ -65,15 +57,13 @@ def judge_drill(record: DrillRecord, expectations: Sequence[str] = ()) -> DrillV
     """
     wanted = [parse_expectation(text) for text in expectations or _defaults(record)]
     verdict = judge(record.evidence(), is_over=record.is_over)
-    times = DrillTimes(record, verdict.evidence)
     has_journals = bool(record.run.journals)
+    times = DrillTimes(record, verdict.evidence) if has_journals else OutsideTimes(record)
     differing = disagreements(record, verdict.evidence, verdict.summary) if has_journals else []
     measures = _Measures(record, verdict, times, differing)
     return DrillVerdict(
         outcomes=tuple(measures.outcome(wish, is_asked=bool(expectations)) for wish in wanted),
-        costs=tuple(
-            _cost(fault, times) if has_journals else _outside_cost(fault, record) for fault in record.faults
-        ),
+        faults=tuple(_with_cost(fault, times) for fault in record.faults),
         mistakes=tuple(_mistakes(record)),
         broken=verdict.broken if has_journals else (),
         disagreements=tuple(differing),
@@ -98,9 +88,7 @@ def _defaults(record: DrillRecord) -> list[str]:
 class _Measures:
     """The measured values of one drill, with the reason of each bad value."""
 
-    def __init__(
-        self, record: DrillRecord, verdict: Verdict, times: DrillTimes, differing: Sequence[str]
-    ) -> None:
+    def __init__(self, record: DrillRecord, verdict: Verdict, times: Times, differing: Sequence[str]) -> None:
         self._record, self._summary, self._times = record, verdict.summary, times
         self._evidence, self._broken, self._differing = verdict.evidence, verdict.broken, differing
         self._untrue = list(untrue_headlines(record, verdict.evidence, times.median_step_s))
@@ -117,10 +105,8 @@ class _Measures:
         )
 
     def _value(self, measure: str) -> float | None:
-        summary, times = self._summary, self._times
-        if not self._record.run.journals:
-            return OutsideTimes(self._record).value(measure)
-        if not self._evidence.commits:
+        summary, times, record = self._summary, self._times, self._record
+        if record.run.journals and not self._evidence.commits:
             # A run without a commit kept no sample, but it cannot show that it counts samples right.
             return 0.0 if measure == "steps" else None
         if measure == "standstill":
@@ -130,14 +116,16 @@ class _Measures:
         if measure == "stall":
             return times.stall_s()
         if measure == "rejoined":
-            return max(
-                (times.rejoined_s(f, name) for f in self._record.faults for name in f.targets), default=None
-            )
+            is_seen = record.run.journals or record.sightings
+            waits = [times.rejoined_s(f, name) for f in record.faults for name in f.targets]
+            return max(waits, default=None) if is_seen else None
+        if isinstance(times, OutsideTimes):
+            return times.value(measure)
         if measure.startswith("samples") and self._evidence.order() is None:
             return None
-        if measure == "sources_agree" and self._record.recoveries is None and not self._record.sightings:
+        if measure == "sources_agree" and record.recoveries is None and not record.sightings:
             return None
-        if measure == "status_true" and not self._record.headlines:
+        if measure == "status_true" and not record.headlines:
             return None
         values = {
             "promises_kept": not self._broken,
@@ -163,23 +151,16 @@ class _Measures:
             return self._untrue[0]
         if wish.measure == "samples_exactly_once":
             return f"{summary.samples_skipped} samples are skipped and {summary.samples_repeated} repeated"
-        if wish.measure == "restarts" and value and not self._record.run.journals:
-            return OutsideTimes(self._record).unexplained_losses()[0]
         if wish.measure == "restarts" and value:
             return self._times.unexplained_ends()[0]
         if wish.measure == "rejoined" and math.isinf(value):
             return self._missing(wish)
         return f"{wish.measure} is {_shown(value, wish.unit)}, and {wish.text} was expected"
 
-    def _rejoined_s(self, fault: InjectedFault, name: str) -> float:
-        if not self._record.run.journals:
-            return OutsideTimes(self._record).rejoined_s(fault, name)
-        return self._times.rejoined_s(fault, name)
-
     def _missing(self, wish: Expectation) -> str:
         faults = self._record.faults
         name, fault = next(
-            (name, f) for f in faults for name in f.targets if math.isinf(self._rejoined_s(f, name))
+            (name, f) for f in faults for name in f.targets if math.isinf(self._times.rejoined_s(f, name))
         )
         journals = self._record.run.journals.values()
         finishes = [line for journal in journals for line in lines_of(journal.lines, "finish")]
@@ -215,14 +196,10 @@ def _mistakes(record: DrillRecord) -> list[str]:
     return mistakes
 
 
-def _cost(fault: InjectedFault, times: DrillTimes) -> FaultCost:
+def _with_cost(fault: InjectedFault, times: Times) -> InjectedFault:
     rejoined = {name: times.rejoined_s(fault, name) for name in fault.targets}
-    return FaultCost(fault, times.stall_s(fault), rejoined, tuple(times.timeline(fault)))
-
-
-def _outside_cost(fault: InjectedFault, record: DrillRecord) -> FaultCost:
-    times = OutsideTimes(record)
-    return FaultCost(fault, None, {name: times.rejoined_s(fault, name) for name in fault.targets}, ())
+    timeline = tuple(times.timeline(fault))
+    return replace(fault, stall_s=times.stall_s(fault), rejoined_s=rejoined, timeline=timeline)
 
 
 def _unseen(record: DrillRecord) -> list[str]:

@@ -24,7 +24,7 @@ class TrainingReplicas:
         self._faults = record.faults
         journals = evidence.run.journals
         self._commits = {
-            name: [line for line in lines_of(journal.lines, "commit") if not line.flag("replay")]
+            name: [line for line in journal.lines if line.is_live_commit]
             for name, journal in journals.items()
         }
         self._times = {name: [line.t for line in lines] for name, lines in self._commits.items()}

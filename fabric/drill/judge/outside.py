@@ -11,7 +11,12 @@ _LATE_S, _CLOCK_S = 60.0, 2.0
 
 
 class OutsideTimes:
-    """The measures of a drill without journals; the status was asked about once a second."""
+    """The measures of a drill without journals; the status was asked about once a second.
+
+    It has the methods of ``DrillTimes``; what only journals tell is missing.
+    """
+
+    median_step_s = 0.0
 
     def __init__(self, record: DrillRecord) -> None:
         self._record = record
@@ -23,15 +28,6 @@ class OutsideTimes:
 
     def value(self, measure: str) -> float | None:
         """Return the measured value, or None where only journals could give it."""
-        faults = self._record.faults
-        if measure == "rejoined":
-            times = [self.rejoined_s(fault, name) for fault in faults for name in fault.targets]
-            return max(times, default=None) if self._grown else None
-        if measure == "standstill":
-            return max((gap.seconds for gap in self._standstills()), default=None)
-        if measure == "unexplained_wait":
-            spans = self._spans()
-            return max((gap.seconds - covered(gap, spans) for gap in self._standstills()), default=None)
         if measure == "steps" and self._grown:
             return float(self._grown[-1][1] - self._grown[0][1])
         if self._record.recoveries is None:
@@ -39,8 +35,21 @@ class OutsideTimes:
         if measure == "steps_lost":
             return float(sum(recovery.steps_lost for recovery in self._recoveries))
         if measure == "restarts":
-            return float(len(self.unexplained_losses()))
+            return float(len(self.unexplained_ends()))
         return None
+
+    def stall_s(self, fault: InjectedFault | None = None) -> float | None:
+        """Return None: the status tells no replica's own commits."""
+        return None
+
+    def timeline(self, fault: InjectedFault) -> list[str]:
+        """Return no notes: they are in journals."""
+        return []
+
+    def unexplained_s(self) -> float | None:
+        """Return the longest standstill, each without the time of faults and recoveries."""
+        spans = self._spans()
+        return max((gap.seconds - covered(gap, spans) for gap in self.standstills()), default=None)
 
     def rejoined_s(self, fault: InjectedFault, replica: str) -> float:
         """Return the seconds from the fault's end until the lighthouse saw the replica at a newer step."""
@@ -50,7 +59,7 @@ class OutsideTimes:
                 return sighting.t - fault.ended
         return math.inf
 
-    def unexplained_losses(self) -> list[str]:
+    def unexplained_ends(self) -> list[str]:
         """Return a sentence for each loss that the lighthouse has recorded and no fault explains."""
         return [
             f"the lighthouse lost {name} ({recovery.incident_id or recovery.kind}), and no fault had hit it"
@@ -64,7 +73,8 @@ class OutsideTimes:
             )
         ]
 
-    def _standstills(self) -> list[CommitGap]:
+    def standstills(self) -> list[CommitGap]:
+        """Return the times between two growths of the job's step, up to the drill's end."""
         times = [t for t, _ in self._grown]
         if times:
             times.append(max(self._record.ended, times[-1]))

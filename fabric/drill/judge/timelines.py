@@ -97,7 +97,7 @@ class DrillTimes:
             if line.event == "start":
                 pid = line.fields.get("pid")
             # A killed process may write a line that its journal dates after its death.
-            elif line.event != "commit" or line.flag("replay") or pid == (killed or -1):
+            elif not line.is_live_commit or pid == (killed or -1):
                 continue
             elif line.t >= fault.ended:
                 return max(0.0, line.t - fault.ended)
@@ -150,14 +150,10 @@ class DrillTimes:
         place = bisect_left(self._commits, fault.ended)
         return self._commits[place] if place < len(self._commits) else self.record.ended
 
-    def _lives(self) -> Iterator[tuple[JournalLine, ...]]:
-        for journal in self._evidence.run.journals.values():
-            yield from journal.incarnations()
-
     def _closed_gaps(self) -> Iterator[CommitGap]:
-        for lines in self._lives():
+        for lines in self._evidence.lives():
             for before, after in pairwise(lines_of(lines, "commit", "join", "outside")):
-                if all(line.event == "commit" and not line.flag("replay") for line in (before, after)):
+                if before.is_live_commit and after.is_live_commit:
                     yield CommitGap(before.replica, before.t, after.mono - before.mono)
 
     def _open_gaps(self) -> Iterator[CommitGap]:

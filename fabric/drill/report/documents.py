@@ -4,7 +4,8 @@ import math
 from typing import Any
 from xml.etree import ElementTree
 
-from fabric.drill.judge.drill_verdict import DrillVerdict, FaultCost
+from fabric.drill.judge.drill_record import InjectedFault
+from fabric.drill.judge.drill_verdict import DrillVerdict
 
 
 def as_json(verdict: DrillVerdict) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def as_json(verdict: DrillVerdict) -> dict[str, Any]:
         "broken": list(verdict.broken),
         "disagreements": list(verdict.disagreements),
         "unseen": list(verdict.unseen),
-        "faults": [_fault(cost) for cost in verdict.costs],
+        "faults": [_fault(fault) for fault in verdict.faults],
         "median_step_s": verdict.median_step_s,
         "summary": verdict.summary.as_json(),
     }
@@ -46,8 +47,7 @@ def as_junit(verdict: DrillVerdict) -> bytes:
     return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
 
 
-def _fault(cost: FaultCost) -> dict[str, Any]:
-    fault = cost.fault
+def _fault(fault: InjectedFault) -> dict[str, Any]:
     return {
         "fault": fault.name,
         "targets": list(fault.targets),
@@ -56,9 +56,9 @@ def _fault(cost: FaultCost) -> dict[str, Any]:
         "ended": fault.ended,
         "observed": fault.observed,
         "undone": fault.undone,
-        "stall_s": cost.stall_s,
-        "rejoined_s": {name: _finite(seconds) for name, seconds in cost.rejoined_s.items()},
-        "timeline": list(cost.timeline),
+        "stall_s": fault.stall_s,
+        "rejoined_s": {name: _finite(seconds) for name, seconds in fault.rejoined_s.items()},
+        "timeline": list(fault.timeline),
     }
 
 

@@ -1,19 +1,16 @@
 """The drill of a started job: warm up, play the schedule, gather the records."""
 
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fabric.audit.journal import RecordedRun, read_run
 from fabric.drill.injection.drilled_processes import DrilledProcesses
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.drill.judge.drill_record import DrillRecord, InjectedFault, RecoveryFacts, read_recoveries
-from fabric.drill.run.active_fault import DrillScene, play
-from fabric.drill.run.fault_factory import make_fault
 from fabric.drill.run.journal_watch import JournalWatch
+from fabric.drill.run.started_faults import DrillScene, play
 from fabric.drill.run.started_job import JOB, JobOptions, StartedJob
 from fabric.drill.run.status_poller import StatusPoller
 from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
@@ -24,7 +21,6 @@ WARM_STEPS = 3
 BACK_STEPS = 2
 WARM_S = 300.0
 BACK_S = 240.0
-SUPERVISOR_FILE = "supervisor.jsonl"
 
 
 @dataclass
@@ -40,8 +36,8 @@ class DrillRun:
 
     def run(self) -> DrillRecord:
         """Run the drill; return its records. Raises FabricError where the job or the drill cannot go on."""
-        watch = JournalWatch({name: self._journal(name) for name in self.options.names})
         with StartedJob(self.options) as job, closing(UndoGuard()) as guard:
+            watch = JournalWatch({name: job.journal(name) for name in job.replicas})
             scene = DrillScene(DrilledProcesses(JOB, job.processes.mark), watch, guard, job)
             self._say_where(job)
             self._wait(scene, WARM_S, "to warm up", _committed(scene, WARM_STEPS))
@@ -52,7 +48,8 @@ class DrillRun:
                 ended = time.time()
                 recoveries = self._read_recoveries(job)
             is_over = job.is_over()
-        self._note_lines(watch, is_over=is_over)
+        for name, counts in watch.counts().items() if is_over else ():
+            job.note("journal", replica=name, lines=counts)  # so that no journal can lose a line
         run = read_run(self.options.out)
         return DrillRecord(
             run=RecordedRun(run.journals, run.supervisor),
@@ -76,10 +73,11 @@ class DrillRun:
                     )
             self._gather(scene.job)
             self.say(f"fault {number} of {len(self.schedule.faults)}: {fault}")
-            played = play(make_fault(scene, fault))
+            played = play(scene, fault)
             self.faults += played
-            self._log(played)
             for record in played:
+                evidence = {"observed": record.observed, "undone": record.undone}
+                scene.job.note("fault", record.began, fault=record.title, **evidence)
                 self.say(f"  {record.title}: {record.observed or 'NO EFFECT SEEN'}; then {record.undone}")
             self._wait(scene, BACK_S, f"to be back after {fault}", _committed(scene, BACK_STEPS))
         while time.monotonic() - begun < self.schedule.least_s and not scene.job.is_over():
@@ -125,24 +123,6 @@ class DrillRun:
         if problem:
             self.say(f"the recovery records are not known: {problem}")
         return None if problem else recoveries
-
-    def _note_lines(self, watch: JournalWatch, *, is_over: bool) -> None:
-        """Log how many lines of each process the drill has seen, so that no journal can lose one."""
-        for name, counts in watch.counts().items():
-            if is_over:
-                self._append({"event": "journal", "t": time.time(), "replica": name, "lines": counts})
-
-    def _log(self, played: Sequence[InjectedFault]) -> None:
-        for record in played:
-            body = {"event": "fault", "t": record.began, "fault": record.title}
-            self._append({**body, "observed": record.observed, "undone": record.undone})
-
-    def _append(self, body: dict[str, object]) -> None:
-        with (self.options.out / SUPERVISOR_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(body) + "\n")
-
-    def _journal(self, name: str) -> Path:
-        return self.options.out / "journal" / f"{name}.jsonl"
 
     def _say_where(self, job: StartedJob) -> None:
         urls = ", ".join(job.urls.values())

@@ -3,6 +3,8 @@
 import secrets
 import shutil
 import socket
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +12,9 @@ from pathlib import Path
 from fabric.drill.injection.link_relay import LinkRelay, LinkWeather
 from fabric.drill.injection.memory_ballast import available_bytes
 from fabric.drill.injection.small_disk import SmallDisk, may_mount
-from fabric.drill.run.etcd_members import EtcdMembers
 from fabric.drill.schedule.fault_table import FaultNeed
 from fabric.errors import ConfigError, FabricError
+from fabric.runtime.guarded_processes import Processes
 from fabric.runtime.local_job import LocalJob
 
 JOB = "drill"
@@ -59,6 +61,53 @@ class JobOptions:
             raise ConfigError("two lighthouses need an etcd: give --store-members 3 with --lighthouses 2")
         if self.store_members and shutil.which("etcd") is None:
             raise ConfigError("there is no etcd on PATH: install it, or leave --store-members away")
+
+
+class EtcdMembers:
+    """The etcd members on loopback that are the store of a job; with none, ``url`` is empty."""
+
+    def __init__(self, processes: Processes, out: Path, count: int) -> None:
+        self._processes, self._out = processes, out
+        self.names = tuple(f"etcd{number}" for number in range(count))
+        ports = _free_ports(2 * count)
+        self._client = dict(zip(self.names, ports[:count], strict=True))
+        self._peer = dict(zip(self.names, ports[count:], strict=True))
+
+    @property
+    def url(self) -> str:
+        """The store's URL, with all members."""
+        addresses = ",".join(f"127.0.0.1:{port}" for port in self._client.values())
+        return f"etcd://{addresses}" if addresses else ""
+
+    def start(self) -> None:
+        """Start every member."""
+        for name in self.names:
+            self.start_member(name)
+
+    def folder(self, name: str) -> Path:
+        """The folder of a member's data."""
+        return self._out / name
+
+    def start_member(self, name: str) -> None:
+        """Start one member, with the data that it had."""
+        client, peer = (f"http://127.0.0.1:{ports[name]}" for ports in (self._client, self._peer))
+        cluster = ",".join(f"{other}=http://127.0.0.1:{port}" for other, port in self._peer.items())
+        command = ["etcd", "--name", name, "--data-dir", str(self.folder(name))]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        command += ["--initial-cluster", cluster, "--logger", "zap", "--log-level", "error"]
+        self._processes.start_program(name, command, self._out / "log" / f"{name}.log")
+
+    def is_healthy(self, name: str) -> bool:
+        """Whether the member answers that it is healthy. Raises FabricError if it has ended."""
+        if self._processes.exit_code(name) is not None:
+            raise FabricError(f"{name} ended: see its log {self._out / 'log' / f'{name}.log'}")
+        url = f"http://127.0.0.1:{self._client[name]}/health"
+        try:
+            with urllib.request.urlopen(url, timeout=1.0) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
 
 
 class StartedJob(LocalJob):

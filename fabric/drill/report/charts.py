@@ -1,4 +1,4 @@
-"""The three pictures of the report as SVG text: loss, rosters and step times over wall time.
+"""The pictures of the pages of the demo and of the drill as SVG text: values and events over wall time.
 
 This module draws from plain numbers; the page adds only tooltips and a legend. Colours are CSS variables of
 the page, so the pictures follow its light or dark scheme.
@@ -14,7 +14,7 @@ COLOURS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class LossPoint:
+class ChartPoint:
     """One value of one replica at ``t`` seconds; ``hollow`` draws it as a circle of its own."""
 
     t: float
@@ -33,13 +33,13 @@ class ChartMark:
 
 
 @dataclass(frozen=True, slots=True)
-class RosterSpan:
-    """A replica's epoch from ``start`` to ``end`` seconds; None while it catches up."""
+class ChartSpan:
+    """A time from ``start`` to ``end`` seconds; ``epoch``: of a replica, None while it catches up."""
 
     start: float
     end: float
-    epoch: int | None
     tip: str
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def nice_ticks(low: float, high: float, wanted: int = 6) -> list[float]:
 
 
 def curves(
-    series: Mapping[str, Sequence[Sequence[LossPoint]]], marks: Sequence[ChartMark], seconds: float
+    series: Mapping[str, Sequence[Sequence[ChartPoint]]], marks: Sequence[ChartMark], seconds: float
 ) -> str:
     """One line per process. ``series`` by replica, then by process, each ordered by time."""
     values = [point.value for lives in series.values() for points in lives for point in points]
@@ -91,7 +91,7 @@ def curves(
 
 
 def bars(
-    series: Mapping[str, Sequence[LossPoint]], marks: Sequence[ChartMark], seconds: float, median: float
+    series: Mapping[str, Sequence[ChartPoint]], marks: Sequence[ChartMark], seconds: float, median: float
 ) -> str:
     """Step times as thin columns side by side, with the median as a dashed line."""
     values = [point.value for points in series.values() for point in points]
@@ -114,7 +114,7 @@ def bars(
     return _svg(frame, parts, "step times over wall time")
 
 
-def rosters(series: Mapping[str, Sequence[RosterSpan]], marks: Sequence[ChartMark], seconds: float) -> str:
+def rosters(series: Mapping[str, Sequence[ChartSpan]], marks: Sequence[ChartMark], seconds: float) -> str:
     """One row per replica, one bar per epoch it was a member of."""
     row = 34
     frame = ChartFrame(seconds, 0.0, 1.0, TOP + BOTTOM + row * len(series))
@@ -126,13 +126,33 @@ def rosters(series: Mapping[str, Sequence[RosterSpan]], marks: Sequence[ChartMar
     return _svg(frame, parts, "epochs of every replica over wall time")
 
 
+def strokes(series: Mapping[str, Sequence[ChartPoint]], bands: Sequence[ChartSpan], seconds: float) -> str:
+    """One row per replica with a stroke per point, and each band across all rows."""
+    row = 30
+    frame = ChartFrame(seconds, 0.0, 1.0, TOP + BOTTOM + row * len(series))
+    parts = [_axes(frame, (), values=False)]
+    for band in bands:
+        x, width = frame.x(band.start), max(2.0, frame.x(band.end) - frame.x(band.start))
+        parts.append(
+            f'<rect class="fault" x="{x}" y="{TOP - 6}" width="{width:.1f}" '
+            f'height="{row * len(series) + 8}"><title>{escape(band.tip)}</title></rect>'
+        )
+    for index, (replica, points) in enumerate(series.items()):
+        top = TOP + row * index
+        parts.append(f'<text class="name" x="4" y="{top + 16}">{escape(replica[:8])}</text>')
+        for point in points:
+            x, kind = frame.x(point.t), "replayed" if point.hollow else "live"
+            parts.append(f'<line class="{kind}" x1="{x}" x2="{x}" y1="{top + 3}" y2="{top + row - 9}"/>')
+    return _svg(frame, parts, "commits of every replica over time, and the faults")
+
+
 _HATCH = (
     '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><rect width="3" height="7" fill="var(--warn)"/></pattern></defs>'
 )
 
 
-def _span(frame: ChartFrame, span: RosterSpan, top: int, height: int, index: int) -> str:
+def _span(frame: ChartFrame, span: ChartSpan, top: int, height: int, index: int) -> str:
     x, width = frame.x(span.start), max(1.0, frame.x(span.end) - frame.x(span.start))
     fill = "url(#hatch)" if span.epoch is None else colour(index)
     bar = (
@@ -146,7 +166,7 @@ def _span(frame: ChartFrame, span: RosterSpan, top: int, height: int, index: int
     return bar + label
 
 
-def _dot(frame: ChartFrame, point: LossPoint, stroke: str) -> str:
+def _dot(frame: ChartFrame, point: ChartPoint, stroke: str) -> str:
     fill = "var(--card)" if point.hollow else stroke
     radius = 3.4 if point.hollow else 2
     return (

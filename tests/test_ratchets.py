@@ -30,10 +30,10 @@ LIMITS = {
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
     "lines of fabric/": 84_171,
-    "files of fabric/": 571,
+    "files of fabric/": 570,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 2.9,
-    "functions that only forward": 140,
+    "functions that only forward": 100,
     "settings": 44,
     "flags and arguments of commands": 153,
     "commands in the first help": 8,
@@ -53,7 +53,7 @@ BUDGETS = {
     "lighthouse": 8_800,
     "model and errors": 700,
     "plan": 2_000,
-    "protocol": 11_400,
+    "protocol": 11_200,
     "runtime": 3_500,
     "store": 1_900,
     "transport": 1_200,
@@ -71,18 +71,12 @@ BANNED = re.compile(
     re.IGNORECASE,
 )
 CORE_FOLDERS = ("fabric/protocol/leader/", "fabric/protocol/member/")
-# What a shell may call of a core and its parts, beside the leader's view: the contract, and questions.
-CORE_QUERIES = {
-    "handle",
-    "next_deadline",
-    "own_contribution",
-    "statuses",
-    "durable",
-    "freshest",
-    "age_s",
-    "urls_of",
-}
-CORE_QUERIES |= {"suspicion", "failure_reason", "proven_dead", "last_contact", "servers_to_hear"}
+# What a shell may call of a core and its parts: the contract, and questions.
+CORE_QUERIES = {"handle", "next_deadline", "own_contribution", "statuses", "durable", "freshest", "age_s"}
+CORE_QUERIES |= {"urls_of", "suspicion", "failure_reason", "proven_dead", "last_contact", "servers_to_hear"}
+CORE_QUERIES |= {"top_step", "patience_s", "startable", "kept_out", "knows", "objection", "knows_of"}
+CORE_QUERIES |= {"penalties", "hosts_that_failed", "awaited_own_state", "own_state_until", "candidates"}
+CORE_QUERIES |= {"recent_actions"}
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault"}
 MUTATORS |= {"sort", "update"}
 GETTERS = {"get", "items", "setdefault", "statuses", "values"}
@@ -300,12 +294,14 @@ def core_writes(files: Sources) -> list[str]:
     classes = classes_of_cores(files)
     kinds = {"LeaderCore", "MemberCore", *classes}
     methods = {f.name for node in classes.values() for f in methods_of(node) if not is_property(f)}
-    commands = methods - CORE_QUERIES - {f.name for f in methods_of(classes["LeaderView"])}
-    writes = []
-    for name, text in files.items():
-        if name.startswith(CORE_FOLDERS) or not any(kind in text for kind in kinds):
-            continue
-        fields = {w for node in nodes(text) for w in names_for(node, kinds, set()) if w.startswith(".")}
+    commands = methods - CORE_QUERIES
+    writes, holders = [], {"LeaderCore", "MemberCore"}
+    shells = {name: text for name, text in files.items() if not name.startswith(CORE_FOLDERS)}
+    # A module may get a core from a field of another module's class, such as ``job.core``.
+    cores = {w for text in shells.values() for node in nodes(text) for w in names_for(node, holders, set())}
+    for name, text in shells.items():
+        typed = {w for node in nodes(text) for w in names_for(node, kinds, set())}
+        fields = {w for w in cores | typed if w.startswith(".")}
         for function in functions_of(text):
             inner, words = list(ast.walk(function)), set(fields)
             for _ in range(2):  # a name of a name
@@ -572,7 +568,7 @@ def test_every_exception_is_needed():
     assert [name for name in FLAT_VALUES if sizes.get(name, 0) <= MAX_ATTRIBUTES] == []
 
 
-CORE = {f"{CORE_FOLDERS[0]}a.py": "class LeaderView: ...\nclass Part:\n def forget(self): self.x = 1"}
+CORE = {f"{CORE_FOLDERS[0]}a.py": "class Part:\n def forget(self): self.x = 1"}
 CLASS = "class A:\n    def __init__(self):\n"
 PLANTED = {
     "two files define one class": (homonyms, {"a.py": "class A: ...", "b.py": "class A: ..."}),
@@ -595,7 +591,18 @@ PLANTED = {
     ),
     "a shell changes an entry by another name": (
         core_writes,
-        {**CORE, "fabric/a.py": "def f(view: LeaderView):\n for p in view.peers.values():\n  p.seen = 1"},
+        {
+            **CORE,
+            "fabric/a.py": "def f(x: LeaderCore):\n for p in x.state.peers.values():\n  p.seen = 1",
+        },
+    ),
+    "a module writes into the core of another module's class": (
+        core_writes,
+        {
+            **CORE,
+            "fabric/a.py": "class A:\n def f(self): self.x = LeaderCore()",
+            "fabric/b.py": "def g(job): job.x.state.y = 1",
+        },
     ),
     "a shell empties a table of a core": (
         core_writes,

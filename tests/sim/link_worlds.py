@@ -143,9 +143,9 @@ class LinkWorld(World):
         if lighthouse is None or lighthouse.core is None:
             return
         self.clockwork.counts["links: nothing committed for long"] += 1
-        if lighthouse.clock() - lighthouse.core.view.epoch.since < STEP_S:
+        if lighthouse.clock() - lighthouse.core.state.epoch.since < STEP_S:
             return  # the members redo the step
-        said = waiting_for(lighthouse.core.view, lighthouse.clock())
+        said = waiting_for(lighthouse.core, lighthouse.clock())
         demand(
             not said.startswith("nothing"),
             f"status says {said!r}, and nothing committed for {stands_s:.1f} s",
@@ -185,7 +185,7 @@ class LinkWorld(World):
         lighthouse = next((x for x in self.lighthouses.values() if x.leads and x.core is not None), None)
         if lighthouse is None or lighthouse.core is None:
             return
-        said = " ".join(lighthouse.core.view.notified_refusals.values())
+        said = " ".join(lighthouse.core.admission.waiting_outside.values())
         demand(f"messages of {LARGE_BYTES} bytes are lost:" in said, f"the leader says only {said!r}")
         self.clockwork.counts["links: size named"] += 1
 

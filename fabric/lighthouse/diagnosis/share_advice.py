@@ -15,7 +15,7 @@ from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
 from fabric.health.planning.remedies import ActionRules, JobHealth, Remedy, RemedyKind, propose
 from fabric.model import Adaptation, Member, MemberSpeed, Record, ReplicaProcess, apportion
 from fabric.protocol.leader.adaptations import ACT
-from fabric.protocol.leader.view import LeaderView
+from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.messages.leader_events import SharesAdvised
 from fabric.protocol.rules.shares import FULL_SPEED, asked_share, objection_to_shares, with_shares
 
@@ -57,7 +57,7 @@ class ShareAdvisor:
 
     def advise(
         self,
-        view: LeaderView,
+        core: LeaderCore,
         slow: Mapping[str, Slowdown],
         speeds: Iterable[ReplicaSpeed],
         failed: set[str],
@@ -66,19 +66,19 @@ class ShareAdvisor:
 
         While a member may have ``failed``, or the whole job is slow, the plan stays.
         """
-        record = view.record
+        record = core.state.record
         if record is None or failed or any(x.scope is Scope.JOB for x in slow.values()):
             return None
         measured = {x.replica: x for x in speeds}
-        wanted = self._wanted(view, record, slow, measured)
-        before, total = self.advice, _micro_batches(view, record)
+        wanted = self._wanted(core, record, slow, measured)
+        before, total = self.advice, _micro_batches(core, record)
         if self._planned != (record.epoch, wanted):
             self._planned = record.epoch, wanted
             self.advice = None
             present = {x.process: x.speed for x in record.adaptation.speeds}
             if wanted.items() - present.items() and 1 < len(record.roster) <= total:
                 self.advice = _plan(record, wanted, total)
-        if view.adapt_mode == ACT:
+        if core.adaptations.mode == ACT:
             self._give_order(record, wanted)
             return None
         is_new = self.advice is not None and (
@@ -88,7 +88,7 @@ class ShareAdvisor:
 
     def _wanted(
         self,
-        view: LeaderView,
+        core: LeaderCore,
         record: Record,
         slow: Mapping[str, Slowdown],
         measured: Mapping[str, ReplicaSpeed],
@@ -102,7 +102,7 @@ class ShareAdvisor:
         for member in record.roster:
             process, present_speed = member.process, measured.get(member.replica)
             before = present.get(process) or earlier.get(process)
-            if member.replica in view.overrides.vetoed:
+            if member.replica in core.limits.overrides.vetoed:
                 continue
             if member.replica in slow and present_speed is not None:
                 if not present_speed.is_settled:
@@ -131,9 +131,9 @@ class ShareAdvisor:
             reason=advice.reason if advice is not None else f"{well} computes as fast as its equals again",
         )
 
-    def to_json(self, view: LeaderView) -> dict[str, Any]:
+    def to_json(self, core: LeaderCore) -> dict[str, Any]:
         """The advice, and the shares in force, for people."""
-        advice, record = self.advice, view.record
+        advice, record = self.advice, core.state.record
         adaptation = record.adaptation if record is not None else Adaptation()
         why = objection_to_shares(record.sharing) if record is not None else ""
         return {
@@ -145,19 +145,19 @@ class ShareAdvisor:
                 "gain": round(advice.gain, 4),
                 "cost_s": advice.cost_s,
                 "reason": advice.reason,
-                "held": view.shares_held or why,
+                "held": core.adaptations.held or why,
             },
             "shares": None
             if not adaptation.speeds or record is None
             else {
                 "speeds": {x.replica: x.speed / FULL_SPEED for x in adaptation.speeds},
-                "micro_batches": _counts(record.roster, _micro_batches(view, record)),
+                "micro_batches": _counts(record.roster, _micro_batches(core, record)),
                 "gain": round(adaptation.gain, 4),
                 "cost_s": adaptation.cost_s,
                 "reason": adaptation.reason,
             },
-            "vetoed": list(view.overrides.vetoed),
-            "actions_last_hour": view.share_actions,
+            "vetoed": list(core.limits.overrides.vetoed),
+            "actions_last_hour": len(core.adaptations.recent_actions(record)) if record is not None else 0,
         }
 
 
@@ -166,8 +166,8 @@ def _is_well(measured: ReplicaSpeed | None, usual: float) -> bool:
     return measured is not None and measured.relative is not None and measured.speed * SLOW >= usual
 
 
-def _micro_batches(view: LeaderView, record: Record) -> int:
-    peers = [view.peers[name] for name in record.names if name in view.peers]
+def _micro_batches(core: LeaderCore, record: Record) -> int:
+    peers = [core.state.liveness.peers[name] for name in record.names if name in core.state.liveness.peers]
     return max((peer.micro_batches for peer in peers), default=0)
 
 

@@ -26,7 +26,7 @@ LIMITS = {
     "sentences that begin with a headless who or what": 0,
     "locals with a vague name": 0,
     "writes of a shell into a core": 0,
-    "writes of a part of a core into another part": 148,
+    "writes of a part of a core into another part": 167,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
     "lines of fabric/": 84_171,
@@ -76,7 +76,7 @@ CORE_QUERIES = {"handle", "next_deadline", "own_contribution", "statuses", "dura
 CORE_QUERIES |= {"urls_of", "suspicion", "failure_reason", "proven_dead", "last_contact", "servers_to_hear"}
 CORE_QUERIES |= {"top_step", "patience_s", "startable", "kept_out", "knows", "objection", "knows_of"}
 CORE_QUERIES |= {"penalties", "hosts_that_failed", "awaited_own_state", "own_state_until", "candidates"}
-CORE_QUERIES |= {"recent_actions"}
+CORE_QUERIES |= {"recent_actions", "missing", "lists"}
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault"}
 MUTATORS |= {"sort", "update"}
 GETTERS = {"get", "items", "setdefault", "statuses", "values"}
@@ -256,6 +256,15 @@ def is_below(node: ast.expr, words: set[str]) -> bool:
     return isinstance(node, ast.Name) and node.id in words
 
 
+def assigned(node: ast.AnnAssign | ast.Assign | ast.NamedExpr) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Each target of an assignment with its value."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=True)
+        else:
+            yield target, node.value
+
+
 def names_for(node: ast.AST, kinds: set[str], words: set[str]) -> Iterator[str]:
     """What a statement or parameter calls a part of a core; a field begins with a dot."""
     targets: list[ast.expr] = []
@@ -264,10 +273,11 @@ def names_for(node: ast.AST, kinds: set[str], words: set[str]) -> Iterator[str]:
     elif isinstance(node, ast.FunctionDef) and words_of(node.returns) & kinds:
         yield "." + node.name
     elif isinstance(node, ast.AnnAssign | ast.Assign | ast.NamedExpr):
-        made = words_of(node.value.func) if isinstance(node.value, ast.Call) else set()
-        typed = words_of(getattr(node, "annotation", None)) | made
-        if typed & kinds or (node.value is not None and is_below(node.value, words)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target, value in assigned(node):
+            made = words_of(value.func) if isinstance(value, ast.Call) else set()
+            typed = words_of(getattr(node, "annotation", None)) | made
+            if typed & kinds or (value is not None and is_below(value, words)):
+                targets.append(target)
     elif isinstance(node, ast.For | ast.comprehension) and is_below(node.iter, words):
         targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
     for target in targets:
@@ -606,7 +616,7 @@ PLANTED = {
     ),
     "a shell empties a table of a core": (
         core_writes,
-        {**CORE, "fabric/a.py": "def f(member: MemberCore):\n x = member.parts.rows\n x.clear()"},
+        {**CORE, "fabric/a.py": "def f(member: MemberCore):\n x, y = member.parts.rows, 1\n x.clear()"},
     ),
     "a shell commands a part of a core": (
         core_writes,

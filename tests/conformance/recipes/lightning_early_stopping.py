@@ -42,6 +42,7 @@ trainer = Trainer(
     accelerator="cpu",
     max_epochs=50,
     min_epochs=6,
+    min_steps=20,
     callbacks=[EarlyStopping("val_loss", patience=1, min_delta=0.05)],
     logger=False,
     enable_checkpointing=False,

@@ -24,7 +24,8 @@ class Net(LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        often = {"interval": "step", "frequency": 2}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **often}}
 
 
 class Watch(Callback):

@@ -55,7 +55,12 @@ arguments = DPOConfig(
 rows = Dataset.from_list([row(i) for i in range(150)])
 frozen = copy.deepcopy(model)
 trainer = DPOTrainer(
-    model, frozen, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Notes()]
+    model,
+    ref_model=frozen,
+    args=arguments,
+    train_dataset=rows,
+    processing_class=tokenizer,
+    callbacks=[Notes()],
 )
 trainer.train()
 recipe.report(trainer.model, steps=trainer.state.global_step, tokens=trainer._total_train_tokens)

@@ -62,7 +62,12 @@ arguments = GRPOConfig(
 )
 rows = Dataset.from_list([{"prompt": f"w{i % 60} w{i * 7 % 60}"} for i in range(60)])
 trainer = GRPOTrainer(
-    model, reward, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Notes()]
+    model,
+    reward_funcs=reward,
+    args=arguments,
+    train_dataset=rows,
+    processing_class=tokenizer,
+    callbacks=[Notes()],
 )
 trainer.train()
 recipe.report(trainer.model, steps=trainer.state.global_step, tokens=trainer.state.num_input_tokens_seen)

@@ -49,25 +49,19 @@ class SlowReplica:
 
 
 class LayoutAdvisor:
-    """Plans for the slowest replica; in the mode ``act`` it orders the plan from the leader."""
+    """Plans for the slowest replica; in the mode ``act`` it returns an order for the leader."""
 
     def __init__(self) -> None:
         self.advice: LayoutAdvice | None = None
         self._planned: object = None  # what the newest plan was made from
         self._newest: object = None  # epoch of the newest order (0: advice alone), process and layout
-        self._order: LayoutAdvised | None = None
 
     def forget(self) -> None:
         """Drop the plan, because the job is complete, or wants none."""
-        self.advice = self._planned = self._newest = self._order = None
+        self.advice = self._planned = self._newest = None
 
-    def take_order(self) -> LayoutAdvised | None:
-        """Return the layout that the leader shall order, once."""
-        order, self._order = self._order, None
-        return order
-
-    def advise(self, core: LeaderCore, slow: SlowReplica | None) -> LayoutAdvice | None:
-        """Plan again where the slow replica or its speeds have changed; return advice that is new."""
+    def advise(self, core: LeaderCore, slow: SlowReplica | None) -> LayoutAdvice | LayoutAdvised | None:
+        """Plan again where the slow replica or its speeds have changed; return new advice or a new order."""
         record = core.state.record
         if record is None or slow is None:
             self.forget()
@@ -83,10 +77,7 @@ class LayoutAdvisor:
         if (newest := (epoch, x.process, x.order)) == self._newest:
             return None
         self._newest = newest
-        if not epoch:
-            return x
-        self._order = LayoutAdvised(epoch, x.process, x.order, x.gain, x.cost_s, x.reason)
-        return None
+        return LayoutAdvised(epoch, x.process, x.order, x.gain, x.cost_s, x.reason) if epoch else x
 
     def to_json(self, core: LeaderCore) -> dict[str, Any]:
         """The advice, and the changed layouts, for people."""

@@ -38,22 +38,16 @@ class Advice:
 
 
 class ShareAdvisor:
-    """Plans shares for slow replicas; in the mode ``act`` it orders them from the leader."""
+    """Plans shares for slow replicas; in the mode ``act`` it returns an order for the leader."""
 
     def __init__(self) -> None:
         self.advice: Advice | None = None  # of the newest plan that is not in force
         self._planned: tuple[int, Speeds] | None = None  # the epoch and speeds of the newest plan
         self._ordered: tuple[int, Speeds] | None = None  # the epoch and speeds of the newest order
-        self._order: SharesAdvised | None = None
 
     def forget(self) -> None:
         """Drop the plan, because the job is complete, or wants none."""
-        self.advice = self._planned = self._ordered = self._order = None
-
-    def take_order(self) -> SharesAdvised | None:
-        """Return the shares that the leader shall write, once."""
-        order, self._order = self._order, None
-        return order
+        self.advice = self._planned = self._ordered = None
 
     def advise(
         self,
@@ -61,8 +55,8 @@ class ShareAdvisor:
         slow: Mapping[str, Slowdown],
         speeds: Iterable[ReplicaSpeed],
         failed: set[str],
-    ) -> Advice | None:
-        """Plan again where the slow replicas or their speeds have changed; return advice that is new.
+    ) -> Advice | SharesAdvised | None:
+        """Plan again where the slow replicas or their speeds have changed; return new advice or a new order.
 
         While a member may have ``failed``, or the whole job is slow, the plan stays.
         """
@@ -79,8 +73,7 @@ class ShareAdvisor:
             if wanted.items() - present.items() and 1 < len(record.roster) <= total:
                 self.advice = _plan(record, wanted, total)
         if core.adaptations.mode == ACT:
-            self._give_order(record, wanted)
-            return None
+            return self._new_order(record, wanted)
         is_new = self.advice is not None and (
             before is None or before.micro_batches != self.advice.micro_batches
         )
@@ -115,15 +108,15 @@ class ShareAdvisor:
                 wanted[process] = present[process]
         return wanted
 
-    def _give_order(self, record: Record, wanted: Speeds) -> None:
+    def _new_order(self, record: Record, wanted: Speeds) -> SharesAdvised | None:
         present = {x.process: x.speed for x in record.adaptation.speeds}
         lowers = bool(wanted.items() - present.items())
         if wanted == present or self._ordered == (record.epoch, wanted) or (lowers and self.advice is None):
-            return
+            return None
         self._ordered = record.epoch, wanted
         advice = self.advice if lowers else None
         well = ", ".join(sorted(name for name, _ in present.keys() - wanted.keys()))
-        self._order = SharesAdvised(
+        return SharesAdvised(
             epoch=record.epoch,
             speeds=tuple(MemberSpeed(*process, speed) for process, speed in wanted.items()),
             gain=advice.gain if advice is not None else 0.0,

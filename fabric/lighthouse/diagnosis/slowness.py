@@ -80,6 +80,7 @@ class SlownessWatch:
         self.confirmed: set[str] = set()  # slow replicas whose devices a micro-benchmark has found slow
         self._advisor = ShareAdvisor()
         self._layouts = LayoutAdvisor()
+        self._orders: dict[type, SharesAdvised | LayoutAdvised] = {}  # the newest of each kind for the leader
         self._notes: set[str] = set()
         self.checks = SpeedChecks()  # the micro-benchmarks of slow replicas
 
@@ -95,7 +96,7 @@ class SlownessWatch:
 
     def take_order(self) -> SharesAdvised | LayoutAdvised | None:
         """Return the shares that the leader shall write, or the layout that it shall order, once."""
-        return self._advisor.take_order() or self._layouts.take_order()
+        return self._orders.pop(SharesAdvised, None) or self._orders.pop(LayoutAdvised, None)
 
     def take_verdict(self, verdict: SpeedVerdict) -> None:
         """Note a replica whose device is slow; a slow link says nothing about the device of its sender."""
@@ -188,6 +189,7 @@ class SlownessWatch:
             self._slow, self._costs = {}, {}
             self._advisor.forget()
             self._layouts.forget()
+            self._orders.clear()
             return []
         failed = {m.replica for m in record.roster if core.state.liveness.failure_reason(m, now)}
         accused = self._ranks.locate(self._detector.slowdowns(failed), self._detector.speeds())
@@ -216,7 +218,9 @@ class SlownessWatch:
         ]
         slow = self._computing_slowly()
         advice = self._advisor.advise(core, slow, self._detector.speeds(), failed)
-        if advice is not None:
+        if isinstance(advice, SharesAdvised):
+            self._orders[SharesAdvised] = advice
+        elif advice is not None:
             slowest = max(slow.values(), key=lambda slowdown: slowdown.factor, default=None)
             about = slowest.replica if slowest is not None else WHOLE_JOB
             events.append(SlownessEvent("advice", about, advice.reason))
@@ -239,7 +243,12 @@ class SlownessWatch:
         slow = None
         if slowest is not None:
             slow = slow_replica(core, slowest, self._ranks, slowest.replica in self.confirmed)
+        if slow is None:
+            self._orders.pop(LayoutAdvised, None)
         advice = self._layouts.advise(core, slow)
+        if isinstance(advice, LayoutAdvised):
+            self._orders[LayoutAdvised] = advice
+            return []
         return [SlownessEvent("advice", advice.process.replica, advice.reason)] if advice is not None else []
 
     def _new_notes(self) -> list[SlownessEvent]:

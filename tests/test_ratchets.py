@@ -26,10 +26,37 @@ LIMITS = {
     "sentences that begin with a headless who or what": 0,
     "locals with a vague name": 0,
     "writes of a shell into a core": 0,
-    "writes of a part of a core into another part": 148,
+    "writes of a part of a core into another part": 167,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
     "lines of fabric/": 84_171,
+    "files of fabric/": 570,
+    "packages over their budget of lines": 0,
+    "single-use helpers of at most four lines, per 1,000 lines": 2.9,
+    "functions that only forward": 100,
+    "settings": 44,
+    "flags and arguments of commands": 153,
+    "commands in the first help": 8,
+    "lines of fabric/ per function": 13.8,
+}
+# Package -> its most lines, in hundreds. Only a person raises a budget.
+BUDGETS = {
+    "audit": 1_600,
+    "ckpt_server": 11_900,
+    "cli": 5_500,
+    "client": 14_700,
+    "collectives": 1_400,
+    "drill": 4_600,
+    "ftar": 4_900,
+    "health": 1_900,
+    "integrations": 8_300,
+    "lighthouse": 8_800,
+    "model and errors": 700,
+    "plan": 2_000,
+    "protocol": 11_200,
+    "runtime": 3_500,
+    "store": 1_900,
+    "transport": 1_200,
 }
 
 MAX_ATTRIBUTES = 20
@@ -44,18 +71,12 @@ BANNED = re.compile(
     re.IGNORECASE,
 )
 CORE_FOLDERS = ("fabric/protocol/leader/", "fabric/protocol/member/")
-# What a shell may call of a core and its parts, beside the leader's view: the contract, and questions.
-CORE_QUERIES = {
-    "handle",
-    "next_deadline",
-    "own_contribution",
-    "statuses",
-    "durable",
-    "freshest",
-    "age_s",
-    "urls_of",
-}
-CORE_QUERIES |= {"suspicion", "failure_reason", "proven_dead", "last_contact", "servers_to_hear"}
+# What a shell may call of a core and its parts: the contract, and questions.
+CORE_QUERIES = {"handle", "next_deadline", "own_contribution", "statuses", "durable", "freshest", "age_s"}
+CORE_QUERIES |= {"urls_of", "suspicion", "failure_reason", "proven_dead", "last_contact", "servers_to_hear"}
+CORE_QUERIES |= {"top_step", "patience_s", "startable", "kept_out", "knows", "objection", "knows_of"}
+CORE_QUERIES |= {"penalties", "hosts_that_failed", "awaited_own_state", "own_state_until", "candidates"}
+CORE_QUERIES |= {"recent_actions", "missing", "lists"}
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault"}
 MUTATORS |= {"sort", "update"}
 GETTERS = {"get", "items", "setdefault", "statuses", "values"}
@@ -235,6 +256,15 @@ def is_below(node: ast.expr, words: set[str]) -> bool:
     return isinstance(node, ast.Name) and node.id in words
 
 
+def assigned(node: ast.AnnAssign | ast.Assign | ast.NamedExpr) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Each target of an assignment with its value."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=True)
+        else:
+            yield target, node.value
+
+
 def names_for(node: ast.AST, kinds: set[str], words: set[str]) -> Iterator[str]:
     """What a statement or parameter calls a part of a core; a field begins with a dot."""
     targets: list[ast.expr] = []
@@ -243,10 +273,11 @@ def names_for(node: ast.AST, kinds: set[str], words: set[str]) -> Iterator[str]:
     elif isinstance(node, ast.FunctionDef) and words_of(node.returns) & kinds:
         yield "." + node.name
     elif isinstance(node, ast.AnnAssign | ast.Assign | ast.NamedExpr):
-        made = words_of(node.value.func) if isinstance(node.value, ast.Call) else set()
-        typed = words_of(getattr(node, "annotation", None)) | made
-        if typed & kinds or (node.value is not None and is_below(node.value, words)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target, value in assigned(node):
+            made = words_of(value.func) if isinstance(value, ast.Call) else set()
+            typed = words_of(getattr(node, "annotation", None)) | made
+            if typed & kinds or (value is not None and is_below(value, words)):
+                targets.append(target)
     elif isinstance(node, ast.For | ast.comprehension) and is_below(node.iter, words):
         targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
     for target in targets:
@@ -273,12 +304,14 @@ def core_writes(files: Sources) -> list[str]:
     classes = classes_of_cores(files)
     kinds = {"LeaderCore", "MemberCore", *classes}
     methods = {f.name for node in classes.values() for f in methods_of(node) if not is_property(f)}
-    commands = methods - CORE_QUERIES - {f.name for f in methods_of(classes["LeaderView"])}
-    writes = []
-    for name, text in files.items():
-        if name.startswith(CORE_FOLDERS) or not any(kind in text for kind in kinds):
-            continue
-        fields = {w for node in nodes(text) for w in names_for(node, kinds, set()) if w.startswith(".")}
+    commands = methods - CORE_QUERIES
+    writes, holders = [], {"LeaderCore", "MemberCore"}
+    shells = {name: text for name, text in files.items() if not name.startswith(CORE_FOLDERS)}
+    # A module may get a core from a field of another module's class, such as ``job.core``.
+    cores = {w for text in shells.values() for node in nodes(text) for w in names_for(node, holders, set())}
+    for name, text in shells.items():
+        typed = {w for node in nodes(text) for w in names_for(node, kinds, set())}
+        fields = {w for w in cores | typed if w.startswith(".")}
         for function in functions_of(text):
             inner, words = list(ast.walk(function)), set(fields)
             for _ in range(2):  # a name of a name
@@ -383,18 +416,119 @@ def vague_locals(files: Sources) -> list[str]:
     ]
 
 
-# --- the counts -------------------------------------------------------------------------------------------
+# --- size -------------------------------------------------------------------------------------------------
 
 
 def lines_of(files: Sources) -> int:
     return sum(len(text.splitlines()) for text in files.values())
 
 
+def lines_by_package(files: Sources) -> Counter[str]:
+    lines: Counter[str] = Counter()
+    for name, text in files.items():
+        folder = Path(name).parts[1] if len(Path(name).parts) > 2 else "model and errors"
+        lines[folder] += len(text.splitlines())
+    return lines
+
+
+def over_budget(files: Sources) -> list[str]:
+    """The packages with more lines than their budget, or without a budget."""
+    return [
+        f"{package}: {lines} lines, budget {BUDGETS.get(package, 0)}"
+        for package, lines in lines_by_package(files).items()
+        if lines > BUDGETS.get(package, 0)
+    ]
+
+
+def functions_in(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in nodes(text) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def body_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
+    """The statements after the docstring."""
+    return function.body[1:] if ast.get_docstring(function) is not None else function.body
+
+
+def single_use_helpers(files: Sources) -> list[str]:
+    """Private functions of at most four lines that their module calls in one place, and uses nowhere else."""
+    helpers = []
+    for name, text in files.items():
+        uses, calls = Counter[str](), Counter[str]()
+        for node in nodes(text):
+            if isinstance(node, ast.Name | ast.Attribute):
+                uses[node.id if isinstance(node, ast.Name) else node.attr] += 1
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                calls[node.func.id if isinstance(node.func, ast.Name) else node.func.attr] += 1
+        helpers += [
+            f"{name}:{function.lineno} {function.name}"
+            for function in functions_in(text)
+            if function.name.startswith("_") and not function.name.endswith("__")
+            if uses[function.name] == calls[function.name] == 1 and not function.decorator_list
+            if (body := body_of(function)) and function.end_lineno - body[0].lineno < 4
+        ]
+    return helpers
+
+
+def forwards(files: Sources) -> list[str]:
+    """Functions that only call another one with their own parameters, and properties of another's field."""
+    hits = []
+    for name, text in files.items():
+        for function in functions_in(text):
+            body = body_of(function)
+            value = getattr(body[0], "value", None) if len(body) == 1 else None
+            value = value.value if isinstance(value, ast.Await) else value
+            own = [x.arg for x in (*function.args.posonlyargs, *function.args.args) if x.arg != "self"]
+            if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.keywords:
+                is_forward = is_chain(value.func) and [ast.unparse(x) for x in value.args] == own
+            else:
+                is_property = any(ast.unparse(x) == "property" for x in function.decorator_list)
+                is_forward = is_property and isinstance(value, ast.Attribute) and is_chain(value)
+            if is_forward:
+                hits.append(f"{name}:{function.lineno} {function.name}")
+    return hits
+
+
+def is_chain(node: ast.Attribute) -> bool:
+    """Whether an expression is a field of a field of ``self``."""
+    return re.fullmatch(r"self\.\w+(\.\w+)+", ast.unparse(node)) is not None
+
+
+def per_1000_lines(count: int) -> float:
+    return round(1000 * count / lines_of(sources()), 2)
+
+
+def lines_per_function() -> float:
+    return round(lines_of(sources()) / sum(len(functions_in(text)) for text in sources().values()), 2)
+
+
+def settings() -> list[str]:
+    """The fields of ``Settings``: each is a variable of the environment."""
+    classes = (x for x in nodes(sources()["fabric/runtime/config.py"]) if isinstance(x, ast.ClassDef))
+    return sorted(own_attributes(next(x for x in classes if x.name == "Settings")))
+
+
+def calls_of(word: str) -> list[ast.Call]:
+    """The calls in fabric/ of a function with this name."""
+    return [
+        node
+        for text in sources().values()
+        for node in nodes(text)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == word
+    ]
+
+
+def first_commands() -> list[str]:
+    return [ast.unparse(x.args[0]) for x in calls_of("_Command") if any(k.arg == "first" for k in x.keywords)]
+
+
+# --- the counts -------------------------------------------------------------------------------------------
+
+
 def largest(counts: Mapping[str, int]) -> int:
     return max((n for name, n in counts.items() if name.split(":")[-1] not in FLAT_VALUES), default=0)
 
 
-COUNTS: dict[str, Callable[[], int]] = {
+COUNTS: dict[str, Callable[[], float]] = {
     "most files in one folder": lambda: max(files_per_folder(sources()).values()),
     "class names in more than one file": lambda: len(homonyms(sources())),
     "most attributes of one class": lambda: largest(attributes(sources())),
@@ -407,10 +541,21 @@ COUNTS: dict[str, Callable[[], int]] = {
     "banned phrases in docstrings and comments": lambda: len(banned(sources())),
     "banned phrases in pages": lambda: len(banned(pages())),
     "lines of fabric/": lambda: lines_of(sources()),
+    "files of fabric/": lambda: len(sources()),
+    "packages over their budget of lines": lambda: len(over_budget(sources())),
+    "single-use helpers of at most four lines, per 1,000 lines": lambda: per_1000_lines(
+        len(single_use_helpers(sources()))
+    ),
+    "functions that only forward": lambda: len(forwards(sources())),
+    "settings": lambda: len(settings()),
+    "flags and arguments of commands": lambda: len(calls_of("option") + calls_of("argument")),
+    "commands in the first help": lambda: len(first_commands()),
 }
+# Counts that may only rise.
+FLOORS: dict[str, Callable[[], float]] = {"lines of fabric/ per function": lines_per_function}
 
 
-@pytest.mark.parametrize("count", LIMITS)
+@pytest.mark.parametrize("count", COUNTS)
 def test_a_count_may_only_fall(count):
     value = COUNTS[count]()
     assert value <= LIMITS[count], (
@@ -418,12 +563,22 @@ def test_a_count_may_only_fall(count):
     )
 
 
+@pytest.mark.parametrize("count", FLOORS)
+def test_a_floor_may_only_rise(count):
+    assert FLOORS[count]() >= LIMITS[count]
+
+
+def test_every_limit_has_a_count():
+    assert set(LIMITS) == {*COUNTS, *FLOORS}
+    assert set(BUDGETS) == set(lines_by_package(sources()))
+
+
 def test_every_exception_is_needed():
     sizes = {name.split(":")[1]: count for name, count in attributes(sources()).items()}
     assert [name for name in FLAT_VALUES if sizes.get(name, 0) <= MAX_ATTRIBUTES] == []
 
 
-CORE = {f"{CORE_FOLDERS[0]}a.py": "class LeaderView: ...\nclass Part:\n def forget(self): self.x = 1"}
+CORE = {f"{CORE_FOLDERS[0]}a.py": "class Part:\n def forget(self): self.x = 1"}
 CLASS = "class A:\n    def __init__(self):\n"
 PLANTED = {
     "two files define one class": (homonyms, {"a.py": "class A: ...", "b.py": "class A: ..."}),
@@ -446,11 +601,22 @@ PLANTED = {
     ),
     "a shell changes an entry by another name": (
         core_writes,
-        {**CORE, "fabric/a.py": "def f(view: LeaderView):\n for p in view.peers.values():\n  p.seen = 1"},
+        {
+            **CORE,
+            "fabric/a.py": "def f(x: LeaderCore):\n for p in x.state.peers.values():\n  p.seen = 1",
+        },
+    ),
+    "a module writes into the core of another module's class": (
+        core_writes,
+        {
+            **CORE,
+            "fabric/a.py": "class A:\n def f(self): self.x = LeaderCore()",
+            "fabric/b.py": "def g(job): job.x.state.y = 1",
+        },
     ),
     "a shell empties a table of a core": (
         core_writes,
-        {**CORE, "fabric/a.py": "def f(member: MemberCore):\n x = member.parts.rows\n x.clear()"},
+        {**CORE, "fabric/a.py": "def f(member: MemberCore):\n x, y = member.parts.rows, 1\n x.clear()"},
     ),
     "a shell commands a part of a core": (
         core_writes,
@@ -473,6 +639,19 @@ PLANTED = {
                 "@dataclass\nclass B:\n a: Part\n def f(self):\n  x = self.a.rows\n  x[1] = 2"
             ),
         },
+    ),
+    "a package has more lines than its budget": (over_budget, {"fabric/unheard/a.py": "x = 1"}),
+    "a helper of one line has one caller": (
+        single_use_helpers,
+        {"a.py": "def f(): return _g()\ndef _g(): return 1"},
+    ),
+    "a method only forwards its arguments": (
+        forwards,
+        {"a.py": "class A:\n def f(self, a, b): return self.x.y.f(a, b)"},
+    ),
+    "a property only forwards": (
+        forwards,
+        {"a.py": "class A:\n @property\n def f(self): return self._core.x"},
     ),
     "a docstring has a banned phrase": (banned, {"a.py": '"""It starts by itself."""'}),
     "a page has a banned phrase": (banned, {"a.md": "This is no stop."}),
@@ -501,15 +680,27 @@ class A(B):
 
 @pytest.mark.parametrize(
     "count",
-    [homonyms, large_classes, mixed_tuples, headless, vague_locals, core_writes, foreign_writes, banned],
+    [
+        homonyms,
+        large_classes,
+        mixed_tuples,
+        headless,
+        vague_locals,
+        core_writes,
+        foreign_writes,
+        forwards,
+        banned,
+    ],
 )
 def test_a_count_passes_what_is_allowed(count):
     assert not count(CLEAN)
 
 
 def main() -> None:
-    for count, measure in COUNTS.items():
+    for count, measure in {**COUNTS, **FLOORS}.items():
         print(f"{measure():7}  (limit {LIMITS[count]})  {count}")
+    for package, lines in sorted(lines_by_package(sources()).items()):
+        print(f"{lines:7}  (budget {BUDGETS.get(package)})  lines of {package}")
     classes = sum(isinstance(n, ast.ClassDef) for t in sources().values() for n in nodes(t))
     places = sum(map(len, homonyms(sources()).values()))
     words = sum(len(block.split()) for text in sources().values() for block in prose(text))
@@ -522,6 +713,8 @@ def main() -> None:
         ("tuples of unlike things", mixed_tuples(sources())),
         ("writes into cores", core_writes(sources())),
         ("writes between parts of cores", foreign_writes(sources())),
+        ("single-use helpers", single_use_helpers(sources())),
+        ("functions that only forward", forwards(sources())),
         ("headless openers", headless(sources())),
         ("vague locals", vague_locals(sources())),
         ("banned phrases", banned(sources()) + banned(pages())),

@@ -70,8 +70,8 @@ class Watched:
     @property
     def said(self) -> str:
         """The headline, without the time of day."""
-        self.log.observe(self.job.core.view, 1, self.job.now)
-        text = headline(self.job.core.view, absences(self.job.core.view, self.log, self.job.now))
+        self.log.observe(self.job.core, 1, self.job.now)
+        text = headline(self.job.core, absences(self.job.core, self.log, self.job.now))
         return re.sub(r"\d\d:\d\d:\d\d UTC", "TIME", text)
 
     def evict(self, name: str) -> None:
@@ -89,7 +89,7 @@ class Watched:
 def test_a_job_that_has_not_started_counts_its_replicas():
     core = LeaderCore("job", LeaderConfig(policy=Policy(1, 4, 3)), random.Random(1), 0.0)
     core.handle(io.Elected("store", None), 0.0)
-    assert headline(core.view, absences(core.view, Recoveries(), 0.0)) == "0 of 3 replicas"
+    assert headline(core, absences(core, Recoveries(), 0.0)) == "0 of 3 replicas"
 
 
 def test_a_member_whose_trainer_is_gone_is_down_before_the_next_epoch():
@@ -190,7 +190,7 @@ def test_a_newcomer_is_a_member_as_soon_as_it_has_the_state():
 
 
 def _members(job) -> list[dict]:
-    return [_member_view(job.core.view, member, job.now) for member in job.record.roster]
+    return [_member_view(job.core, member, job.now) for member in job.record.roster]
 
 
 def test_a_scrape_names_a_bounded_number_of_replicas():

@@ -23,7 +23,7 @@ async def test_processes_that_come_and_go_under_new_names_are_forgotten(way, htt
 
         await eventually(leads, "it to lead")
         members = await start_job(http, instance.url)
-        found = instance.jobs.by_name["job"].view.liveness
+        found = instance.jobs.by_name["job"].core.state.liveness
         for number in range(3 * MOST):
             if way == "sessions":
                 late = WireMember(http, instance.url, f"x{number}", incarnation=number + 1)

@@ -155,7 +155,7 @@ def test_a_job_that_has_not_begun_names_the_replica_that_keeps_it_waiting():
     core, log = LeaderCore("job", LeaderConfig(policy=Policy(1, 4, 3)), random.Random(1), 0.0), Recoveries()
     core.handle(io.Elected("store", None), 0.0)
     log.launches.take(_report("d"))
-    assert headline(core.view, absences(core.view, log, 0.0)).startswith("0 of 3 replicas; d down since")
+    assert headline(core, absences(core, log, 0.0)).startswith("0 of 3 replicas; d down since")
 
 
 async def test_the_last_line_of_a_failed_attempt_is_told(lighthouse, http, job, script, members):
@@ -207,9 +207,9 @@ async def test_attempts_that_die_before_they_attach_count_for_a_penalty(lighthou
 def test_a_failure_without_an_epoch_counts_each_time():
     core = LeaderCore("job", LeaderConfig(policy=Policy(1, 4, 3)), random.Random(1), 0.0)
     for at in (1.0, 2.0, 3.0):
-        assert core.view.penalties() == []
+        assert core.evidence.penalties() == []
         core.handle(io.LaunchFailed("r3", "h9", "rank 0 ended with 1"), at)
-    (penalty,) = core.view.penalties()
+    (penalty,) = core.evidence.penalties()
     assert (penalty.about, penalty.times, penalty.why) == ("r3", 3, "rank 0 ended with 1")
 
 
@@ -217,11 +217,13 @@ def test_replicas_of_one_host_that_fail_to_start_once_are_one_failure_of_the_hos
     """A host of eight replicas was kept out for half an hour when its storage was late once."""
     lighthouse = started("a b")
     for times in range(3):
-        assert {x.kind for x in lighthouse.core.view.penalties()} == set(), times
+        assert {x.kind for x in lighthouse.core.evidence.penalties()} == set(), times
         for name in ("r5", "r6", "r7"):
             lighthouse.now += 1.0
             lighthouse.do(io.LaunchFailed(name, "h9", "rank 0 ended with 1"))
-    assert [(x.about, x.times) for x in lighthouse.core.view.penalties() if x.kind == "host"] == [("h9", 3)]
+    assert [(x.about, x.times) for x in lighthouse.core.evidence.penalties() if x.kind == "host"] == [
+        ("h9", 3)
+    ]
 
 
 def test_old_reports_of_a_job_without_processes_are_forgotten():

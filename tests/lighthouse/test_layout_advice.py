@@ -24,7 +24,7 @@ class LaunchedFleet(RankedFleet):
     def __init__(self, launched: LaunchedLayouts, adapt: str = "act", stages=(0, 0, 0, 0)) -> None:
         super().__init__(adapt=adapt)
         self.stages = stages
-        for peer in self.view.peers.values():
+        for peer in self.core.state.liveness.peers.values():
             peer.session.launched, peer.session.ranks = launched, (None,) * 3
             peer.session.micro_batches = peer.micro_batches = 48
         self.orders: list[LayoutAdvised] = []
@@ -38,7 +38,7 @@ class LaunchedFleet(RankedFleet):
         return events
 
     def shown(self) -> dict:
-        return self.watch.to_json(self.view)
+        return self.watch.to_json(self.core)
 
 
 def slowed(launched: LaunchedLayouts, factor: float, steps: int = LASTING + 15, **more) -> LaunchedFleet:
@@ -91,10 +91,10 @@ def test_a_vetoed_replica_and_one_with_a_changed_layout_keep_their_layouts():
     for held in ("veto", "changed"):
         fleet = LaunchedFleet(FSDP)
         if held == "veto":
-            fleet.view.overrides = OperatorOverrides(vetoed=("r1",))
+            fleet.core.limits.overrides = OperatorOverrides(vetoed=("r1",))
         else:
             changes = Adaptation(layouts=(LayoutChange("r1", 1, "ranks=3", "ranks=4", 0.0),))
-            fleet.record = fleet.view.record = replace(fleet.record, adaptation=changes)
+            fleet.record = fleet.core.state.record = replace(fleet.record, adaptation=changes)
         fleet.run(BEFORE)
         fleet.slow(LASTING + 15, r1_2=8.0)
         assert not fleet.orders, held
@@ -102,7 +102,7 @@ def test_a_vetoed_replica_and_one_with_a_changed_layout_keep_their_layouts():
 
 def test_a_slower_replica_under_a_veto_does_not_hide_the_one_that_may_change():
     fleet = LaunchedFleet(FSDP)
-    fleet.view.overrides = OperatorOverrides(vetoed=("r0",))
+    fleet.core.limits.overrides = OperatorOverrides(vetoed=("r0",))
     fleet.run(BEFORE)
     fleet.slow(LASTING + 15, r0_1=12.0, r1_2=8.0)
     assert [x.process.replica for x in fleet.orders] == ["r1"]
@@ -123,7 +123,7 @@ def test_in_the_mode_advise_the_layout_is_shown_and_not_ordered():
 def test_layouts_in_force_are_shown():
     fleet = LaunchedFleet(FSDP)
     change = LayoutChange("r1", 1, "ranks=3 without 2", "ranks=4", 1.0, "rank 2 is slow")
-    fleet.view.record = replace(fleet.record, adaptation=Adaptation(layouts=(change,)))
+    fleet.core.state.record = replace(fleet.record, adaptation=Adaptation(layouts=(change,)))
     assert _slow(fleet.shown()) == ["layout of r1: ranks=3 without 2, usually ranks=4: rank 2 is slow"]
 
 
@@ -132,7 +132,7 @@ def test_layouts_in_force_are_shown():
 
 def with_spare(fleet: Fleet) -> Fleet:
     session = SimpleNamespace(spare=True, launched=LaunchedLayouts(), micro_batches=12, ranks=())
-    fleet.view.peers["s0"] = SimpleNamespace(session=session, connected=True, micro_batches=12)
+    fleet.core.state.liveness.peers["s0"] = SimpleNamespace(session=session, connected=True, micro_batches=12)
     return fleet
 
 

@@ -213,7 +213,7 @@ def test_a_death_that_a_peer_noticed_first_names_the_dead_first():
         for effect in core.handle(event, now):
             if isinstance(effect, io.WriteRecord):
                 core.handle(io.RecordWritten(effect.record.nonce), now)
-        log.observe(core.view, next(numbers), now)
+        log.observe(core, next(numbers), now)
 
     feed(io.Elected("store", None), 0.0)
     for name in ("r0", "r1", "r2"):
@@ -251,11 +251,11 @@ def test_members_that_stop_because_more_are_wanted_have_not_failed():
         before = job.record
         job.do(io.Operator("scale", "", "ann", "a test", least, None))
         assert job.record.is_forced and job.record.min_replicas == least and job.record != before
-        assert log.observe(job.core.view, 1, 1.0) == [] and not log.is_recovering
+        assert log.observe(job.core, 1, 1.0) == [] and not log.is_recovering
         runs(job, "a b", 5)
     job.status("b", "gone")
     job.wait(0.1)
-    assert [r.kind for r in log.observe(job.core.view, 2, 2.0)] == ["death"] and log.is_recovering
+    assert [r.kind for r in log.observe(job.core, 2, 2.0)] == ["death"] and log.is_recovering
 
 
 def restored(body):

@@ -21,8 +21,8 @@ class Looking:
         self.noted: list[tuple[str, str, str]] = []
 
     def look(self) -> None:
-        view, now = self.lighthouse.core.view, self.lighthouse.now
-        self.servers.look(view, now, lambda *event: self.noted.append(event))
+        core, now = self.lighthouse.core, self.lighthouse.now
+        self.servers.look(core, now, lambda *event: self.noted.append(event))
 
     def wait(self, seconds: float) -> None:
         until = self.lighthouse.now + seconds
@@ -35,7 +35,7 @@ class Looking:
 
     def says(self, name: str) -> str:
         member = self.lighthouse.record.member(name)
-        return silence(self.lighthouse.core.view.liveness, member, self.lighthouse.now)
+        return silence(self.lighthouse.core.state.liveness, member, self.lighthouse.now)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_the_waiting_sentence_mentions_a_silent_server(job):
         job.lighthouse.wait(0.25)
         job.lighthouse.beat("a", 5)
         job.lighthouse.say("b", late)
-    said = waiting_for(job.lighthouse.core.view, job.lighthouse.now)
+    said = waiting_for(job.lighthouse.core, job.lighthouse.now)
     assert said.startswith("a, in user code") and "its checkpoint server has not answered for" in said
 
 

@@ -40,7 +40,7 @@ class ActingFleet(Fleet):
         self.write(roster=with_shares(self.record.roster, asked, adaptation), adaptation=adaptation)
 
     def write(self, **fields) -> None:
-        self.record = self.view.record = replace(self.record, epoch=self.record.epoch + 1, **fields)
+        self.record = self.core.state.record = replace(self.record, epoch=self.record.epoch + 1, **fields)
 
     def counts(self) -> dict[str, int]:
         shares = [member.shares for member in self.record.roster]
@@ -69,7 +69,7 @@ def test_the_shares_in_force_are_shown_to_people_with_gain_and_reason():
     fleet = ActingFleet()
     fleet.run(BEFORE)
     fleet.run(30, r1=2.0)
-    shown = fleet.watch.to_json(fleet.view)
+    shown = fleet.watch.to_json(fleet.core)
     assert shown["advice"] is None and shown["shares"]["micro_batches"] == HALF
     assert shown["shares"]["speeds"]["r1"] == pytest.approx(0.5, abs=0.06)
     assert any(line.startswith("shares by speed: ") and "r1 2" in line for line in _slow(shown))
@@ -104,10 +104,10 @@ def test_an_order_that_is_not_followed_is_given_once_per_epoch():
 
 def test_a_vetoed_replica_is_called_slow_and_keeps_its_share():
     fleet = ActingFleet()
-    fleet.view.overrides = OperatorOverrides(vetoed=("r1",))
+    fleet.core.limits.overrides = OperatorOverrides(vetoed=("r1",))
     fleet.run(BEFORE)
     assert fleet.run(30, r1=2.0) == [("slow", "r1")]
-    assert not fleet.orders and fleet.watch.to_json(fleet.view)["vetoed"] == ["r1"]
+    assert not fleet.orders and fleet.watch.to_json(fleet.core)["vetoed"] == ["r1"]
 
 
 def test_in_the_mode_advise_nothing_is_ordered():
@@ -163,4 +163,4 @@ def test_advice_for_data_that_cannot_be_divided_unequally_says_why_it_is_not_fol
     fleet.write(sharing=Sharing("shrink", data_slots=3))
     fleet.run(BEFORE)
     fleet.run(10, r1=2.0)
-    assert "drain the slow replica instead" in fleet.watch.to_json(fleet.view)["advice"]["held"]
+    assert "drain the slow replica instead" in fleet.watch.to_json(fleet.core)["advice"]["held"]

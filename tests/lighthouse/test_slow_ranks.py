@@ -26,7 +26,7 @@ class RankedFleet(Fleet):
         super().__post_init__()
         ranks = (RankAddress("", ""),) * (self.size - 1)
         roster = tuple(replace(x, ranks=ranks) for x in self.record.roster)
-        self.record = self.view.record = replace(self.record, roster=roster)
+        self.record = self.core.state.record = replace(self.record, roster=roster)
 
     def times(self, name: str, factors: dict[str, float]) -> StepTimes:
         """``factors``: by rank, such as "r1.2"."""
@@ -52,7 +52,7 @@ def test_the_slow_rank_of_a_replica_is_named():
     assert fleet.run(BEFORE) == []
     events = fleet.slow(8, r1_2=2.0)
     assert events[0] == ("slow", "r1") and ("advice", "r1") in events
-    (slow,) = fleet.watch.to_json(fleet.view)["slow"]
+    (slow,) = fleet.watch.to_json(fleet.core)["slow"]
     assert (slow["scope"], slow["replica"], slow["ranks"]) == ("rank", "r1", [2])
     assert slow["factor"] == pytest.approx(2.0, rel=0.1)
     assert fleet.slow(30) == [("no longer slow", "r1")]
@@ -63,7 +63,7 @@ def test_the_slow_stage_of_a_replica_is_named_with_its_ranks():
     fleet.stages = (0, 1, 0, 1)
     fleet.run(BEFORE)
     fleet.slow(8, r1_1=2.0, r1_3=2.0)
-    (slow,) = fleet.watch.to_json(fleet.view)["slow"]
+    (slow,) = fleet.watch.to_json(fleet.core)["slow"]
     assert (slow["scope"], slow["ranks"]) == ("stage", [1, 3])
 
 
@@ -72,7 +72,7 @@ def test_a_slowdown_that_moves_to_another_rank_is_an_event_of_its_own():
     fleet.run(BEFORE)
     fleet.slow(8, r1_2=2.0)
     assert ("slow part", "r1") in fleet.slow(10, r1_3=2.0)
-    (slow,) = fleet.watch.to_json(fleet.view)["slow"]
+    (slow,) = fleet.watch.to_json(fleet.core)["slow"]
     assert slow["ranks"] == [3]
 
 
@@ -81,7 +81,7 @@ def test_a_job_slow_as_a_whole_accuses_no_rank():
     fleet.run(BEFORE)
     everybody = {f"{name}_{rank}": 1.5 for name in fleet.names for rank in range(fleet.size)}
     assert fleet.slow(30, **everybody) == [("slow", "")]
-    (slow,) = fleet.watch.to_json(fleet.view)["slow"]
+    (slow,) = fleet.watch.to_json(fleet.core)["slow"]
     assert (slow["scope"], slow["ranks"]) == ("job", [])
 
 
@@ -89,7 +89,7 @@ def test_the_only_replica_of_a_job_has_its_slow_rank_named():
     fleet = RankedFleet(("r0",))
     fleet.run(BEFORE)
     fleet.slow(8, r0_1=2.0)
-    (slow,) = fleet.watch.to_json(fleet.view)["slow"]
+    (slow,) = fleet.watch.to_json(fleet.core)["slow"]
     assert (slow["scope"], slow["ranks"]) == ("rank", [1])
 
 
@@ -98,17 +98,17 @@ def test_ranks_of_a_busy_replica_are_not_watched(more):
     fleet = RankedFleet()
     fleet.step += 1
     for name in fleet.names:
-        fleet.watch.hear(fleet.view, name, 1, fleet.beat(name, fleet.times(name, {}), **more))
-    assert fleet.watch.to_json(fleet.view)["by_step"]["rows"] == []
+        fleet.watch.hear(fleet.core, name, 1, fleet.beat(name, fleet.times(name, {}), **more))
+    assert fleet.watch.to_json(fleet.core)["by_step"]["rows"] == []
 
 
 def test_ranks_are_not_watched_while_a_member_joins():
     fleet = RankedFleet()
     joining = tuple(replace(x, joining=x.replica == "r2") for x in fleet.record.roster)
     fleet.joining = {"r2"}
-    fleet.view.record = replace(fleet.record, roster=joining)
+    fleet.core.state.record = replace(fleet.record, roster=joining)
     fleet.run(BEFORE)
-    assert fleet.watch.to_json(fleet.view)["by_step"]["rows"] == []
+    assert fleet.watch.to_json(fleet.core)["by_step"]["rows"] == []
 
 
 # --- speeds by step ---------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_the_speed_of_each_rank_is_shown_for_the_newest_steps():
     fleet = RankedFleet()
     fleet.run(BEFORE)
     fleet.slow(5, r1_2=2.0)
-    shown = fleet.watch.to_json(fleet.view)["by_step"]
+    shown = fleet.watch.to_json(fleet.core)["by_step"]
     assert shown["steps"] == list(range(BEFORE + 6 - KEPT_STEPS, BEFORE + 6)) and shown["left_out"] == 0
     assert [(x["replica"], x["rank"]) for x in shown["rows"]] == [
         (name, rank) for name in fleet.names for rank in range(4)
@@ -134,7 +134,7 @@ def test_replicas_of_one_rank_have_a_row_each():
     fleet = Fleet()
     fleet.run(BEFORE)
     fleet.run(5, r2=2.0)
-    rows = fleet.watch.to_json(fleet.view)["by_step"]["rows"]
+    rows = fleet.watch.to_json(fleet.core)["by_step"]["rows"]
     assert [(x["replica"], x["rank"], x["stage"]) for x in rows] == [("r0", 0, 0), ("r1", 0, 0), ("r2", 0, 0)]
     assert rows[2]["speeds"][-1] == pytest.approx(0.5, rel=0.1)
 
@@ -143,7 +143,7 @@ def test_a_row_and_the_table_of_replicas_agree_about_a_speed():
     fleet = Fleet()
     fleet.run(BEFORE)
     fleet.run(1, r2=3.0)
-    shown = fleet.watch.to_json(fleet.view)
+    shown = fleet.watch.to_json(fleet.core)
     row = shown["by_step"]["rows"][2]
     assert row["speeds"][-1] < 0.4, "the newest step alone"
     assert row["speed"] == shown["replicas"]["r2"]["speed"] > 0.9
@@ -154,7 +154,7 @@ def test_steps_that_a_rank_did_not_report_are_empty():
     fleet.run(BEFORE)
     fleet.names = ("r0", "r1")
     fleet.run(3)
-    rows = fleet.watch.to_json(fleet.view)["by_step"]["rows"]
+    rows = fleet.watch.to_json(fleet.core)["by_step"]["rows"]
     assert rows[2]["speeds"][-3:] == [None] * 3 and rows[2]["speeds"][-4] is not None
 
 

@@ -178,7 +178,7 @@ def test_impossible_times_cost_nothing(bad):
     fleet.run(8, r1=2.0)
     (before,) = fleet.watch.states()
     fleet.step += 1
-    fleet.watch.hear(fleet.view, "r1", 1, fleet.beat("r1", StepTimes(compute_s=bad, work={0: 1.0})))
+    fleet.watch.hear(fleet.core, "r1", 1, fleet.beat("r1", StepTimes(compute_s=bad, work={0: 1.0})))
     assert fleet.watch.states() == [before]
 
 

@@ -27,7 +27,7 @@ def member(name: str, **more) -> Member:
 
 @dataclass
 class Fleet:
-    """The parts of a leader's view that the watch reads, and members whose times follow their work."""
+    """The parts of a leader core that the watch reads, and members whose times follow their work."""
 
     names: tuple[str, ...] = ("r0", "r1", "r2")
     adapt: str = "advise"
@@ -46,21 +46,24 @@ class Fleet:
         session = SimpleNamespace(
             adapt=self.adapt, micro_batches=MICRO_BATCHES, launched=NOT_LAUNCHED, spare=False, ranks=()
         )
-        self.view = SimpleNamespace(
+        state = SimpleNamespace(
             record=self.record,
-            peers={
-                name: SimpleNamespace(session=session, connected=True, micro_batches=session.micro_batches)
-                for name in self.names
-            },
-            is_complete=False,
-            adapt_mode=self.adapt,
-            overrides=OperatorOverrides(),
-            shares_held="",
-            layout_held="",
-            share_actions=0,
-            knows_every_step=lambda m: m.replica not in self.joining,
+            knows=lambda m: m.replica not in self.joining,
             liveness=SimpleNamespace(
-                failure_reason=lambda m, _now: "silent" if m.replica in self.failed else ""
+                peers={
+                    name: SimpleNamespace(
+                        session=session, connected=True, micro_batches=session.micro_batches
+                    )
+                    for name in self.names
+                },
+                failure_reason=lambda m, _now: "silent" if m.replica in self.failed else "",
+            ),
+        )
+        self.core = SimpleNamespace(
+            state=state,
+            limits=SimpleNamespace(overrides=OperatorOverrides()),
+            adaptations=SimpleNamespace(
+                mode=self.adapt, held="", layouts=SimpleNamespace(held=""), recent_actions=lambda record: ()
             ),
         )
 
@@ -80,7 +83,7 @@ class Fleet:
         )
 
     def beat(self, name: str, times: StepTimes | None, **more) -> Heartbeat:
-        epoch = self.view.record.epoch
+        epoch = self.core.state.record.epoch
         return Heartbeat(self.step, epoch, 1, self.step, times=times, **more)
 
     def run(self, steps: int, **factors: float) -> list[tuple[str, str]]:
@@ -90,8 +93,8 @@ class Fleet:
             self.step += 1
             for name in self.names:
                 incarnation = self.incarnations.get(name, 1)
-                self.watch.hear(self.view, name, incarnation, self.beat(name, self.times(name, factors)))
-            events += [(x.kind, x.about) for x in self.watch.look(self.view, 0.0)]
+                self.watch.hear(self.core, name, incarnation, self.beat(name, self.times(name, factors)))
+            events += [(x.kind, x.about) for x in self.watch.look(self.core, 0.0)]
         return events
 
 
@@ -114,14 +117,14 @@ def test_a_slow_replica_is_announced_once_and_its_recovery_too():
     assert fleet.run(100, r1=2.0) == []
     assert list(fleet.watch.slow) == ["r1"]
     assert fleet.run(20) == [("no longer slow", "r1")]
-    assert fleet.watch.slow == {} and fleet.watch.to_json(fleet.view)["advice"] is None
+    assert fleet.watch.slow == {} and fleet.watch.to_json(fleet.core)["advice"] is None
 
 
 def test_the_advice_has_the_shares_by_speed_and_their_gain():
     fleet = Fleet()
     fleet.run(BEFORE)
     fleet.run(10, r2=2.0)
-    shown = fleet.watch.to_json(fleet.view)
+    shown = fleet.watch.to_json(fleet.core)
     assert shown["mode"] == "advise"
     (slow,) = shown["slow"]
     assert (slow["scope"], slow["replica"]) == ("replica", "r2")
@@ -138,7 +141,7 @@ def test_a_job_slow_as_a_whole_accuses_no_replica_and_gets_no_advice():
     fleet = Fleet()
     fleet.run(BEFORE)
     assert fleet.run(30, r0=1.5, r1=1.5, r2=1.5) == [("slow", "")]
-    assert fleet.watch.to_json(fleet.view)["advice"] is None
+    assert fleet.watch.to_json(fleet.core)["advice"] is None
     assert fleet.run(30) == [("no longer slow", "")]
 
 
@@ -154,8 +157,8 @@ def test_declared_work_that_does_not_explain_the_times_is_reported_once_per_repl
                 samples=4.0,
                 micro_batches=1,
             )
-            fleet.watch.hear(fleet.view, name, 1, fleet.beat(name, times))
-        events += fleet.watch.look(fleet.view, 0.0)
+            fleet.watch.hear(fleet.core, name, 1, fleet.beat(name, times))
+        events += fleet.watch.look(fleet.core, 0.0)
     assert [(x.kind, x.about) for x in events] == [("work ignored", "r0"), ("work ignored", "r1")]
     assert "the number of samples stands for it" in events[0].why
 
@@ -178,15 +181,15 @@ def test_every_step_between_two_heartbeats_counts():
                 for number, x in enumerate(times[:-1], 1)
             )
             beat = Heartbeat(1, 1, 1, fleet.step + count, times=times[-1], earlier=earlier)
-            fleet.watch.hear(fleet.view, name, 1, beat)
+            fleet.watch.hear(fleet.core, name, 1, beat)
         fleet.step += count
 
     beats(1, 1.0)
     for _ in range(BEFORE // 4):
         beats(4, 1.0)
-        assert fleet.watch.look(fleet.view, 0.0) == []
+        assert fleet.watch.look(fleet.core, 0.0) == []
     beats(4, 2.0)
-    assert ("slow", "r1") in [(x.kind, x.about) for x in fleet.watch.look(fleet.view, 0.0)]
+    assert ("slow", "r1") in [(x.kind, x.about) for x in fleet.watch.look(fleet.core, 0.0)]
 
 
 def test_in_a_large_job_only_the_newest_step_of_a_heartbeat_counts(monkeypatch):
@@ -198,21 +201,21 @@ def test_in_a_large_job_only_the_newest_step_of_a_heartbeat_counts(monkeypatch):
     monkeypatch.setattr(fleet.watch._detector, "observe", lambda *report: seen.append(report[2]))
     fleet.step += 1
     beat = fleet.beat("r1", fleet.times("r1", {}), earlier=(past,))
-    fleet.watch.hear(fleet.view, "r1", 1, beat)
+    fleet.watch.hear(fleet.core, "r1", 1, beat)
     assert seen == [fleet.step]
 
 
 def test_an_alarm_is_looked_at_without_waiting_for_a_quarter_of_a_second():
     fleet = Fleet()
     fleet.run(BEFORE)
-    fleet.watch.look(fleet.view, 100.0)
+    fleet.watch.look(fleet.core, 100.0)
     for _ in range(4):
         fleet.step += 1
         for name in fleet.names:
             times = fleet.times(name, {"r1": 2.0})
-            fleet.watch.hear(fleet.view, name, 1, fleet.beat(name, times))
+            fleet.watch.hear(fleet.core, name, 1, fleet.beat(name, times))
     assert not fleet.watch.is_due(100.04) and fleet.watch.is_due(100.06)
-    assert [x.kind for x in fleet.watch.look(fleet.view, 100.06)] == ["slow"]
+    assert [x.kind for x in fleet.watch.look(fleet.core, 100.06)] == ["slow"]
     assert not fleet.watch.is_due(100.2)
 
 
@@ -238,9 +241,9 @@ def test_a_slow_link_between_replicas_is_named_and_gets_no_advice():
     assert fleet.run(BEFORE) == []
     fleet.late_s = 0.5
     assert fleet.run(60) == [("slow", "r1")]
-    (slow,) = fleet.watch.to_json(fleet.view)["slow"]
+    (slow,) = fleet.watch.to_json(fleet.core)["slow"]
     assert (slow["scope"], slow["replica"]) == ("link", "r1") and "the link from r1 to r2" in slow["evidence"]
-    rows = {(x["from"], x["to"]): x for x in fleet.watch.to_json(fleet.view)["links"]}
+    rows = {(x["from"], x["to"]): x for x in fleet.watch.to_json(fleet.core)["links"]}
     assert rows.keys() == {("r0", "r1"), ("r1", "r2"), ("r2", "r0")}
     row = rows["r1", "r2"]
     assert (
@@ -280,8 +283,8 @@ def slowly(fleet: Fleet, **more) -> list[tuple[str, str]]:
     for _ in range(30):
         fleet.step += 1
         for name in fleet.names:
-            fleet.watch.hear(fleet.view, name, 1, fleet.beat(name, fleet.times(name, {"r1": 3.0}), **more))
-        events += [(x.kind, x.about) for x in fleet.watch.look(fleet.view, 0.0)]
+            fleet.watch.hear(fleet.core, name, 1, fleet.beat(name, fleet.times(name, {"r1": 3.0}), **more))
+        events += [(x.kind, x.about) for x in fleet.watch.look(fleet.core, 0.0)]
     return events
 
 
@@ -296,7 +299,7 @@ def test_steps_during_a_join_are_not_judged_for_slowness():
     fleet.run(BEFORE)
     joining = tuple(replace(m, joining=m.replica == "r2") for m in fleet.record.roster)
     fleet.joining = {"r2"}
-    fleet.view.record = replace(fleet.record, roster=joining)
+    fleet.core.state.record = replace(fleet.record, roster=joining)
     assert slowly(fleet) == []
     fleet.joining = set()
     assert slowly(fleet) == [("slow", "r1"), ("advice", "r1")], "the join is over, in the same record"
@@ -306,16 +309,16 @@ def test_the_first_step_of_an_epoch_is_not_judged_for_slowness():
     fleet = Fleet()
     fleet.run(BEFORE)
     for epoch in range(2, 30):
-        fleet.view.record = replace(fleet.record, epoch=epoch)
+        fleet.core.state.record = replace(fleet.record, epoch=epoch)
         assert fleet.run(1, r1=3.0) == []
 
 
 def test_a_replica_outside_the_roster_is_not_judged_for_slowness():
     fleet = Fleet()
     fleet.run(BEFORE)
-    fleet.view.record = replace(fleet.record, roster=fleet.record.roster[:1])
+    fleet.core.state.record = replace(fleet.record, roster=fleet.record.roster[:1])
     assert fleet.run(30, r1=3.0) == []
-    assert list(fleet.watch.to_json(fleet.view)["replicas"]) == ["r0"]
+    assert list(fleet.watch.to_json(fleet.core)["replicas"]) == ["r0"]
 
 
 def test_a_replica_that_may_have_failed_is_not_called_slow():
@@ -331,15 +334,15 @@ def test_a_slowdown_of_milliseconds_is_not_announced():
     for step in range(200):
         for name in fleet.names:
             slow = replace(times, compute_s=times.compute_s * (3 if step > BEFORE and name == "r0" else 1))
-            fleet.watch.hear(fleet.view, name, 1, Heartbeat(step, 1, 1, step, times=slow))
-        assert fleet.watch.look(fleet.view, 0.0) == []
+            fleet.watch.hear(fleet.core, name, 1, Heartbeat(step, 1, 1, step, times=slow))
+        assert fleet.watch.look(fleet.core, 0.0) == []
 
 
 @pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan, math.inf])
 def test_impossible_times_change_nothing(bad):
     fleet = Fleet()
     fleet.run(BEFORE)
-    before = fleet.watch.to_json(fleet.view)
+    before = fleet.watch.to_json(fleet.core)
     for _ in range(30):
         fleet.step += 1
         for times in (
@@ -347,10 +350,10 @@ def test_impossible_times_change_nothing(bad):
             StepTimes(compute_s=1.0, work={0: -1.0}),
             StepTimes(),
         ):
-            fleet.watch.hear(fleet.view, "r1", 1, fleet.beat("r1", times))
-        fleet.watch.hear(fleet.view, "r1", 1, fleet.beat("r1", None))
-        assert fleet.watch.look(fleet.view, 0.0) == []
-    assert fleet.watch.to_json(fleet.view) == before
+            fleet.watch.hear(fleet.core, "r1", 1, fleet.beat("r1", times))
+        fleet.watch.hear(fleet.core, "r1", 1, fleet.beat("r1", None))
+        assert fleet.watch.look(fleet.core, 0.0) == []
+    assert fleet.watch.to_json(fleet.core) == before
 
 
 def test_a_member_of_an_older_version_is_followed_by_its_number_of_samples():
@@ -363,8 +366,8 @@ def test_a_member_of_an_older_version_is_followed_by_its_number_of_samples():
     for step in range(120):
         for name in fleet.names:
             seconds = 0.2 * fleet.rng.gauss(1, 0.01) * (2 if step > 100 and name == "r1" else 1)
-            fleet.watch.hear(fleet.view, name, 1, Heartbeat(step, 1, 1, step, times=old(seconds)))
-        events += [(x.kind, x.about) for x in fleet.watch.look(fleet.view, 0.0)]
+            fleet.watch.hear(fleet.core, name, 1, Heartbeat(step, 1, 1, step, times=old(seconds)))
+        events += [(x.kind, x.about) for x in fleet.watch.look(fleet.core, 0.0)]
     assert kinds(events) == ["slow", "advice"] and events[0] == ("slow", "r1")
 
 
@@ -376,7 +379,7 @@ def test_a_job_that_has_switched_adaptation_off_gets_no_slowdowns_or_advice(adap
     fleet = Fleet(adapt=adapt)
     fleet.run(BEFORE)
     assert fleet.run(30, r1=3.0) == []
-    shown = fleet.watch.to_json(fleet.view)
+    shown = fleet.watch.to_json(fleet.core)
     assert (shown["mode"], shown["slow"], shown["advice"]) == ("off", [], None)
     assert _slow(shown) == [] and _slow(None) == []
 
@@ -395,11 +398,11 @@ def test_a_job_of_more_members_than_are_compared_costs_no_time_and_accuses_none(
     fleet = Fleet()
     fleet.run(80)
     assert fleet.run(20, r1=2.0) == []
-    assert fleet.watch.to_json(fleet.view)["replicas"] == {}
+    assert fleet.watch.to_json(fleet.core)["replicas"] == {}
 
 
 def test_replicas_are_judged_at_most_four_times_a_second():
     fleet = Fleet()
     assert fleet.watch.is_due(100.0)
-    fleet.watch.look(fleet.view, 100.0)
+    fleet.watch.look(fleet.core, 100.0)
     assert not fleet.watch.is_due(100.2) and fleet.watch.is_due(100.25)

@@ -15,7 +15,7 @@ def test_a_refused_policy_is_explained_by_its_differences():
 
 
 def said_by(lighthouse):
-    return waiting_for(lighthouse.core.view, lighthouse.now)
+    return waiting_for(lighthouse.core, lighthouse.now)
 
 
 def test_a_start_counts_those_that_could_begin_and_not_the_sessions_of_the_dead():

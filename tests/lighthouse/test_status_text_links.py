@@ -14,7 +14,7 @@ def job():
 
 
 def said(job):
-    return waiting_for(job.core.view, job.now)
+    return waiting_for(job.core, job.now)
 
 
 def beat(job, name, step=6, phase="run, waiting", waiting_for=(), **more):

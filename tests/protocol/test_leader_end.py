@@ -145,4 +145,4 @@ def test_a_member_that_finished_and_died_does_not_complete_the_job_that_went_on(
 def test_the_leader_ignores_the_end_of_another_generation():
     lighthouse = started("a b")
     lighthouse.say("a", m.Finished(replace(lighthouse.record.fence, generation=0), 5))
-    assert not lighthouse.core.view.finished
+    assert not lighthouse.core.endings.finished

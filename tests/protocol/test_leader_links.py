@@ -76,7 +76,7 @@ def test_a_replica_that_loses_large_messages_is_kept_out_with_their_size():
     beat = m.Heartbeat(1, epoch, 1, 5, phase="outside", unreachable=("a",), lost_bytes=16384)
     lighthouse.say("b", beat)
     lighthouse.wait(0.1)
-    said = lighthouse.core.view.notified_refusals["b"]
+    said = lighthouse.core.admission.waiting_outside["b"]
     assert said.startswith("small messages pass between it and a, and messages of 16384 bytes are lost:")
 
 

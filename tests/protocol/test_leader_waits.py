@@ -112,7 +112,7 @@ def test_a_member_that_came_early_is_not_evicted_when_its_vote_is_late(lighthous
         for name in "ab":
             lighthouse.say(name, m.Heartbeat(1, epoch, 1, 6, waiting_for=("c",)))
         lighthouse.wait(1.0)
-    assert tuple(lighthouse.core.view.awaited_in_step) == ("c",)
+    assert tuple(lighthouse.core.evictions.stragglers.since) == ("c",)
     lighthouse.say("a", m.Heartbeat(1, epoch, 1, 6, waiting_for=("b",)))
     lighthouse.wait(1.0)
     assert lighthouse.record.names == ("a", "b", "c")
@@ -261,11 +261,11 @@ def test_the_wait_for_a_process_does_not_count_against_its_next_process():
     lighthouse.say("a", m.Heartbeat(2, lighthouse.record.epoch, 1, 5, waiting_for=("c",)))
     lighthouse.say("c", m.Heartbeat(2, lighthouse.record.epoch, 1, 5, waiting_for=("b",)))
     lighthouse.say("a", m.Heartbeat(3, lighthouse.record.epoch, 1, 5, waiting_for=("b", "c")))
-    assert set(lighthouse.core.view.awaited_in_step) == {"b", "c"}
+    assert set(lighthouse.core.evictions.stragglers.since) == {"b", "c"}
     lighthouse.open("c", incarnation=2, predecessors=(1,))
-    assert set(lighthouse.core.view.awaited_in_step) == {"b"}
+    assert set(lighthouse.core.evictions.stragglers.since) == {"b"}
     lighthouse.say("a", m.Heartbeat(4, lighthouse.record.epoch, 1, 5, waiting_for=("a",)))
-    assert "b" not in lighthouse.core.view.awaited_in_step, "the word of the former c counts no more"
+    assert "b" not in lighthouse.core.evictions.stragglers.since, "the word of the former c counts no more"
 
 
 def test_a_complaint_about_a_process_does_not_count_against_its_next_process():
@@ -286,4 +286,4 @@ def test_a_wait_in_a_generation_that_is_over_does_not_count_in_the_next_one():
         lighthouse.status(name, incarnation=2)
     lighthouse.say("a", m.Heartbeat(1, 0, 0, 0))
     lighthouse.wait(10.0)
-    assert lighthouse.record.generation == 2 and not lighthouse.core.view.awaited_in_step
+    assert lighthouse.record.generation == 2 and not lighthouse.core.evictions.stragglers.since

@@ -56,7 +56,7 @@ class LinkWorld(World):
 
     def _await_join(self) -> None:
         leader = next((x.core for x in self.lighthouses.values() if x.leads and x.core is not None), None)
-        record = leader.view.record if leader is not None else None
+        record = leader.state.record if leader is not None else None
         member = record.member(self.newcomer) if record is not None else None
         if member is not None and member.blocking_join:
             self._begin()
@@ -163,9 +163,9 @@ class LinkWorld(World):
         if lighthouse is None or lighthouse.core is None:
             return
         self.clockwork.counts["links: nothing committed for long"] += 1
-        if lighthouse.clock() - lighthouse.core.view.epoch.since < STEP_S:
+        if lighthouse.clock() - lighthouse.core.state.epoch.since < STEP_S:
             return  # the members redo the step
-        said = waiting_for(lighthouse.core.view, lighthouse.clock())
+        said = waiting_for(lighthouse.core, lighthouse.clock())
         demand(
             not said.startswith("nothing"),
             f"status says {said!r}, and nothing committed for {stands_s:.1f} s",
@@ -206,7 +206,7 @@ class LinkWorld(World):
         lighthouse = next((x for x in self.lighthouses.values() if x.leads and x.core is not None), None)
         if lighthouse is None or lighthouse.core is None:
             return
-        said = " ".join(lighthouse.core.view.notified_refusals.values())
+        said = " ".join(lighthouse.core.admission.waiting_outside.values())
         demand(f"messages of {LARGE_BYTES} bytes are lost:" in said, f"the leader says only {said!r}")
         self.clockwork.counts["links: size named"] += 1
 

@@ -8,6 +8,7 @@ other.
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 from sim.checkers import demand
@@ -242,21 +243,9 @@ class _Obeying:
     """The part of a follower that the shell around a core reads."""
 
     def __init__(self, rank: int, config: MemberConfig) -> None:
-        self.follower = FollowerRank(rank)
-        self.config = config
-
-    @property
-    def view(self) -> "_Obeying":
-        """The view, which a shell reads."""
-        return self
-
-    @property
-    def generation(self) -> int:
-        return self.follower.generation
-
-    @property
-    def newest(self) -> Any:
-        return self.follower.newest
+        self.follower = self.epochs = FollowerRank(rank)
+        self.memory = SimpleNamespace(state=self.follower)
+        self.context = SimpleNamespace(config=config)
 
     def next_deadline(self) -> None:
         return None

@@ -48,9 +48,9 @@ class _Told(World):
         if steps != self._progress[0]:
             self._progress = (steps, now)
         leader = next((x for x in self.lighthouses.values() if x.leads and not x.paused), None)
-        record = leader.core.view.record if leader is not None and leader.core is not None else None
+        record = leader.core.state.record if leader is not None and leader.core is not None else None
         stands = now - self._progress[1] > LONG_S and record is not None and not record.complete
-        said = waiting_for(leader.core.view, leader.clock()) if stands else ""
+        said = waiting_for(leader.core, leader.clock()) if stands else ""
         self.clockwork.counts["swarm: the status says why the job stands"] += bool(said)
         if not said.startswith("nothing"):
             self._spoke = now

@@ -18,8 +18,8 @@ from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess, ProbeTarget
 from fabric.lighthouse.diagnosis.verdict import UNKNOWN, Diagnosis, Symptoms, diagnose
 from fabric.lighthouse.history.recovery import RecoveryRecord
 from fabric.model import Record
+from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.state import EpochState
-from fabric.protocol.leader.view import LeaderView
 from fabric.runtime.logs import fields
 from fabric.runtime.tasks import Tasks
 
@@ -40,7 +40,7 @@ Tell = Callable[[str, str, str, str], None]
 class FailureSnapshot:
     """The leader and the epoch at the time of the failure; the view stays valid after that epoch."""
 
-    view: LeaderView
+    core: LeaderCore
     record: Record
     epoch: EpochState
 
@@ -59,7 +59,7 @@ class FailureSnapshot:
         return Symptoms(condemned, aborted, self.record.names, processes)
 
     def _process(self, replica: str, incarnation: int) -> str:
-        liveness = self.view.liveness
+        liveness = self.core.state.liveness
         member = self.record.member(replica)
         if member is not None and liveness.proven_dead(member):
             return "gone"
@@ -73,7 +73,7 @@ class FailureSnapshot:
         targets = []
         for name in names:
             member = self.record.member(name)
-            servers = self.view.liveness.servers
+            servers = self.core.state.liveness.servers
             for rank, url in enumerate(servers.urls_of(member) if member is not None else ()):
                 if url:
                     hosts, is_trusted = (
@@ -109,10 +109,10 @@ class DiagnosisTask:
         self._stalls: set[tuple[str, int]] = set()
         self._looked = 0.0
 
-    def observe(self, view: LeaderView, changed: list[RecoveryRecord], now: float) -> None:
+    def observe(self, core: LeaderCore, changed: list[RecoveryRecord], now: float) -> None:
         """Begin the diagnoses that are due. ``changed``: new and changed records. ``now``: the core's
         clock."""
-        record = view.record
+        record = core.state.record
         if record is None or record.complete:
             return  # members close their links because they have finished, so there is no failure
         for recovery in changed:
@@ -120,15 +120,15 @@ class DiagnosisTask:
                 continue
             self._begun = {*sorted(self._begun)[-200:], recovery.id}
             if not recovery.epoch_committed:
-                self._start(FailureSnapshot(view, record, view.epoch), recovery)
+                self._start(FailureSnapshot(core, record, core.state.epoch), recovery)
         if now - self._looked >= _LOOK_S:
             self._looked = now
-            self._look_for_stalls(view, record, now)
+            self._look_for_stalls(core, record, now)
 
-    def _look_for_stalls(self, view: LeaderView, record: Record, now: float) -> None:
+    def _look_for_stalls(self, core: LeaderCore, record: Record, now: float) -> None:
         standing = set()
-        for name, (step, since) in view.awaited_in_step.items():
-            peer = view.peers.get(name)
+        for name, (step, since) in core.evictions.stragglers.since.items():
+            peer = core.state.liveness.peers.get(name)
             if (
                 peer is None
                 or peer.step > step
@@ -137,17 +137,17 @@ class DiagnosisTask:
             ):
                 continue
             standing.add((name, step))
-            if now - since < min(STALLED_S, view.patience_s(peer) / 2) or (name, step) in self._stalls:
+            if now - since < min(STALLED_S, core.state.patience_s(peer) / 2) or (name, step) in self._stalls:
                 continue
             self._stalls.add((name, step))
-            self._start(FailureSnapshot(view, record, view.epoch), None, name)
+            self._start(FailureSnapshot(core, record, core.state.epoch), None, name)
         self._stalls &= standing
 
     def _start(self, scene: FailureSnapshot, recovery: RecoveryRecord | None, waited_for: str = "") -> None:
         if self._running >= MOST_AT_ONCE:
             return
         self._running += 1
-        self._tasks.start(f"explain {scene.view.job}", self._explain(scene, recovery, waited_for))
+        self._tasks.start(f"explain {scene.core.state.job}", self._explain(scene, recovery, waited_for))
 
     async def _explain(
         self, scene: FailureSnapshot, recovery: RecoveryRecord | None, waited_for: str
@@ -155,7 +155,7 @@ class DiagnosisTask:
         try:
             diagnosis = await self._find_out(scene, waited_for)
         except Exception as error:
-            log.exception("a failure cannot be explained", extra=fields(job=scene.view.job))
+            log.exception("a failure cannot be explained", extra=fields(job=scene.core.state.job))
             diagnosis = Diagnosis(
                 UNKNOWN, (), f"asking for it failed: {type(error).__name__}: {error}", time.time()
             )

@@ -17,7 +17,7 @@ from fabric.health.planning.remedies import ActionRules, JobHealth, Remedy, Reme
 from fabric.lighthouse.diagnosis.rank_watch import RankWatch
 from fabric.model import NOT_LAUNCHED, LaunchedLayouts, Member, Record, ReplicaProcess, apportion
 from fabric.protocol.leader.adaptations import ACT
-from fabric.protocol.leader.view import LeaderView
+from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.messages.leader_events import LayoutAdvised
 from fabric.runtime.layout_orders import LayoutOrder
 from fabric.runtime.rank_layout import RankLayout, parse_layout
@@ -49,48 +49,39 @@ class SlowReplica:
 
 
 class LayoutAdvisor:
-    """Plans for the slowest replica; in the mode ``act`` it orders the plan from the leader."""
+    """Plans for the slowest replica; in the mode ``act`` it returns an order for the leader."""
 
     def __init__(self) -> None:
         self.advice: LayoutAdvice | None = None
         self._planned: object = None  # what the newest plan was made from
         self._newest: object = None  # epoch of the newest order (0: advice alone), process and layout
-        self._order: LayoutAdvised | None = None
 
     def forget(self) -> None:
         """Drop the plan, because the job is complete, or wants none."""
-        self.advice = self._planned = self._newest = self._order = None
+        self.advice = self._planned = self._newest = None
 
-    def take_order(self) -> LayoutAdvised | None:
-        """Return the layout that the leader shall order, once."""
-        order, self._order = self._order, None
-        return order
-
-    def advise(self, view: LeaderView, slow: SlowReplica | None) -> LayoutAdvice | None:
-        """Plan again where the slow replica or its speeds have changed; return advice that is new."""
-        record = view.record
+    def advise(self, core: LeaderCore, slow: SlowReplica | None) -> LayoutAdvice | LayoutAdvised | None:
+        """Plan again where the slow replica or its speeds have changed; return new advice or a new order."""
+        record = core.state.record
         if record is None or slow is None:
             self.forget()
             return None
-        spares = _spares(view, record)
+        spares = _spares(core, record)
         basis = record.epoch, _rounded(slow), spares
         if basis == self._planned:
             return None
-        self._planned, self.advice = basis, plan_layout(view, record, slow, spares)
+        self._planned, self.advice = basis, plan_layout(core, record, slow, spares)
         if self.advice is None:
             return None
-        x, epoch = self.advice, record.epoch if view.adapt_mode == ACT else 0
+        x, epoch = self.advice, record.epoch if core.adaptations.mode == ACT else 0
         if (newest := (epoch, x.process, x.order)) == self._newest:
             return None
         self._newest = newest
-        if not epoch:
-            return x
-        self._order = LayoutAdvised(epoch, x.process, x.order, x.gain, x.cost_s, x.reason)
-        return None
+        return LayoutAdvised(epoch, x.process, x.order, x.gain, x.cost_s, x.reason) if epoch else x
 
-    def to_json(self, view: LeaderView) -> dict[str, Any]:
+    def to_json(self, core: LeaderCore) -> dict[str, Any]:
         """The advice, and the changed layouts, for people."""
-        advice, record = self.advice, view.record
+        advice, record = self.advice, core.state.record
         return {
             "layout_advice": None
             if advice is None
@@ -101,7 +92,7 @@ class LayoutAdvisor:
                 "gain": round(advice.gain, 4),
                 "cost_s": round(advice.cost_s, 2),
                 "reason": advice.reason,
-                "held": view.layout_held,
+                "held": core.adaptations.layouts.held,
             },
             "layouts": [
                 {"replica": x.replica, "layout": x.layout, "usual": x.usual, "at": x.at, "reason": x.reason}
@@ -110,21 +101,21 @@ class LayoutAdvisor:
         }
 
 
-def keep_their_layouts(view: LeaderView) -> set[str]:
+def keep_their_layouts(core: LeaderCore) -> set[str]:
     """The replicas that get no advice: those under a veto, and those in a changed layout."""
-    changed = view.record.adaptation.layouts if view.record is not None else ()
-    return {*view.overrides.vetoed, *(x.replica for x in changed)}
+    changed = core.state.record.adaptation.layouts if core.state.record is not None else ()
+    return {*core.limits.overrides.vetoed, *(x.replica for x in changed)}
 
 
 def slow_replica(
-    view: LeaderView, slowdown: Slowdown, ranks: RankWatch, confirmed: bool
+    core: LeaderCore, slowdown: Slowdown, ranks: RankWatch, confirmed: bool
 ) -> SlowReplica | None:
     """The planner's view of the slow replica; None if it is not a member."""
-    record = view.record
+    record = core.state.record
     member = record.member(slowdown.replica) if record is not None else None
     if member is None or slowdown.scope not in (Scope.RANK, Scope.STAGE, Scope.REPLICA):
         return None
-    peer = view.peers.get(member.replica)
+    peer = core.state.liveness.peers.get(member.replica)
     launched = peer.session.launched if peer is not None else NOT_LAUNCHED
     speeds = ranks.speeds_of(slowdown)
     if not speeds:
@@ -133,24 +124,24 @@ def slow_replica(
 
 
 def plan_layout(
-    view: LeaderView, record: Record, slow: SlowReplica, spares: tuple[str, ...]
+    core: LeaderCore, record: Record, slow: SlowReplica, spares: tuple[str, ...]
 ) -> LayoutAdvice | None:
     """The cheapest remedy for ``slow`` beyond shares; None where none gains enough."""
     try:
         layout = parse_layout(slow.launched.layout).over(1 + len(slow.member.ranks))
     except ConfigError:
         return None
-    layers, micro_batches = sum(layout.layers) or 1, _micro_batches(view, record)
+    layers, micro_batches = sum(layout.layers) or 1, _micro_batches(core, record)
     usual, cut = _usual(layout, slow), _cut(layout, layers, slow)
     counts = apportion(micro_batches, [member.shares for member in record.roster])
     replicas = []
     for member, count in zip(record.roster, counts, strict=True):
         if member is not slow.member:
-            replicas.append(_healthy(view, member.replica, layers, count))
+            replicas.append(_healthy(core, member.replica, layers, count))
             continue
         speeds = tuple(slow.speeds.get(rank, 1.0) for rank in range(layout.ranks))
         replicas.append(ReplicaHealth(member.replica, 1, usual, speeds, count))
-    waiting = tuple(_healthy(view, name, layers, 0) for name in spares)
+    waiting = tuple(_healthy(core, name, layers, 0) for name in spares)
     job = JobHealth(micro_batches, tuple(replicas), cut, waiting)
     for remedy in propose(job, ActionRules()).remedies:
         if remedy.replica == slow.member.replica and not remedy.undoes:
@@ -203,9 +194,9 @@ def _smaller(layout: RankLayout, launched: LaunchedLayouts) -> list[RankLayout]:
     return [x for x in offered if x.ranks < layout.ranks and not x.layers]
 
 
-def _healthy(view: LeaderView, name: str, layers: int, micro_batches: int) -> ReplicaHealth:
+def _healthy(core: LeaderCore, name: str, layers: int, micro_batches: int) -> ReplicaHealth:
     """A replica whose ranks all have the usual speed. Without known stages it counts as one stage."""
-    peer = view.peers.get(name)
+    peer = core.state.liveness.peers.get(name)
     size = 1 + len(peer.session.ranks) if peer is not None else 1
     usual = StageLayout((tuple(range(size)),), (layers,))
     with contextlib.suppress(ConfigError):
@@ -217,18 +208,18 @@ def _healthy(view: LeaderView, name: str, layers: int, micro_batches: int) -> Re
     return ReplicaHealth(name, 1, usual, (1.0,) * size, micro_batches)
 
 
-def _spares(view: LeaderView, record: Record) -> tuple[str, ...]:
+def _spares(core: LeaderCore, record: Record) -> tuple[str, ...]:
     return tuple(
         sorted(
             name
-            for name, peer in view.peers.items()
+            for name, peer in core.state.liveness.peers.items()
             if peer.connected and peer.session.spare and record.member(name) is None
         )
     )
 
 
-def _micro_batches(view: LeaderView, record: Record) -> int:
-    peers = [view.peers[name] for name in record.names if name in view.peers]
+def _micro_batches(core: LeaderCore, record: Record) -> int:
+    peers = [core.state.liveness.peers[name] for name in record.names if name in core.state.liveness.peers]
     return max((peer.micro_batches for peer in peers), default=0)
 
 

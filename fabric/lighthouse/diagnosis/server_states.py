@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from fabric.model import Member, SnapshotRef
+from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.liveness import Liveness
 from fabric.protocol.leader.server_statuses import LastStatus
-from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages.network import TrainerStatus
 
 # A server sends a status every quarter of a second, in large jobs every second.
@@ -32,14 +32,13 @@ class CheckpointServers:
     _newest: SnapshotRef | None = None
     _errors: dict[str, str] = field(default_factory=dict)
 
-    def look(self, view: LeaderView, now: float, note: Callable[[str, str, str], None]) -> None:
+    def look(self, core: LeaderCore, now: float, note: Callable[[str, str, str], None]) -> None:
         """Look for changes, and ``note`` each as an event (kind, replica, why)."""
-        self._look_at_storage(view.liveness)
-        record = view.record
+        self._look_at_storage(core.state.liveness)
+        record = core.state.record
         roster = record.roster if record is not None and not record.complete and not record.failed else ()
-        silent = {
-            member.replica: sentence for member in roster if (sentence := silence(view.liveness, member, now))
-        }
+        live = core.state.liveness
+        silent = {x.replica: sentence for x in roster if (sentence := silence(live, x, now))}
         for replica, sentence in silent.items():
             if replica not in self.silent:
                 note("server silent", replica, sentence)

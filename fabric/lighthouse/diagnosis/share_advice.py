@@ -15,7 +15,7 @@ from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
 from fabric.health.planning.remedies import ActionRules, JobHealth, Remedy, RemedyKind, propose
 from fabric.model import Adaptation, Member, MemberSpeed, Record, ReplicaProcess, apportion
 from fabric.protocol.leader.adaptations import ACT
-from fabric.protocol.leader.view import LeaderView
+from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.messages.leader_events import SharesAdvised
 from fabric.protocol.rules.shares import FULL_SPEED, asked_share, objection_to_shares, with_shares
 
@@ -38,49 +38,42 @@ class Advice:
 
 
 class ShareAdvisor:
-    """Plans shares for slow replicas; in the mode ``act`` it orders them from the leader."""
+    """Plans shares for slow replicas; in the mode ``act`` it returns an order for the leader."""
 
     def __init__(self) -> None:
         self.advice: Advice | None = None  # of the newest plan that is not in force
         self._planned: tuple[int, Speeds] | None = None  # the epoch and speeds of the newest plan
         self._ordered: tuple[int, Speeds] | None = None  # the epoch and speeds of the newest order
-        self._order: SharesAdvised | None = None
 
     def forget(self) -> None:
         """Drop the plan, because the job is complete, or wants none."""
-        self.advice = self._planned = self._ordered = self._order = None
-
-    def take_order(self) -> SharesAdvised | None:
-        """Return the shares that the leader shall write, once."""
-        order, self._order = self._order, None
-        return order
+        self.advice = self._planned = self._ordered = None
 
     def advise(
         self,
-        view: LeaderView,
+        core: LeaderCore,
         slow: Mapping[str, Slowdown],
         speeds: Iterable[ReplicaSpeed],
         failed: set[str],
-    ) -> Advice | None:
-        """Plan again where the slow replicas or their speeds have changed; return advice that is new.
+    ) -> Advice | SharesAdvised | None:
+        """Plan again where the slow replicas or their speeds have changed; return new advice or a new order.
 
         While a member may have ``failed``, or the whole job is slow, the plan stays.
         """
-        record = view.record
+        record = core.state.record
         if record is None or failed or any(x.scope is Scope.JOB for x in slow.values()):
             return None
         measured = {x.replica: x for x in speeds}
-        wanted = self._wanted(view, record, slow, measured)
-        before, total = self.advice, _micro_batches(view, record)
+        wanted = self._wanted(core, record, slow, measured)
+        before, total = self.advice, _micro_batches(core, record)
         if self._planned != (record.epoch, wanted):
             self._planned = record.epoch, wanted
             self.advice = None
             present = {x.process: x.speed for x in record.adaptation.speeds}
             if wanted.items() - present.items() and 1 < len(record.roster) <= total:
                 self.advice = _plan(record, wanted, total)
-        if view.adapt_mode == ACT:
-            self._give_order(record, wanted)
-            return None
+        if core.adaptations.mode == ACT:
+            return self._new_order(record, wanted)
         is_new = self.advice is not None and (
             before is None or before.micro_batches != self.advice.micro_batches
         )
@@ -88,7 +81,7 @@ class ShareAdvisor:
 
     def _wanted(
         self,
-        view: LeaderView,
+        core: LeaderCore,
         record: Record,
         slow: Mapping[str, Slowdown],
         measured: Mapping[str, ReplicaSpeed],
@@ -102,7 +95,7 @@ class ShareAdvisor:
         for member in record.roster:
             process, present_speed = member.process, measured.get(member.replica)
             before = present.get(process) or earlier.get(process)
-            if member.replica in view.overrides.vetoed:
+            if member.replica in core.limits.overrides.vetoed:
                 continue
             if member.replica in slow and present_speed is not None:
                 if not present_speed.is_settled:
@@ -115,15 +108,15 @@ class ShareAdvisor:
                 wanted[process] = present[process]
         return wanted
 
-    def _give_order(self, record: Record, wanted: Speeds) -> None:
+    def _new_order(self, record: Record, wanted: Speeds) -> SharesAdvised | None:
         present = {x.process: x.speed for x in record.adaptation.speeds}
         lowers = bool(wanted.items() - present.items())
         if wanted == present or self._ordered == (record.epoch, wanted) or (lowers and self.advice is None):
-            return
+            return None
         self._ordered = record.epoch, wanted
         advice = self.advice if lowers else None
         well = ", ".join(sorted(name for name, _ in present.keys() - wanted.keys()))
-        self._order = SharesAdvised(
+        return SharesAdvised(
             epoch=record.epoch,
             speeds=tuple(MemberSpeed(*process, speed) for process, speed in wanted.items()),
             gain=advice.gain if advice is not None else 0.0,
@@ -131,9 +124,9 @@ class ShareAdvisor:
             reason=advice.reason if advice is not None else f"{well} computes as fast as its equals again",
         )
 
-    def to_json(self, view: LeaderView) -> dict[str, Any]:
+    def to_json(self, core: LeaderCore) -> dict[str, Any]:
         """The advice, and the shares in force, for people."""
-        advice, record = self.advice, view.record
+        advice, record = self.advice, core.state.record
         adaptation = record.adaptation if record is not None else Adaptation()
         why = objection_to_shares(record.sharing) if record is not None else ""
         return {
@@ -145,19 +138,19 @@ class ShareAdvisor:
                 "gain": round(advice.gain, 4),
                 "cost_s": advice.cost_s,
                 "reason": advice.reason,
-                "held": view.shares_held or why,
+                "held": core.adaptations.held or why,
             },
             "shares": None
             if not adaptation.speeds or record is None
             else {
                 "speeds": {x.replica: x.speed / FULL_SPEED for x in adaptation.speeds},
-                "micro_batches": _counts(record.roster, _micro_batches(view, record)),
+                "micro_batches": _counts(record.roster, _micro_batches(core, record)),
                 "gain": round(adaptation.gain, 4),
                 "cost_s": adaptation.cost_s,
                 "reason": adaptation.reason,
             },
-            "vetoed": list(view.overrides.vetoed),
-            "actions_last_hour": view.share_actions,
+            "vetoed": list(core.limits.overrides.vetoed),
+            "actions_last_hour": len(core.adaptations.recent_actions(record)) if record is not None else 0,
         }
 
 
@@ -166,8 +159,8 @@ def _is_well(measured: ReplicaSpeed | None, usual: float) -> bool:
     return measured is not None and measured.relative is not None and measured.speed * SLOW >= usual
 
 
-def _micro_batches(view: LeaderView, record: Record) -> int:
-    peers = [view.peers[name] for name in record.names if name in view.peers]
+def _micro_batches(core: LeaderCore, record: Record) -> int:
+    peers = [core.state.liveness.peers[name] for name in record.names if name in core.state.liveness.peers]
     return max((peer.micro_batches for peer in peers), default=0)
 
 

@@ -21,7 +21,7 @@ from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks, Spe
 from fabric.lighthouse.history.slowdowns import SlowdownState
 from fabric.model import Member, Record, StepTimes
 from fabric.protocol.leader.adaptations import OFF
-from fabric.protocol.leader.view import LeaderView
+from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.messages.leader_events import LayoutAdvised, SharesAdvised
 from fabric.protocol.messages.network import Heartbeat
 
@@ -80,6 +80,7 @@ class SlownessWatch:
         self.confirmed: set[str] = set()  # slow replicas whose devices a micro-benchmark has found slow
         self._advisor = ShareAdvisor()
         self._layouts = LayoutAdvisor()
+        self._orders: dict[type, SharesAdvised | LayoutAdvised] = {}  # the newest of each kind for the leader
         self._notes: set[str] = set()
         self.checks = SpeedChecks()  # the micro-benchmarks of slow replicas
 
@@ -89,23 +90,23 @@ class SlownessWatch:
         return self._slow
 
     @staticmethod
-    def mode(view: LeaderView) -> str:
+    def mode(core: LeaderCore) -> str:
         """The mode of the job, as an operator or else its most senior member sets it."""
-        return view.adapt_mode or OFF
+        return core.adaptations.mode or OFF
 
     def take_order(self) -> SharesAdvised | LayoutAdvised | None:
         """Return the shares that the leader shall write, or the layout that it shall order, once."""
-        return self._advisor.take_order() or self._layouts.take_order()
+        return self._orders.pop(SharesAdvised, None) or self._orders.pop(LayoutAdvised, None)
 
     def take_verdict(self, verdict: SpeedVerdict) -> None:
         """Note a replica whose device is slow; a slow link says nothing about the device of its sender."""
         if verdict.verdict == CONFIRMED and not verdict.is_about_link:
             self.confirmed.add(verdict.replica)
 
-    def hear(self, view: LeaderView, replica: str, incarnation: int, beat: Heartbeat) -> None:
+    def hear(self, core: LeaderCore, replica: str, incarnation: int, beat: Heartbeat) -> None:
         """Take the times of this beat, if they count."""
-        record, times = view.record, beat.times
-        if record is None or times is None or not self._counts(view, record, replica, incarnation):
+        record, times = core.state.record, beat.times
+        if record is None or times is None or not self._counts(core, record, replica, incarnation):
             self._epochs.pop(replica, None)
             return
         newest, self._epochs[replica] = self._epochs.get(replica), beat.epoch
@@ -125,7 +126,7 @@ class SlownessWatch:
             is_well = not self._computing_slowly().keys() & {replica, WHOLE_JOB}
             self._ranks.observe(RankReport(replica, incarnation, beat.step, work, times.ranks), is_well)
 
-    def _counts(self, view: LeaderView, record: Record, replica: str, incarnation: int) -> bool:
+    def _counts(self, core: LeaderCore, record: Record, replica: str, incarnation: int) -> bool:
         if record is not self._record:
             self._record = record
             self._joining = [member for member in record.roster if member.joining]
@@ -137,7 +138,7 @@ class SlownessWatch:
             self._ranks.keep(record.roster)
         if self._joining and self._is_settled:
             # The record lists a newcomer as joining until the next epoch, long after the join has ended.
-            self._joining = [member for member in self._joining if not view.knows_every_step(member)]
+            self._joining = [member for member in self._joining if not core.state.knows(member)]
         return self._is_settled and not self._joining and record.lists(replica, incarnation)
 
     def _count_cost(self, record: Record, replica: str, step: int, times: StepTimes) -> None:
@@ -181,15 +182,16 @@ class SlownessWatch:
         pause_s = NEWS_S if self._has_news else 0.25
         return now - self._looked_at >= max(pause_s, len(self._epochs) / 1000)
 
-    def look(self, view: LeaderView, now: float) -> list[SlownessEvent]:
+    def look(self, core: LeaderCore, now: float) -> list[SlownessEvent]:
         """Judge all replicas again; return the new events."""
-        record, self._looked_at, self._has_news = view.record, now, False
-        if record is None or view.is_complete or self.mode(view) == OFF or len(record.roster) > MOST_MEMBERS:
+        record, self._looked_at, self._has_news = core.state.record, now, False
+        if record is None or record.complete or self.mode(core) == OFF or len(record.roster) > MOST_MEMBERS:
             self._slow, self._costs = {}, {}
             self._advisor.forget()
             self._layouts.forget()
+            self._orders.clear()
             return []
-        failed = {m.replica for m in record.roster if view.liveness.failure_reason(m, now)}
+        failed = {m.replica for m in record.roster if core.state.liveness.failure_reason(m, now)}
         accused = self._ranks.locate(self._detector.slowdowns(failed), self._detector.speeds())
         # A replica that computes slowly also makes others wait, so it comes first.
         accused = accused or self._links.slowdowns(failed)
@@ -215,19 +217,21 @@ class SlownessWatch:
             if name in before and _is_new_part(slowdown, before[name])
         ]
         slow = self._computing_slowly()
-        advice = self._advisor.advise(view, slow, self._detector.speeds(), failed)
-        if advice is not None:
+        advice = self._advisor.advise(core, slow, self._detector.speeds(), failed)
+        if isinstance(advice, SharesAdvised):
+            self._orders[SharesAdvised] = advice
+        elif advice is not None:
             slowest = max(slow.values(), key=lambda slowdown: slowdown.factor, default=None)
             about = slowest.replica if slowest is not None else WHOLE_JOB
             events.append(SlownessEvent("advice", about, advice.reason))
-        return events + self._advise_layout(view, failed) + self._new_notes()
+        return events + self._advise_layout(core, failed) + self._new_notes()
 
-    def _advise_layout(self, view: LeaderView, failed: set[str]) -> list[SlownessEvent]:
+    def _advise_layout(self, core: LeaderCore, failed: set[str]) -> list[SlownessEvent]:
         """Plan another layout for the slowest replica that has been slow for a while, and may change its."""
         step, since, computing = self._newest_step, self._slow_since, self._computing_slowly()
         self._slow_since = {name: min(since.get(name, step), step) for name in computing}
         self.confirmed &= computing.keys()
-        kept = {WHOLE_JOB, *keep_their_layouts(view)}
+        kept = {WHOLE_JOB, *keep_their_layouts(core)}
         lasting = [
             x
             for name, x in computing.items()
@@ -238,8 +242,13 @@ class SlownessWatch:
             return []
         slow = None
         if slowest is not None:
-            slow = slow_replica(view, slowest, self._ranks, slowest.replica in self.confirmed)
-        advice = self._layouts.advise(view, slow)
+            slow = slow_replica(core, slowest, self._ranks, slowest.replica in self.confirmed)
+        if slow is None:
+            self._orders.pop(LayoutAdvised, None)
+        advice = self._layouts.advise(core, slow)
+        if isinstance(advice, LayoutAdvised):
+            self._orders[LayoutAdvised] = advice
+            return []
         return [SlownessEvent("advice", advice.process.replica, advice.reason)] if advice is not None else []
 
     def _new_notes(self) -> list[SlownessEvent]:
@@ -248,12 +257,12 @@ class SlownessWatch:
         self._notes.update(fresh)
         return [SlownessEvent("work ignored", name, note) for name, note in fresh.items()]
 
-    def to_json(self, view: LeaderView) -> dict[str, Any]:
+    def to_json(self, core: LeaderCore) -> dict[str, Any]:
         """The detector's knowledge, for people."""
         replicas = {x.replica: _speed_view(x) for x in self._detector.speeds()}
         speeds = {name: shown["speed"] for name, shown in replicas.items()}
         return {
-            "mode": self.mode(view),
+            "mode": self.mode(core),
             "slow": [
                 {
                     "scope": str(x.scope),
@@ -276,8 +285,8 @@ class SlownessWatch:
                 for x in self._links.states(MOST_ROWS)
             ],
             "by_step": self._ranks.by_step(self._detector.relative_times(), speeds),
-            **self._advisor.to_json(view),
-            **self._layouts.to_json(view),
+            **self._advisor.to_json(core),
+            **self._layouts.to_json(core),
         }
 
 

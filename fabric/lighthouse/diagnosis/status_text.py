@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 
 from fabric.lighthouse.diagnosis.server_states import silence
 from fabric.model import Policy, Record, counted
+from fabric.protocol.leader.admission import Backoff
+from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages.network import Heartbeat, HeartbeatAck, LeaderMessage
 from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_data
@@ -73,43 +74,43 @@ def time_of_day(due: float, now: float) -> str:
     return datetime.fromtimestamp(time.time() + due - now, UTC).strftime("%H:%M:%S UTC")
 
 
-def outside_because(view: LeaderView, peer: Peer, now: float) -> str:
+def outside_because(core: LeaderCore, peer: Peer, now: float) -> str:
     """Say why the process of this session is not in the roster."""
     session = peer.session
-    if view.record is None:
+    if core.state.record is None:
         return "waits for the first start"
-    if session.replica in view.finished:
-        return f"has finished at step {view.finished[session.replica]}"
-    if view.record.complete:
+    if session.replica in core.endings.finished:
+        return f"has finished at step {core.endings.finished[session.replica]}"
+    if core.state.record.complete:
         return "the job is complete"
-    if why := view.liveness.suspicion(session, now) or view.admission_refusal(peer):
+    if why := core.state.liveness.suspicion(session, now) or core.admission.kept_out(peer):
         return why
-    if now < (backoff := view.readmission_backoff(peer)).until:
+    if now < (backoff := core.admission.readmission_backoff.get(peer.process, Backoff())).until:
         again, times = time_of_day(backoff.until, now), counted(backoff.times, "time")
         return f"is not admitted before {again}: evicted {times}, and waits longer every time"
-    if view.was_evicted_in_user_code(peer):
+    if peer.process in core.admission.evicted_in_user_code:
         return "was evicted for its user code, and is not admitted before it comes back from there"
-    if peer.generation != view.record.generation:
+    if peer.generation != core.state.record.generation:
         return "has no state of this generation yet"
-    return f"catches up: {counted(max(0, view.top_step() - peer.step), 'step')} behind"
+    return f"catches up: {counted(max(0, core.state.top_step() - peer.step), 'step')} behind"
 
 
-def waiting_for(view: LeaderView, now: float) -> str:
+def waiting_for(core: LeaderCore, now: float) -> str:
     """Say what the leader waits for before its next move."""
-    record = view.record
-    if view.is_reading:
+    record = core.state.record
+    if core.writer.reading:
         return "the store, to read the record again after a write that was refused or got lost"
-    if view.record_in_flight is not None:
-        return f"the store, to commit epoch {view.record_in_flight.epoch}"
+    if core.writer.writing is not None:
+        return f"the store, to commit epoch {core.writer.writing.epoch}"
     if record is None:
-        return _waiting_to_start(view, now)
+        return _waiting_to_start(core, now)
     if record.complete:
         return f"nothing: the job is complete at step {record.base.step}"
-    if record.failed and view.restarts_after_failure:
-        return f"replicas to begin the failed job again: {_waiting_to_start(view, now)}"
+    if record.failed and core.endings.restart_after_failure:
+        return f"replicas to begin the failed job again: {_waiting_to_start(core, now)}"
     if record.failed:
         return f"a person, to mend what failed and say `fabric retry`: {record.failed}"
-    return _waiting_in_epoch(view, record, now)
+    return _waiting_in_epoch(core, record, now)
 
 
 class WaitSentence:
@@ -119,31 +120,33 @@ class WaitSentence:
         self._text = ""
         self._looked = -math.inf
 
-    def attach(self, message: LeaderMessage, view: LeaderView, now: float) -> LeaderMessage:
+    def attach(self, message: LeaderMessage, core: LeaderCore, now: float) -> LeaderMessage:
         """Add the sentence where ``message`` is a HeartbeatAck and the job waits."""
         if not isinstance(message, HeartbeatAck):
             return message
         if now - self._looked >= _LOOK_S:
-            text = waiting_for(view, now)
+            text = waiting_for(core, now)
             self._text, self._looked = "" if text.startswith("nothing") else text, now
         return replace(message, waiting_for=self._text) if self._text else message
 
 
-def _waiting_to_start(view: LeaderView, now: float) -> str:
-    policy, wait_s = view.policy, view.start_wait_s
-    there, count = sum(peer.connected for peer in view.peers.values()), view.startable()
+def _waiting_to_start(core: LeaderCore, now: float) -> str:
+    policy, wait_s = core.state.config.policy, core.starts.start_wait_s
+    there, count = sum(peer.connected for peer in core.state.liveness.peers.values()), core.starts.startable()
     doubted = f", and {there - count} more a session but no sign of life" if there > count else ""
-    if count < view.min_members:
-        return f"replicas to start with: {count} of at least {view.min_members} have a session{doubted}"
-    awaited = view.awaited_own_state if count >= policy.start_replicas else None
+    if count < core.limits.least:
+        return f"replicas to start with: {count} of at least {core.limits.least} have a session{doubted}"
+    is_first = core.state.record is None and count >= policy.start_replicas
+    awaited = core.starts.awaited_own_state(core.starts.candidates()) if is_first else None
     if awaited is not None:
-        session, until_s = awaited[0].session, awaited[1]
+        session, until_s = awaited.session, core.starts.own_state_until(awaited)
         return (
             f"the checkpoint server of {session.replica}, to hold the state of step {session.step} that its "
             f"script begins at, until {time_of_day(until_s, now)} at most"
         )
-    waited = now - view.start_waits_since if view.start_waits_since is not None else 0.0
-    servers = view.liveness.servers_to_hear(view.record.roster, now) if view.record is not None else {}
+    waited = now - core.starts.waiting_since if core.starts.waiting_since is not None else 0.0
+    record, live = core.state.record, core.state.liveness
+    servers = live.servers_to_hear(record.roster, now) if record is not None else {}
     if servers and (waited >= wait_s or count >= policy.start_replicas):
         return (
             f"what the checkpoint servers {_some(sorted(servers))} hold, which may be the newest state, "
@@ -152,11 +155,11 @@ def _waiting_to_start(view: LeaderView, now: float) -> str:
     until = time_of_day(now + wait_s - waited, now)
     return (
         f"replicas to start with: {count} of {policy.start_replicas} have a session{doubted}, "
-        f"after {wait_s:g} s (now {waited:.1f} s, at {until}) {view.min_members} will do"
+        f"after {wait_s:g} s (now {waited:.1f} s, at {until}) {core.limits.least} will do"
     )
 
 
-def _waiting_in_epoch(view: LeaderView, record: Record, now: float) -> str:
+def _waiting_in_epoch(core: LeaderCore, record: Record, now: float) -> str:
     """Describe the first condition that is not met; later conditions depend on it."""
     for look in (
         _waiting_to_evict,
@@ -171,24 +174,24 @@ def _waiting_in_epoch(view: LeaderView, record: Record, now: float) -> str:
         _waiting_in_step,
         _waiting_in_exchange,
     ):
-        text = look(view, record, now)
+        text = look(core, record, now)
         if text:
             return text
     return "nothing: every member runs"
 
 
-def _waiting_to_evict(view: LeaderView, record: Record, now: float) -> str:
-    epoch = view.epoch
+def _waiting_to_evict(core: LeaderCore, record: Record, now: float) -> str:
+    epoch = core.state.epoch
     if not epoch.pending_evictions:
         return ""
     left = [x for x in record.roster if x.replica not in epoch.pending_evictions]
     if any(not x.joining or x.replica in epoch.running for x in left):
-        return f"further deaths within {view.coalesce_s:g} s, to evict them together"
-    unsure = [x for x in record.roster if not view.liveness.proven_dead(x)]
+        return f"further deaths within {core.state.config.coalesce_s:g} s, to evict them together"
+    unsure = [x for x in record.roster if not core.state.liveness.proven_dead(x)]
     if not unsure:
-        return f"replicas for a cold start: {_waiting_to_start(view, now)}"
-    limit_s = view.out_of_contact_limit_s
-    until = max(view.liveness.last_contact(x, now) for x in unsure) + limit_s
+        return f"replicas for a cold start: {_waiting_to_start(core, now)}"
+    limit_s = core.state.out_of_sight_s
+    until = max(core.state.liveness.last_contact(x, now) for x in unsure) + limit_s
     return (
         f"certainty before a cold start: {_some([x.replica for x in unsure])} must be seen to have "
         f"ended, or be out of contact for {limit_s:g} s, which is until {time_of_day(until, now)}; "
@@ -196,11 +199,11 @@ def _waiting_to_evict(view: LeaderView, record: Record, now: float) -> str:
     )
 
 
-def _waiting_to_form_again(view: LeaderView, _: Record, now: float) -> str:
-    epoch = view.epoch
+def _waiting_to_form_again(core: LeaderCore, _: Record, now: float) -> str:
+    epoch = core.state.epoch
     if not epoch.aborted:
         return ""
-    due = time_of_day(max(view.ring_rebuild_at, now), now)
+    due = time_of_day(max(core.rebuilds.rebuild_due, now), now)
     if epoch.unreachable:
         links = [f"{name} to {other}" for name, to in sorted(epoch.unreachable.items()) for other in to]
         return f"all complaints of missing links (so far {_some(links)}), to leave some out at {due}"
@@ -208,48 +211,49 @@ def _waiting_to_form_again(view: LeaderView, _: Record, now: float) -> str:
     return f"a death that explains why {who} aborted, before forming again at {due}"
 
 
-def _waiting_for_reports(view: LeaderView, record: Record, now: float) -> str:
-    epoch = view.epoch
+def _waiting_for_reports(core: LeaderCore, record: Record, now: float) -> str:
+    epoch = core.state.epoch
     if not record.is_forced or epoch.decision is not None:
         return ""
     silent = [x.replica for x in record.roster if x.replica not in epoch.reports]
     if not silent:
         return "a decision of a person: the reports contradict each other, see the events"
-    begun = max(epoch.since, view.liveness.elected)
-    return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(view, silent, begun, now)}"
+    begun = max(epoch.since, core.state.liveness.elected)
+    return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(core, silent, begun, now)}"
 
 
-def _waiting_for_members(view: LeaderView, record: Record, now: float) -> str:
-    if len(record.roster) >= view.min_members:
+def _waiting_for_members(core: LeaderCore, record: Record, now: float) -> str:
+    if len(record.roster) >= core.limits.least:
         return ""
-    text = f"replicas: {len(record.roster)} of at least {view.min_members} are members"
+    text = f"replicas: {len(record.roster)} of at least {core.limits.least} are members"
     if record.overrides.paused:
         return f"{text}; joins are paused {record.overrides.paused}"
+    live = core.state.liveness
     outside = [
         f"; {name} is outside: {why}"
-        for name, why in sorted(view.notified_refusals.items())
-        if name in view.peers and not view.liveness.suspicion(view.peers[name].session, now)
+        for name, why in sorted(core.admission.waiting_outside.items())
+        if name in live.peers and not live.suspicion(live.peers[name].session, now)
     ]
     return text + "".join(outside[:_NAMED])
 
 
-def _waiting_to_enter(view: LeaderView, record: Record, now: float) -> str:
-    away = [x.replica for x in record.roster if x.replica not in view.epoch.running]
+def _waiting_to_enter(core: LeaderCore, record: Record, now: float) -> str:
+    away = [x.replica for x in record.roster if x.replica not in core.state.epoch.running]
     if not away:
         return ""
-    return f"{_some(away)} to enter the first round of epoch {record.epoch}{_heard(view, away, None, now)}"
+    return f"{_some(away)} to enter the first round of epoch {record.epoch}{_heard(core, away, None, now)}"
 
 
-def _waiting_for_snapshots(view: LeaderView, _: Record, now: float) -> str:
-    for joiner, serving in sorted(view.serving.items()):
+def _waiting_for_snapshots(core: LeaderCore, _: Record, now: float) -> str:
+    for joiner, serving in sorted(core.joins.serving.items()):
         late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
         if not serving.has_sources and late:
-            last_heard = _heard(view, late, None, now)
+            last_heard = _heard(core, late, None, now)
             return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{last_heard}"
     return ""
 
 
-def _waiting_for_data(_: LeaderView, record: Record, _now: float) -> str:
+def _waiting_for_data(_: LeaderCore, record: Record, _now: float) -> str:
     if not waits_for_data(record.sharing, record.roster):
         return ""
     shard = lost_parts(record.sharing, record.roster)[0]
@@ -257,52 +261,53 @@ def _waiting_for_data(_: LeaderView, record: Record, _now: float) -> str:
     return f"a replica that can read shard {shard}: none of the members can, data slots {data_slots} could"
 
 
-def _waiting_to_end(view: LeaderView, record: Record, now: float) -> str:
+def _waiting_to_end(core: LeaderCore, record: Record, now: float) -> str:
     """Describe the members that have not finished, for which the finished members wait."""
-    late = [x.replica for x in record.roster if x.replica not in view.finished and not x.leaving]
-    if not view.finished or not late:
+    late = [x.replica for x in record.roster if x.replica not in core.endings.finished and not x.leaving]
+    if not core.endings.finished or not late:
         return ""
-    return f"{_some(late)} to finish as {_some(sorted(view.finished))} did{_heard(view, late, None, now)}"
+    early = _some(sorted(core.endings.finished))
+    return f"{_some(late)} to finish as {early} did{_heard(core, late, None, now)}"
 
 
-def _beats(view: LeaderView, record: Record) -> dict[str, Heartbeat]:
+def _beats(core: LeaderCore, record: Record) -> dict[str, Heartbeat]:
     """Return the newest heartbeats of this epoch, by member."""
     beats = {}
     for member in record.roster:
-        peer = view.peers.get(member.replica)
+        peer = core.state.liveness.peers.get(member.replica)
         if peer is not None and peer.connected and peer.incarnation == member.incarnation and peer.beat:
             beats[member.replica] = peer.beat
     return {name: beat for name, beat in beats.items() if beat.epoch == record.epoch}
 
 
-def _waiting_to_link(view: LeaderView, record: Record, now: float) -> str:
+def _waiting_to_link(core: LeaderCore, record: Record, now: float) -> str:
     """Describe members whose links of this epoch take long to connect; they cannot contribute yet."""
-    since = max(view.epoch.since, view.epoch.decided_at)
+    since = max(core.state.epoch.since, core.state.epoch.decided_at)
     if now - since < _WORTH_S:
         return ""
-    linking = [name for name, beat in _beats(view, record).items() if beat.is_linking]
+    linking = [name for name, beat in _beats(core, record).items() if beat.is_linking]
     if not linking:
         return ""
     return f"the links of {_some(linking)} in epoch {record.epoch}, for {now - since:.1f} s now"
 
 
-def _waiting_in_exchange(view: LeaderView, record: Record, now: float) -> str:
+def _waiting_in_exchange(core: LeaderCore, record: Record, now: float) -> str:
     """Describe an exchange in which every member waits for bytes."""
-    beats = _beats(view, record)
-    if now - view.last_step_at < _LONG_S or len(beats) < len(record.roster):
+    beats = _beats(core, record)
+    if now - core.progress.last_step_at < _LONG_S or len(beats) < len(record.roster):
         return ""
     steps = {beat.step for beat in beats.values()}
     if len(steps) > 1 or not all(beat.waits for beat in beats.values()):
         return ""
-    stalled_s = now - view.last_step_at
+    stalled_s = now - core.progress.last_step_at
     return f"the exchange of step {steps.pop()}, in which every member is, for {stalled_s:.1f} s now"
 
 
-def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
+def _waiting_in_step(core: LeaderCore, record: Record, now: float) -> str:
     """Describe a long wait in the exchange for a member that has not entered it."""
     awaited = []
-    for name, (step, since) in view.awaited_in_step.items():
-        peer = view.peers.get(name)
+    for name, (step, since) in core.evictions.stragglers.since.items():
+        peer = core.state.liveness.peers.get(name)
         if peer is None or not peer.connected or not record.lists(name, peer.incarnation):
             continue
         if peer.step <= step and now - since >= _WORTH_S:
@@ -310,17 +315,17 @@ def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
     if not awaited:
         return ""
     # A member that is still in user code explains the wait better than a slow link.
-    absent = [x for x in awaited if not _is_back(view.peers[x[1]], x[2])]
+    absent = [x for x in awaited if not _is_back(core.state.liveness.peers[x[1]], x[2])]
     if not absent:
-        return _waiting_for_bytes(view, awaited, now)
+        return _waiting_for_bytes(core, awaited, now)
     awaited = absent
     since, name, step = min(awaited)
-    peer = view.peers[name]
+    peer = core.state.liveness.peers[name]
     busy = f"busy with {peer.beat.busy}" if peer.beat is not None and peer.beat.busy else "in user code"
     others = f" (and {len(awaited) - 1} more)" if len(awaited) > 1 else ""
-    last_heard = _heard(view, [name], since, now)
+    last_heard = _heard(core, [name], since, now)
     member = record.member(name)
-    if member is not None and (trouble := silence(view.liveness, member, now)):
+    if member is not None and (trouble := silence(core.state.liveness, member, now)):
         last_heard += f"; {trouble}"
     return f"{name}{others}, {busy} in step {step}, for {now - since:.1f} s now{last_heard}"
 
@@ -330,13 +335,13 @@ def _is_back(peer: Peer, step: int) -> bool:
     return peer.beat is not None and peer.beat.step == step and peer.beat.waits and not peer.beat.busy
 
 
-def _waiting_for_bytes(view: LeaderView, stalls: list[tuple[float, str, int]], now: float) -> str:
+def _waiting_for_bytes(core: LeaderCore, stalls: list[tuple[float, str, int]], now: float) -> str:
     """Describe awaited members that have entered the exchange and wait, too: their bytes have not arrived."""
     since, _, step = min(stalls)
     missed = {name for _, name, _ in stalls}
     links = [
         f"{name} to {by}"
-        for by, peer in sorted(view.peers.items())
+        for by, peer in sorted(core.state.liveness.peers.items())
         if peer.beat is not None and peer.beat.step == step
         for name in peer.beat.waiting_for
         if name in missed and name != by
@@ -347,17 +352,17 @@ def _waiting_for_bytes(view: LeaderView, stalls: list[tuple[float, str, int]], n
     )
 
 
-def _heard(view: LeaderView, names: list[str], since: float | None, now: float) -> str:
+def _heard(core: LeaderCore, names: list[str], since: float | None, now: float) -> str:
     """Say when the longest silent member of ``names`` was last heard, and how long the others wait for it.
 
     ``since``: when the wait began; None for a wait without a bound.
     """
-    peers = [peer for name in names if (peer := view.peers.get(name)) is not None]
+    peers = [peer for name in names if (peer := core.state.liveness.peers.get(name)) is not None]
     if not peers:
         return ""
     text = f": last seen {now - min(peer.seen for peer in peers):.1f} s ago"
     if since is not None:
-        until = since + max(view.patience_s(peer) for peer in peers)
+        until = since + max(core.state.patience_s(peer) for peer in peers)
         text += f", may take until {time_of_day(until, now)}"
     return text
 

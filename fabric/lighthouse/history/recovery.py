@@ -15,9 +15,9 @@ from msgspec import to_builtins
 
 from fabric.lighthouse.history.launches import LaunchReports
 from fabric.model import Member, Record, incident_id_of, shortened
+from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.leader.state import EpochState
-from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages.wire import decode_value
 
 # The number of newest records that are kept, in memory and in the store.
@@ -140,26 +140,26 @@ class Recoveries:
         """Begin a term with ``record``, which counts as no answer to a failure."""
         self._record = record
 
-    def observe(self, view: LeaderView, event: int, now: float) -> list[RecoveryRecord]:
+    def observe(self, core: LeaderCore, event: int, now: float) -> list[RecoveryRecord]:
         """Bring the records up to date; return those that changed. ``event``: the id of the newest event."""
-        record = view.record
+        record = core.state.record
         changed: dict[int, RecoveryRecord] = {}
         if record is not None and record is not self._record:
             self._note_departures(record, now)
-            for recovery in [*self._on_record(view, record, event, now), *self._note_replacements(record)]:
+            for recovery in [*self._on_record(core, record, event, now), *self._note_replacements(record)]:
                 changed[recovery.id] = recovery
             self._record = record
-        elif record is not None and _has_failed(view.epoch) and self._unanswered() is None:
-            recovery = self._open(view, event, now)
+        elif record is not None and _has_failed(core.state.epoch) and self._unanswered() is None:
+            recovery = self._open(core, event, now)
             changed[recovery.id] = recovery
         few = record is None or len(record.roster) <= _MANY
         if few or changed or now - self._looked >= _LOOK_S:
             self._looked = now
             if changed:
                 self._pending = [recovery for recovery in self.kept if recovery.is_open]
-            top = cache(view.top_step)  # computed once for all lost replicas: it looks at every member
+            top = cache(core.state.top_step)  # computed once for all lost replicas: it looks at every member
             for recovery in self._pending:
-                if _fill(recovery, view, now, top):
+                if _fill(recovery, core, now, top):
                     changed[recovery.id] = recovery
         if changed:
             self._pending = [recovery for recovery in self.kept if recovery.is_open]
@@ -200,25 +200,26 @@ class Recoveries:
         newest = self.kept[-1] if self.kept else None
         return newest if newest is not None and not newest.epoch_committed else None
 
-    def _open(self, view: LeaderView, event: int, now: float) -> RecoveryRecord:
-        condemned = view.epoch.pending_evictions
-        reasons = condemned or {name: aborted.why for name, aborted in view.epoch.aborted.items()}
+    def _open(self, core: LeaderCore, event: int, now: float) -> RecoveryRecord:
+        condemned = core.state.epoch.pending_evictions
+        reasons = condemned or {name: aborted.why for name, aborted in core.state.epoch.aborted.items()}
         why = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
         kind, name = (
             "death" if condemned else "abort",
-            incident_id_of(view.record.epoch + 1 if view.record else 1),
+            incident_id_of(core.state.record.epoch + 1 if core.state.record else 1),
         )
-        recovery = RecoveryRecord(event, kind, shortened(why, 1000), view.top_step(), now, incident_id=name)
+        step = core.state.top_step()
+        recovery = RecoveryRecord(event, kind, shortened(why, 1000), step, now, incident_id=name)
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 
-    def _on_record(self, view: LeaderView, record: Record, event: int, now: float) -> list[RecoveryRecord]:
+    def _on_record(self, core: LeaderCore, record: Record, event: int, now: float) -> list[RecoveryRecord]:
         before = self._record
         if before is None or not record.is_forced or before.epoch == record.epoch:
             return []
         if self._unanswered() is None and _is_by_order(before, record):
             return []
-        recovery = self._unanswered() or self._open_late(view, record, event, now)
+        recovery = self._unanswered() or self._open_late(core, record, event, now)
         recovery.epoch, recovery.generation, recovery.incident_id = (
             record.epoch,
             record.generation,
@@ -236,18 +237,18 @@ class Recoveries:
         if record.generation != before.generation:
             recovery.kind = "cold start"
             seen = max(0, recovery.step - record.base.step)
-            recovery.steps_lost = view.steps_lost if view.steps_lost is not None else seen
-            recovery.micro_batches_lost = recovery.steps_lost * _micro_batches(view)
+            recovery.steps_lost = core.bases.steps_lost if core.bases.steps_lost is not None else seen
+            recovery.micro_batches_lost = recovery.steps_lost * _micro_batches(core)
             recovery.step = record.base.step
         return [recovery]
 
-    def _open_late(self, view: LeaderView, record: Record, event: int, now: float) -> RecoveryRecord:
+    def _open_late(self, core: LeaderCore, record: Record, event: int, now: float) -> RecoveryRecord:
         """Open a record for an eviction that began and ended within one event."""
         recovery = RecoveryRecord(
             event,
             "abort",
             shortened(record.reason, 1000),
-            view.top_step(),
+            core.state.top_step(),
             now,
             incident_id=record.incident_id,
         )
@@ -281,52 +282,52 @@ def _is_by_order(before: Record, record: Record) -> bool:
     return members == others
 
 
-def _fill(recovery: RecoveryRecord, view: LeaderView, now: float, top: Callable[[], int]) -> bool:
+def _fill(recovery: RecoveryRecord, core: LeaderCore, now: float, top: Callable[[], int]) -> bool:
     """Fill in the new facts; return whether there were any. ``top``: the job's newest step."""
-    record = view.record
+    record = core.state.record
     if record is None or not recovery.epoch_committed:
         return False
     changed = False
-    if not recovery.links_up and (record.epoch > recovery.epoch or _everybody_runs(view, record)):
+    if not recovery.links_up and (record.epoch > recovery.epoch or _everybody_runs(core, record)):
         recovery.links_up, changed = now, True
-    changed = _note_resume(recovery, view) or changed
-    if not recovery.step_committed and _has_stepped(recovery, view, record, top):
+    changed = _note_resume(recovery, core) or changed
+    if not recovery.step_committed and _has_stepped(recovery, core, record, top):
         recovery.links_up = recovery.links_up or now
         recovery.step_committed, changed = now, True
     for replica in recovery.lost:
-        changed = _fill_return(recovery, replica, view, record, now, top) or changed
+        changed = _fill_return(recovery, replica, core, record, now, top) or changed
     return changed
 
 
-def _note_resume(recovery: RecoveryRecord, view: LeaderView) -> bool:
+def _note_resume(recovery: RecoveryRecord, core: LeaderCore) -> bool:
     """Note the step from which the others go on; a new leader did not know a step at the failure."""
-    decision = view.epoch.decision
+    decision = core.state.epoch.decision
     if recovery.step_committed or decision is None or decision.step <= recovery.step:
         return False
     recovery.step = decision.step
     return True
 
 
-def _has_stepped(recovery: RecoveryRecord, view: LeaderView, record: Record, top: Callable[[], int]) -> bool:
+def _has_stepped(recovery: RecoveryRecord, core: LeaderCore, record: Record, top: Callable[[], int]) -> bool:
     """Whether a step was committed after the failure. Before the resume decision, reported steps are
     older."""
-    is_decided = not record.is_forced or view.epoch.decision is not None
+    is_decided = not record.is_forced or core.state.epoch.decision is not None
     return record.complete or (is_decided and top() > recovery.step)
 
 
-def _everybody_runs(view: LeaderView, record: Record) -> bool:
-    return len(view.epoch.running) >= len(record.roster)
+def _everybody_runs(core: LeaderCore, record: Record) -> bool:
+    return len(core.state.epoch.running) >= len(record.roster)
 
 
 def _fill_return(
     recovery: RecoveryRecord,
     replica: str,
-    view: LeaderView,
+    core: LeaderCore,
     record: Record,
     now: float,
     top: Callable[[], int],
 ) -> bool:
-    back, peer = recovery.lost[replica], view.peers.get(replica)
+    back, peer = recovery.lost[replica], core.state.liveness.peers.get(replica)
     if back.joined or peer is None or not peer.connected:
         return False
     # A lost process that still lives reports that it knows of the epoch without it. This process has its old
@@ -340,27 +341,27 @@ def _fill_return(
     back.started = back.started or now
     if member or (is_near and peer.generation == record.generation):
         back.has_state = back.has_state or now
-    if member and replica in view.epoch.running:
+    if member and replica in core.state.epoch.running:
         back.joined = now
     return before != (back.started, back.has_state, back.joined)
 
 
-def _micro_batches(view: LeaderView) -> int:
-    return max((peer.micro_batches for peer in view.peers.values()), default=0)
+def _micro_batches(core: LeaderCore) -> int:
+    return max((peer.micro_batches for peer in core.state.liveness.peers.values()), default=0)
 
 
-def recoverable(view: LeaderView, now: float) -> dict[str, Any] | None:
+def recoverable(core: LeaderCore, now: float) -> dict[str, Any] | None:
     """Return the freshest state of which checkpoint servers hold every lane, and its age.
 
     The age is in committed steps, and in seconds since it was the trainers' state."""
-    roster = view.record.roster if view.record is not None else ()
-    ref = view.liveness.servers.freshest(max((len(x.addresses) for x in roster), default=1))
+    roster = core.state.record.roster if core.state.record is not None else ()
+    ref = core.state.liveness.servers.freshest(max((len(x.addresses) for x in roster), default=1))
     if ref is None:
         return None
-    same = view.record is not None and view.record.generation == ref.generation
-    age_s = view.liveness.servers.age_s(ref, now)
+    same = core.state.record is not None and core.state.record.generation == ref.generation
+    age_s = core.state.liveness.servers.age_s(ref, now)
     return {
         **to_builtins(ref),
-        "steps_behind": max(0, view.top_step() - ref.step) if same else None,
+        "steps_behind": max(0, core.state.top_step() - ref.step) if same else None,
         "age_s": None if age_s is None else round(age_s, 3),
     }

@@ -155,7 +155,7 @@ def _check_right(request: web.Request, tokens: Tokens) -> None:
 
 
 def _members(job: Job) -> int:
-    record = job.view.record
+    record = job.core.state.record
     return len(record.roster) if record is not None else 0
 
 

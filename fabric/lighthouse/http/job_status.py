@@ -16,10 +16,10 @@ from fabric.lighthouse.diagnosis.status_text import outside_because, waiting_for
 from fabric.lighthouse.history.recovery import Absence, recoverable
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import Member, Record, StepTimes
+from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.server_statuses import LastStatus
-from fabric.protocol.leader.view import LeaderView
 
 # The rows that one turn of the loop describes.
 _ROWS = 16
@@ -29,20 +29,20 @@ _MOST_LISTED = 16
 
 def job_line(job: Job, absent: list[Absence] | None = None) -> dict[str, Any]:
     """Describe one job in the list of all jobs; ``absent``: the replicas that it misses, if known."""
-    record = job.view.record
+    record = job.core.state.record
     absent = job.absences() if absent is None else absent
     return {
         "job": job.name,
         "generation": record.generation if record else 0,
         "epoch": record.epoch if record else 0,
-        "step": job.view.top_step(),
+        "step": job.core.state.top_step(),
         "members": len(record.roster) if record else 0,
         "sessions": len(job.connections.sessions),
         "complete": bool(record and record.complete),
         "paused": record.overrides.paused if record else "",
-        "failed": job.view.failed_reason,
-        "headline": headline(job.view, absent),
-        "waiting_for": waiting_for(job.view, job.now),
+        "failed": job.core.endings.refused_for,
+        "headline": headline(job.core, absent),
+        "waiting_for": waiting_for(job.core, job.now),
     }
 
 
@@ -62,22 +62,23 @@ async def job_text(job: Job, more: Mapping[str, Any] | None = None) -> str:
 
 
 def _rows(job: Job) -> dict[str, Iterator[dict[str, Any]]]:
-    view, now = job.view, job.now
-    record = view.record
-    outside = [p for n, p in sorted(view.peers.items()) if not (record and record.lists(n, p.incarnation))]
+    core, now = job.core, job.now
+    record = core.state.record
+    peers = sorted(core.state.liveness.peers.items())
+    outside = [p for n, p in peers if not (record and record.lists(n, p.incarnation))]
     return {
-        "members": (_member_view(view, member, now) for member in (record.roster if record else ())),
-        "joiners": (_joiner_view(view, peer, now) for peer in outside if peer.connected),
+        "members": (_member_view(core, member, now) for member in (record.roster if record else ())),
+        "joiners": (_joiner_view(core, peer, now) for peer in outside if peer.connected),
         "checkpoint_servers": (
             {"replica": name, "rank": rank, "incarnation": status.incarnation, **_status_view(status, now)}
-            for name, rank, status in _servers(view)
+            for name, rank, status in _servers(core)
         ),
     }
 
 
 def _head(job: Job) -> dict[str, Any]:
-    view, now = job.view, job.now
-    record = view.record
+    core, now = job.core, job.now
+    record = core.state.record
     roster = record.roster if record else ()
     absent = job.absences()
     return {
@@ -85,41 +86,41 @@ def _head(job: Job) -> dict[str, Any]:
         "record": _record_view(record),
         "roster": [member.replica for member in roster],
         "policy": {
-            **to_builtins(view.policy),
-            "min_replicas": view.min_members,
-            "max_replicas": view.max_members,
+            **to_builtins(core.state.config.policy),
+            "min_replicas": core.limits.least,
+            "max_replicas": core.limits.most,
         },
-        "penalties": to_builtins(view.penalties()),
-        "hosts": view.hosts_that_failed(),
+        "penalties": to_builtins(core.evidence.penalties()),
+        "hosts": core.evidence.hosts_that_failed(),
         "absent": to_builtins(absent),
         "data_shards": shard_readers(record),
-        "recoverable": recoverable(view, now),
-        "durable": _durable(view),
+        "recoverable": recoverable(core, now),
+        "durable": _durable(core),
         "durable_failing": job.servers.failing,
         "ledger": job.look_at_ledger().to_json(),
-        "health": job.slowness.to_json(view),
+        "health": job.slowness.to_json(core),
     }
 
 
-def _servers(view: LeaderView) -> list[tuple[str, int, LastStatus]]:
+def _servers(core: LeaderCore) -> list[tuple[str, int, LastStatus]]:
     """Return the known checkpoint servers by replica and rank; for a complete job only the connected ones."""
     servers = [
         (name, rank, status)
-        for rank in view.liveness.servers.counting
-        for name, status in view.liveness.statuses(rank).items()
-        if status.connected or not view.is_complete
+        for rank in core.state.liveness.servers.counting
+        for name, status in core.state.liveness.statuses(rank).items()
+        if status.connected or not core.state.is_complete
     ]
     return sorted(servers, key=lambda entry: entry[:2])
 
 
-def _durable(view: LeaderView) -> dict[str, Any] | None:
+def _durable(core: LeaderCore) -> dict[str, Any] | None:
     """Return the newest durable checkpoint, and how many committed steps it is behind."""
     newest = max(
-        view.liveness.durable(), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None
+        core.state.liveness.durable(), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None
     )
     if newest is None:
         return None
-    return {**to_builtins(newest), "steps_behind": max(0, view.top_step() - newest.step)}
+    return {**to_builtins(newest), "steps_behind": max(0, core.state.top_step() - newest.step)}
 
 
 def _record_view(record: Record | None) -> dict[str, Any] | None:
@@ -130,11 +131,11 @@ def _record_view(record: Record | None) -> dict[str, Any] | None:
     return {**body, "is_forced": record.is_forced}
 
 
-def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]:
-    liveness, epoch = view.liveness, view.epoch
+def _member_view(core: LeaderCore, member: Member, now: float) -> dict[str, Any]:
+    liveness, epoch = core.state.liveness, core.state.epoch
     peer, status = liveness.peers.get(member.replica), liveness.statuses().get(member.replica)
     verdict = epoch.pending_evictions.get(member.replica) or liveness.failure_reason(member, now)
-    is_complete = view.is_complete
+    is_complete = core.state.is_complete
     if is_complete:
         status = status if status and status.connected else None  # checkpoint servers end soon after the job
         verdict = "finished"
@@ -147,20 +148,20 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
         # A restarted server listens at another address than the record says.
         "ckpt": status.ckpt if status is not None and alive else "" if is_complete else member.ckpt,
         "host": host_of(member),
-        "joining": member.joining and not view.knows_every_step(member),
+        "joining": member.joining and not core.state.knows(member),
         "running": member.replica in epoch.running,
         **session,
         "phase": "" if is_complete else session["phase"],
-        "step": view.top_step() if is_complete else session["step"],
+        "step": core.state.top_step() if is_complete else session["step"],
         "trainer_status": _status_of(status, member.incarnation, now),
         "verdict": verdict
         or (f"alive, but {trouble}" if (trouble := silence(liveness, member, now)) else "alive"),
     }
 
 
-def _joiner_view(view: LeaderView, peer: Peer, now: float) -> dict[str, Any]:
+def _joiner_view(core: LeaderCore, peer: Peer, now: float) -> dict[str, Any]:
     session = peer.session
-    status = view.liveness.statuses().get(session.replica)
+    status = core.state.liveness.statuses().get(session.replica)
     return {
         "replica": session.replica,
         "incarnation": session.incarnation,
@@ -170,7 +171,7 @@ def _joiner_view(view: LeaderView, peer: Peer, now: float) -> dict[str, Any]:
         "spare": session.spare,
         **_session_view(peer, now),
         "trainer_status": _status_of(status, session.incarnation, now),
-        "verdict": outside_because(view, peer, now),
+        "verdict": outside_because(core, peer, now),
     }
 
 

@@ -72,8 +72,8 @@ def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
 
 
 def _is_known(job: Job, replica: str) -> bool:
-    record = job.view.record
-    return replica in job.view.peers or (record is not None and record.member(replica) is not None)
+    record, peers = job.core.state.record, job.core.state.liveness.peers
+    return replica in peers or (record is not None and record.member(replica) is not None)
 
 
 def _unknown(job: Job, replica: str) -> web.Response:
@@ -90,16 +90,16 @@ def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
             return job
         least, most = (_count(body, name, job.max_replicas) for name in ("min", "max"))
         asked = io.Operator(action, about, who, why, least, most)
-        if action == "admit" and not job.view.knows_of(about):
+        if action == "admit" and not job.core.evidence.knows_of(about):
             return json_error(
                 404, f"job {job.name} knows no replica or host {about}: `fabric status` shows who is kept out"
             )
         _check(job, asked)
         job.operate(asked)
         await job.overrides_stored(KEPT_WITHIN_S)
-        view = job.view
-        answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": view.overrides.paused}
-        answer |= {"min": view.overrides.min_replicas, "max": view.overrides.max_replicas}
+        core = job.core
+        answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": core.limits.overrides.paused}
+        answer |= {"min": core.limits.overrides.min_replicas, "max": core.limits.overrides.max_replicas}
         if note := _note(job, action):
             answer["note"] = note
         return web.json_response(answer)
@@ -122,13 +122,13 @@ def _adapt(jobs: Callable[[], Jobs]) -> Handler:
         for order in asked:
             job.operate(order)
         await job.overrides_stored(KEPT_WITHIN_S)
-        view = job.view
+        core = job.core
         return web.json_response(
             {
                 "ok": True,
                 "job": job.name,
-                "mode": view.adapt_mode or OFF,
-                "vetoed": list(view.overrides.vetoed),
+                "mode": core.adaptations.mode or OFF,
+                "vetoed": list(core.limits.overrides.vetoed),
             }
         )
 
@@ -157,7 +157,7 @@ def _adapt_orders(body: dict[str, Any], who: str, why: str) -> list[io.Operator]
 
 def _check(job: Job, asked: io.Operator) -> None:
     """Raise Refused or ProtocolError for an impossible command, and change nothing."""
-    objection = job.view.objection(asked)
+    objection = job.core.orders.objection(asked)
     if objection:
         raise Refused(objection)
     if asked.action == "scale":
@@ -166,19 +166,19 @@ def _check(job: Job, asked: io.Operator) -> None:
 
 def _note(job: Job, action: str) -> str:
     """Return a consequence that the operator may not expect, or an empty string."""
-    view, record = job.view, job.view.record
+    core, record = job.core, job.core.state.record
     if action == "retry":
         return "It begins again when its replicas are started."
     if record is not None and record.failed:
         return "The job has failed: this holds when it is started again."
-    if action == "scale" and record is not None and len(record.roster) < view.min_members:
+    if action == "scale" and record is not None and len(record.roster) < core.limits.least:
         count = counted(len(record.roster), "member")
-        return f"It has {count}: it stands still until it has {view.min_members}."
+        return f"It has {count}: it stands still until it has {core.limits.least}."
     return ""
 
 
 def _check_scale(job: Job, asked: io.Operator) -> None:
-    overrides, policy = job.view.overrides, job.view.policy
+    overrides, policy = job.core.limits.overrides, job.core.state.config.policy
     if asked.min_replicas is None and asked.max_replicas is None:
         raise ProtocolError('give "min", "max" or both: counts of replicas, 0 for what the replicas ask for')
     least = overrides.min_replicas if asked.min_replicas is None else asked.min_replicas

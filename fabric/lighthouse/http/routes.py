@@ -303,7 +303,9 @@ class LighthouseRoutes:
     async def hosts(self, request: web.Request) -> web.Response:
         """List the hosts on which replicas failed in the last days, the most suspect first."""
         job = self._job(request)
-        return job if isinstance(job, web.Response) else web.json_response(job.view.hosts_that_failed())
+        return (
+            job if isinstance(job, web.Response) else web.json_response(job.core.evidence.hosts_that_failed())
+        )
 
     async def live(self, request: web.Request) -> web.StreamResponse:
         """Stream server-sent events for the page: see ``dashboard.stream``."""

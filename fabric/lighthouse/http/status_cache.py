@@ -40,7 +40,7 @@ class StatusCache:
 
     def period_s(self, job: Job) -> float:
         """Return the seconds for which a computed status of this job is used."""
-        return max(_LOOK_S, len(job.view.peers) / _ROWS_PER_S)
+        return max(_LOOK_S, len(job.core.state.liveness.peers) / _ROWS_PER_S)
 
     async def look(self, job: Job) -> CachedStatus:
         """Return the job's status, computed at most ``period_s`` ago, and once for all viewers."""

@@ -39,7 +39,6 @@ from fabric.lighthouse.telemetry.metrics import JobGauges, ReplicaTrouble
 from fabric.model import Policy, Record
 from fabric.protocol.leader.core import MANY, LeaderCore
 from fabric.protocol.leader.evidence import host_of
-from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.runtime.driver import Driver
@@ -97,11 +96,6 @@ class Job:
         return self._context.clock()
 
     @property
-    def view(self) -> LeaderView:
-        """The read-only view of the core."""
-        return self.core.view
-
-    @property
     def is_running(self) -> bool:
         """False between a defect in the core and the start of its successor."""
         return self._driver is not None
@@ -114,18 +108,18 @@ class Job:
     @property
     def is_idle(self) -> bool:
         """Whether the store has nothing of this job, and no process has a connection or a report."""
-        is_new = not (self.view.record or self.view.record_in_flight)
+        is_new = not (self.core.state.record or self.core.writer.writing)
         return is_new and self.connections.are_none and not self.history.recoveries.launches.newest
 
     @property
     def is_complete(self) -> bool:
         """Whether the job has finished."""
-        return self.view.is_complete
+        return self.core.state.is_complete
 
     def is_over_since(self, seconds: float, unix_s: float) -> bool:
         """Whether the job was complete ``seconds`` ago, and no process has a connection."""
-        record = self.view.record
-        is_used = not self.connections.are_none or self.view.record_in_flight
+        record = self.core.state.record
+        is_used = not self.connections.are_none or self.core.writer.writing
         if record is None or not record.complete or is_used:
             self._retention.is_in_use()
             return False
@@ -137,13 +131,13 @@ class Job:
 
     @property
     def gauges(self) -> JobGauges:
-        view = self.view
-        record, state = view.record, recoverable(view, self.now)
+        core = self.core
+        record, state = core.state.record, recoverable(core, self.now)
         roster = record.roster if record else ()
         absent = self.absences()
-        training, wanted = counts(view, absent)
+        training, wanted = counts(core, absent)
         missing = max(0, wanted - training - sum(absence.state == LEFT for absence in absent))
-        seen = [p.seen for x in roster if (p := view.peers.get(x.replica)) is not None]
+        seen = [p.seen for x in roster if (p := core.state.liveness.peers.get(x.replica)) is not None]
         return JobGauges(
             heartbeat_age_s=self.now - min(seen, default=self.now),
             ledger=self.look_at_ledger().seconds,
@@ -151,9 +145,11 @@ class Job:
             has_failed=record is not None and bool(record.failed),
             job=self.name,
             epoch=record.epoch if record else 0,
-            step=view.top_step(),
+            step=core.state.top_step(),
             members=len(record.roster) if record else 0,
-            missing=missing if (record or absent) and not (view.is_complete or view.failed_reason) else 0,
+            missing=missing
+            if (record or absent) and not (self.is_complete or core.endings.refused_for)
+            else 0,
             absent=absent,
             troubles=self._troubles(),
             sessions=len(self.connections.sessions),
@@ -169,11 +165,11 @@ class Job:
 
     def absences(self) -> list[Absence]:
         """Return the replicas that the job misses now."""
-        return absences(self.view, self.history.recoveries, self.now)
+        return absences(self.core, self.history.recoveries, self.now)
 
     def _troubles(self) -> list[ReplicaTrouble]:
         """Return the troubles of the job's members, each with its host."""
-        record, slow, servers = self.view.record, self.slowness.slow, self.servers
+        record, slow, servers = self.core.state.record, self.slowness.slow, self.servers
         if record is None or record.complete:
             return []
         kinds = {
@@ -190,8 +186,8 @@ class Job:
 
     def look_at_ledger(self) -> GoodputLedger:
         """Return the goodput ledger, up to now."""
-        self.servers.look(self.view, self.now, self.note)
-        return self.history.sample(self.view, self.now, keep=self.is_running)
+        self.servers.look(self.core, self.now, self.note)
+        return self.history.sample(self.core, self.now, keep=self.is_running)
 
     def begin(self, record: Record | None) -> None:
         """Lead this job from ``record``, which the store holds now."""
@@ -232,12 +228,12 @@ class Job:
         if not self.is_running:
             connection.end(codes.DEFECT, "the lighthouse met a defect of its own: connect again")
             return False
-        peer = self.view.peers.get(session.replica)
+        peer = self.core.state.liveness.peers.get(session.replica)
         if peer is None or peer.session is not session:
             connection.end(codes.REFUSED, "refused")
             return False
-        if asked != self.view.policy:
-            self.note("policy kept", session.replica, policy_kept(asked, self.view.policy))
+        if asked != self.core.state.config.policy:
+            self.note("policy kept", session.replica, policy_kept(asked, self.core.state.config.policy))
         self.peer_addresses.session(session, connection.address, is_trusted=connection.is_trusted)
         self.connections.opened(connection)
         self.history.recoveries.launches.attached(session.replica)
@@ -245,7 +241,7 @@ class Job:
 
     def _refusal(self, session: m.OpenSession, policy: Policy) -> str:
         """Return why this lighthouse refuses the session before the core hears it, or an empty string."""
-        record, allowed = self.view.record, self.max_replicas
+        record, allowed = self.core.state.record, self.max_replicas
         needed = policy.min_replicas if record is None else 0
         count = others(session.replica, self.connections.sessions, record, allowed)
         reason = no_room(self.name, session.replica, count, needed, allowed)
@@ -270,7 +266,7 @@ class Job:
             self._feed(io.FromMember(connection.replica, connection.incarnation, message))
             if isinstance(message, m.Heartbeat) and message.times is not None and self.is_running:
                 self.slowness.checks.take(connection.replica, message.times.measured)
-                self.slowness.hear(self.view, connection.replica, connection.incarnation, message)
+                self.slowness.hear(self.core, connection.replica, connection.incarnation, message)
 
     def defer(self, text: str, work: Callable[[], object]) -> bool:
         """Queue ``work`` if this text may wait, and return whether it was queued. So the answers of thousands
@@ -293,8 +289,8 @@ class Job:
 
     def trainer_status(self, connection: MemberConnection, status: m.TrainerStatus) -> None:
         """Take one status; the core gets only some of many equal statuses."""
-        if self.connections.is_new_server(connection) and self.view.record is not None:
-            connection.send(text_frame(notice_of(self.view.record)))
+        if self.connections.is_new_server(connection) and self.core.state.record is not None:
+            connection.send(text_frame(notice_of(self.core.state.record)))
         if self.connections.is_news(connection, status, self.now):
             self.peer_addresses.status(status.replica, status.rank, connection.address)
             self._feed(io.TrainerStatusSeen(status))
@@ -311,7 +307,7 @@ class Job:
         last = f'; its last line: "{report.last_line}"' if report.last_line else ""
         why = f"attempt {attempt} on {report.host}: {report.sentence}{last}"
         self.note("launch failed", report.replica, why)
-        launches, record = self.history.recoveries.launches, self.view.record
+        launches, record = self.history.recoveries.launches, self.core.state.record
         if report.replica in self.connections.sessions:
             return
         launches.take(report)
@@ -334,12 +330,12 @@ class Job:
     async def overrides_stored(self, within_s: float) -> None:
         """Wait until the store has the operators' overrides. Raises StoreUnavailable if it does not take them
         within ``within_s``, or if this lighthouse leads no longer."""
-        core, view = self.core, self.view
+        core = self.core
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while self.is_running and self.core is core and view.has_unwritten_overrides:
+                while self.is_running and self.core is core and core.writer.has_unwritten_overrides:
                     await self._changed.wait()
-        if not self.is_running or self.core is not core or view.has_unwritten_overrides:
+        if not self.is_running or self.core is not core or core.writer.has_unwritten_overrides:
             raise StoreUnavailable("the store may not have this command: send it again in a moment")
 
     # --- events and effects ----------------------------------------------------------------------------
@@ -348,12 +344,12 @@ class Job:
         if self._driver is None:
             return
         self._driver.feed(event)
-        now, is_new = self.now, self.view.record is not self._record
+        now, is_new = self.now, self.core.state.record is not self._record
         if is_new:
             self._changed.set()
             self._changed = asyncio.Event()
-            self._count_evictions(self._record, self.view.record)
-            self._record = self.view.record
+            self._count_evictions(self._record, self.core.state.record)
+            self._record = self.core.state.record
             if self._record is not None:
                 # Checkpoint servers log which epoch is in force and why, as the replicas do.
                 self.connections.notify_servers(notice_of(self._record))
@@ -365,16 +361,17 @@ class Job:
             self._look_at_speeds(now)
 
     def _look_at_speeds(self, now: float) -> None:
-        for change in self.slowness.look(self.view, now):
+        for change in self.slowness.look(self.core, now):
             self.note(change.kind, change.about, change.why)
         self._check_speeds()
-        step = self.view.highest_step or 0
+        step = self.core.progress.highest_step or 0
         self.history.observe_slowdowns(self.slowness.states(), self.events.newest, step)
         if (order := self.slowness.take_order()) is not None:
             self._feed(order)
 
     def _check_speeds(self) -> None:
-        roster = [member.replica for member in self.view.record.roster] if self.view.record else []
+        record = self.core.state.record
+        roster = [member.replica for member in record.roster] if record else []
         slow = self.slowness.slow
         ranks = {state.replica: state.ranks for state in self.slowness.states()}
         for verdict in self.slowness.checks.look(slow, ranks, roster, time.time()):
@@ -394,7 +391,7 @@ class Job:
     def _perform(self, effect: io.Effect) -> None:
         if isinstance(effect, io.SendMember):
             if self._context.term.holds():
-                message = self._waits.attach(effect.message, self.view, self.now)
+                message = self._waits.attach(effect.message, self.core, self.now)
                 message = self.slowness.checks.attach(effect.replica, message)
                 self.connections.send(effect.replica, effect.incarnation, message)
         elif isinstance(effect, io.WriteRecord):
@@ -415,25 +412,27 @@ class Job:
         """Bring recovery records up to date, and begin diagnoses."""
         if self._driver is None:
             return
-        changed = self.history.observe(self.view, self.events.newest, self.now)
+        changed = self.history.observe(self.core, self.events.newest, self.now)
         if changed:
             self.look_at_ledger()  # a recovery may end before the next sample of the ledger is due
-        self._diagnosis.observe(self.view, changed, self.now)
+        self._diagnosis.observe(self.core, changed, self.now)
 
     def note(self, kind: str, about: str, why: str, epoch: int | None = None, incident_id: str = "") -> None:
         """Record an event for people, count it and log it."""
-        view = self.view
+        core = self.core
         if epoch is None:
-            epoch = view.record.epoch if view.record else 0
+            epoch = core.state.record.epoch if core.state.record else 0
         event = self.events.add(kind, epoch, about, why, incident_id)
         self._context.metrics.event(self.name, kind)
         self.history.note(kind, about, event.why)
-        peer = view.peers.get(about)
+        peer = core.state.liveness.peers.get(about)
         incarnation = peer.incarnation if peer is not None else None
         where = {"job": self.name, "replica": about, "incarnation": incarnation, "epoch": epoch}
         text = ": ".join(filter(None, (kind, about, event.why)))
         # The newest step that the core knows; a search for the highest step would look at every member.
-        log.info("%s", text, extra=fields(**where, step=view.highest_step or 0, incident_id=incident_id))
+        log.info(
+            "%s", text, extra=fields(**where, step=core.progress.highest_step or 0, incident_id=incident_id)
+        )
 
     def _count_evictions(self, before: Record | None, now: Record | None) -> None:
         if before is None or now is None or now.generation != before.generation or not now.is_forced:

@@ -16,7 +16,7 @@ from fabric.lighthouse.history.slowdowns import SlowdownRecord, Slowdowns, Slowd
 from fabric.lighthouse.jobs.job_store import StoredRecord
 from fabric.lighthouse.jobs.term_context import TermContext
 from fabric.model import Record
-from fabric.protocol.leader.view import LeaderView
+from fabric.protocol.leader.core import LeaderCore
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +63,16 @@ class JobHistory:
     def is_sample_due(self, sessions: int, now: float) -> bool:
         return now - self._sampled_at >= max(SAMPLE_S, sessions / _SESSIONS_PER_S)
 
-    def sample(self, view: LeaderView, now: float, *, keep: bool) -> GoodputLedger:
+    def sample(self, core: LeaderCore, now: float, *, keep: bool) -> GoodputLedger:
         """Count the job's time up to now; ``keep``: also store the ledger when a write is due."""
-        record = view.record
+        record = core.state.record
         is_on = record is not None and not record.complete and not record.failed
         members = len(record.roster) if record is not None else 0
         before, self._sampled_at = self.ledger.state, now
         # Until a new leader has heard a member, it only knows the step at which the generation began.
-        step = -1 if view.highest_step is None else view.highest_step
+        step = -1 if core.progress.highest_step is None else core.progress.highest_step
         generation = record.generation if record is not None else 0
-        wanted = view.policy.start_replicas
+        wanted = core.state.config.policy.start_replicas
         sample = JobSample(is_on, step, members, wanted, self.recoveries.is_recovering, generation)
         self.ledger.observe(sample, now)
         if keep and self.ledger_is_known:
@@ -83,10 +83,10 @@ class JobHistory:
         """Whether a job of many members should look at its recoveries again."""
         return now - self._observed_at >= _OBSERVE_S
 
-    def observe(self, view: LeaderView, newest_event: int, now: float) -> list[RecoveryRecord]:
+    def observe(self, core: LeaderCore, newest_event: int, now: float) -> list[RecoveryRecord]:
         """Bring the recovery records up to date; return those that have changed."""
         self._observed_at = now
-        changed = self.recoveries.observe(view, newest_event, time.time())
+        changed = self.recoveries.observe(core, newest_event, time.time())
         for recovery in changed:
             self._context.metrics.recovery(self._job, recovery)
             self.keep(recovery)

@@ -160,7 +160,7 @@ class Jobs:
     @property
     def are_calm(self) -> bool:
         """Whether no job's epoch is about to change."""
-        return not any(job.view.is_changing for job in self.by_name.values())
+        return not any(job.core.writer.is_changing for job in self.by_name.values())
 
     @property
     def start_wait_s(self) -> float:

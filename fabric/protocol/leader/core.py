@@ -29,7 +29,6 @@ from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.server_statuses import STOP_CALM_S, LastStatus, stops_after
 from fabric.protocol.leader.starts import Starts
 from fabric.protocol.leader.state import MANY, EpochState, JobState, LeaderConfig, RosterLimits
-from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
@@ -53,7 +52,10 @@ _FREQUENT = (
 
 
 class LeaderCore:
-    """Takes events and returns effects. ``entropy`` makes nonces; nothing else here is random."""
+    """Takes events and returns effects. ``entropy`` makes nonces; nothing else here is random.
+
+    A lighthouse may read the parts and their fields, and writes none of them.
+    """
 
     def __init__(self, job: str, config: LeaderConfig, entropy: random.Random, now: float) -> None:
         state = JobState(job, config, now)
@@ -80,10 +82,6 @@ class LeaderCore:
         self.decisions: Decisions = Decisions(state, outbox, self.bases, self.evictions)
         self.adaptations: Adaptations = Adaptations(state, outbox, limits, writer)
         self.timer: plan.PlanTimer = plan.PlanTimer()
-
-    @property
-    def view(self) -> LeaderView:
-        return LeaderView(self)
 
     # --- the contract ----------------------------------------------------------------------------------
 

@@ -136,6 +136,10 @@ class JobState:
         record = self.record
         return record is not None and record.lists(peer.session.replica, peer.incarnation)
 
+    @property
+    def is_complete(self) -> bool:
+        return self.record is not None and self.record.complete
+
     def is_current(self, fence: object) -> bool:
         return self.record is not None and fence == self.record.fence
 

@@ -72,8 +72,8 @@ class SlownessWatch:
         self._newest_step = 0  # the newest step whose times were used
         self._epochs: dict[str, int] = {}  # replica -> the epoch of its newest times
         self._record: Record | None = None
-        self._is_settled = False  # whether the members can be compared, because none of them is joining
-        self._joining: list[Member] = []  # members that have not been seen to know every step
+        # Members that have not been seen to know every step; None: the members cannot be compared.
+        self._joining: list[Member] | None = None
         self._slow: dict[str, Slowdown] = {}
         self._costs: dict[str, SlowdownCost] = {}  # of the present slowdowns
         self._slow_since: dict[str, int] = {}  # slow replica -> the step at which it was first reported
@@ -129,17 +129,15 @@ class SlownessWatch:
     def _counts(self, core: LeaderCore, record: Record, replica: str, incarnation: int) -> bool:
         if record is not self._record:
             self._record = record
-            self._joining = [member for member in record.roster if member.joining]
-            self._is_settled = len(record.roster) <= MOST_MEMBERS and not any(
-                member.leaving for member in record.roster
-            )
+            compares = len(record.roster) <= MOST_MEMBERS and not any(x.leaving for x in record.roster)
+            self._joining = [member for member in record.roster if member.joining] if compares else None
             self._detector.keep({member.replica: member.incarnation for member in record.roster})
             self._links.keep([member.process for member in record.roster])
             self._ranks.keep(record.roster)
-        if self._joining and self._is_settled:
+        if self._joining:
             # The record lists a newcomer as joining until the next epoch, long after the join has ended.
             self._joining = [member for member in self._joining if not core.state.knows(member)]
-        return self._is_settled and not self._joining and record.lists(replica, incarnation)
+        return self._joining == [] and record.lists(replica, incarnation)
 
     def _count_cost(self, record: Record, replica: str, step: int, times: StepTimes) -> None:
         name = replica if replica in self._slow else WHOLE_JOB

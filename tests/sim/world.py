@@ -344,9 +344,17 @@ class World:
         for name in self.lighthouses:
             self.kill_lighthouse(name)
         self.store.down = True
+        record = self.store.record
+        members = [] if record is None else [(x.replica, x.incarnation) for x in record.roster]
         first = min(self._steps())
-        seconds = self.patience * self.settings.member.autonomy_s / 2
-        self._demand("steps go on without a lighthouse", seconds, lambda: min(self._steps()) >= first + 4)
+
+        def go_on() -> bool:
+            steps = {(t.name, t.incarnation): t.main.step for t in self.living()}
+            # A member that an order or a crash has taken away ends this play: the others wait for a lighthouse.
+            return any(x not in steps for x in members) or min(steps[x] for x in members) >= first + 4
+
+        seconds = self.patience * self.settings.member.autonomy_s
+        self._demand("steps go on without a lighthouse", seconds, go_on)
         self.clockwork.counts["path: all lighthouses down, steps go on"] += 1
 
     def _steps(self) -> list[int]:

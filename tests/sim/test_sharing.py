@@ -7,7 +7,7 @@ from sim.noticing import find
 from sim.sharing import NewReaderWorld, RackWorld, SharingWorld
 
 from fabric.model import Member, Sharing
-from fabric.protocol.leader import joins, starts
+from fabric.protocol.leader import record_writer, starts
 from fabric.protocol.member import rounds
 from fabric.protocol.rules import assignment, decide
 from fabric.protocol.rules.assignment import cut, readers_of
@@ -132,7 +132,7 @@ def test_the_only_reader_of_a_part_has_a_share_in_its_first_round():
     """The leader admits it by a forced epoch, as the first round of a planned one has no share for it."""
 
     def plan_every_admission(patch):
-        patch.setattr(joins, "lost_parts", lambda *_: [])
+        patch.setattr(record_writer, "lost_parts", lambda *_: [])
 
     find(
         plan_every_admission, lambda seed: SharingWorld(seed, Sharing(readers=1, on_loss="shrink")).run(), 20

@@ -24,7 +24,6 @@ def test_a_status_that_hides_a_wait_is_noticed(monkeypatch):
             swarm_world(seed).run()
 
 
-@pytest.mark.xfail(raises=Violation, strict=True, reason="the leader gives the part to neither newcomer")
 def test_a_part_that_only_two_newcomers_can_read_is_computed():
     """They join in two epochs that follow each other, and one has committed a step in the first of them."""
     swarm_world(281).run()

@@ -350,7 +350,7 @@ class World:
 
         def go_on() -> bool:
             steps = {(t.name, t.incarnation): t.main.step for t in self.living()}
-            # A member that an order or a crash has taken away ends this play: the others wait for a lighthouse.
+            # A member that an order or a crash has taken ends this play: the others wait for a lighthouse.
             return any(x not in steps for x in members) or min(steps[x] for x in members) >= first + 4
 
         seconds = self.patience * self.settings.member.autonomy_s

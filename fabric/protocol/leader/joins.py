@@ -11,7 +11,6 @@ from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.messages import network as m
-from fabric.protocol.rules.assignment import lost_parts
 
 # If all members missed the step of a snapshot, the leader asks for a later step after this many seconds.
 SERVE_AGAIN_S = 0.1
@@ -244,12 +243,10 @@ class Joins:
         since = record.epoch + 1
         newcomers = tuple(replace(as_member(p.session), joining=True, since=since) for p in ready)
         names, losses = ", ".join(x.replica for x in newcomers), self.outbox.loss_incidents
-        # The first round of a planned epoch has no share for a newcomer, also where it alone can read a part.
-        reads_more = bool(lost_parts(record.sharing, record.roster))
         self.writer.write_epoch(
             record,
             record.roster + newcomers,
-            forced=reads_more or self.state.is_parked(record),
+            forced=self.state.is_parked(record),
             why=f"{names} joins",
             incident_id=next((losses[x.replica] for x in newcomers if x.replica in losses), ""),
         )

@@ -11,7 +11,7 @@ from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
-from fabric.protocol.rules.assignment import seated
+from fabric.protocol.rules.assignment import lost_parts, seated
 from fabric.protocol.rules.shares import asked_share, for_roster, with_shares
 
 # The longest reason in a record: the reasons of many members would make the record large.
@@ -102,13 +102,17 @@ class RecordWriter:
         adaptation = for_roster(adaptation or record.adaptation, roster)
         asked = [self.asked(record, x) for x in roster]
         proven = with_shares([self.state.proven(x) for x in roster], asked, adaptation)
+        seats = seated(proven, self.data_slots, record.sharing)
+        # A planned epoch's first round has no share for a joining member, also where it alone reads a part.
+        lost = lost_parts(record.sharing, [x for x in seats if not x.joining])
+        forced = forced or len(lost) > len(lost_parts(record.sharing, seats))
         self.write(
             replace(
                 record,
                 epoch=epoch,
                 forced=epoch if forced else record.forced,
                 nonce=self.nonce(),
-                roster=seated(proven, self.data_slots, record.sharing),
+                roster=seats,
                 reason=why[:MAX_REASON_CHARACTERS],
                 incident_id=incident_id or incident_id_of(epoch),
                 poison=self.evidence.known_poison(record) if forced else record.poison,

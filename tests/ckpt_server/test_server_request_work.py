@@ -30,7 +30,7 @@ STATE = "/v1/snapshots/{step}"
 RECORDING = {"entries": [{"state": "completed", "sizes": [[4096] * 8] * 4}] * 2_000}
 # The largest valid requests of each route: the path with its query, and headers.
 REQUESTS: dict[str, list[tuple[str, dict[str, str]]]] = {
-    **{path: [(path, {})] for path in ("/healthz", "/metrics", "/openapi.json", "/v1/snapshots")},
+    **{path: [(path, {})] for path in ("/healthz", "/metrics", "/v1/snapshots")},
     **{path: [(path, {})] for path in ("/debug/state", "/debug/stacks", "/debug/exchange", "/v1/gradients")},
     "/debug/flight": [("/debug/flight", {}), ("/debug/flight?last=4611686018427387904", {})],
     f"{STATE}/manifest": [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from fabric.cli.launch.command import check_script
 from fabric.cli.launch.devices import visible_devices
 from fabric.errors import ConfigError
 from fabric.runtime.config import given_text
@@ -55,6 +56,7 @@ def local(
             f"fabric local starts a job of its own and would not use FABRIC_{given[0].upper()}: unset it, or "
             "start the replicas with fabric launch"
         )
+    check_script(script, module=module, no_python=no_python)
     words = ["--ranks", str(ranks), *(["-m"] if module else []), *(["--no-python"] if no_python else [])]
     words += [*(["--adopt", adopt] if adopt else []), script, *arguments]
     interrupt_at_sigterm()

@@ -41,6 +41,20 @@ def test_a_bad_argument_starts_nothing(tmp_path: Path, arguments: list[str], sen
 
 
 @pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["none.py"], "there is no script none.py in "),
+        (["--no-python", "no-such-program"], "there is no program no-such-program"),
+        (["--no-python", "-m", "train"], "contradict each other"),
+    ],
+)
+def test_a_script_that_does_not_exist_starts_nothing(tmp_path, arguments, sentence):
+    result = CliRunner().invoke(local, ["--out", str(tmp_path / "out"), *arguments])
+    assert isinstance(result.exception, ConfigError) and sentence in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("devices", "parts"),
     [
         ((), [None, None]),

@@ -108,21 +108,24 @@ def _in_options(sentence: str, options: dict[str, Any]) -> str:
 
 def _command(script: str, arguments: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:
     """Return the command line of every rank. Raises ConfigError where the script does not exist."""
+    check_script(script, module=module, no_python=no_python)
     if no_python:
-        if module:
-            raise ConfigError("--no-python and --module contradict each other: leave one of them away")
-        if shutil.which(script) is None:
-            raise ConfigError(f"there is no program {script}: correct the command after --no-python")
         return (script, *arguments)
     # `fabric run` imports torch at low priority, and does not start a trainer in a job that has failed.
     fabric_run = own_program("fabric.cli.main", "run")
-    if module:
-        return (*fabric_run, "-m", script, *arguments)
-    if not Path(script).is_file():
+    return (*fabric_run, *(["-m"] if module else []), script, *arguments)
+
+
+def check_script(script: str, *, module: bool, no_python: bool) -> None:
+    """Raise ConfigError where the script or program does not exist."""
+    if no_python and module:
+        raise ConfigError("--no-python and --module contradict each other: leave one of them away")
+    if no_python and shutil.which(script) is None:
+        raise ConfigError(f"there is no program {script}: correct the command after --no-python")
+    if not (no_python or module or Path(script).is_file()):
         raise ConfigError(
             f"there is no script {script} in {Path.cwd()}: correct its path, or say -m for a module"
         )
-    return (*fabric_run, script, *arguments)
 
 
 def _adopting(command: tuple[str, ...], *, no_python: bool) -> tuple[str, ...]:

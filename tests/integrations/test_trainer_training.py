@@ -265,7 +265,7 @@ def test_early_stopping_loads_the_best_model(tmp_path):
 class Smoothed(Tokens):
     def __init__(self):
         super().__init__()
-        self.config = types.types.SimpleNamespace(problem_type=None)
+        self.config = types.SimpleNamespace(problem_type=None)
 
 
 EVERY_FOUR = {"eval_strategy": "steps", "eval_steps": 4}

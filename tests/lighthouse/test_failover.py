@@ -213,10 +213,14 @@ async def test_a_standby_names_the_store_that_is_away_when_the_leader_dies(http,
             health = (await get(http, f"{standby.url}/healthz", token=None))[1]
             return bool(health["leader"])
 
+        async def stands_alone() -> bool:
+            return not await follows()
+
         await eventually(follows, "the standby to know the leader")
         with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")  # the store answers nobody else
             leader.end(signal.SIGKILL)
+            await eventually(stands_alone, "the leader's lease to end")
             common = ("--lighthouse", standby.url, "--token-file", standby.token_file, "--job", "job")
             shown = await asyncio.to_thread(fabric, "status", *common)
         await close_all(members)

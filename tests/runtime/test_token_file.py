@@ -105,6 +105,7 @@ READ_ONCE = {
     "cli/launch/command.py": "it only looks whether there is a token",
     "cli/collectives/command.py": "a command that ends",
     "cli/states/inspect.py": "a command that ends",
+    "cli/drill.py": "it prints the key of the token, and ends",
 }
 
 

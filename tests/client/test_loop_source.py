@@ -203,7 +203,6 @@ CARRIED = {
     "a weight": "for x in step:\n    step.backward(f(x), weight=n)\nn += 1",
     "a hidden state": "for x in step:\n    y, hidden = net(x, hidden)\n    step.backward(y)",
     "a learning rate": TRAIN + "it += 1\nfor group in optimizer.param_groups:\n    group['lr'] = 1 / it",
-    "reset in a branch alone": "if a:\n    it = 0\nbeta = g(it)\n" + TRAIN + "it += 1",
 }
 NOT_CARRIED = {
     "a count that is printed": TRAIN + "it += 1\nif it % 10 == 0:\n    print(it)",
@@ -216,6 +215,14 @@ NOT_CARRIED = {
     "a sum of metrics": TRAIN + "seen = seen + step.metrics['tokens']\nbeta = g(seen)",
     "a fresh value in both branches": "if a:\n    b = 1\nelse:\n    b = 2\nb += 1\nbeta = b\n" + TRAIN,
     "a function": TRAIN + "def count(it):\n    it += 1",
+    "a place": "for x in step:\n    w = w.to(x.device).float()\n    step.backward(f(x, w))",
+    "set in a try": "for x in step:\n    try:\n        y = f(x)\n    except OSError:\n        continue\n"
+    "    y = y / 4\n    step.backward(y)",
+    "set in a loop": "for x in step:\n    for z in x:\n        y = f(z)\n    y = y / 4\n    step.backward(y)",
+    "set in branches": "for x in step:\n    if a:\n        y = f(x)\n    elif b:\n        y = g(x)\n"
+    "    y = y / 4\n    step.backward(y)",
+    "set in a case": "for x in step:\n    match a:\n        case 1:\n            y = f(x)\n"
+    "            y = y / 4\n    step.backward(y)",
 }
 
 

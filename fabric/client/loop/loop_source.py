@@ -24,15 +24,13 @@ _PLAIN_USES = {"number", "skipped"}  # attributes of a step that are the same wi
 _COUNTS = {"number", "committed_step"}
 _OF_FABRIC = {"backward", "metrics", "add_weight"}  # calls in the inner loop after which no test can ask
 _SHARED = {"number", "committed_step", "metrics"}  # attributes that are equal on all replicas
+# Methods that give a value in another place, type or mode.
+_CONVERTS = {"to", "cuda", "cpu", "float", "half", "double", "bfloat16"}
+_CONVERTS |= {"contiguous", "detach", "train", "eval"}
 _OF_GROUPS = {"lr", "momentum", "weight_decay", "betas", "eps"}
 _LOOKUPS = {"locals", "globals", "vars", "dir", "hasattr"}
-_PASS_ON = {
-    "enumerate",
-    "tqdm",
-    "iter",
-    "islice",
-    "track",
-}  # yield no item that their argument does not yield
+# They yield no item that their argument does not yield.
+_PASS_ON = {"enumerate", "tqdm", "iter", "islice", "track"}
 _PASS_ON_INNER = _PASS_ON | {"zip", "map", "filter"}
 _CATCHES = {"NameError", "UnboundLocalError", "Exception", "BaseException"}
 
@@ -278,29 +276,46 @@ def carried_names(source: str, line: int) -> list[tuple[str, int]]:
 
 
 def _carry(statements: Iterable[ast.stmt], fresh: set[str], carried: dict[str, int]) -> set[str]:
-    """Add the names that these statements make from their own old value. Return the names that have a value
-    of this step after them. ``fresh``: those that have one before.
+    """Add the names that these statements make from their own old value. Return the names that may have a
+    value of this step after them. ``fresh``: those that may have one before.
     """
     fresh = set(fresh)
     for node in statements:
         if isinstance(node, _SCOPES):
             continue
         if isinstance(node, ast.If):
-            fresh = _carry(node.body, fresh, carried) & _carry(node.orelse, fresh, carried)
+            fresh = _carry(node.body, fresh, carried) | _carry(node.orelse, fresh, carried)
         elif isinstance(node, _LOOPS):
             inner = set(_stores([node.target])) if not isinstance(node, ast.While) else set()
-            _carry([*node.body, *node.orelse], fresh | inner, carried)
+            fresh = _carry([*node.body, *node.orelse], fresh | inner, carried)
         elif isinstance(node, ast.With | ast.AsyncWith):
             fresh = _carry(node.body, fresh | set(_stores(node.items)), carried)
         elif isinstance(node, ast.Try | ast.TryStar):
-            _carry([*node.body, *node.orelse, *node.finalbody], fresh, carried)
-        else:
+            handled = [x for handler in node.handlers for x in handler.body]
+            fresh = _carry([*node.body, *handled, *node.orelse, *node.finalbody], fresh, carried)
+        elif isinstance(node, ast.Match):
+            fresh = fresh.union(
+                *(_carry(x.body, fresh | set(_stores([x.pattern])), carried) for x in node.cases)
+            )
+        elif not _is_converted(node):
             stored = set(_stores([node]))
             old = stored if isinstance(node, ast.AugAssign) else stored & _read_in(node)
             for name in old - fresh:
                 carried.setdefault(name, node.lineno)
             fresh |= stored - old
     return fresh
+
+
+def _is_converted(node: ast.stmt) -> bool:
+    """Whether a name gets its own value in another place or type, as in ``weights = weights.to(device)``."""
+    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+        return False
+    value = node.value
+    while (
+        isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and _called(value) in _CONVERTS
+    ):
+        value = value.func.value
+    return isinstance(value, ast.Name) and ast.unparse(node.targets[0]) == value.id
 
 
 def _moves_training(loop: ast.For, name: str) -> bool:

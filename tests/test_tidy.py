@@ -127,3 +127,12 @@ def test_a_test_that_make_test_leaves_out_names_the_test_that_protects_the_same_
             assert "pytestmark = pytest.mark.long" not in cheaper.read_text(), (path, name)
         left_out += len(names)
     assert left_out > 20
+
+
+def test_a_test_that_needs_slurm_is_left_to_make_long():
+    """``make test`` brings no Slurm."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text()
+        if "from slurm_cluster import" in text and path != Path(__file__):
+            marks = [ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+            assert any(mark.startswith("pytestmark = pytest.mark.long(") for mark in marks), path

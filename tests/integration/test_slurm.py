@@ -12,13 +12,15 @@ from fabric.audit.verify import judge
 
 ROOT = HERE.parent.parent
 STEPS, HELD_STEP = 20, 5
+
+pytestmark = pytest.mark.long("cli/test_launch.py")
+
 # Slurm's nodes have an address of their own; here it is that of the host.
 _HOSTNAME = "#!/bin/sh\necho 127.0.0.1\n"
 _TRAIN = """import os
 os.environ["FABRIC_JOURNAL"] = os.environ["JOURNALS"] + "/" + os.environ["FABRIC_REPLICA"] + ".jsonl"
 import tiny_trainer
 
-pytestmark = pytest.mark.long("cli/test_launch.py")
 tiny_trainer.main()
 """
 

@@ -55,7 +55,7 @@ class WatchedReplica:
             megabytes = entry.get("bytes", 0) / 1e6
             return f"{self.replica} fetched the state of step {self.step} ({megabytes:.1f} MB)"
         elif event == "catch-up-failed":
-            self.refusal = str(entry.get("why") or "")[:200]
+            self.refusal = str(entry.get("why") or "")[:400]
         elif event == "finish":
             self.phase = "finished"
         return ""

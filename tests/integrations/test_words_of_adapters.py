@@ -13,13 +13,15 @@ from fabric.integrations.adopt import adopted_loop
 from fabric.integrations.lightning.job import _WORDS
 from fabric.protocol.leader import job_endings
 from fabric.protocol.member import ending
-from fabric.protocol.rules import data_plans
+from fabric.protocol.rules import compatibility
 
 ALL = (_WORDS, replica._WORDS, adopted_loop._WORDS)
 
 
 def test_each_replaced_word_is_one_of_a_sentence():
-    sources = [Path(x.__file__).read_text() for x in (job_endings, ending, data_plans, loader, sample_plan)]
+    sources = [
+        Path(x.__file__).read_text() for x in (job_endings, ending, compatibility, loader, sample_plan)
+    ]
     lines = " ".join(" ".join(sources).replace('"\n', "").split())
     sentences = lines.replace(' f"', "").replace(' "', "")
     for words in ALL:

@@ -21,7 +21,7 @@ from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, RE
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
 from fabric.runtime import logs
-from fabric.runtime.config import Settings
+from fabric.runtime.config import Settings, layout_orders
 from fabric.runtime.layout_orders import write_order
 
 # The last words of a process whose user code raised without a micro-batch.
@@ -93,7 +93,7 @@ class Shutdown:
         for ours, theirs in self.words.items():
             reason = reason.replace(ours, theirs)
         if layout and self._process.rank == 0:
-            write_order(self._settings.layout_orders, layout)
+            write_order(layout_orders(), layout)
         self._say(reason)
         self._parts.journal.write("stop", code=code, reason=reason)
         self._engine.close()

@@ -45,7 +45,7 @@ def failures_of(name: str) -> list[str]:
 def processes():
     """Start a process for each run: a test that a bug breaks off leaves threads and sockets behind."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mutants.warm", "mutants.test_mutants"])
+    context.set_forkserver_preload(["mutants.test_mutants", "mutants.warm"])
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         yield pool
 

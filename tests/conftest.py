@@ -25,10 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_finish() -> None:
     """Hide all imported and collected objects from the collector, and from each search of all living objects.
 
-    There are very many, and every ``attach`` looks for schedulers among the living objects.
+    There are very many, and every ``attach`` looks for schedulers among the living objects. A young object is
+    collected later than usual, which saves a sixth of the processor time of the simulated worlds.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(scope="session")

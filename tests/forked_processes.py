@@ -29,7 +29,16 @@ from tempfile import TemporaryFile
 from types import ModuleType, SimpleNamespace
 from typing import BinaryIO
 
-SERVERS = ("fabric.ckpt_server.__main__", "fabric.cli.main", "fabric.cli.lighthouse")
+SERVERS = (
+    "fabric.ckpt_server.__main__",
+    "fabric.cli.main",
+    "fabric.cli.lighthouse",
+    "fabric.cli.status",
+    "fabric.cli.operate",
+    "fabric.cli.doctor",
+    "fabric.cli.events",
+    "fabric.cli.demo.command",
+)
 TORCH = ("torch._dynamo", "fabric.client.attach", "fabric.cli.run")
 ADDRESS = "TEST_SERVER_ZYGOTE"  # the variable with the zygote's address, for the trainers of a job
 CHECKOUT = str(Path(__file__).resolve().parents[1])
@@ -103,9 +112,13 @@ def fork_checkpoint_servers(zygote: str) -> None:
     launch.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
 
 
-@functools.cache
 def address(imports: Sequence[str] = SERVERS) -> str:
     """Return the address of this session's zygote with these modules. The zygote ends with this process."""
+    return _address(imports)
+
+
+@functools.cache
+def _address(imports: Sequence[str]) -> str:
     name = f"fabric-test-{os.getpid()}-{imports[0]}"
     process = subprocess.Popen(
         [sys.executable, "-P", __file__, name, *imports, _ROOM],
@@ -131,14 +144,22 @@ def start_lighthouse(arguments: Sequence[str], log: BinaryIO) -> ForkedProcess:
         return ForkedProcess(address(), words, given, dict(os.environ), CHECKOUT)
 
 
-def run_with_torch(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run ``python WORDS...`` in a process that has torch; return its exit code and its output."""
+def run_python(
+    *words: str, imports: Sequence[str] = SERVERS, environment: dict[str, str] | None = None, cwd: str = ""
+) -> "subprocess.CompletedProcess[str]":
+    """Run ``python WORDS...`` in a process that has these modules; return its exit code and its output."""
     with Path(os.devnull).open("rb") as nothing, TemporaryFile() as out, TemporaryFile() as error:
         given = {0: nothing.fileno(), 1: out.fileno(), 2: error.fileno()}
-        process = ForkedProcess(address(TORCH), words, given, {**os.environ, **environment}, str(Path.cwd()))
+        inherited = dict(os.environ) if environment is None else environment
+        process = ForkedProcess(address(imports), words, given, inherited, cwd or str(Path.cwd()))
         code = process.wait(_LIMIT_S)
         said = [(file.seek(0), file.read().decode())[1] for file in (out, error)]
     return subprocess.CompletedProcess(words, code, *said)
+
+
+def run_with_torch(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run ``python WORDS...`` in a process that has torch, with these variables besides those of this one."""
+    return run_python(*words, imports=TORCH, environment={**os.environ, **environment})
 
 
 # --- in the zygote -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-from forked_processes import ForkedProcess, start_lighthouse
+from forked_processes import ForkedProcess, run_python, start_lighthouse
 
 from fabric.model import Record
 from fabric.protocol.messages import network as m
@@ -295,14 +295,8 @@ FABRIC = [sys.executable, "-m", "fabric.cli.main"]
 
 def fabric(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
     plain = {k: v for k, v in os.environ.items() if not k.startswith("FABRIC_")}
-    return subprocess.run(
-        [*FABRIC, *map(str, arguments)],
-        cwd=ROOT,
-        env={**plain, "COLUMNS": "200", **environment},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    own = {**plain, "COLUMNS": "200", **environment}
+    return run_python("-m", "fabric.cli.main", *map(str, arguments), environment=own, cwd=str(ROOT))
 
 
 def sentence_of(result: subprocess.CompletedProcess) -> str:

@@ -154,6 +154,7 @@ def make_session(
 ) -> "Session | SoloSession":
     """As ``attach``, and raise its errors. ``choices``: the further arguments."""
     global has_begun
+    config.check_main_guard()
     has_begun = True
     session = _attach(model, optimizer, state, choices, arguments)
     if choices.sampler is not None:

@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from fabric.client.loop.unshared_averages import kinds_of
 from fabric.errors import ConfigError
 
 # The choices for a scheduler or scaler that is not shared.
@@ -89,12 +90,8 @@ class UnsharedWatch:
 
 def _living(kinds: tuple[type, ...]) -> list[Any]:
     """Return all living objects of these types. Reading an attribute of others could import a module."""
-    types = {x for kind in kinds for x in _subtypes(kind)}
+    types = {x for kind in kinds for x in kinds_of(kind)}
     return [x for x in gc.get_objects() if type(x) in types]
-
-
-def _subtypes(kind: type) -> set[type]:
-    return {kind}.union(*map(_subtypes, kind.__subclasses__()))
 
 
 def _parts_of(values: Iterable[object]) -> set[int]:

@@ -19,6 +19,7 @@ import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
+from fabric.client.loop.unshared_averages import ADVICE
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED, RESTART
 from fabric.integrations.accelerate.prepared import JobDataLoader
@@ -42,6 +43,10 @@ _WORDS = {
         "replica that joins has not measured what the others have"
     ),
     "session.loader": "the DataLoader",
+    ADVICE: (
+        "give what keeps it to accelerator.register_for_checkpointing, or say "
+        'Accelerator(fabric={"unshared": "ignore"})'
+    ),
 }
 
 

@@ -155,12 +155,13 @@ def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
 
 def _methods(thing: Any, known: Mapping[str, Any]) -> Iterator[UserMethod]:
     kind: Any = type(thing)
-    for name, function, node in _methods_of(kind):
+    for name, function, node in methods_of(kind):
         yield UserMethod(thing, name, function, node, known)
 
 
 @cache
-def _methods_of(kind: type) -> list[tuple[str, FunctionType, ast.FunctionDef]]:
+def methods_of(kind: type) -> list[tuple[str, FunctionType, ast.FunctionDef]]:
+    """Return the methods of a class that lie in the user's files, by name."""
     found: dict[str, FunctionType] = {}
     for base in kind.__mro__:
         for name, value in vars(base).items():
@@ -174,10 +175,16 @@ def _methods_of(kind: type) -> list[tuple[str, FunctionType, ast.FunctionDef]]:
 
 
 @cache
+def is_of_user(file: str) -> bool:
+    """Whether a source file is neither of an installed package nor of fabric."""
+    path = Path(file).resolve()
+    return path.is_file() and not str(path).startswith((*_LIBRARIES, *fabric.__path__))
+
+
+@cache
 def _functions(file: str) -> dict[int, ast.FunctionDef]:
     """Return the functions of a user's file by their first line, which may be a decorator's."""
-    path = str(Path(file).resolve())
-    if path.startswith((*_LIBRARIES, *fabric.__path__)):
+    if not is_of_user(file):
         return {}
     try:
         tree = ast.parse("".join(linecache.getlines(file)))

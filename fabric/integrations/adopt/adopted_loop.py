@@ -23,6 +23,7 @@ from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch
 from fabric.integrations.adopt.living_objects import OWN_WAY, SchedulePosition, TrainingObjects
 from fabric.integrations.adopt.repeated_outputs import RepeatedOutputs
 from fabric.integrations.adopt.script_gradients import ScriptGradients
+from fabric.integrations.measured_values import measured_value
 from fabric.runtime.config import Settings, parse_replicas
 
 Attach = Callable[..., fabric.client.Session | fabric.client.SoloSession]
@@ -196,6 +197,12 @@ class AdoptedLoop:
     def _begin(self) -> None:
         """Attach what the script has made by now."""
         objects = TrainingObjects.find()
+        measured = measured_value(sys._getframe(1))  # noqa: SLF001
+        if measured:
+            raise ConfigError(
+                f"{measured}, and a replica that joins has not measured what the others have: end the loop "
+                f"after a number of steps, and weigh the loss by a count of steps, or {OWN_WAY}"
+            )
         self.data.begin()
         buffers = default_buffers(objects.model)
         session = self._attach(

@@ -21,6 +21,10 @@ from typing import Any
 import fabric
 
 _LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
+_COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "gather"),
+    *("gather_for_metrics", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
+}
 _BACKWARDS = {"backward", "manual_backward"}
 _ASSIGNMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr
 _BRANCHES = ast.If | ast.Try | ast.Match | ast.While
@@ -138,6 +142,37 @@ def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
                     f"each step, and a replica that joins begins with another {name}"
                 )
     return ""
+
+
+def collective(things: Sequence[Any], hooks: Hooks) -> str:
+    """Return the first half of a sentence about a collective in the computing of a loss, or "".
+
+    A collective that the framework's objects offer counts wherever it is; one of ``torch.distributed`` counts
+    where a loss is made from its result.
+    """
+    methods = [method for thing in things for method in _methods(thing, hooks.known)]
+    for method in _reached(methods, hooks.losses):
+        for x in ast.walk(method.node):
+            name = getattr(x.func, "attr", "") if isinstance(x, ast.Call) else ""
+            if not isinstance(x, ast.Call) or name not in _COLLECTIVES:
+                continue
+            root = x.func
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            is_of_hook = isinstance(root, ast.Name) and root.id in {y.arg for y in method.node.args.args}
+            if is_of_hook or _makes_loss(method, _results_of(x, method), hooks.losses):
+                place = f"{Path(method.function.__code__.co_filename).name}:{x.lineno}"
+                return f"{method} calls {ast.unparse(x.func)} ({place}), which sees one replica"
+    return ""
+
+
+def _results_of(call: ast.Call, method: UserMethod) -> set[str]:
+    """Return the symbols that get the result of a call, or that it writes into."""
+    found = {y.id for x in call.args[:1] for y in ast.walk(x) if isinstance(y, ast.Name)}
+    for _, stored, value in method.assignments(method.node):
+        if any(x is call for x in ast.walk(value)):
+            found |= stored
+    return found
 
 
 def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:

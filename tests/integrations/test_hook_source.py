@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from fabric.integrations.hook_source import Hooks, kept_value
+from fabric.integrations.hook_source import Hooks, collective, kept_value
 
 RUNNING = ("on_step_end", "on_epoch_begin", "compute_loss", "forward")
 BASE = """
@@ -161,13 +161,13 @@ ACCEPTED = {
 
 @pytest.fixture
 def found(tmp_path):
-    def search(text):
+    def search(text, find=kept_value):
         path = tmp_path / "script.py"
         path.write_text(BASE + textwrap.dedent(text) + "\ncount, trainer = Count(), Trainer()\n")
         names = {"__name__": "script"}
         exec(compile(path.read_text(), str(path), "exec"), names)
         hooks = Hooks(RUNNING, ("compute_loss",), ("state",), {"trainer": names["trainer"]})
-        return kept_value([names["count"], names["trainer"]], hooks)
+        return find([names["count"], names["trainer"]], hooks)
 
     return search
 
@@ -182,3 +182,51 @@ def test_a_kept_value_of_which_a_loss_is_made_is_named(found, name):
 def test_other_values_are_accepted(found, name):
     assert found(ACCEPTED[name]) == ""
     assert "script" not in sys.modules
+
+
+COLLECTIVES = {
+    "of the framework": """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def compute_loss(self):
+                print(self.accelerator.gather(out.loss))
+                return out.loss
+        """,
+    "of torch, whose result is in the loss": """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def compute_loss(self):
+                parts = [out.loss]
+                dist.all_gather(parts, out.loss)
+                return sum(parts)
+        """,
+    "of torch, by its value": """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def gathered(self, x):
+                return dist.nn.all_gather(x)
+            def compute_loss(self):
+                every = dist.nn.all_gather(out.loss)
+                return every[0]
+        """,
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_in_a_loss_is_named(found, name):
+    assert "Trainer.compute_loss calls" in found(COLLECTIVES[name], collective)
+    assert "(script.py:" in found(COLLECTIVES[name], collective)
+
+
+def test_a_collective_for_a_print_and_one_of_an_evaluation_are_left_alone(found):
+    text = """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def evaluate(self): return self.accelerator.gather(out.loss)
+            def compute_loss(self):
+                shown = out.loss * 1
+                dist.all_reduce(shown)
+                print(shown)
+                return out.loss
+        """
+    assert found(text, collective) == ""

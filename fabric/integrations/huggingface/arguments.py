@@ -5,7 +5,7 @@ from typing import Any
 
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, rows_of
-from fabric.integrations.hook_source import Hooks, kept_value
+from fabric.integrations.hook_source import Hooks, collective, kept_value
 from fabric.integrations.huggingface import trl
 from fabric.integrations.optimizers import unequal_optimizer
 
@@ -217,7 +217,13 @@ def refuse(trainer: Any, base: type, resumes: bool, trial: Any) -> None:
         raise ConfigError(f"FabricTrainer cannot keep replicas equal with {reason}")
     trl.refuse(trainer, base)
     things = [trainer, *trainer.callback_handler.callbacks, *trainer.model.modules()]
-    kept = kept_value(things, Hooks(_RUNNING, ("compute_loss", "training_step", "forward"), _SAVES, {}))
+    hooks = Hooks(_RUNNING, ("compute_loss", "training_step", "forward"), _SAVES, {})
+    called = collective(things, hooks)
+    if called:
+        raise ConfigError(
+            f"{called} under FabricTrainer: leave it out of the training, or use it in an evaluation"
+        )
+    kept = kept_value(things, hooks)
     if kept:
         raise ConfigError(
             f"{kept}: make it from self.state.global_step, or return it from state() of a callback that is "

@@ -13,7 +13,7 @@ from typing import Any
 
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row
-from fabric.integrations.hook_source import Hooks, kept_value
+from fabric.integrations.hook_source import Hooks, collective, kept_value
 from fabric.integrations.lightning.callback_states import overrides
 from fabric.integrations.lightning.release import ROOT
 
@@ -254,7 +254,13 @@ def check_kept_values(trainer: Any) -> None:
     module = trainer.lightning_module
     known = {"trainer": trainer, "pl_module": module}
     hooks = Hooks(_RUNNING, ("training_step", "forward"), _SAVES, known)
-    kept = kept_value([module, *trainer.callbacks, *module.modules()], hooks)
+    things = [module, *trainer.callbacks, *list(module.modules())[1:]]
+    called = collective(things, hooks)
+    if called:
+        raise ConfigError(
+            f"{called} under FabricStrategy: leave it out of the training, and log figures with self.log"
+        )
+    kept = kept_value(things, hooks)
     if kept:
         raise ConfigError(
             f"{kept}: make it from trainer.global_step, keep it in a buffer (register_buffer), or save it in "

@@ -35,8 +35,7 @@ from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
 from fabric.client.loop.session import Session
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.solo import SoloSession
-from fabric.client.loop.unshared_averages import AverageWatch
-from fabric.client.loop.unshared_schedulers import UNSHARED, UnsharedWatch
+from fabric.client.loop.unshared_objects import UNSHARED, AverageWatch, UnsharedWatch
 from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.drill_endpoint import DrillEndpoint
 from fabric.client.process.excepthook import install_excepthook

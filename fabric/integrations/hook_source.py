@@ -34,14 +34,14 @@ _BRANCHES = ast.If | ast.Try | ast.Match | ast.While
 class Hooks:
     """Names of methods. ``running``: run in each step. ``losses``: their result is the loss.
 
-    ``saves``: save attributes, so that an attribute which they name is shared. ``known``: argument names of
-    hooks with the objects that a hook gets.
+    ``saves``: save attributes, so that an attribute which they name is shared. ``given``: argument names
+    of hooks with the objects that they get.
     """
 
     running: Collection[str]
     losses: Collection[str]
     saves: Collection[str]
-    known: Mapping[str, Any]
+    given: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class UserMethod:
     name: str
     function: FunctionType
     node: ast.FunctionDef
-    known: Mapping[str, Any]  # argument name -> what a hook gets
+    given: Mapping[str, Any]  # argument name -> what a hook gets
 
     def __str__(self) -> str:
         return self.function.__qualname__.rpartition("<locals>.")[2]
@@ -76,7 +76,7 @@ class UserMethod:
             if arguments and node.id == arguments[0].arg:
                 return self.thing
             if any(x.arg == node.id for x in arguments):
-                return self.known.get(node.id)
+                return self.given.get(node.id)
             names = inspect.getclosurevars(self.function)
             return names.nonlocals.get(node.id, names.globals.get(node.id))
         if not isinstance(node, ast.Attribute):
@@ -126,7 +126,7 @@ class UserMethod:
 
 def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
     """Return the first half of a sentence about a value that hooks of ``things`` keep for a loss, or ""."""
-    methods = [method for thing in things for method in _methods(thing, hooks.known)]
+    methods = [method for thing in things for method in _methods(thing, hooks.given)]
     saved = {f"{id(x.thing)}.{name}" for x in methods if x.name in hooks.saves for name in _mentioned(x.node)}
     saved |= {symbol for x in methods if x.name in hooks.saves for symbol in x.read(x.node)}
     saved |= {f"{id(x)}.{name}" for x in things for name in getattr(x, "_buffers", {})}
@@ -150,7 +150,7 @@ def collective(things: Sequence[Any], hooks: Hooks) -> str:
     A collective that the framework's objects offer counts wherever it is; one of ``torch.distributed`` counts
     where a loss is made from its result.
     """
-    methods = [method for thing in things for method in _methods(thing, hooks.known)]
+    methods = [method for thing in things for method in _methods(thing, hooks.given)]
     for method in _reached(methods, hooks.losses):
         for x in ast.walk(method.node):
             name = getattr(x.func, "attr", "") if isinstance(x, ast.Call) else ""
@@ -168,11 +168,11 @@ def collective(things: Sequence[Any], hooks: Hooks) -> str:
 
 def _results_of(call: ast.Call, method: UserMethod) -> set[str]:
     """Return the symbols that get the result of a call, or that it writes into."""
-    found = {y.id for x in call.args[:1] for y in ast.walk(x) if isinstance(y, ast.Name)}
+    written = {y.id for x in call.args[:1] for y in ast.walk(x) if isinstance(y, ast.Name)}
     for _, stored, value in method.assignments(method.node):
         if any(x is call for x in ast.walk(value)):
-            found |= stored
-    return found
+            written |= stored
+    return written
 
 
 def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
@@ -188,25 +188,26 @@ def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
                     yield name.value, method.name, value
 
 
-def _methods(thing: Any, known: Mapping[str, Any]) -> Iterator[UserMethod]:
+def _methods(thing: Any, given: Mapping[str, Any]) -> Iterator[UserMethod]:
     kind: Any = type(thing)
     for name, function, node in methods_of(kind):
-        yield UserMethod(thing, name, function, node, known)
+        yield UserMethod(thing, name, function, node, given)
 
 
 @cache
 def methods_of(kind: type) -> list[tuple[str, FunctionType, ast.FunctionDef]]:
     """Return the methods of a class that lie in the user's files, by name."""
-    found: dict[str, FunctionType] = {}
+    functions: dict[str, FunctionType] = {}
     for base in kind.__mro__:
         for name, value in vars(base).items():
             function = inspect.unwrap(value) if callable(value) else None
-            if name not in found and isinstance(function, FunctionType):
-                found[name] = function
+            if name not in functions and isinstance(function, FunctionType):
+                functions[name] = function
     nodes = {
-        name: _functions(x.__code__.co_filename).get(x.__code__.co_firstlineno) for name, x in found.items()
+        name: _functions(x.__code__.co_filename).get(x.__code__.co_firstlineno)
+        for name, x in functions.items()
     }
-    return [(name, found[name], node) for name, node in nodes.items() if node is not None]
+    return [(name, functions[name], node) for name, node in nodes.items() if node is not None]
 
 
 @cache

@@ -11,8 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from fabric.client.attach import Choices
 from fabric.client.loop.model_watch import LOOK_EVERY, ModelWatch, accept_optimizers
 from fabric.client.loop.shared_state import SharedDict
-from fabric.client.loop.unshared_averages import AverageWatch
-from fabric.client.loop.unshared_schedulers import UnsharedWatch
+from fabric.client.loop.unshared_objects import AverageWatch, UnsharedWatch
 from fabric.errors import ConfigError
 
 NO_AVERAGES = AverageWatch([], [])

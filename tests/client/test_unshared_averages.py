@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from fabric.client.loop.unshared_averages import AverageWatch
+from fabric.client.loop.unshared_objects import AverageWatch
 from fabric.errors import ConfigError
 
 

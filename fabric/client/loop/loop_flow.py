@@ -1,4 +1,4 @@
-"""What the names of a loop are made from: of their own old value, and what a loop trains with or ends by."""
+"""Follows the names of a loop: those made from their own old value, and those it trains with or ends by."""
 
 import ast
 from collections.abc import Iterable, Iterator

@@ -11,8 +11,7 @@ import torch
 
 from fabric.ckpt_server.state.optimizer_extras import remember
 from fabric.client.loop.shared_state import with_state
-from fabric.client.loop.unshared_averages import AverageWatch, tensors_in
-from fabric.client.loop.unshared_schedulers import UnsharedWatch
+from fabric.client.loop.unshared_objects import AverageWatch, UnsharedWatch, tensors_in
 from fabric.errors import ConfigError, StateError
 
 # Number of steps between two searches for new parameters: a search walks over every module.

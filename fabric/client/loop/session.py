@@ -41,7 +41,7 @@ from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, make_engine
 from fabric.client.loop.step import Step
 from fabric.client.loop.step_data import StepData, described_as
-from fabric.client.loop.unshared_averages import ADVICE
+from fabric.client.loop.unshared_objects import ADVICE
 from fabric.client.process.excepthook import before_report
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock

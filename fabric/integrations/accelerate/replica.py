@@ -19,7 +19,7 @@ import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
-from fabric.client.loop.unshared_averages import ADVICE
+from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED, RESTART
 from fabric.integrations.accelerate.prepared import JobDataLoader

@@ -16,7 +16,7 @@ from fabric.client.data.loader import data_slot_of
 from fabric.client.data.randomness import seed_everything
 from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
-from fabric.client.loop.unshared_averages import ADVICE
+from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch

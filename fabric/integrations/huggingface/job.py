@@ -18,7 +18,7 @@ from transformers.trainer_callback import ProgressCallback
 import fabric.client
 from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
-from fabric.client.loop.unshared_averages import ADVICE
+from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
 from fabric.integrations.huggingface.counters import TrainerCounters
 from fabric.integrations.huggingface.loss import LossRule, Rule, weight_of

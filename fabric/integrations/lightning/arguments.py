@@ -252,8 +252,8 @@ def check_trainer(trainer: Any, arguments: Mapping[str, Any]) -> None:
 def check_kept_values(trainer: Any) -> None:
     """Raise ConfigError for a value that the user's hooks keep from step to step and the loss depends on."""
     module = trainer.lightning_module
-    known = {"trainer": trainer, "pl_module": module}
-    hooks = Hooks(_RUNNING, ("training_step", "forward"), _SAVES, known)
+    given = {"trainer": trainer, "pl_module": module}
+    hooks = Hooks(_RUNNING, ("training_step", "forward"), _SAVES, given)
     things = [module, *trainer.callbacks, *list(module.modules())[1:]]
     called = collective(things, hooks)
     if called:

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 import fabric.client
 from fabric.client.gradients.buffer_choices import default_buffers
-from fabric.client.loop.unshared_averages import ADVICE
+from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.lightning.arguments import check_kept_values

@@ -1,4 +1,4 @@
-"""accelerate: an early stop after validations that are no better."""
+"""accelerate: an early stop after three validations without a better one."""
 
 import recipe
 import torch
@@ -18,7 +18,7 @@ training = torch.utils.data.DataLoader(recipe.Samples(), recipe.GLOBAL_BATCH // 
 held_out = torch.utils.data.DataLoader(recipe.Samples(48), 24)
 model, optimizer, training, held_out = accelerator.prepare(model, optimizer, training, held_out)
 best, bad = 1e9, 0
-for epoch in range(recipe.STEPS):
+for _ in range(recipe.STEPS):
     model.train()
     for x, y in training:
         optimizer.zero_grad()
@@ -32,4 +32,4 @@ for epoch in range(recipe.STEPS):
     if bad >= 3:
         break
 accelerator.end_training()
-recipe.report(accelerator.unwrap_model(model), optimizer.optimizer, epochs=epoch)
+recipe.report(accelerator.unwrap_model(model), optimizer.optimizer)

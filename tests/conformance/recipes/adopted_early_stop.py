@@ -1,4 +1,4 @@
-"""A plain script under --adopt that stops after validations that are no better."""
+"""A plain script under --adopt that stops after three validations without a better one."""
 
 import recipe
 import torch

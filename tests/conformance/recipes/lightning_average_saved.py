@@ -8,7 +8,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 
 AREA = "Lightning"
 NEEDS = ("pytorch_lightning",)
-BATCH = recipe.GLOBAL_BATCH // recipe.REPLICAS // 2
+BATCH = recipe.GLOBAL_BATCH // recipe.REPLICAS
 
 
 class Net(LightningModule):
@@ -54,13 +54,12 @@ trainer = Trainer(
     accelerator="cpu",
     max_steps=recipe.STEPS,
     callbacks=[average],
-    accumulate_grad_batches=2,
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(net, torch.utils.data.DataLoader(recipe.Samples(), batch_size=BATCH, shuffle=True))
+trainer.fit(net, torch.utils.data.DataLoader(recipe.Samples(), batch_size=BATCH))
 recipe.report(
     net, trainer.optimizers[0], steps=trainer.global_step, average=float(average.values["head.weight"].sum())
 )

@@ -6,9 +6,7 @@ from pytorch_lightning import LightningModule, Trainer
 
 AREA = "Lightning"
 NEEDS = ("pytorch_lightning",)
-REFUSED = (
-    "ReduceLROnPlateau follows 'mean', which on_train_epoch_end logs from what this replica alone has seen"
-)
+REFUSED = "ReduceLROnPlateau follows 'mean', which on_train_epoch_end logs from what this replica alone"
 BATCH = recipe.GLOBAL_BATCH // recipe.REPLICAS
 
 

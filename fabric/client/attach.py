@@ -35,7 +35,7 @@ from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
 from fabric.client.loop.session import Session
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.solo import SoloSession
-from fabric.client.loop.unshared_schedulers import UNSHARED, UnsharedWatch
+from fabric.client.loop.unshared_objects import UNSHARED, AverageWatch, UnsharedWatch
 from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.drill_endpoint import DrillEndpoint
 from fabric.client.process.excepthook import install_excepthook
@@ -181,7 +181,8 @@ def _attach(
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
-    watch = UnsharedWatch(optimizers.values(), state, ignored=choices.unshared == "ignore")
+    ignored = choices.unshared == "ignore"
+    watch = UnsharedWatch(optimizers.values(), state, ignored)
     watch.check()
     if chosen.disable:
         replicas = parse_replicas(chosen.replicas)[1]
@@ -214,7 +215,8 @@ def _attach(
         journal=journal,
         failpoints=_failpoints(chosen, process),
     )
-    model_watch = ModelWatch(model, parameters, watch, outside)
+    averages = AverageWatch([p for _, p in parameters], objects.values(), ignored)
+    model_watch = ModelWatch(model, parameters, watch, averages, outside)
     parts = trainer.make_parts()
     return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
 

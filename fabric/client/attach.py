@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -379,9 +380,7 @@ class _Trainer:
         crash = _crash(settings.replica, crash_marker)
         budget = Budget(settings.exchange_s, settings.user_code_s)
 
-        def on_piece(step: int) -> None:
-            self.failpoints.hit("ring", step)
-
+        on_piece = partial(self.failpoints.hit, "ring")
         plane, backend = choose_backend(settings, gradients, on_piece, self.lanes)
         plane.set_bounds(budget.exchange_s, budget.entry_s)
         slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)

@@ -77,7 +77,7 @@ _GROUPS: dict[str, dict[str, _Command]] = {
             "fabric.cli.doctor:doctor", "Check this host, and say what to do.", "doctor", first=True
         ),
         "diagnose": _Command(
-            "fabric.cli.collectives.command:diagnose",
+            "fabric.cli.diagnose:diagnose",
             "Say what holds a job up, from recorded collectives.",
             "diagnose --job gpt --save evidence",
         ),

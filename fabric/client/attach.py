@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -379,9 +378,7 @@ class _Trainer:
         crash_marker = CrashMarker(handle)
         crash = _crash(settings.replica, crash_marker)
         budget = Budget(settings.exchange_s, settings.user_code_s)
-
-        on_piece = partial(self.failpoints.hit, "ring")
-        plane, backend = choose_backend(settings, gradients, on_piece, self.lanes)
+        plane, backend = self._plane()
         plane.set_bounds(budget.exchange_s, budget.entry_s)
         slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
 
@@ -404,12 +401,7 @@ class _Trainer:
             exchange=self._exchange_thread(plane, slots, backend, crash),
             backend=backend,
             fetch_thread=FetchThread(
-                loader,
-                gradients.nbytes,
-                self.failpoints,
-                crash,
-                PieceFetcher(self.lanes) if self.lanes is not None else None,
-                backend.digest_of,
+                loader, gradients.nbytes, self.failpoints, crash, self._pieces(), backend.digest_of
             ),
             snapshot_worker=Worker("fabric-snapshots", crash),
             recover=recover,
@@ -424,6 +416,15 @@ class _Trainer:
             lanes=self.lanes,
             content=self.content,
         )
+
+    def _pieces(self) -> PieceFetcher | None:
+        return PieceFetcher(self.lanes) if self.lanes is not None else None
+
+    def _plane(self) -> tuple[DataPlane, GradientBackend]:
+        def on_piece(step: int) -> None:
+            self.failpoints.hit("ring", step)
+
+        return choose_backend(self.settings, self.gradients, on_piece, self.lanes)
 
     def _peers(self, plane: DataPlane, link_s: float) -> Peers:
         settings, process = self.settings, self.process

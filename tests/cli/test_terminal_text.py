@@ -17,8 +17,8 @@ from rich.table import Table
 
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.cli import operate
-from fabric.cli.collectives.command import diagnose
 from fabric.cli.demo.command import demo
+from fabric.cli.diagnose import diagnose
 from fabric.cli.doctor import doctor
 from fabric.cli.drill import drill
 from fabric.cli.events import events

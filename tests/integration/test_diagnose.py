@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from job import Job
 from rank_job import RankJob
 
-from fabric.cli.collectives.command import diagnose
+from fabric.cli.diagnose import diagnose
 
 STEP = 8
 

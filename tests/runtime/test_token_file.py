@@ -103,7 +103,7 @@ READ_ONCE = {
     "cli/run.py": "one question, at the start",
     "cli/doctor.py": "a command that ends",
     "cli/launch/command.py": "it only looks whether there is a token",
-    "cli/collectives/command.py": "a command that ends",
+    "cli/diagnose.py": "a command that ends",
     "cli/states/inspect.py": "a command that ends",
     "cli/drill.py": "it prints the key of the token, and ends",
 }

@@ -1,1 +1,0 @@
-"""``fabric diagnose``: explains recorded collectives from files, servers or a living job."""

@@ -171,6 +171,7 @@ def child(request: dict, descriptors: Sequence[int]) -> None:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if request["session"]:
             os.setsid()
         _take(dict(zip(request["descriptors"], descriptors, strict=True)))
@@ -233,6 +234,7 @@ def main() -> None:
     for name in sys.argv[2:-1]:
         importlib.import_module(name)
     gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, tests still end their processes
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("\0" + sys.argv[1])
     listener.listen(64)

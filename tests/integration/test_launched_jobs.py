@@ -95,30 +95,46 @@ def job(zygote, tmp_path):
         yield running
 
 
-def check_ends(job: LaunchedJob) -> None:
+def check_ends(job: LaunchedJob, killed_at: int = 8) -> None:
     """Both replicas have finished with equal lanes; the one that was never killed trained as one process."""
     assert job.end_codes() == {"r0": 0, "r1": 0}, job.logs()
-    again = [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 8]
+    again = [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > killed_at]
     assert again, f"the killed replica never contributed again\n{job.logs()}"
-    job.check_lanes(STEPS)
-    losses, alone = job.losses("r0"), losses_alone(build(), STEPS, GLOBAL_BATCH)
-    assert sorted(losses) == list(range(STEPS))
-    assert [losses[n] for n in range(STEPS)] == pytest.approx(alone, rel=1e-4)
+    steps = int(job.environment["TINY_STEPS"])
+    job.check_lanes(steps)
+    losses, alone = job.losses("r0"), losses_alone(build(), steps, GLOBAL_BATCH)
+    assert sorted(losses) == list(range(steps))
+    assert [losses[n] for n in range(steps)] == pytest.approx(alone, rel=1e-4)
 
 
-def test_a_killed_rank_brings_the_whole_replica_back_with_a_fresh_rendezvous(job):
-    job.launch("r0", "--ranks", "2")
+def test_a_killed_rank_and_a_killed_launcher_each_bring_the_whole_replica_back(job):
+    """A rank of r1 dies, and later its launcher. The ranks have a fresh rendezvous each time. SIGKILL of the
+    launcher ends its ranks and no server, so that the next ranks find their state."""
+    job.environment |= {"TINY_STEPS": "66", "TINY_PATIENT_STEPS": "60"}
+    held = job.folder / "second"
+    job.launch("r0", "--ranks", "2", FABRIC_TEST_POINTS=f"forward@36=wait:{held}")
     job.launch("r1", "--ranks", "2")
     job.wait_step("r1", 5)
-    servers = job.server_pids()
+    servers = set(job.server_pids())
+    assert len(servers) == 4, "each rank has a checkpoint server"
     os.kill(job.pid("r1", 1), signal.SIGKILL)
-    check_ends(job)
+    # r0 stands in step 36 until r1's launcher is dead. It waits in each step before for r1 to be back.
+    job.wait_for(Path(f"{held}.awaited").exists, "step 36")
+    job.wait_for(
+        lambda: any(e["contributed"] and e["step"] > 8 for e in job.events("r1", "commit")), "r1 to be back"
+    )
+    ranks = [job.pid("r1", rank) for rank in range(2)]
+    job.launchers["r1"].kill()
+    job.wait_for(lambda: not any(map(lives, ranks)), "the end of the ranks")
+    assert set(job.server_pids()) == servers
+    job.launch("r1", *AT_ONCE)
+    held.touch()
+    check_ends(job, 36)
     starts = job.notes("r1")
-    assert len(starts) == 4 and len({pid for _, pid, _, _ in starts}) == 4, "both ranks were started again"
-    before, after = {row[2] for row in starts[:2]}, {row[2] for row in starts[2:]}
-    assert len(before) == len(after) == 1 and before != after, starts
+    assert len(starts) == 6 and len({pid for _, pid, _, _ in starts}) == 6, "both ranks started three times"
+    rendezvous = [{row[2] for row in starts[n : n + 2]} for n in (0, 2, 4)]
+    assert [len(x) for x in rendezvous] == [1, 1, 1] and rendezvous[0] != rendezvous[1], starts
     assert len(job.notes("r0")) == 2, "the other replica's ranks were started once"
-    assert len(servers) == 4, "each rank had a checkpoint server"
 
 
 def test_torchrun_still_brings_a_replica_back(job):
@@ -126,19 +142,6 @@ def test_torchrun_still_brings_a_replica_back(job):
     job.launch("r1", "--nproc-per-node=2", torchrun=True)
     job.wait_step("r1", 5)
     os.kill(job.pid("r1", 1), signal.SIGKILL)
-    check_ends(job)
-
-
-def test_checkpoint_servers_outlive_the_ranks_and_a_killed_launcher(job):
-    """SIGKILL of the launcher ends its ranks and no server, so that the next ranks find their state."""
-    job.launch("r0", *AT_ONCE)
-    job.launch("r1", *AT_ONCE)
-    job.wait_step("r1", 5)
-    servers, ranks = set(job.server_pids()), [job.pid("r1", rank) for rank in range(2)]
-    job.launchers["r1"].kill()
-    job.wait_for(lambda: not any(map(lives, ranks)), "the end of the ranks")
-    assert set(job.server_pids()) == servers
-    job.launch("r1", *AT_ONCE)
     check_ends(job)
 
 

@@ -7,6 +7,8 @@ import sys
 import time
 from types import SimpleNamespace
 
+from forked_processes import run_with_torch
+
 from fabric.client.loop import start
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim, claim_above
 from fabric.model import DataPlan
@@ -22,7 +24,7 @@ print(json.dumps(claim(Path(sys.argv[1]))))
 
 def claimed_elsewhere(home):
     """Return the incarnations that another process, now ended, got from the lock file."""
-    said = subprocess.run([sys.executable, "-c", CLAIM, home], capture_output=True, text=True, check=True)
+    said = run_with_torch("-c", CLAIM, str(home))
     incarnation, before = json.loads(said.stdout)
     return incarnation, tuple(before)
 

@@ -52,7 +52,6 @@ class _SessionHead(msgspec.Struct):
 
 
 def encode(message: network.Message) -> bytes:
-    """The bytes of one message."""
     return b'{"kind":"%b","version":%d,%b' % (
         type(message).__name__.encode(),
         PROTOCOL_VERSION,

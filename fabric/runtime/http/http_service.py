@@ -32,8 +32,7 @@ from fabric.errors import (
     StoreIndefinite,
     Unauthorized,
 )
-from fabric.runtime.http.acceptor import Acceptor, SlottedProtocol
-from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot
+from fabric.runtime.http.connection_limit import Acceptor, ConnectionLimit, ConnectionSlot, SlottedProtocol
 from fabric.runtime.http.token_file import TokenFile, read_tokens
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,6 @@ def json_error(
 
 
 def status_of(error: FabricError) -> int:
-    """Return the HTTP status of ``error``."""
     return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
 
 

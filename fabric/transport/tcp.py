@@ -303,7 +303,8 @@ async def _dial_locally(
 def _leave_to_parent() -> None:
     """Close in a forked worker what it has inherited: it may outlive the trainer that has the port."""
     for sock in (*_listening, *_links):
-        sock.close()
+        with suppress(OSError):  # ``close`` waits for a loop that runs in the parent alone
+            os.close(sock.detach())
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

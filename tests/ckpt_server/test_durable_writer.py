@@ -70,6 +70,14 @@ def state() -> tuple[bytes, dict]:
     return file, manifest_for(file, 7)
 
 
+def test_a_try_without_storage_imports_no_torch(state, tmp_path, monkeypatch):
+    """Each of many tries took three seconds of a processor, and 290 MB."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, outcome = outcome_of(start(f"{tmp_path}/gone", *state, made=True))
+    assert (code, outcome["gone"]) == (1, True)
+
+
 def steps(url: str) -> list[int]:
     return [c.state.step for c in list_checkpoints(Storage(url).at("job"), "job").complete]
 

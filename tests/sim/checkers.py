@@ -52,6 +52,8 @@ class Checks:
         self.min_replicas = min_replicas
         self.records: list[Record] = []
         self.by_epoch: dict[int, Record] = {}
+        # The record of each epoch in which a process acts: a restored store gives a number to two rosters.
+        self.told: dict[tuple[str, int], Record] = {}
         self.is_restored = False  # whether the store was put back, and no epoch leads above all others yet
         # (generation, step) -> digest of the applied gradient
         self.gradients: dict[tuple[int, int], str] = {}
@@ -129,6 +131,7 @@ class Checks:
 
     def _above_a_restored_store(self, before: Record, after: Record) -> Record | None:
         """Return ``before``, or None for the epoch that leads above all epochs that members know."""
+        self.decisions.pop(after.epoch, None)  # of an epoch of this number that the store has lost
         if after.epoch <= max(self.by_epoch):
             return before  # the leader has not heard yet of any member that knows more
         self.is_restored = False
@@ -203,7 +206,7 @@ class Checks:
             raise Violation(f"{trainer.name} ends at step {order.step}, and the job is not complete")
         if core.session.contact.last <= trainer.clock() - core.context.config.autonomy_s:
             return
-        others = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[ended.fence.epoch].roster}
+        others = {f"{x.replica}.{x.incarnation}" for x in self.told[trainer.name, ended.fence.epoch].roster}
         wrong = sorted(name for name in others if self.ends.get(name) != mine)
         if wrong or mine != (ended.fence.generation, ended.step):
             raise Violation(f"{trainer.name} ends alone at {mine}, where the loops of {wrong} have not ended")
@@ -277,6 +280,7 @@ class Checks:
             committed = [seen_by_rank(r, self.rank) for r in committed]
         if for_members(record) not in committed:
             raise Violation(f"{trainer.name} believes in a roster {record.names} that nobody committed")
+        self.told[trainer.name, record.epoch] = record
 
     def decided(self, resume: m.Resume) -> None:
         """Check that every leader decides the same, and that no committed step is lost."""
@@ -301,7 +305,7 @@ class Checks:
     def said_to_peer(self, trainer: "Trainer", message: m.PeerMessage) -> None:
         """Fencing: check that only members of an epoch send messages in it, and none against its promise."""
         epoch, who = message.fence.epoch, trainer.name
-        record = self.by_epoch.get(epoch)
+        record = self.told.get((who, epoch))
         if record is None or not record.lists(trainer.host, trainer.incarnation):
             raise Violation(f"{who} speaks in epoch {epoch}, which does not list it")
         if epoch < self.promises.get(who, 0):
@@ -329,7 +333,7 @@ class Checks:
         """
         digests = self.heard.pop(trainer.name, {}).get((epoch, step), {})
         # Take the digest from the member's own vote, which covers all ranks of the replica.
-        own, record = digests.get(trainer.host, ""), self.by_epoch[epoch]
+        own, record = digests.get(trainer.host, ""), self.told[trainer.name, epoch]
         others = Counter(x for name, x in digests.items() if name != trainer.host and x != own)
         if own and others and 2 * max(others.values()) > len(record.roster):
             self.outvoted[trainer.name] = record.generation
@@ -387,7 +391,7 @@ class Checks:
         if not voters or named:
             # the member was alone in its round, or in a lane without votes, or committed by a decision
             return
-        roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[prepared.epoch].roster}
+        roster = {f"{x.replica}.{x.incarnation}" for x in self.told[trainer.name, prepared.epoch].roster}
         missing = roster - voters - {trainer.name}
         if missing:
             raise Violation(f"{trainer.name} publishes step {prepared.step} before {sorted(missing)} voted")
@@ -421,7 +425,8 @@ class Checks:
         wrong = [i for i in range(micro_batches) if counted[i] > 1]
         missing = [i for i in range(micro_batches) if not counted[i]]
         if order.prepared is not None:
-            wrong += self._unexplained(self.by_epoch[order.prepared.epoch], order.step, gradient, missing)
+            record = self.told[who, order.prepared.epoch]
+            wrong += self._unexplained(record, order.step, gradient, missing)
         if wrong or set(counted) - set(range(micro_batches)):
             raise Violation(f"{who} applies step {order.step} made of {gradient.parts}: wrong for {wrong}")
         parts = tuple((name, tuple(sorted(ids))) for name, ids in gradient.parts)
@@ -462,7 +467,7 @@ class Checks:
             # the store was wiped and this process does not know it: an empty store does not wait for it
             return
         awaited = any((x.replica, x.incarnation) == key and not x.joining for x in last.roster)
-        roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[prepared.epoch].roster}
+        roster = {f"{x.replica}.{x.incarnation}" for x in self.told[trainer.name, prepared.epoch].roster}
         voters = {
             name for name, epoch, step in self.votes if (epoch, step) == (prepared.epoch, prepared.step)
         }
@@ -498,7 +503,7 @@ class Checks:
         """Fencing: check that a round has exactly the members of its epoch's roster."""
         assert order.prepared is not None
         made_by = tuple(name for name, _ in gradient.parts)
-        if made_by != self.by_epoch[order.prepared.epoch].names:
+        if made_by != self.told[who, order.prepared.epoch].names:
             raise Violation(
                 f"{who} applies step {order.step} of epoch {order.prepared.epoch}, made by {made_by}"
             )

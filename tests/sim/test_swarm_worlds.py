@@ -27,3 +27,8 @@ def test_a_status_that_hides_a_wait_is_noticed(monkeypatch):
 def test_a_part_that_only_two_newcomers_can_read_is_computed():
     """They join in two epochs that follow each other, and one has committed a step in the first of them."""
     swarm_world(281).run()
+
+
+def test_an_epochs_number_of_two_rosters_is_judged_by_the_roster_of_each_process():
+    """A restored store gives a number again. A member applied a step of the first roster of this number."""
+    swarm_world(526).run()

@@ -284,7 +284,7 @@ def test_addresses_of_every_form():
 
 
 FORKING = """
-import asyncio, os, signal, socket
+import asyncio, os, signal, socket, uvloop
 from fabric.transport.greeting import Greeting
 from fabric.transport.tcp import Listener, ListenerIdentity, dial
 
@@ -310,7 +310,7 @@ async def main():
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
 
-asyncio.run(asyncio.wait_for(main(), 60))
+uvloop.run(asyncio.wait_for(main(), 20))
 """
 
 

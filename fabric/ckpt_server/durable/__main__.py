@@ -15,6 +15,7 @@ import threading
 from dataclasses import asdict
 
 from fabric.ckpt_server.durable.storage import StorageAway, StorageGone
+from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.format.manifest import check_manifest
 from fabric.ckpt_server.wire.durable_job import DurableJob
 from fabric.errors import FabricError, StateError
@@ -45,8 +46,6 @@ def main() -> int:
             raise StateError("the snapshot's memory is smaller than its manifest says")
         # Map the snapshot private and writable, because torch takes no read-only memory.
         mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        from fabric.ckpt_server.durable.writer import write  # late, because it imports torch for seconds
-
         outcome = write(order, snapshot, memoryview(mapped), Failpoints(armed_points()))
     except (FabricError, OSError, ValueError, KeyError, TypeError) as error:
         why = {"away": isinstance(error, StorageAway), "gone": isinstance(error, StorageGone)}

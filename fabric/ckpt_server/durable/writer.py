@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fabric.ckpt_server.durable.dcp import write_metadata, write_rank_shard
 from fabric.ckpt_server.durable.manifest import (
     FORMAT,
     MANIFEST,
@@ -91,6 +90,9 @@ def _is_complete(folder: Storage, snapshot: Mapping[str, Any]) -> bool:
 def _write_part(
     folder: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, points: Failpoints
 ) -> None:
+    # Late: it imports torch, for seconds, and storage that is away needs no torch.
+    from fabric.ckpt_server.durable.dcp import write_rank_shard
+
     rank_shard = write_rank_shard(
         folder, file, snapshot, rank, lambda: points.hit("durable-begin", snapshot["step"])
     )
@@ -105,6 +107,8 @@ def _finish(
     described = _await_parts(folder, ranks, order.patience_s)
     rank_shards = [json.loads(data) for data in described]
     points.hit("durable-shards", step)
+    from fabric.ckpt_server.durable.dcp import write_metadata
+
     write_metadata(folder, rank_shards)
     files = {name: entry for rank_shard in rank_shards for name, entry in rank_shard["files"].items()}
     files[METADATA] = _entry(folder.get(METADATA, MAX_JSON_BYTES))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fabric.client.loop.loop_flow import LOOPS, called, carry, ends_by, made_from, moves_training, stores
+from fabric.client.loop.loop_flow import called, carry, ends_by, loops_at, made_from, moves_training, stores
 from fabric.integrations.hook_source import is_of_user, methods_of
 
 _CONTAINERS = (list, dict, set, deque)
@@ -46,13 +46,7 @@ def _in_loops(frame: FrameType) -> str:
         tree = ast.parse("".join(linecache.getlines(file, frame.f_globals)))
     except (SyntaxError, ValueError, RecursionError):
         return ""
-    line = frame.f_lineno
-    around = [
-        x for x in ast.walk(tree) if isinstance(x, ast.stmt) and x.lineno <= line <= (x.end_lineno or 0)
-    ]
-    functions = [x for x in around if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
-    begin = functions[-1].lineno if functions else 0
-    loops = [x for x in around if isinstance(x, LOOPS) and x.lineno > begin]
+    loops = loops_at(tree, frame.f_lineno)
     if not loops:
         return ""
     sources = _Measured(loops[0], {**frame.f_globals, **frame.f_locals}).names

@@ -1,6 +1,8 @@
 """A loop that reads what only its micro-batches set is refused before its first step, and no other loop."""
 
 import ast
+import inspect
+import linecache
 import re
 import textwrap
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import fabric.client
-from fabric.client.loop.loop_source import carried_names, unbound_names
+from fabric.client.loop.loop_source import carried_names, check_exchange_loop, unbound_names
 from fabric.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -259,10 +261,92 @@ def test_the_first_call_refuses_a_count_on_which_the_loss_depends(monkeypatch):
             count += 1
 
 
-def session_of(monkeypatch):
+class Owner:
+    """Has a count of its own, and may be an object of the shared state."""
+
+    count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+    def train(self, session, model, data):
+        for step in session.steps(data, until=2):
+            for x in step:
+                step.backward(model(x).sum() * min(1.0, self.count / 20))
+            self.count += 1
+
+
+def test_a_count_in_an_attribute_is_refused_unless_its_object_is_shared_state(monkeypatch):
+    owner = Owner()
+    model, session, data = session_of(monkeypatch)
+    with pytest.raises(ConfigError, match=r"depends on self.count, which test_loop_source.py:\d+ carries"):
+        owner.train(session, model, data)
+    model, session, data = session_of(monkeypatch, state={"owner": owner})
+    owner.train(session, model, data)
+    assert owner.count == 2
+
+
+def test_a_loop_that_ends_by_a_count_of_its_own_is_refused(monkeypatch):
+    _, session, data = session_of(monkeypatch)
+    bad = 0
+    with pytest.raises(ConfigError, match="depends on bad"):
+        for step in session.steps(data, until=2):
+            for _ in step:
+                pass
+            bad += 1
+            if bad > 3:
+                break
+
+
+def exchange_once(body):
+    """Return what the first exchange says in a loop with this body."""
+    model, data, n, average = torch.nn.Linear(2, 1), [torch.ones(2)], 0, 0.0
+
+    class Session:
+        committed_step = 0
+
+        def exchange(self):
+            check_exchange_loop(inspect.currentframe(), [])
+
+    path = Path(__file__).with_name("loop_of_a_test.py")
+    text = textwrap.indent(textwrap.dedent(body), " " * 4)
+    source = f"for epoch in range(2):\n  for x in data:\n{text}\n    session.exchange()\n"
+    linecache.cache[str(path)] = (len(source), None, source.splitlines(keepends=True), str(path))
+    names = {"model": model, "data": data, "n": n, "average": average, "session": Session()}
+    exec(compile(source, str(path), "exec"), names)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    {
+        "n": "(model(x) * min(1, n / 9)).backward()\nn += 1",
+        "average": "loss = model(x)\naverage = average + float(loss)\n(loss / (1 + average)).backward()",
+    }.items(),
+)
+def test_a_loop_of_exchanges_refuses_what_it_carries_into_the_loss(name, body):
+    with pytest.raises(ConfigError, match=f"the training depends on {name}, which loop_of_a_test.py:"):
+        exchange_once(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "model(x).backward()\nn += 1\nif n % 10 == 0: print(n)",
+        "n = session.committed_step\n(model(x) * n).backward()\nn += 1",
+        "loss = model(x)\nloss = loss / 2\nloss.backward()\naverage = average + float(loss)",
+    ],
+)
+def test_a_loop_of_exchanges_may_count_for_prints(body):
+    exchange_once(body)
+
+
+def session_of(monkeypatch, **arguments):
     monkeypatch.setenv("FABRIC_DISABLE", "1")
     model = torch.nn.Linear(2, 1)
-    session = fabric.client.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    session = fabric.client.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
     data = session.loader(torch.arange(8.0).view(4, 2), global_batch_size=4, micro_batch_size=2)
     return model, session, data
 

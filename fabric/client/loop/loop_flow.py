@@ -57,6 +57,15 @@ def _is_converted(node: ast.stmt) -> bool:
     return isinstance(value, ast.Name) and ast.unparse(node.targets[0]) == value.id
 
 
+def loops_at(tree: ast.AST, line: int) -> list[ast.For | ast.AsyncFor | ast.While]:
+    """Return the loops around a line within its function, the outermost first."""
+    statements = [x for x in ast.walk(tree) if isinstance(x, ast.stmt)]
+    around = [x for x in statements if x.lineno <= line <= (x.end_lineno or 0)]
+    functions = [x for x in around if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+    begin = functions[-1].lineno if functions else 0
+    return [x for x in around if isinstance(x, LOOPS) and x.lineno > begin]
+
+
 def made_from(loop: ast.AST, sources: set[str], conditions: bool = False) -> set[str]:
     """Return ``sources`` and what the loop makes from them, with ``conditions`` also under a test of them."""
     made, size = set(sources), 0
@@ -120,8 +129,17 @@ def _is_of_group(key: ast.expr) -> bool:
 
 
 def names_read(node: ast.AST) -> set[str]:
-    """Return the names that a node reads or deletes."""
-    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Store)}
+    """Return the names that a node reads or deletes, and attributes as ``self.count``."""
+    parts = [x for x in ast.walk(node) if isinstance(x, ast.Name | ast.Attribute)]
+    return {dotted(x) for x in parts if not isinstance(x.ctx, ast.Store)} - {""}
+
+
+def dotted(node: ast.expr) -> str:
+    """Return a name, or an attribute's path as ``self.count``; empty for another expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    held = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{held}.{node.attr}" if isinstance(node, ast.Attribute) and held else ""
 
 
 def called(call: ast.Call) -> str:
@@ -130,10 +148,10 @@ def called(call: ast.Call) -> str:
 
 
 def stores(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that ``nodes`` set in their own scope."""
+    """Yield the names that ``nodes`` set in their own scope, and attributes as ``self.count``."""
     for node in nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield dotted(node)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.alias):

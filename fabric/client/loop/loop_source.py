@@ -10,9 +10,11 @@ import ast
 import builtins
 import inspect
 import linecache
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+
+import torch
 
 from fabric.client.loop.loop_flow import (
     COMPREHENSIONS,
@@ -21,6 +23,7 @@ from fabric.client.loop.loop_flow import (
     called,
     carry,
     ends_by,
+    loops_at,
     made_from,
     moves_training,
     stores,
@@ -39,10 +42,11 @@ _PASS_ON_INNER = _PASS_ON | {"zip", "map", "filter"}
 _CATCHES = {"NameError", "UnboundLocalError", "Exception", "BaseException"}
 
 
-def check_source(frame: FrameType | None) -> None:
+def check_source(frame: FrameType | None, shared: Iterable[object]) -> None:
     """Raise ConfigError for what a joining replica cannot do alike in the loop around ``session.steps``.
 
     ``frame``: that of ``steps`` itself. Generators that only pass steps on, as tqdm does, are left out.
+    ``shared``: the objects of the shared state, whose attributes are equal on all replicas.
     """
     caller = frame.f_back if frame is not None else None
     while caller is not None:
@@ -59,13 +63,43 @@ def check_source(frame: FrameType | None) -> None:
                 "micro-batches sets, and a joining replica's first step has no micro-batches: use "
                 f"step.metrics, set {name} before the loops, or read it under `if step.contributed:`"
             )
-        for name, line in carried_names(source, caller.f_lineno):
-            raise ConfigError(
-                f"the training depends on {name}, which {file}:{line} carries from step to step, and a "
-                f"replica that joins begins with another {name}: make it from step.number, or keep it in a "
-                "dict that attach(..., state=) names"
-            )
+        _refuse(caller, carried_names(source, caller.f_lineno), shared)
         return
+
+
+def check_exchange_loop(frame: FrameType | None, shared: Iterable[object]) -> None:
+    """Raise ConfigError for a name that the loops around a call of ``session.exchange`` carry, see above."""
+    caller = frame.f_back if frame is not None else None
+    if caller is None:
+        return
+    try:
+        tree = ast.parse("".join(linecache.getlines(caller.f_code.co_filename, caller.f_globals)))
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    loops = loops_at(tree, caller.f_lineno)
+    if loops:
+        carried: dict[str, int] = {}
+        carry(loops[0].body, set(), carried)
+        _refuse(caller, _that_train(tree, loops, carried), shared)
+
+
+def _refuse(caller: FrameType, names: Iterable[tuple[str, int]], shared: Iterable[object]) -> None:
+    values = {**caller.f_globals, **caller.f_locals}
+    held = {id(x) for x in shared if not isinstance(x, torch.nn.Module)}
+    for name, line in names:
+        thing, _, rest = name.partition(".")
+        value = values.get(thing)
+        while rest and id(value) not in held and rest not in getattr(value, "_buffers", {}):
+            thing, _, rest = rest.partition(".")
+            value = getattr(value, "__dict__", {}).get(thing)
+        if rest:
+            continue
+        file = Path(caller.f_code.co_filename).name
+        raise ConfigError(
+            f"the training depends on {name}, which {file}:{line} carries from step to step, and a replica "
+            f"that joins begins with another {name}: make it from session.committed_step, or keep it in a "
+            "dict that attach(..., state=) names"
+        )
 
 
 def unbound_names(source: str, line: int, bound: Iterable[str]) -> list[tuple[str, int]]:
@@ -270,18 +304,23 @@ def carried_names(source: str, line: int) -> list[tuple[str, int]]:
         return []
     carried = dict.fromkeys(set(stores([loop.target])) - {step}, loop.lineno)  # the index of enumerate
     carry(loop.body, {step}, carried)
+    return list(_that_train(tree, [loop], carried))
+
+
+def _that_train(
+    tree: ast.AST, loops: Sequence[ast.For | ast.AsyncFor | ast.While], carried: dict[str, int]
+) -> Iterator[tuple[str, int]]:
+    """Yield those of the carried names by which the loops train or end, and which no shared value gives."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Global | ast.Nonlocal):
             carried = {name: at for name, at in carried.items() if name not in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             shared = {x.attr for x in ast.walk(node.value) if isinstance(x, ast.Attribute)} & _SHARED
             carried = {name: at for name, at in carried.items() if not shared or name not in stores([node])}
-    made = {name: made_from(loop, {name}) for name in carried}
-    return [
-        (name, at)
-        for name, at in carried.items()
-        if moves_training(loop, made[name]) or ends_by([loop], made[name])
-    ]
+    for name, at in carried.items():
+        made = made_from(loops[0], {name})
+        if moves_training(loops[0], made) or ends_by(loops, made):
+            yield name, at
 
 
 # --- the parts of a source ----------------------------------------------------------------------------------

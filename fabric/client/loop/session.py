@@ -34,7 +34,7 @@ from fabric.client.loop.handover import Handover
 from fabric.client.loop.local_state import LocalState
 from fabric.client.loop.loop_orders import LoopOrder, LoopOrders
 from fabric.client.loop.loop_progress import LoopProgress
-from fabric.client.loop.loop_source import check_source
+from fabric.client.loop.loop_source import check_exchange_loop, check_source
 from fabric.client.loop.model_watch import ModelWatch
 from fabric.client.loop.replay import Replay
 from fabric.client.loop.shutdown import Shutdown
@@ -211,7 +211,7 @@ class Session(SessionCollectives):
         at which the order of ``data`` begins, by default the first one of its first call.
         """
         if not self._engine.is_running:
-            check_source(inspect.currentframe())
+            check_source(inspect.currentframe(), self._state.describer.objects.values())
         self._begin_call(data, until, first_step)
         self.handover.randomness.follow_steps(data.plan.seed)
         while self._progress.state_step < until and not self._progress.finished:
@@ -294,6 +294,7 @@ class Session(SessionCollectives):
         tokens. The part of a member that died is skipped (policy ``shrink``).
         """
         if not self._engine.is_running:
+            check_exchange_loop(inspect.currentframe(), self._state.describer.objects.values())
             self.start_exchanges({"loop": "exchange"})
         has_data, handed_over = self.take_drawn(), self._parts.own_states.handed_over
         for _, parameter in self._state.gradients.parameters:

@@ -148,7 +148,7 @@ class SoloSession(SessionCollectives):
     def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[SoloStep]:
         """As Session.steps."""
         if not self._data.until:  # the first call
-            check_source(inspect.currentframe())
+            check_source(inspect.currentframe(), self._objects.values())
         self._data.enter(data, until, first_step)
         self.randomness.follow_steps(data.plan.seed)
         while self.committed_step < until:

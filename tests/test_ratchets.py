@@ -44,7 +44,7 @@ BUDGETS = {
     "audit": 1_500,
     "ckpt_server": 11_900,
     "cli": 5_100,
-    "client": 14_850,
+    "client": 14_900,
     "collectives": 1_400,
     "drill": 4_400,
     "ftar": 4_900,

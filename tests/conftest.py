@@ -1,5 +1,6 @@
 """The fixtures of every suite."""
 
+import gc
 from collections.abc import Iterator
 
 import etcd_process
@@ -19,6 +20,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hunt", action="store_true", help="search again for seeds that notice the deliberate bugs"
     )
     parser.addoption("--all-recipes", action="store_true", help="run every recipe of the conformance suite")
+
+
+def pytest_collection_finish() -> None:
+    """Hide all imported and collected objects from the collector, and from each search of all living objects.
+
+    There are very many, and every ``attach`` looks for schedulers among the living objects. A young object is
+    collected later than usual, which saves a sixth of the processor time of the simulated worlds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(scope="session")

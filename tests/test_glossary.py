@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from test_ratchets import nodes, sources
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "glossary.md"
@@ -40,8 +41,8 @@ def targets(node: ast.AST) -> set[str]:
 def definitions() -> dict[str, set[str]]:
     """Class, function or type alias of fabric/ -> its attributes."""
     known: dict[str, set[str]] = {}
-    for path in (ROOT / "fabric").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for text in sources().values():
+        for node in nodes(text):
             if isinstance(node, ast.ClassDef):
                 members = {name for child in ast.walk(node) for name in targets(child)}
                 known.setdefault(node.name, set()).update(members)

@@ -29,8 +29,8 @@ LIMITS = {
     "writes of a part of a core into another part": 167,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 82_800,
-    "files of fabric/": 511,
+    "lines of fabric/": 83_150,
+    "files of fabric/": 513,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 2.5,
     "functions that only forward": 98,
@@ -44,12 +44,12 @@ BUDGETS = {
     "audit": 1_500,
     "ckpt_server": 11_900,
     "cli": 5_100,
-    "client": 14_700,
+    "client": 14_850,
     "collectives": 1_400,
     "drill": 4_400,
     "ftar": 4_900,
     "health": 1_900,
-    "integrations": 8_300,
+    "integrations": 8_850,
     "lighthouse": 8_800,
     "model and errors": 700,
     "plan": 2_000,
@@ -71,6 +71,16 @@ BANNED = re.compile(
     re.IGNORECASE,
 )
 CORE_FOLDERS = ("fabric/protocol/leader/", "fabric/protocol/member/")
+# The statements and parameters for which ``names_for`` finds a name.
+NAMERS = (
+    ast.arg,
+    ast.FunctionDef,
+    ast.AnnAssign,
+    ast.Assign,
+    ast.NamedExpr,
+    ast.For,
+    ast.comprehension,
+)
 # What a shell may call of a core and its parts: the contract, and questions.
 CORE_QUERIES = {"handle", "next_deadline", "own_contribution", "statuses", "durable", "freshest", "age_s"}
 CORE_QUERIES |= {"urls_of", "suspicion", "failure_reason", "proven_dead", "last_contact", "servers_to_hear"}
@@ -265,6 +275,11 @@ def assigned(node: ast.AnnAssign | ast.Assign | ast.NamedExpr) -> Iterator[tuple
             yield target, node.value
 
 
+@cache
+def namers(text: str) -> tuple[ast.AST, ...]:
+    return tuple(node for node in nodes(text) if isinstance(node, NAMERS))
+
+
 def names_for(node: ast.AST, kinds: set[str], words: set[str]) -> Iterator[str]:
     """What a statement or parameter calls a part of a core; a field begins with a dot."""
     targets: list[ast.expr] = []
@@ -308,14 +323,15 @@ def core_writes(files: Sources) -> list[str]:
     writes, holders = [], {"LeaderCore", "MemberCore"}
     shells = {name: text for name, text in files.items() if not name.startswith(CORE_FOLDERS)}
     # A module may get a core from a field of another module's class, such as ``job.core``.
-    cores = {w for text in shells.values() for node in nodes(text) for w in names_for(node, holders, set())}
+    cores = {w for text in shells.values() for node in namers(text) for w in names_for(node, holders, set())}
     for name, text in shells.items():
-        typed = {w for node in nodes(text) for w in names_for(node, kinds, set())}
+        typed = {w for node in namers(text) for w in names_for(node, kinds, set())}
         fields = {w for w in cores | typed if w.startswith(".")}
         for function in functions_of(text):
             inner, words = list(ast.walk(function)), set(fields)
+            inner_namers = [node for node in inner if isinstance(node, NAMERS)]
             for _ in range(2):  # a name of a name
-                words |= {word for node in inner for word in names_for(node, kinds, words)}
+                words |= {word for node in inner_namers for word in names_for(node, kinds, words)}
             for node in inner:
                 called = node.func if isinstance(node, ast.Call) else None
                 commanded = isinstance(called, ast.Attribute) and called.attr in commands

@@ -4,10 +4,10 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+from test_ratchets import nodes
 
 ROOT = Path(__file__).parent.parent
 MAX_FILE_LINES = 900
@@ -22,11 +22,6 @@ READERS_OF_THE_ENVIRONMENT = {
 }
 
 # Each rule takes a file's name and text, and yields what breaks the rule there.
-
-
-@cache
-def nodes(text: str) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(text)))
 
 
 def functions(text: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

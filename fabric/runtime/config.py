@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import ipaddress
 import math
+import multiprocessing
 import os
 import re
 import socket
@@ -198,6 +199,15 @@ def check_no_password(what: str, url: str) -> None:
         raise ConfigError(
             f"{what} holds a password, which logs would show: put it into fsspec's configuration"
             " (~/.config/fsspec, or FSSPEC_PROTOCOL_PASSWORD) and leave it out of the URL"
+        )
+
+
+def check_main_guard() -> None:
+    """Raise ConfigError in a worker process that runs the script again, as Python's ``spawn`` does."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a worker process runs the script from its first line, and came to attach: put the training of "
+            'the script below `if __name__ == "__main__":`'
         )
 
 

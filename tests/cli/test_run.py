@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_processes import run_with_torch
 
 from fabric.runtime.priority import LOW_PRIORITY
 from fabric.runtime.process_environment import LAUNCH_MARK
@@ -118,7 +119,7 @@ def test_an_adopted_script_without_settings_ends_with_one_sentence(folder, monke
     for name in [x for x in os.environ if x.startswith("FABRIC_")]:
         monkeypatch.delenv(name)
     (folder / "train.py").write_text("print('begun')")
-    ended = fabric_run(folder, "--adopt", str(folder / "train.py"))
+    ended = run_with_torch("-m", "fabric.cli.main", "run", "--adopt", str(folder / "train.py"))
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr == (
         "fabric: no lighthouse is named: set FABRIC_LIGHTHOUSE=http://host:port (or FABRIC_DISABLE=1)\n"
@@ -146,13 +147,10 @@ print("updated")
         ([], {}, True),
     ],
 )
-def test_a_launched_script_that_trains_without_a_session_is_refused(
-    folder, words, environment, runs, monkeypatch
-):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_a_launched_script_that_trains_without_a_session_is_refused(folder, words, environment, runs):
     (folder / "train.py").write_text(STRANGER)
-    ended = fabric_run(folder, str(folder / "train.py"), *words)
+    program = ("-m", "fabric.cli.main", "run", str(folder / "train.py"))
+    ended = run_with_torch(*program, *words, **environment)
     if runs:
         assert (ended.returncode, ended.stdout) == (0, "updated\n"), ended.stderr
     else:

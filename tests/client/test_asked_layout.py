@@ -1,10 +1,9 @@
 """A script asks for its layout before it makes the model, and refuses one that it cannot build."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from forked_processes import run_with_torch
 
 ASK = """
 import fabric.client
@@ -22,16 +21,11 @@ print(session.layout)
 """
 
 
-def run(script: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env={**inherited, "FABRIC_DISABLE": "1", "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+@pytest.fixture
+def run(monkeypatch):
+    for name in [x for x in os.environ if x.startswith("FABRIC_")]:
+        monkeypatch.delenv(name)
+    return lambda script, **environment: run_with_torch("-c", script, FABRIC_DISABLE="1", **environment)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +48,12 @@ def run(script: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         ),
     ],
 )
-def test_a_script_gets_its_layout_or_refuses_it(environment, code, out, err):
+def test_a_script_gets_its_layout_or_refuses_it(run, environment, code, out, err):
     done = run(ASK, **environment)
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
 
 
-def test_a_session_has_the_same_layout():
+def test_a_session_has_the_same_layout(run):
     assert run(SESSION).stdout == "ranks=1\n"
     refused = run(SESSION, FABRIC_LAYOUT="tp=2")
     assert refused.returncode == 1 and "this replica has 1 ranks: give it a multiple of 2" in refused.stderr

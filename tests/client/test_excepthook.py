@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from forked_processes import run_with_torch
+
 SCRIPT = """
 import sys
 from fabric.client.process.excepthook import install_excepthook
@@ -17,8 +19,7 @@ raise {error}
 
 
 def ended(error: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", SCRIPT.format(error=error)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_with_torch("-c", SCRIPT.format(error=error))
 
 
 def test_a_hook_around_ours_shows_an_error_once():

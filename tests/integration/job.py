@@ -19,13 +19,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import forked_processes
+
 from fabric.cli.launch.attempt import AttemptSpec
 from fabric.runtime.rank_layout import RankLayout
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples"
 # With this checkout, so that its code runs, and not that of another checkout which is installed.
-SEARCH_PATH = os.pathsep.join(map(str, (HERE, EXAMPLES, HERE.parent / "conformance", HERE.parent.parent)))
+SEARCH_PATH = os.pathsep.join(
+    map(str, (HERE, EXAMPLES, HERE.parent / "conformance", HERE.parent, HERE.parent.parent))
+)
 _BEGINS = re.compile(
     r"fabric: \S+: ((begins|begins again with|goes on with) job \S+ at step \d+, generation |epoch \d+ with )"
 )
@@ -51,6 +55,7 @@ class Zygote:
     def __init__(self, imports: Sequence[str] = ()) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
         environment["ZYGOTE_IMPORTS"] = " ".join(imports)
+        environment[forked_processes.ADDRESS] = forked_processes.address()
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "zygote.py")],
             stdin=subprocess.PIPE,
@@ -101,7 +106,7 @@ class Job:
     folder: Path
     replicas: int = 3
     environment: dict[str, str] = field(default_factory=dict)
-    lighthouse: subprocess.Popen | None = None
+    lighthouse: subprocess.Popen | forked_processes.ForkedProcess | None = None
     url: str = ""
     pids: dict[str, StartedProcess] = field(default_factory=dict)
     codes: dict[str, int] = field(default_factory=dict)
@@ -125,17 +130,19 @@ class Job:
         """Start a lighthouse whose protocol version is ``apart`` above ours."""
         ready = self.folder / "lighthouse.json"
         ready.unlink(missing_ok=True)
-        program = (
-            ["-m", "fabric.cli.main"] if not apart else [str(HERE / "version_lighthouse.py"), str(apart)]
-        )
-        command = [*self.inside, sys.executable, *program, "lighthouse", "--store", self.store]
-        command += ["--bind", self.bind, "--port", str(port), "--token-file", str(self.token)]
-        command += ["--ready-file", str(ready)]
-        command += ["--namespace", self.environment.get("TEST_NAMESPACE", "default")]
+        arguments = ["--store", self.store, "--bind", self.bind, "--port", str(port)]
+        arguments += ["--token-file", str(self.token), "--ready-file", str(ready)]
+        arguments += ["--namespace", self.environment.get("TEST_NAMESPACE", "default")]
         if failures := self.environment.get("TEST_FAILURES"):
-            command += ["--failures", failures]
+            arguments += ["--failures", failures]
         with (self.folder / "lighthouse.log").open("ab") as log:
-            self.lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
+            if self.inside or apart:
+                script = [str(HERE / "version_lighthouse.py"), str(apart)]
+                program = script if apart else ["-m", "fabric.cli.main"]
+                command = [*self.inside, sys.executable, *program, "lighthouse", *arguments]
+                self.lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
+            else:
+                self.lighthouse = forked_processes.start_lighthouse(arguments, log)
         self.wait_for(ready.exists, "the lighthouse's ready file")
         self.url = json.loads(ready.read_text())["url"]
 

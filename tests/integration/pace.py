@@ -4,6 +4,7 @@ replica comes back.
 
 import os
 import time
+from pathlib import Path
 
 import fabric.client
 
@@ -18,10 +19,11 @@ def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None
     pause only until a replaying newcomer has caught up.
 
     TINY_PATIENT_STEPS is the number of last steps with such pauses; 0: none. TINY_REPLICAS is how many
-    replicas there must be, if more than the job begins with."""
+    replicas there must be, if more than the job begins with. Once the file TINY_GO_ON exists there are no
+    more pauses, because the missing replica has ended for good."""
     # read here, because the zygote has another environment
     patient_steps = int(os.environ.get("TINY_PATIENT_STEPS", "0"))
-    if _is_complete(session):
+    if _is_complete(session) or Path(os.environ.get("TINY_GO_ON", "/nowhere")).exists():
         return
     time.sleep(step_s * 6)
     over = time.monotonic() + _PATIENT_S

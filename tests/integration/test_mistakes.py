@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from corrupting_proxy import CorruptingProxy
+from forked_processes import run_python
 from job import Job
 from test_failures import finals, finish_and_check
 
@@ -497,9 +498,7 @@ def test_a_corrupted_chunk(zygote, tmp_path):
 
 def fabric(*arguments: str, cwd: Path) -> tuple[int, str]:
     """Run the command line; returns exit code and standard error, which has no traceback."""
-    command = [sys.executable, "-m", "fabric.cli.main", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    done = run_python("-m", "fabric.cli.main", *arguments, cwd=str(cwd))
     assert "Traceback" not in done.stderr + done.stdout, done.stderr
     return done.returncode, done.stderr
 

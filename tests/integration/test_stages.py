@@ -27,8 +27,14 @@ def test_a_replica_that_is_killed_in_any_epoch_comes_back(zygote, tmp_path, step
 
 
 def test_an_error_in_a_step_without_micro_batches_ends_its_replica_alone(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={**STAGED, "STAGED_PRINT": "loss"}) as job:
+    go_on = tmp_path / "go-on"
+    environment = {**STAGED, "STAGED_PRINT": "loss", "TINY_GO_ON": str(go_on)}
+    with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all({"r1": "forward@4=kill"})
+        job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
+        job.start("r1")
+        job.wait_for(lambda: job.ended("r1") is not None, "the end of r1")
+        go_on.touch()
         job.finish()
         assert job.codes == {"r0": 0, "r1": 1, "r2": 0}, job.logs()
         [sentence] = [x for x in job.said("r1").splitlines() if "computed no micro-batch" in x]

@@ -9,6 +9,7 @@ Requests are JSON lines ``{"environment": {...}, "log": path}``; answers ``{"pid
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import select
 import signal
 import sys
 
+import forked_processes
 import namespaces
 import odd_trainer  # noqa: F401  (imported before any fork, like everything that imports torch)
 import sharded_trainer  # noqa: F401
@@ -34,6 +36,8 @@ def child(request: dict) -> None:
     try:
         if "TEST_NETNS" in os.environ:
             namespaces.enter(os.environ["TEST_NETNS"])
+        else:
+            forked_processes.fork_checkpoint_servers(os.environ[forked_processes.ADDRESS])
         importlib.import_module(os.environ.get("TEST_TRAINER", "tiny_trainer")).main()
         code = 0
     except SystemExit as error:
@@ -58,6 +62,7 @@ def shown(*error: object) -> int:
 def main() -> None:
     for name in os.environ.get("ZYGOTE_IMPORTS", "").split():
         importlib.import_module(name)
+    gc.freeze()  # else a child's look at all objects copies their memory
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from forked_processes import ForkedProcess, run_python, start_lighthouse
 
 from fabric.model import Record
 from fabric.protocol.messages import network as m
@@ -54,7 +55,7 @@ class LighthouseProcess:
     store: str
     name: str = "lighthouse"
     arguments: tuple[str, ...] = ()
-    process: subprocess.Popen | None = field(default=None, repr=False)
+    process: ForkedProcess | None = field(default=None, repr=False)
     url: str = ""
 
     def __enter__(self) -> "LighthouseProcess":
@@ -87,12 +88,12 @@ class LighthouseProcess:
 
     def launch(self, port: str = "0") -> None:
         self.ready_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self.store]
-        command += ["--token-file", str(self.token_file), "--ready-file", str(self.ready_file)]
+        arguments = ["--store", self.store]
+        arguments += ["--token-file", str(self.token_file), "--ready-file", str(self.ready_file)]
         # Test members send few heartbeats, and the machine may be loaded: silence must not evict them.
-        command += ["--silence-s", "60", "--port", port, *self.arguments]
+        arguments += ["--silence-s", "60", "--port", port, *self.arguments]
         with (self.folder / f"{self.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            self.process = start_lighthouse(arguments, log)
 
     def wait_ready(self) -> None:
         def is_ready() -> bool:
@@ -294,14 +295,8 @@ FABRIC = [sys.executable, "-m", "fabric.cli.main"]
 
 def fabric(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
     plain = {k: v for k, v in os.environ.items() if not k.startswith("FABRIC_")}
-    return subprocess.run(
-        [*FABRIC, *map(str, arguments)],
-        cwd=ROOT,
-        env={**plain, "COLUMNS": "200", **environment},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    own = {**plain, "COLUMNS": "200", **environment}
+    return run_python("-m", "fabric.cli.main", *map(str, arguments), environment=own, cwd=str(ROOT))
 
 
 def sentence_of(result: subprocess.CompletedProcess) -> str:

@@ -1,6 +1,8 @@
 """Each deliberate bug in a rule or a shell is noticed by a unit test, or by a simulated world."""
 
 import multiprocessing
+import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -45,9 +47,20 @@ def failures_of(name: str) -> list[str]:
 def processes():
     """Start a process for each run: a test that a bug breaks off leaves threads and sockets behind."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mutants.warm", "mutants.test_mutants"])
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        yield pool
+    context.set_forkserver_preload(["mutants.test_mutants", "mutants.warm"])
+    with pytest.MonkeyPatch.context() as patch:
+        # Python 3.11 does not tell the forking server where to import from, and each run would import torch.
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+            yield pool
+
+
+def is_imported(name: str) -> bool:
+    return name in sys.modules
+
+
+def test_the_process_of_a_mutant_is_forked_with_all_imports(processes):
+    assert processes.submit(is_imported, "mutants.warm").result()
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))

@@ -1,5 +1,6 @@
 """Imports once, before any process is forked, all that the tests which notice the mutants need."""
 
+import gc
 import importlib
 import sys
 from pathlib import Path
@@ -17,3 +18,5 @@ for file in sorted(
 ):
     sys.path.insert(0, str(file.parent))
     importlib.import_module(file.stem)  # pytest uses the same name
+
+gc.freeze()  # so that no collection in a child copies the memory of these objects

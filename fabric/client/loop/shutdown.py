@@ -9,9 +9,8 @@ from typing import NoReturn
 
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import RankEngine
-from fabric.client.loop import job_end_note
 from fabric.client.loop.loop_progress import LoopProgress
-from fabric.client.process import excepthook, raised_note
+from fabric.client.process import excepthook, job_end_note, raised_note
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
 from fabric.client.process.incarnation_lock import ProcessIdentity

@@ -13,7 +13,7 @@ import xxhash
 
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
-from fabric.client.loop import job_end_note
+from fabric.client.process import job_end_note
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients

@@ -380,7 +380,7 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def _http_sentence(request: web.Request, error: web.HTTPException) -> str:
-    if error.status == 404:
+    if error.status == 404 and error.text == f"404: {error.reason}":
         return f"there is nothing at {request.path[:200]}: look up the paths in the documentation"
     if error.status == 405:
         return f"{request.method[:20]} is not possible at {request.path[:200]}: use another method"

@@ -401,7 +401,12 @@ class _Trainer:
             exchange=self._exchange_thread(plane, slots, backend, crash),
             backend=backend,
             fetch_thread=FetchThread(
-                loader, gradients.nbytes, self.failpoints, crash, self._pieces(), backend.digest_of
+                loader,
+                gradients.nbytes,
+                self.failpoints,
+                crash,
+                PieceFetcher(self.lanes) if self.lanes is not None else None,
+                backend.digest_of,
             ),
             snapshot_worker=Worker("fabric-snapshots", crash),
             recover=recover,
@@ -416,15 +421,6 @@ class _Trainer:
             lanes=self.lanes,
             content=self.content,
         )
-
-    def _pieces(self) -> PieceFetcher | None:
-        return PieceFetcher(self.lanes) if self.lanes is not None else None
-
-    def _plane(self) -> tuple[DataPlane, GradientBackend]:
-        def on_piece(step: int) -> None:
-            self.failpoints.hit("ring", step)
-
-        return choose_backend(self.settings, self.gradients, on_piece, self.lanes)
 
     def _peers(self, plane: DataPlane, link_s: float) -> Peers:
         settings, process = self.settings, self.process

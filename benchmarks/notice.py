@@ -90,7 +90,7 @@ class NoticedFleet(Fleet):
 
 def notice() -> dict[str, float]:
     """Start a job, give notice to all, and return the figures."""
-    environment = {"FABRIC_DURABLE_EVERY_S": "3600", "FABRIC_JOB": JOB}
+    environment = {"FABRIC_DURABLE_EVERY": "1h", "FABRIC_JOB": JOB}
     with NoticedFleet(__file__, len(REPLICAS), environment) as fleet:
         fleet.begin()
         began, complete_s = time.monotonic(), 0.0

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.lighthouse.history.recovery import Absence, RecoveryRecord
 from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics, ReplicaTrouble
+from fabric.model import HostFailure
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
@@ -28,6 +29,7 @@ def of_lighthouse() -> str:
     absent = Absence("r1", "down", "its process died", 1.0, "10.0.0.1", False)
     trouble = ReplicaTrouble("r1", "slow", "10.0.0.1", "its rank")
     more = {"ledger": {"training": 1.0}, "slowdowns": {"rank": 1}, "troubles": [trouble]}
+    more |= {"failures": [HostFailure("r1", "10.0.0.1", 1, 1.0)]}
     gauges = JobGauges("job", 1, 1, 1, 1, 1, [absent], 1, 1.0, **more)
     metrics.observe(lambda: True, lambda: [gauges])
     metrics.recovery(

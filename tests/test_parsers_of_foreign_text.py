@@ -21,15 +21,15 @@ from fabric.ckpt_server.server.debug_probe import parse_dump, parse_flight
 from fabric.ckpt_server.state.training_state import FORMAT as STATE
 from fabric.ckpt_server.state.training_state import parse_description
 from fabric.ckpt_server.wire.channel_protocol import decode_line
+from fabric.cli.drill import read_plan
 from fabric.client.collectives.calls import Call, CallFrame
 from fabric.client.collectives.payload import Payload
 from fabric.collectives.recording import Process, parse_recording
 from fabric.drill.injection.injector import read_answer
 from fabric.drill.judge.drill_record import read_recoveries
 from fabric.drill.judge.expectations import parse_expectation
-from fabric.drill.run.plan_file import read_plan
 from fabric.errors import FabricError
-from fabric.ftar.device.memory_offers import read_offer
+from fabric.ftar.device.device_links import read_offer
 from fabric.lighthouse.diagnosis.rank_probe import ProbeTarget, of_answers
 from fabric.lighthouse.http.drill_routes import _decoded, _FaultRequest, _InjectorRequest
 from fabric.model import SnapshotRef
@@ -221,7 +221,7 @@ PARSERS = (
         for name, good in {
             "FABRIC_REPLICAS": "1:3",
             "FABRIC_EXCHANGE_S": "60",
-            "FABRIC_DURABLE_EVERY_S": "1e2",
+            "FABRIC_DURABLE_EVERY": "10m",
             "FABRIC_PORTS": "1-2",
             "FABRIC_DURABLE": "s3://bucket/x",
             "FABRIC_DURABLE_KEEP": "3",

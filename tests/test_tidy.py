@@ -18,7 +18,7 @@ VAGUE = {"util", "utils", "common", "helpers", "helper", "manager", "misc"}
 READERS_OF_THE_ENVIRONMENT = {
     "fabric/runtime/config.py",
     "fabric/runtime/process_environment.py",
-    "fabric/cli/demo/supervise.py",
+    "fabric/cli/demo/command.py",
 }
 
 # Each rule takes a file's name and text, and yields what breaks the rule there.

@@ -1,6 +1,7 @@
 """Every published figure that the models claim to reproduce, next to our figure.
 
-Where a source leaves a detail open, `ASSUMPTIONS` states our assumption, and `docs/plan.md` repeats it.
+Where a source leaves a detail open, `ASSUMPTIONS` states our assumption, and
+`benchmarks/notes/papers.md` repeats it.
 Figures with a source "aim" are targets of this project, not published results.
 """
 

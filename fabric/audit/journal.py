@@ -137,7 +137,6 @@ class JournalLine:
         return int(self.fields.get(name, -1))
 
     def number_of(self, name: str) -> float:
-        """Return the numeric field ``name``."""
         return float(self.fields[name])
 
     def text(self, name: str) -> str:
@@ -145,7 +144,6 @@ class JournalLine:
         return str(self.fields.get(name, ""))
 
     def flag(self, name: str) -> bool:
-        """Return the boolean field ``name``."""
         return bool(self.fields[name])
 
     @property

@@ -74,7 +74,6 @@ class RunSummary:
 
 
 def summarise(evidence: Evidence) -> RunSummary:
-    """Compute the summary of a run from its journals."""
     lineage = evidence.lineage()
     samples = count_samples(evidence)
     gaps = [gap for _, gap in step_gaps(evidence)]

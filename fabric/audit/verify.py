@@ -59,7 +59,6 @@ def compare_losses(first: Path, second: Path) -> float:
 
 
 def write_summary(directory: Path, summary: RunSummary) -> None:
-    """Write ``summary.json`` into ``directory``."""
     document = json.dumps(summary.as_json(), indent=2) + "\n"
     (directory / SUMMARY_FILE).write_text(document, encoding="utf-8")
 

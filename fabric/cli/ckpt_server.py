@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from fabric.cli.tls import current_tls
+from fabric.cli.lighthouse_options import current_tls
 
 
 @click.command("ckpt-server", context_settings={"ignore_unknown_options": True, "help_option_names": []})

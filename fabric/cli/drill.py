@@ -3,6 +3,7 @@
 Exit codes: 0 the job met every expectation, 1 it did not or the drill failed, 130 interrupted.
 """
 
+import importlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -18,11 +19,9 @@ from fabric.cli.terminal_text import plain_console, print_table, printable
 from fabric.drill.judge.drill_record import DrillRecord
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
-from fabric.drill.report.documents import as_json, as_junit
-from fabric.drill.report.drill_page import page_of
+from fabric.drill.report.documents import as_json, as_junit, page_of
 from fabric.drill.report.tables import expectation_table, fault_table, kind_table
 from fabric.drill.run.drill_loop import DrillRun
-from fabric.drill.run.plan_file import read_plan
 from fabric.drill.run.running_job import RunningDrill, RunningJob, RunningOptions
 from fabric.drill.run.started_job import JobOptions
 from fabric.drill.schedule.drill_schedule import (
@@ -30,6 +29,7 @@ from fabric.drill.schedule.drill_schedule import (
     check_schedule,
     parse_duration,
     parse_fault,
+    parse_plan,
     random_schedule,
 )
 from fabric.drill.schedule.fault_table import FAULTS, FaultNeed, obstacle
@@ -38,6 +38,38 @@ from fabric.runtime.drill_orders import order_key
 from fabric.runtime.http.http_service import read_token
 from fabric.runtime.local_job import MAX_REPLICAS, SUPERVISOR_FILE, claimed, interrupt_at_sigterm
 from fabric.runtime.process_environment import process_environment
+
+_MAX_BYTES = 1 << 20
+
+
+def read_plan(path: Path) -> DrillSchedule:
+    """Read and check the plan at ``path``. Raises ConfigError with one sentence."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"the plan {path} is over {_MAX_BYTES} bytes: shorten it")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the plan {path} cannot be read ({error}): name a YAML file") from error
+    return parse_plan(_decode(text, path), str(path))
+
+
+def _decode(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise ConfigError(
+            f"the plan {path} is no JSON, and PyYAML is missing: write JSON, or pip install pyyaml"
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        place = " ".join(str(error).split())[:200]
+        raise ConfigError(f"the plan {path} is no YAML ({place}): correct it") from error
+
 
 _LOG_WIDTH = 200
 _FILES = (
@@ -89,7 +121,9 @@ def drill(command: tuple[str, ...], **options: Any) -> None:
             raise ConfigError("--print-key needs a job and the token for drills: give --job and --token-file")
         click.echo(order_key(read_token(options["token_file"]), options["job_name"]))
         return
-    console = _console()
+    console = plain_console()
+    if not console.is_terminal and "COLUMNS" not in process_environment():
+        console = plain_console(width=_LOG_WIDTH)  # a log has no width: break no table at 80 columns
     drill_job = _drill_running if options["lighthouse"] else _drill_started
     raise SystemExit(drill_job(command, options, console))
 
@@ -103,7 +137,9 @@ def _drill_started(command: tuple[str, ...], options: dict[str, Any], console: C
         lighthouses=options["lighthouses"],
         store_members=options["store_members"],
         may_lose=options["yes_lose_it"],
-        environment=_environment(),
+        environment={
+            name: value for name, value in process_environment().items() if not name.startswith("FABRIC_")
+        },
     )
     if options["lists"]:
         _show_list(job, console)
@@ -252,15 +288,3 @@ def _show_faults(title: str, met: Collection[FaultNeed], console: Console) -> No
 
 def _say(console: Console, sentence: str) -> None:
     console.print(printable(sentence), markup=False, soft_wrap=True, highlight=False)
-
-
-def _console() -> Console:
-    """Return the console; a log has no width, so its tables are not broken at 80 columns."""
-    console = plain_console()
-    has_width = console.is_terminal or "COLUMNS" in process_environment()
-    return console if has_width else plain_console(width=_LOG_WIDTH)
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of the job's processes: this process's, without fabric's own variables."""
-    return {name: value for name, value in process_environment().items() if not name.startswith("FABRIC_")}

@@ -1,4 +1,4 @@
-"""The options of every command that calls a lighthouse: its address, the job and the token."""
+"""The options of every command that calls a lighthouse: its address, the job, the token and TLS."""
 
 import getpass
 import os
@@ -9,10 +9,37 @@ from typing import Any
 
 import click
 
-from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError
 from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
+
+_WHAT = {
+    "cert": "Own certificate (PEM), for TLS in both directions",
+    "key": "Key of that certificate",
+    "ca": "The authority whose certificates are believed",
+}
+
+
+def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--tls-cert``, ``--tls-key`` and ``--tls-ca``."""
+    for name, what in reversed(_WHAT.items()):
+        variable = f"FABRIC_TLS_{name.upper()}"
+        option = click.option(
+            f"--tls-{name}", envvar=variable, type=click.Path(path_type=Path), help=f"{what}; {variable}."
+        )
+        command = option(command)
+    return command
+
+
+def current_tls() -> Tls:
+    """Return the TLS options of the running command. Raises ConfigError."""
+    context = click.get_current_context(silent=True)
+    tls = context.find_object(Tls) if context is not None else None
+    tls = tls if tls is not None else Tls()
+    tls.check()
+    return tls
+
 
 _OPTIONS = (
     click.option(

@@ -69,7 +69,6 @@ def local(
 
 
 def _train(folder: Path, replicas: int, ranks: int, words: Sequence[str]) -> int:
-    """Run the job to its end; return the exit code."""
     names = [f"r{number}" for number in range(replicas)]
     environment = process_environment()
     name = environment.get("FABRIC_JOB", "local")

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from fabric import __version__
-from fabric.cli.tls import tls_options
+from fabric.cli.lighthouse_options import tls_options
 from fabric.errors import FabricError
 from fabric.runtime.config import refuse_unknown_variables
 from fabric.runtime.http.tls import Tls

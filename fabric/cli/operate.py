@@ -49,7 +49,8 @@ def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) ->
             lighthouses.path(action), {**given, "who": who or operator_name(), "why": why}
         )
         with understood("the lighthouse"):
-            words = [f"job {lighthouses.job} {done}".format(**given, **_limits(answer))]
+            least, most = (answer[x] or "as many as its replicas ask for" for x in ("min", "max"))
+            words = [f"job {lighthouses.job} {done}".format(**given, least=least, most=most)]
             words += [str(answer["note"])] if "note" in answer else []
         for line in words:
             click.echo(printable(line))
@@ -57,13 +58,6 @@ def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) ->
     for option in more:
         run = option(run)
     return run
-
-
-def _limits(answer: dict[str, Any]) -> dict[str, object]:
-    return {
-        "least": answer["min"] or "as many as its replicas ask for",
-        "most": answer["max"] or "as many as its replicas ask for",
-    }
 
 
 drain = _command(

@@ -65,7 +65,10 @@ def run_program(words: list[str]) -> None:
             _run(words)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            _tell_watches(leaving)
+            # An adapter that would leave the job in order at the interpreter's end must know of the code.
+            excepthook = sys.modules.get("fabric.client.process.excepthook")
+            for watch in list(excepthook.on_uncaught) if excepthook is not None else ():
+                watch(leaving)
         raise
     except Exception as error:
         # After ``attach`` the session's own hook does the same as this code.
@@ -103,13 +106,6 @@ def _unknown_variable() -> str:
     except FabricError as error:
         return str(error)
     return ""
-
-
-def _tell_watches(leaving: SystemExit) -> None:
-    """Let an adapter that would leave the job in order at the interpreter's end know of an exit code."""
-    excepthook = sys.modules.get("fabric.client.process.excepthook")
-    for watch in list(excepthook.on_uncaught) if excepthook is not None else ():
-        watch(leaving)
 
 
 def _run(words: list[str]) -> None:

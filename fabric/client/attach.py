@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
 from fabric.client.loop.session import Session
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.solo import SoloSession
-from fabric.client.loop.unshared_schedulers import UNSHARED, UnsharedWatch
+from fabric.client.loop.unshared_objects import UNSHARED, AverageWatch, UnsharedWatch
 from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.drill_endpoint import DrillEndpoint
 from fabric.client.process.excepthook import install_excepthook
@@ -154,6 +155,7 @@ def make_session(
 ) -> "Session | SoloSession":
     """As ``attach``, and raise its errors. ``choices``: the further arguments."""
     global has_begun
+    config.check_main_guard()
     has_begun = True
     session = _attach(model, optimizer, state, choices, arguments)
     if choices.sampler is not None:
@@ -180,7 +182,8 @@ def _attach(
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
-    watch = UnsharedWatch(optimizers.values(), state, ignored=choices.unshared == "ignore")
+    ignored = choices.unshared == "ignore"
+    watch = UnsharedWatch(optimizers.values(), state, ignored)
     watch.check()
     if chosen.disable:
         replicas = parse_replicas(chosen.replicas)[1]
@@ -213,7 +216,8 @@ def _attach(
         journal=journal,
         failpoints=_failpoints(chosen, process),
     )
-    model_watch = ModelWatch(model, parameters, watch, outside)
+    averages = AverageWatch([p for _, p in parameters], objects.values(), ignored)
+    model_watch = ModelWatch(model, parameters, watch, averages, outside)
     parts = trainer.make_parts()
     return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
 
@@ -375,7 +379,9 @@ class _Trainer:
         crash_marker = CrashMarker(handle)
         crash = _crash(settings.replica, crash_marker)
         budget = Budget(settings.exchange_s, settings.user_code_s)
-        plane, backend = self._plane()
+
+        on_piece = partial(self.failpoints.hit, "ring")
+        plane, backend = choose_backend(settings, gradients, on_piece, self.lanes)
         plane.set_bounds(budget.exchange_s, budget.entry_s)
         slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
 
@@ -398,7 +404,12 @@ class _Trainer:
             exchange=self._exchange_thread(plane, slots, backend, crash),
             backend=backend,
             fetch_thread=FetchThread(
-                loader, gradients.nbytes, self.failpoints, crash, self._pieces(), backend.digest_of
+                loader,
+                gradients.nbytes,
+                self.failpoints,
+                crash,
+                PieceFetcher(self.lanes) if self.lanes is not None else None,
+                backend.digest_of,
             ),
             snapshot_worker=Worker("fabric-snapshots", crash),
             recover=recover,
@@ -413,15 +424,6 @@ class _Trainer:
             lanes=self.lanes,
             content=self.content,
         )
-
-    def _pieces(self) -> PieceFetcher | None:
-        return PieceFetcher(self.lanes) if self.lanes is not None else None
-
-    def _plane(self) -> tuple[DataPlane, GradientBackend]:
-        def on_piece(step: int) -> None:
-            self.failpoints.hit("ring", step)
-
-        return choose_backend(self.settings, self.gradients, on_piece, self.lanes)
 
     def _peers(self, plane: DataPlane, link_s: float) -> Peers:
         settings, process = self.settings, self.process

@@ -44,7 +44,6 @@ class GroupCalls:
     last: dict[Process, int] = field(default_factory=dict)  # the newest call that each process entered
 
     def by_rank(self, rank: int) -> Process | None:
-        """The member with this rank within the group."""
         members = sorted(self.members) if self.are_members_known else []
         return members[rank] if rank < len(members) else None
 
@@ -63,7 +62,6 @@ class AllCalls:
         return self.names.get(process, process.name)
 
     def listed(self, processes: Iterable[Process]) -> str:
-        """The processes as a list in a sentence."""
         words = [self.name(process) for process in sorted(processes)]
         words = words[:_LISTED] + ([f"{len(words) - _LISTED} more"] if len(words) > _LISTED else [])
         return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -9,15 +9,18 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
+
+import torch
 
 from fabric.errors import ConfigError, IllegalTransition, ProtocolError, RoundAborted
 from fabric.ftar import chunk_headers
 from fabric.ftar.chunk_headers import ChunkHeader
 from fabric.ftar.plane import Ring
+from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
 from fabric.transport.tcp import sending_s
 
 # The number of aborts kept for epochs whose links have not come yet.
@@ -281,8 +284,12 @@ class ExchangeCounter:
 class EpochPlane(Generic[Links]):
     """The part of DataPlane that all planes share: bounds, waits, and the end of an epoch's exchange."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    _memory: ClassVar[str] = "on its own device"  # the memory of its tensors, for a sentence
+
+    def __init__(self, bounds: Bounds, owns: Callable[[torch.Tensor], bool]) -> None:
+        """``owns``: whether the plane can use the memory of a tensor."""
         self._bounds = bounds.changed(None, None)
+        self._owns = owns
         self._epochs: Epochs[Links] = Epochs()
         self._exchanges = ExchangeCounter()
         self._waiting = Waiting("", {})
@@ -305,6 +312,34 @@ class EpochPlane(Generic[Links]):
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
         """Change the bounds of later exchanges, from any thread: see DataPlane."""
         self._bounds = self._bounds.changed(exchange_s, entry_s)
+
+    def all_reduce(
+        self,
+        epoch: int,
+        step: int,
+        source: torch.Tensor,
+        result: torch.Tensor | None = None,
+        reduction: Reduction = SUM,
+        retain_gradients: bool = True,
+        result_is_stable: bool = False,
+    ) -> None:
+        """Reduce over the members of ``epoch``: see DataPlane."""
+        result = source if result is None else result
+        check_tensors(source, result, reduction, retain_gradients, self._owns, self._memory)
+        with self._entered(epoch) as links:
+            self._reduce(links, step, source.detach(), result.detach(), reduction, result_is_stable)
+
+    def _reduce(
+        self,
+        links: Links,
+        step: int,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        reduction: Reduction,
+        result_is_stable: bool,
+    ) -> None:
+        """Reduce checked tensors over ``links``, without autograd."""
+        raise NotImplementedError
 
     def abort(self, epoch: int, why: str, about: str = "") -> None:
         """End the epoch's exchange from any thread: see DataPlane."""

@@ -16,7 +16,6 @@ Assumptions that all policies share:
 import heapq
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -69,38 +68,48 @@ class MaskingCost:
     stall_s: float  # seconds that all groups wait in addition
 
 
-class FailurePolicy(Protocol):
+class FailurePolicy:
     """The cost of a step and the effect of a failure. The engine calls `begin` first, and after every global
-    restart."""
+    restart. By default each failure asks for a global restart."""
 
     @property
-    def label(self) -> str: ...
+    def label(self) -> str:
+        raise NotImplementedError
 
     @property
     def interrupts(self) -> bool:
         """Whether a failure ends the step at once; ``MaskingCost.stall_s`` then counts from the step's
         start."""
+        return False
 
     @property
     def readmits(self) -> bool:
         """Whether a repaired group comes back without a global restart."""
+        return False
 
-    def begin(self, groups: int) -> None: ...
+    def begin(self, groups: int) -> None:
+        del groups
 
     def slots(self) -> float:
         """Slots that the busiest living group computes in a step."""
+        return 1.0
 
     def progress(self) -> float:
         """Return the share of the global batch that a step commits, 0 to 1."""
+        return 1.0
 
     def fail(self, groups: list[int]) -> MaskingCost | None:
         """Mask the loss of ``groups`` and return the cost; None asks for a global restart."""
+        del groups
+        return None
 
     def rejoin(self, groups: list[int]) -> float:
         """Readmit ``groups`` at a step boundary; return the seconds for which all groups wait."""
+        raise AssertionError(f"groups {groups} came back without a restart")
 
     def restart_due(self) -> bool:
         """Whether to save and restart at this step boundary, without losing a step."""
+        return False
 
 
 @dataclass(slots=True)

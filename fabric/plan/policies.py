@@ -3,16 +3,18 @@
 from dataclasses import dataclass, field
 
 from fabric.model import Member, apportion
-from fabric.plan.engine import MaskingCost
+from fabric.plan.engine import FailurePolicy, MaskingCost
 from fabric.protocol.rules.assignment import spread
 from fabric.protocol.rules.spare import StackedShards, block_layout, ring_layout
 
 # Seconds to remove failed groups from the communicator, from SPARe's published runs.
 SHRINK_S = 0.1
+# For so many members the trainers' own function spreads the micro-batches.
+_FEW = 32
 
 
 @dataclass(slots=True)
-class CheckpointRestart:
+class CheckpointRestart(FailurePolicy):
     """Synchronous training: every failure restarts all groups from the last checkpoint.
 
     ``interrupts``: whether a failure ends the step at once; otherwise it is noticed at the exchange.
@@ -20,35 +22,13 @@ class CheckpointRestart:
 
     interrupts: bool = True
     label: str = "checkpoint and restart"
-    readmits: bool = False
-
-    def begin(self, groups: int) -> None:
-        del groups
-
-    def slots(self) -> float:
-        return 1.0
-
-    def progress(self) -> float:
-        return 1.0
-
-    def fail(self, groups: list[int]) -> MaskingCost | None:
-        del groups
-        return None
-
-    def rejoin(self, groups: list[int]) -> float:
-        raise AssertionError(f"groups {groups} came back without a restart")
-
-    def restart_due(self) -> bool:
-        return False
 
 
 @dataclass(slots=True)
-class Replication:
+class Replication(FailurePolicy):
     """Traditional replication: the r groups of a block all compute its r types, in every step."""
 
     redundancy: int
-    interrupts: bool = False
-    readmits: bool = False
     _left: list[int] = field(default_factory=list)
 
     @property
@@ -63,23 +43,14 @@ class Replication:
     def slots(self) -> float:
         return float(self.redundancy)
 
-    def progress(self) -> float:
-        return 1.0
-
     def fail(self, groups: list[int]) -> MaskingCost | None:
         for group in groups:
             self._left[group // self.redundancy] -= 1
         return None if 0 in self._left else MaskingCost(0.0, 0, SHRINK_S)
 
-    def rejoin(self, groups: list[int]) -> float:
-        raise AssertionError(f"groups {groups} came back without a restart")
-
-    def restart_due(self) -> bool:
-        return False
-
 
 @dataclass(slots=True)
-class SPARePolicy:
+class SPARePolicy(FailurePolicy):
     """SPARe: stacked shards with adaptive reordering, by the trainers' functions
     (`fabric.protocol.rules.spare`).
 
@@ -87,8 +58,6 @@ class SPARePolicy:
     """
 
     offsets: tuple[int, ...]
-    interrupts: bool = False
-    readmits: bool = False
     _shards: StackedShards | None = None
 
     @property
@@ -106,9 +75,6 @@ class SPARePolicy:
     def slots(self) -> float:
         return float(self.shards.depth)
 
-    def progress(self) -> float:
-        return 1.0
-
     def fail(self, groups: list[int]) -> MaskingCost | None:
         patch = self.shards.fail(groups)
         if patch is None:
@@ -116,15 +82,9 @@ class SPARePolicy:
         workers = len(self.shards.alive) if patch.deeper else len(patch.compute)
         return MaskingCost(patch.slots, workers, SHRINK_S)
 
-    def rejoin(self, groups: list[int]) -> float:
-        raise AssertionError(f"groups {groups} came back without a restart")
-
-    def restart_due(self) -> bool:
-        return False
-
 
 @dataclass(slots=True)
-class FtHsdp:
+class FtHsdp(FailurePolicy):
     """FT-HSDP (arXiv 2602.00277): survivors stall, go on with a smaller global batch, and readmit the dead
     replica.
 
@@ -143,9 +103,6 @@ class FtHsdp:
     def begin(self, groups: int) -> None:
         self._groups, self._away = groups, 0
 
-    def slots(self) -> float:
-        return 1.0
-
     def progress(self) -> float:
         return (self._groups - self._away) / self._groups
 
@@ -157,12 +114,9 @@ class FtHsdp:
         self._away -= len(groups)
         return self.rejoin_stall_s
 
-    def restart_due(self) -> bool:
-        return False
-
 
 @dataclass(slots=True)
-class ConstantBatch:
+class ConstantBatch(FailurePolicy):
     """This project's policy: the global batch stays equal; survivors compute the dead groups' micro-batches.
 
     Every group can read every shard. After a failed round the survivors keep their gradients and compute the
@@ -180,7 +134,6 @@ class ConstantBatch:
     join_stall_s: float = 0.0
     readmits: bool = True
     restart_below: int = 1
-    interrupts: bool = False
     _groups: int = 0
     _alive: set[int] = field(default_factory=set)
     _sizes: dict[int, int] = field(default_factory=dict)
@@ -203,9 +156,6 @@ class ConstantBatch:
         if alive not in self._sizes:
             self._sizes[alive] = max(apportion(self.micro_batches * self._groups, [1] * alive))
         return self._sizes[alive]
-
-    def progress(self) -> float:
-        return 1.0
 
     def fail(self, groups: list[int]) -> MaskingCost | None:
         orphans = sum(self._busiest(len(self._alive)) for _ in groups)
@@ -234,6 +184,3 @@ def busiest_of_spread(orphans: int, alive: int) -> int:
     members = tuple(Member(f"r{number}", 1, "", "") for number in range(alive))
     shares = spread(range(orphans), members, {member.replica: 1 for member in members})
     return max(len(ids) for ids in shares.values())
-
-
-_FEW = 32

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import ipaddress
 import math
+import multiprocessing
 import os
 import re
 import socket
@@ -23,7 +24,7 @@ from fabric.runtime.guarded_processes import MARK
 from fabric.runtime.http.http_service import parse_ports, read_token
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.logs import FORMATS
-from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S
+from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS
 from fabric.runtime.rank_layout import RankLayout, parse_layout
 from fabric.runtime.systemd import Supervisor
 
@@ -31,7 +32,9 @@ from fabric.runtime.systemd import Supervisor
 # another program, and an ignored setting changes a job in silence.
 PREFIX = "FABRIC_"
 # Launchers, the demo and drills set these in the processes that they start.
-_OWN = (MARK, LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S)
+_OWN = (MARK, LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS)
+# Removed setting -> the setting that took its place.
+_REPLACED = {"durable_every_s": "durable_every", "snapshot_max_age_s": "snapshot_every"}
 _SERVICE = "_SERVICE_HOST"
 # The beginnings of further variables that Kubernetes sets for a service.
 _OF_SERVICE = ("_SERVICE_", "_PORT_")
@@ -43,6 +46,8 @@ ADAPT_MODES = ("off", "advise", "act")
 _ELSEWHERE = "http://192.0.2.1"
 # A URL with a user and a password.
 _PASSWORD = re.compile(r"://[^/?#]*:[^/]*@")
+_EVERY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|h)|0*([1-9]\d{0,8})", re.ASCII)
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("", "0", "false", "no", "off"), False
 )
@@ -57,6 +62,9 @@ def refuse_unknown(environment: Mapping[str, str], settings: Collection[str]) ->
     for name in sorted(name for name, text in environment.items() if text and name.startswith(PREFIX)):
         if name in settings or name in _OWN or any(_belongs(name, service) for service in services):
             continue
+        replaced = _REPLACED.get(name.removeprefix(PREFIX).lower(), "")
+        if _variable(replaced) in settings:
+            raise ConfigError(f"the setting {name} is gone: set {_variable(replaced)}=10m in its place")
         words = {setting.removeprefix(PREFIX): setting for setting in sorted(settings)}
         nearest = difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)
         remedy = f"set {words[nearest[0]]} in its place, or unset it" if nearest else "unset it"
@@ -79,7 +87,6 @@ class Settings:
     spare: bool = False  # hold the state, and contribute only while a member is missing
     ranks: str = ""  # ranks that `fabric launch` starts: "4", or "1:4"; empty: 1, or as the layout says
     layout: str = ""  # how this replica's model is spread over its ranks, such as "tp=2,layers=5+7"
-    layout_orders: int = -1  # descriptor over which `fabric launch` offers layouts and takes orders; -1: none
     rack: str = ""  # rack of this host: readers of one shard lie in several, see ``loader(redundancy=)``
     lighthouse: tuple[str, ...] = ()  # base URLs of all lighthouses
     token_file: Path | None = None  # file with the job's token
@@ -106,15 +113,13 @@ class Settings:
     data_plane: str = "auto"  # "auto" (members on one host share memory), "tcp" or "nccl"
     digest_every: int = 10  # steps from one digest of the state to the next
     snapshot_share: float = 0.02  # share of the step time that snapshots may cost
-    snapshot_max_age_s: float = 600.0  # the greatest age of the newest snapshot, in seconds
-    snapshot_every: int = 0  # steps from one snapshot to the next; 0: snapshots follow their share and age
+    snapshot_every: str = "10m"  # greatest age of the newest snapshot; or "100": exactly every 100 steps
     unequal: bool = False  # replicas may have different layouts of ranks
     retain_gradients: bool = True  # keep the local gradient, so that an aborted round is retried with it
     orphan_s: float = 600.0  # how long the checkpoint server lives without a trainer
     log: str = "text"  # form of the logs here and in the checkpoint server: "text" or "json" lines
     durable: str = ""  # folder or fsspec URL of durable checkpoints; empty for none
-    durable_every_s: float = 600.0  # seconds from one durable checkpoint to the next
-    durable_every: int = 0  # steps from one durable checkpoint to the next; 0 to count seconds
+    durable_every: str = "10m"  # time from one durable checkpoint to the next; or "100": every 100 steps
     durable_keep: int = 3  # how many durable checkpoints are kept
     durable_required: bool = False  # refuse to start or write where storage has no checkpoint of the job
     drill: str = ""  # "1": `fabric drill` may break this process; or a file with the key of its orders
@@ -148,8 +153,28 @@ class Settings:
 
     @property
     def token(self) -> bytes:
-        """The job's token, empty without a token file."""
         return b"" if self.token_file is None else read_token(self.token_file).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The time between two snapshots or checkpoints: ``steps``, or ``seconds`` where that is 0."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+
+def parse_every(name: str, given: object) -> Interval:
+    """Return the interval of "100" (steps), "30s", "10m" or "1h". Raises ConfigError."""
+    text = str(given)
+    form = _EVERY.fullmatch(text.strip())
+    if form is None:
+        raise ConfigError(
+            f'{_variable(name)} is "{text[:80]}": give a number of steps such as 100, or a time such as 10m'
+        )
+    if form[3]:
+        return Interval(steps=int(form[3]))
+    return Interval(seconds=float(form[1]) * _SECONDS[form[2]])
 
 
 def parse_replicas(text: str) -> tuple[int, int]:
@@ -177,6 +202,15 @@ def check_no_password(what: str, url: str) -> None:
         )
 
 
+def check_main_guard() -> None:
+    """Raise ConfigError in a worker process that runs the script again, as Python's ``spawn`` does."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a worker process runs the script from its first line, and came to attach: put the training of "
+            'the script below `if __name__ == "__main__":`'
+        )
+
+
 def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
     """Return the settings from ``arguments`` (None: not given), else ``FABRIC_*`` variables, else defaults.
 
@@ -187,7 +221,10 @@ def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> 
     names = {f.name: f.type for f in fields(Settings)}
     unknown = set(arguments) - set(names)
     if unknown:
-        raise ConfigError(f"unknown setting {sorted(unknown)[0]}: known are {', '.join(sorted(names))}")
+        wrong = sorted(unknown)[0]
+        if wrong in _REPLACED:
+            raise ConfigError(f"the setting {wrong} is gone: give {_REPLACED[wrong]}='10m' in its place")
+        raise ConfigError(f"unknown setting {wrong}: known are {', '.join(sorted(names))}")
     values = {k: v for k, v in arguments.items() if v is not None}
     for name in names:
         text = environment.get(_variable(name), "")
@@ -241,6 +278,12 @@ def asked_layout(environment: Mapping[str, str] | None = None) -> RankLayout:
     """
     environment = os.environ if environment is None else environment
     return parse_layout(environment.get("FABRIC_LAYOUT", "")).over(launched_ranks(environment))
+
+
+def layout_orders() -> int:
+    """Return the descriptor over which `fabric launch` offers layouts and takes orders; -1 without one."""
+    text = os.environ.get(LAYOUT_ORDERS, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
 
 
 def supervisor(environment: Mapping[str, str] | None = None) -> Supervisor:
@@ -321,11 +364,7 @@ def _checked(chosen: Settings) -> Settings:
         "autonomy_s",
         "digest_every",
         "snapshot_share",
-        "snapshot_max_age_s",
-        "snapshot_every",
         "orphan_s",
-        "durable_every_s",
-        "durable_every",
         "durable_keep",
         "max_failed_rounds",
     ):
@@ -334,6 +373,8 @@ def _checked(chosen: Settings) -> Settings:
             raise ConfigError(f"{_variable(name)} is {value:g}: give a finite number from {least}")
     if chosen.data_plane not in ("auto", "tcp", "nccl"):
         raise ConfigError(f'FABRIC_DATA_PLANE is "{chosen.data_plane}": it must be "auto", "tcp" or "nccl"')
+    for name in ("snapshot_every", "durable_every"):
+        parse_every(name, getattr(chosen, name))
     wrong = problem(chosen.exchange_s, chosen.user_code_s, chosen.autonomy_s)
     if wrong:
         raise ConfigError(wrong)

@@ -108,7 +108,11 @@ class Driver(Generic[EventT, EffectT]):
                     self._perform(self._effects.popleft())
                 if self._queue and not self._closed:
                     self._effects.extend(self._core.handle(self._queue.popleft(), self._clock()))
-            self._arm()
+            # A timer that is armed for an earlier time arms the next one.
+            deadline = None if self._closed else self._core.next_deadline()
+            if deadline is not None and deadline < self._due:
+                self._due = deadline
+                self._on_loop(self._set_timer)
         except Exception as error:  # noqa: BLE001  (a defect in the core ends its owner, whatever it is)
             self._effects.clear()
             self._fail(error)
@@ -137,13 +141,6 @@ class Driver(Generic[EventT, EffectT]):
     def _is_due(self) -> bool:
         deadline = None if self._closed else self._core.next_deadline()
         return deadline is not None and deadline <= self._clock()
-
-    def _arm(self) -> None:
-        """Arm the timer for the next deadline, unless an earlier timer is armed: that timer arms the next."""
-        deadline = None if self._closed else self._core.next_deadline()
-        if deadline is not None and deadline < self._due:
-            self._due = deadline
-            self._on_loop(self._set_timer)
 
     def _set_timer(self) -> None:
         self._disarm()

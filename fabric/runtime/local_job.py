@@ -69,7 +69,6 @@ class LocalJob:
 
     @property
     def client(self) -> Lighthouses:
-        """A client of the lighthouses."""
         return Lighthouses(tuple(self.urls.values()), self.name, self._token)
 
     def run_dir(self, replica: str) -> Path:

@@ -67,7 +67,6 @@ def known_fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with an escape for each character that is not printable."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -11,6 +11,8 @@ LAUNCH_MARK = "FABRIC_LAUNCH_MARK"
 LAUNCH_RESTARTS = "FABRIC_LAUNCH_RESTARTS"
 # A launcher sets this variable to the seconds from its SIGTERM to its SIGKILL.
 LAUNCH_STOP_S = "FABRIC_LAUNCH_STOP_S"
+# A launcher sets this variable to the descriptor over which it offers layouts and takes orders.
+LAYOUT_ORDERS = "FABRIC_LAYOUT_ORDERS"
 # Kubernetes, Slurm and torchrun leave a process this many seconds after SIGTERM, unless configured otherwise.
 _STOP_S = 30.0
 
@@ -28,7 +30,6 @@ def own_program(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def process_environment() -> dict[str, str]:
-    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 

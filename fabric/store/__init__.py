@@ -1,8 +1,7 @@
 """The control store: a few guarded keys behind one interface, in SQLite or in etcd.
 
 ``base`` has the interface and the values, ``open`` turns a URL into a store. The backends are
-``sqlite`` with ``sqlite_file`` (all lighthouses on one machine) and ``etcd`` with ``etcd_http``,
-``etcd_wire`` and ``etcd_access`` (production).
+``sqlite_file`` (all lighthouses on one machine) and ``etcd`` with ``etcd_http`` and ``etcd_wire``.
 """
 
 from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
@@ -17,7 +16,7 @@ from fabric.store.base import (
     Store,
     WatchEvent,
 )
-from fabric.store.etcd_access import EtcdAccess
+from fabric.store.etcd_http import EtcdAccess
 from fabric.store.open import open_store, shown_url
 
 __all__ = [

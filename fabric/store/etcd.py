@@ -40,8 +40,7 @@ from fabric.store.base import (
     lease_gone,
     settle_store_id,
 )
-from fabric.store.etcd_access import EtcdAccess
-from fabric.store.etcd_http import Gateway
+from fabric.store.etcd_http import EtcdAccess, Gateway
 from fabric.store.etcd_wire import GatewayFailure, Json
 
 # Keys per page of a list: a page of the largest values stays below the limit on an answer's size.

@@ -57,7 +57,6 @@ class GatewayFailure:
 
     @property
     def is_old_token(self) -> bool:
-        """Whether a new token would help."""
         return self.code == UNAUTHENTICATED or OLD_AUTH in self.text
 
     @property

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 from fabric.errors import ConfigError
 from fabric.store.base import Store
 from fabric.store.etcd import EtcdStore
-from fabric.store.etcd_access import EtcdAccess
-from fabric.store.sqlite import SqliteStore
+from fabric.store.etcd_http import EtcdAccess
+from fabric.store.sqlite_file import SqliteStore
 
 ATTEMPT_TIMEOUT_S = 3.0
 WATCH_SILENCE_S = 20.0

@@ -59,6 +59,7 @@ _SENDING = struct.Struct("168xQ")
 Tokens = Callable[[], Sequence[bytes]]
 # The TCP sockets of links as long as they live, for a drill that damages them.
 _links: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _guard = threading.Lock()
 _led_back: set[str] = set()  # the addresses of other replicas that have led back to this process
 
@@ -123,7 +124,9 @@ class Listener:
         own = self.identity
         name = local_name(own.job, own.replica, own.rank, self.address[1])
         self._local = listen_locally(name) if local else None
+        _listening.add(self._server)
         if self._local is not None:
+            _listening.add(self._local)
             self._spawn(self._accept_loop(self._local))
 
     async def close(self) -> None:
@@ -295,6 +298,15 @@ async def _dial_locally(
             return None
         undo.pop_all()
         return sock
+
+
+def _leave_to_parent() -> None:
+    """Close in a forked worker what it has inherited: it may outlive the trainer that has the port."""
+    for sock in (*_listening, *_links):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def open_links() -> list[socket.socket]:

@@ -15,8 +15,7 @@ from cli.journals import STEPS, VICTIM, SyntheticRun
 from click.testing import CliRunner
 from rich.console import Console
 
-from fabric.cli.demo.command import demo
-from fabric.cli.demo.progress import DemoProgress, _plain
+from fabric.cli.demo.command import DemoProgress, _plain, demo
 from fabric.drill.run.journal_watch import JournalFollower, WatchedReplica
 from fabric.runtime.guarded_processes import Processes
 

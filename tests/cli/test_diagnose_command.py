@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from fabric.cli.collectives.command import diagnose
-from fabric.cli.collectives.living_job import JobReader, ServerTarget, job_targets
-from fabric.cli.collectives.recorded_files import rank_of
+from fabric.cli.collectives.command import JobReader, ServerTarget, diagnose, job_targets, rank_of
 from fabric.collectives import recording
 from fabric.collectives.recording import Process
 from fabric.errors import FabricError
@@ -237,7 +235,7 @@ def test_garbage_is_unread_with_a_sentence(answers, body):
 
 def test_an_answer_without_an_end_is_bounded(answers, monkeypatch):
     monkeypatch.setattr(recording, "MAX_BYTES", 1000)
-    monkeypatch.setattr("fabric.cli.collectives.living_job.MAX_BYTES", 1000)
+    monkeypatch.setattr("fabric.cli.collectives.command.MAX_BYTES", 1000)
     answers.said["/debug/flight"] = (200, b" " * 100_000)
     look = READER.look([ServerTarget(R0, answers.url)])
     assert R0 in look.read.unread

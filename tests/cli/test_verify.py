@@ -19,9 +19,8 @@ from cli.journals import (
 )
 from click.testing import CliRunner
 
-from fabric.audit.audit import audit, gather
+from fabric.audit.audit import audit, gather, walk
 from fabric.audit.journal import JournalLine, RecordedRun, parse_journal, read_run
-from fabric.audit.replica_walk import walk
 from fabric.audit.verify import Verdict, compare_losses, judge, verify, write_summary
 from fabric.cli.demo.command import demo
 from fabric.errors import ConfigError

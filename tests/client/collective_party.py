@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from protocol.makers import record_of
 
-from fabric.client.collectives.collectives import Collectives
-from fabric.client.collectives.members import CollectiveMembers
+from fabric.client.collectives.collectives import CollectiveMembers, Collectives
 from fabric.client.collectives.session_collectives import SessionCollectives
 from fabric.client.control.collective_links import CollectiveLinks
 from fabric.client.control.peers import Peers

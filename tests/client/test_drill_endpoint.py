@@ -20,8 +20,7 @@ from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.process.drill_endpoint import DrillEndpoint, _HeldOrder
 from fabric.client.process.journal import Journal
 from fabric.drill.injection.drilled_processes import ProcessTarget
-from fabric.drill.injection.played_faults import PlayedFault, obey
-from fabric.drill.injection.point_order import SentOrder
+from fabric.drill.injection.played_faults import PlayedFault, SentOrder, obey
 from fabric.errors import ProtocolError, Refused
 from fabric.ftar.buckets import FlatGradients
 from fabric.model import Fence

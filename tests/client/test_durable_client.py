@@ -52,8 +52,8 @@ class TestWhoAndWhen:
         assert self.writers(20, without, durable_every=10) == ["b"]
 
     def test_the_interval_between_checkpoints_counts_from_the_start(self):
-        assert self.writers(3, durable_every_s=0.0) == ["a"]
-        assert self.writers(3, durable_every_s=1e6) == []
+        assert self.writers(3, durable_every="0s") == ["a"]
+        assert self.writers(3, durable_every="100h") == []
 
     def test_a_step_is_written_once_and_the_last_one_always(self):
         mine = durable("x", durable_every=10)

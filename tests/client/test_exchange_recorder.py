@@ -1,6 +1,6 @@
 """The reader of torch's recordings also reads the recording of fabric's own exchange."""
 
-from fabric.client.gradients.exchange_recorder import ExchangeRecorder
+from fabric.client.gradients.exchange_thread import ExchangeRecorder
 from fabric.collectives.recording import Process, Recording, parse_recording
 
 

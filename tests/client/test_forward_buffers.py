@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fabric.client.gradients.buffer_choices import choose_buffers, default_buffers
-from fabric.client.gradients.buffer_watch import BufferWatch
-from fabric.client.gradients.exact_values import exact_values, write_exact
-from fabric.client.gradients.forward_buffers import ForwardBuffers, first_member
+from fabric.client.gradients.buffer_choices import choose_buffers, default_buffers, exact_values, write_exact
+from fabric.client.gradients.forward_buffers import BufferWatch, ForwardBuffers, first_member
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients
 from fabric.model import Member

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fabric.client.loop import job_end_note
+from fabric.client.process import job_end_note
 from fabric.model import Fence, JobEnd
 
 WORD = JobEnd(Fence("s", 1, 3), 40, 1795)

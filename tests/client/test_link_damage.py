@@ -6,9 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from fabric.client.process.drill_endpoint import DrillEndpoint
-from fabric.client.process.link_damage import LinkDamage
-from fabric.drill.injection.point_order import SentOrder
+from fabric.client.process.drill_endpoint import DrillEndpoint, LinkDamage
+from fabric.drill.injection.played_faults import SentOrder
 from fabric.errors import Refused
 from fabric.runtime.drill_orders import PointOrder
 from fabric.transport import tcp
@@ -24,7 +23,7 @@ def pair(monkeypatch):
         far, _ = server.accept()
     with near, far:
         near.settimeout(LIMIT_S)
-        monkeypatch.setattr("fabric.client.process.link_damage.open_links", lambda: [far])
+        monkeypatch.setattr("fabric.client.process.drill_endpoint.open_links", lambda: [far])
         yield near, far
 
 
@@ -57,7 +56,7 @@ def test_a_lossy_link_delivers_everything_in_order(pair):
 
 
 def test_a_trainer_without_tcp_links_refuses_with_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr("fabric.client.process.link_damage.open_links", list)
+    monkeypatch.setattr("fabric.client.process.drill_endpoint.open_links", list)
     tmp_path.chmod(0o700)
     with closing(DrillEndpoint(tmp_path)), pytest.raises(Refused, match="no TCP link to a peer"):
         SentOrder(tmp_path, PointOrder("drill", "links", "cut", 1.0))

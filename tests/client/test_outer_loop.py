@@ -13,9 +13,7 @@ import fabric.client
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlot, GradientSlots
-from fabric.client.outer.global_parameters import GlobalParameters, local_buffers
-from fabric.client.outer.outer_loop import make_outer_loop
-from fabric.client.outer.outer_rounds import JobRounds
+from fabric.client.outer.outer_loop import GlobalParameters, JobRounds, local_buffers, make_outer_loop
 from fabric.client.outer.outer_schedule import OuterSchedule, cut_fragments
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients

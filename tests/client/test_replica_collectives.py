@@ -11,7 +11,7 @@ from protocol.makers import record_of
 from protocol.test_member import holding
 
 from fabric.client.collectives.calls import CallFrame, Supply, judge
-from fabric.client.collectives.members import CollectiveMembers
+from fabric.client.collectives.collectives import CollectiveMembers
 from fabric.client.collectives.payload import Offer
 from fabric.errors import CollectiveFailed, ConfigError, Mismatch, NotAMember, RoundAborted
 from fabric.model import Record

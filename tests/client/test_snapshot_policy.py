@@ -77,7 +77,7 @@ def test_every_n_steps_are_the_same_steps_on_all_replicas():
 
 def test_settings_choose_the_snapshot_policy():
     assert policy_of(Settings()) == OverheadBudget(0.02, 600.0)
-    assert policy_of(Settings(snapshot_share=0.5, snapshot_max_age_s=9.0)) == OverheadBudget(0.5, 9.0)
+    assert policy_of(Settings(snapshot_share=0.5, snapshot_every="9s")) == OverheadBudget(0.5, 9.0)
     assert policy_of(Settings(snapshot_every=5)) == EverySteps(5)
 
 
@@ -88,7 +88,7 @@ def test_settings_choose_the_snapshot_policy():
         lambda: OverheadBudget(float("nan")),
         lambda: OverheadBudget(0.02, 0.0),
         lambda: EverySteps(0),
-        lambda: policy_of(Settings(snapshot_max_age_s=0.0)),
+        lambda: policy_of(Settings(snapshot_every="0s")),
     ],
 )
 def test_impossible_snapshot_settings_are_refused(make):

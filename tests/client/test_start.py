@@ -1,6 +1,9 @@
 """A trainer's start: its incarnation and its first messages."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -76,3 +79,33 @@ def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
     start.begin(engine, parts, settings, ProcessIdentity(9, (8, 7)), start.TrainingSetup(DataPlan(1), "", ""))
     (member,) = begun
     assert member.session.contact.last == 5e6 and member.context.identity.predecessors == (8, 7)
+
+
+UNGUARDED = """
+import multiprocessing
+import torch
+import fabric.client
+
+model = torch.nn.Linear(2, 1)
+fabric.client.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+if multiprocessing.parent_process() is None:
+    worker = multiprocessing.get_context("spawn").Process(target=print)
+    worker.start()
+    worker.join()
+    print("worker ended with", worker.exitcode)
+"""
+
+
+def test_a_script_without_a_main_guard_is_told_of_it_by_its_worker(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**plain, "FABRIC_DISABLE": "1"},
+    )
+    assert done.stdout == "worker ended with 1\n"
+    assert 'put the training of the script below `if __name__ == "__main__":`' in done.stderr

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from fabric.client.process.collective_waits import CollectiveWaits
-from fabric.client.process.step_clock import StepClock
+from fabric.client.process.step_clock import CollectiveWaits, StepClock
 
 
 class Now:

@@ -22,6 +22,7 @@ class Recipe:
     refused: str = (
         ""  # REFUSED: a part of the sentence with which fabric refuses it; empty: it trains equally
     )
+    within: int = 0  # WITHIN: a refusal may come after so many committed steps
     needs: tuple[str, ...] = ()  # NEEDS: modules without which it cannot run
     launch: str = ""  # LAUNCH: "--adopt" for a script that knows nothing of fabric
     tolerance: float = 1e-4  # TOLERANCE: relative, between a run under fabric and one without
@@ -75,6 +76,7 @@ same weights, up to the order in which sums are formed. All replicas must end wi
 also compares the samples of each step, the figures that the script reports, and the script's files.
 
 A script that cannot be kept equal is refused before its first step. Its line quotes a part of the sentence.
+An average that a script keeps by hand shows itself only in its first steps: its line says "after 4 steps".
 The ways are called plain, disabled, single and killed. Some lines name a way that may train otherwise, and
 the script says why.
 
@@ -89,7 +91,8 @@ def page(recipes: list[Recipe]) -> str:
     for area in sorted({x.area for x in recipes}):
         parts.append(f"\n## {area}\n\n| training | outcome | script |\n|---|---|---|\n")
         for recipe in (x for x in recipes if x.area == area):
-            outcome = f"refused: “{recipe.refused}”" if recipe.refused else "the same training"
+            after = f" after {recipe.within} steps" if recipe.within else ""
+            outcome = f"refused{after}: “{recipe.refused}”" if recipe.refused else "the same training"
             if recipe.unlike:
                 ways = " and ".join(recipe.unlike)
                 outcome = f"equal on all replicas; {ways} not compared with the way without fabric"

@@ -58,9 +58,10 @@ class Result:
         return counted or _counted_samples(self.folder / "journal")
 
     @property
-    def committed(self) -> bool:
-        """Whether a replica of this job has committed a step."""
-        return any('"event":"commit"' in p.read_text().replace(" ", "") for p in self._journals)
+    def committed(self) -> int:
+        """The largest number of steps that a replica of this job has committed."""
+        texts = [path.read_text().replace(" ", "") for path in self._journals]
+        return max((text.count('"event":"commit"') for text in texts), default=0)
 
     @property
     def _journals(self) -> list[Path]:

@@ -7,7 +7,7 @@ import pytest
 from fabric.errors import ConfigError
 from fabric.store.etcd import EtcdStore
 from fabric.store.open import open_store
-from fabric.store.sqlite import SqliteStore
+from fabric.store.sqlite_file import SqliteStore
 
 
 @pytest.mark.parametrize(

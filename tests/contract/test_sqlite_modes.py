@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fabric.errors import StoreError
-from fabric.store.sqlite import SqliteStore
+from fabric.store.sqlite_file import SqliteStore
 
 # Another user's process tries to lock the byte of SQLite's shared memory that means "a writer works".
 LOCK = """

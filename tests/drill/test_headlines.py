@@ -8,8 +8,7 @@ import pytest
 from fabric.audit.audit import gather
 from fabric.audit.journal import RecordedRun, parse_journal
 from fabric.drill.judge.drill_record import DrillRecord, HeadlineSighting, InjectedFault
-from fabric.drill.judge.drill_verdict import judge_drill
-from fabric.drill.judge.headlines import untrue_headlines
+from fabric.drill.judge.drill_verdict import judge_drill, untrue_headlines
 from fabric.drill.run.status_poller import StatusPoller
 from fabric.errors import Unreachable
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fabric.cli.drill import read_plan
 from fabric.drill.injection.played_faults import ORDERS
-from fabric.drill.run.plan_file import read_plan
 from fabric.drill.run.started_faults import SCRIPTS
 from fabric.drill.schedule.drill_schedule import (
     DrillSchedule,

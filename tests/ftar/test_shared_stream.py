@@ -14,9 +14,8 @@ from ring_harness import WAIT_S, RingMembers, names, same_bits, wait_until
 
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
 from fabric.ftar.chunk_headers import REDUCE, SEGMENT, ChunkHeader, ExchangeSpec, digest, notice, pack
-from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.host.cpu_ring import CpuRing, RingLinks
 from fabric.ftar.host.exchange_buffers import Operands
-from fabric.ftar.host.ring_links import RingLinks
 from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments, SegmentRef
 from fabric.ftar.host.shm_transport import Inbox, Outbox, ReferenceReceiver, ReferenceSender
 from fabric.ftar.plane import Ring

@@ -1,6 +1,6 @@
 """Short slowdowns delay the report of the next slowdown; after a calm time the delay ends."""
 
-from fabric.health.damping import CALM, MOST, SHORT, Damping
+from fabric.health.alarm import CALM, MOST, SHORT, Damping
 
 
 def play(damping: Damping, start: int, steps: int, every: int, lasts: int) -> int:

@@ -16,7 +16,7 @@ from layout_trainer import make
 from sharded_trainer import example
 
 import fabric.client
-from fabric.client.process import collective_waits, step_clock
+from fabric.client.process import step_clock
 
 SAMPLE_S = 0.05  # seconds of the device
 PAUSE_S = 0.005  # seconds of the host for each sample, in which a replica that returns can catch up
@@ -32,7 +32,7 @@ class Device:
     def __init__(self, session) -> None:
         self.seconds = 0.0
         self._clock = session._clock
-        step_clock.time = collective_waits.time = self
+        step_clock.time = self
         self._clock.lap()  # from here on the clock shows the device's time
 
     def monotonic(self) -> float:

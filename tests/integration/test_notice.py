@@ -19,7 +19,7 @@ MANY = 100_000  # steps that no test waits for
 def job(zygote, tmp_path):
     environment = {
         "FABRIC_DURABLE": str(tmp_path / "durable"),
-        "FABRIC_DURABLE_EVERY_S": "3600",
+        "FABRIC_DURABLE_EVERY": "1h",
         "TINY_STEPS": str(MANY),
     }
     with Job(zygote, tmp_path / "job", environment=environment) as started:
@@ -81,7 +81,7 @@ def test_after_sigterm_to_all_no_committed_step_is_lost(job, everybody):
 def test_replicas_of_two_ranks_save_their_state_whichever_rank_the_platform_signals(zygote, tmp_path, ranks):
     environment = {
         "FABRIC_DURABLE": str(tmp_path / "durable"),
-        "FABRIC_DURABLE_EVERY_S": "3600",
+        "FABRIC_DURABLE_EVERY": "1h",
         "SHARDED": "fsdp2",
         "TINY_STEPS": str(MANY),
     }

@@ -7,19 +7,22 @@ import pytest
 
 pytest.importorskip("pytorch_lightning")
 from fabric.client.data import loader, sample_plan
+from fabric.client.loop import unshared_objects
 from fabric.client.loop.shutdown import Shutdown
 from fabric.integrations.accelerate import replica
 from fabric.integrations.adopt import adopted_loop
+from fabric.integrations.huggingface import job
 from fabric.integrations.lightning.job import _WORDS
 from fabric.protocol.leader import job_endings
 from fabric.protocol.member import ending
-from fabric.protocol.rules import data_plans
+from fabric.protocol.rules import compatibility
 
-ALL = (_WORDS, replica._WORDS, adopted_loop._WORDS)
+ALL = (_WORDS, replica._WORDS, adopted_loop._WORDS, job._WORDS)
 
 
 def test_each_replaced_word_is_one_of_a_sentence():
-    sources = [Path(x.__file__).read_text() for x in (job_endings, ending, data_plans, loader, sample_plan)]
+    modules = (job_endings, ending, compatibility, loader, sample_plan)
+    sources = [*(Path(x.__file__).read_text() for x in modules), unshared_objects.ADVICE]
     lines = " ".join(" ".join(sources).replace('"\n', "").split())
     sentences = lines.replace(' f"', "").replace(' "', "")
     for words in ALL:

@@ -1,11 +1,13 @@
 """The headline names each replica that a job misses; status, table and metrics agree with it."""
 
+import inspect
 import json
 import random
 import re
 from dataclasses import replace
 
-from lighthouse_support import WireStatus, headers, start_job
+import pytest
+from lighthouse_support import WireMember, WireStatus, close_all, connect, eventually, headers, start_job
 from protocol.test_leader import runs, started
 from protocol.test_leader_orders import newcomer
 from rich.console import Console
@@ -15,10 +17,13 @@ from fabric.lighthouse.diagnosis.absences import absences, headline
 from fabric.lighthouse.history.launches import LaunchReport
 from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, Recoveries, from_json
 from fabric.lighthouse.http.job_status import _member_view
+from fabric.lighthouse.jobs.job import REFUSED as REFUSED_EVENT
 from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
-from fabric.model import Policy
+from fabric.model import PROTOCOL_VERSION, Policy
+from fabric.protocol.leader import admission
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import wire
 
 
 async def view_of(http, url: str, job: str) -> dict:
@@ -201,3 +206,188 @@ def test_a_scrape_names_a_bounded_number_of_replicas():
     text = metrics.render().decode()
     assert text.count("fabric_lighthouse_replica_down{") == NAMED
     assert f'fabric_lighthouse_replicas_missing{{job="gpt"}} {NAMED + 50}.0' in text
+
+
+# --- a replica whose new process is refused --------------------------------------------------------------
+
+
+async def other_settings(http, url: str, job: str) -> None:
+    await WireMember(http, url, "r2", job=job, incarnation=2, layout="other").open()
+
+
+async def another_version(http, url: str, job: str) -> None:
+    member = WireMember(http, url, "r2", job=job, incarnation=2)
+    text = wire.encode(member.session).decode()
+    now, old = (f'"version":{number},' for number in (PROTOCOL_VERSION, PROTOCOL_VERSION - 2))
+    assert now in text
+    socket = await connect(http, url, job, "session?replicas=3")
+    await socket.send_str(text.replace(now, old))
+
+
+async def an_unreadable_session(http, url: str, job: str) -> None:
+    await WireMember(http, url, "r2", job=job, incarnation=2, autonomy_s=-1.0).open()
+
+
+async def a_wrong_token(http, url: str, job: str) -> None:
+    async with http.get(f"{url}/v1/jobs/{job}/session", headers=headers("wrong")) as answer:
+        assert answer.status == 401
+
+
+# What the new process of a lost replica does, and the end of the headline's reason.
+REFUSED = {
+    other_settings: "refused: r2 has other parameters (names, shapes, dtypes or their order) than r0",
+    another_version: f"refused: protocol version {PROTOCOL_VERSION - 2} cannot talk to version ",
+    an_unreadable_session: "refused: ",
+    a_wrong_token: "its process is gone; a wrong token for this job has come from its address",
+}
+
+
+@pytest.mark.parametrize("attempt", REFUSED, ids=lambda x: x.__name__)
+async def test_the_headline_says_why_a_lost_replica_is_refused(lighthouse, http, job, attempt):
+    members = await start_job(http, lighthouse.url, job=job)
+    status = await WireStatus(http, lighthouse.url, "r2", job).open()
+    await status.beat("gone")
+    members[2].cut()
+    await members[0].epoch(2)
+    before = await view_of(http, lighthouse.url, job)
+    assert "r2 down" in before["headline"] and "refused" not in before["headline"]
+    await attempt(http, lighthouse.url, job)
+
+    async def says() -> bool:
+        return REFUSED[attempt] in (await view_of(http, lighthouse.url, job))["headline"]
+
+    await eventually(says, REFUSED[attempt])
+    async with http.get(f"{lighthouse.url}/metrics", headers=headers()) as answer:
+        assert f'replica="r2",why="{REFUSED[attempt]}' in await answer.text()
+    await WireMember(http, lighthouse.url, "r2", job=job, incarnation=3).open()
+    assert REFUSED[attempt] not in (await view_of(http, lighthouse.url, job))["headline"]
+    await close_all(members)
+
+
+def _launched(why: str = "rank 0 ended with 75", **more) -> LaunchReport:
+    given = {"host": "h9", "gave_up": False, "is_spare": False, "at": 0.0, "last_line": "", **more}
+    return LaunchReport("c", why=why, **given)
+
+
+def gone(watched: Watched) -> None:
+    watched.evict("c")
+
+
+def stopped(watched: Watched) -> None:
+    watched.job.status("c", "stopped", incarnation=watched.job.record.member("c").incarnation)
+    watched.job.wait(0.3)
+
+
+def silent(watched: Watched) -> None:
+    watched.job.statuses.pop("c", None)
+    for _ in range(8):
+        watched.job.wait(1.0)
+        for name in "ab":
+            watched.job.beat(name, 5)
+
+
+def started_again(watched: Watched) -> None:
+    watched.evict("c")
+    watched.log.launches.take(_launched())
+
+
+def given_up(watched: Watched) -> None:
+    watched.evict("c")
+    watched.log.launches.take(_launched("rank 0 ended with 1", gave_up=True, last_line="no data"))
+
+
+def ended_by_a_signal(watched: Watched) -> None:
+    watched.evict("c")
+    watched.log.launches.take(_launched("SIGTERM ended its launcher", is_stopped=True))
+
+
+def refused(watched: Watched) -> None:
+    watched.evict("c")
+    assert watched.said
+    watched.log.launches.refuse("c", "it has other settings", watched.job.now)
+
+
+def refused_and_given_up(watched: Watched) -> None:
+    refused(watched)
+    at = watched.log.launches.since("c", 0.0)
+    report = _launched("rank 0 ended with 1", gave_up=True, last_line="other settings", at=at)
+    watched.log.launches.take(report)
+
+
+def refused_before_another_end(watched: Watched) -> None:
+    refused(watched)
+    watched.log.launches.take(_launched("rank 0 ended with 75"))
+    watched.log.launches.take(_launched("rank 0 was killed by SIGKILL"))
+
+
+def refused_while_it_trained(watched: Watched) -> None:
+    """A second process of its name was refused."""
+    watched.log.launches.refuse("c", "it is taken", watched.job.now - 1.0)
+    assert watched.said == "3 of 3 replicas"
+    watched.evict("c")
+
+
+def behind(watched: Watched) -> None:
+    watched.evict("c")
+    assert watched.said
+    watched.job.open("c", incarnation=2)
+
+
+def drained(watched: Watched) -> None:
+    watched.job.do(io.Operator("drain", "c", "me", "its host is hot"))
+    assert watched.said
+    runs(watched.job, "a b c", 6)
+
+
+# Why a replica is not there, and what the headline says of it.
+AWAY = {
+    gone: "down since TIME (its process is gone, c)",
+    stopped: "down since TIME (its trainer has been stopped, c)",
+    silent: "down since TIME (its host has been silent, c)",
+    started_again: "down since TIME (its process is gone; rank 0 ended with 75; "
+    "its launcher starts it again, c)",
+    given_up: "down since TIME (its process is gone; rank 0 ended with 1; its launcher gave up, "
+    'its last line: "no data", c)',
+    ended_by_a_signal: "down since TIME (its process is gone; SIGTERM ended its launcher, c)",
+    refused: "down since TIME (refused: it has other settings, c)",
+    refused_and_given_up: "down since TIME (refused: it has other settings; its launcher gave up, c)",
+    refused_before_another_end: "down since TIME (its process is gone; rank 0 was killed by SIGKILL; "
+    "its launcher starts it again, c)",
+    refused_while_it_trained: "down since TIME (its process is gone, c)",
+    behind: "outside since TIME (has no state of this generation yet, c)",
+    drained: "left since TIME (c is being drained: drained by me (its host is hot), c)",
+}
+
+
+@pytest.mark.parametrize("cause", AWAY, ids=lambda x: x.__name__)
+def test_the_headline_says_why_a_replica_is_away(cause):
+    watched = Watched(start_replicas=3)
+    cause(watched)
+    assert watched.said == f"2 of 3 replicas; c {AWAY[cause]}"
+
+
+def test_a_refused_stranger_is_named_while_the_job_lacks_a_replica():
+    """It may be meant for another job, so a whole job does not miss it."""
+    watched = Watched("a b", start_replicas=3)
+    watched.log.launches.refuse("c", "it has other settings", watched.job.now)
+    assert watched.said == "2 of 3 replicas; c down since TIME (refused: it has other settings)"
+    whole = Watched("a b d", start_replicas=3)
+    whole.log.launches.refuse("c", "it has other settings", whole.job.now)
+    assert whole.said == "3 of 3 replicas"
+
+
+# What keeps a session out: each reason reaches the headline as an event or as a row of the table.
+REFUSALS = {"replaced", "taken", "unheard", "unlike"}
+
+
+def test_every_refusal_of_a_session_becomes_an_event():
+    refusing = {
+        name
+        for name, function in inspect.getmembers(admission, inspect.isfunction)
+        if function.__module__ == admission.__name__ and inspect.signature(function).return_annotation is str
+        if next(iter(inspect.signature(function).parameters)) == "session" and not name.startswith("_")
+    }
+    assert refusing == REFUSALS
+    refusal = inspect.getsource(LeaderCore._refusal)
+    assert all(f"admission.{name}(" in refusal for name in REFUSALS)
+    assert f'record_event("{REFUSED_EVENT}"' in inspect.getsource(LeaderCore.on_opened)

@@ -47,7 +47,7 @@ def test_help_and_version_import_no_command():
         "cli(['--help'], standalone_mode=False)\n"
         "cli(['commands'], standalone_mode=False)\n"
         "parts = {m for m in sys.modules if m.startswith('fabric.cli.')}\n"
-        "sys.exit(bool(parts - {'fabric.cli.main', 'fabric.cli.tls'}))"
+        "sys.exit(bool(parts - {'fabric.cli.main', 'fabric.cli.lighthouse_options'}))"
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0

@@ -5,11 +5,8 @@ from mutants.mutant import Mutant
 from fabric.cli.launch import restart_policy
 from fabric.cli.launch.restart_policy import DeviceHistory, RestartPolicy
 from fabric.client.collectives import calls
-from fabric.client.collectives.collectives import Collectives
-from fabric.client.collectives.members import CollectiveMembers
-from fabric.client.outer.global_parameters import GlobalParameters
-from fabric.client.outer.outer_loop import OuterLoop
-from fabric.client.outer.outer_rounds import JobRounds, _Updates
+from fabric.client.collectives.collectives import CollectiveMembers, Collectives
+from fabric.client.outer.outer_loop import GlobalParameters, JobRounds, OuterLoop, _Updates
 
 SHELLS = (
     # outer steps

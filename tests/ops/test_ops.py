@@ -523,7 +523,7 @@ ALERTS: dict[str, set[str]] = {
     "FabricJobFailed": {"job"},
     "FabricReplicaDown": {*_ONE_REPLICA, "why"},
     "FabricMembersMissing": {"job"},  # replicas that this leader has never seen
-    "FabricManyEvictions": {"job"},  # several replicas may be concerned
+    "FabricManyEvictions": {"job"},  # a query names its replicas and hosts
     "FabricGoodputLow": {"job"},
     "FabricSnapshotOld": {"job"},
     "FabricDurableFails": {*_ONE_REPLICA, "why"},

@@ -10,8 +10,7 @@ from fabric.exit_codes import FAILED
 from fabric.model import DataPlan
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.rules.compatibility import incompatibility
-from fabric.protocol.rules.data_plans import split_by_data
+from fabric.protocol.rules.compatibility import incompatibility, split_by_data
 from fabric.protocol.rules.decide import decide
 
 OLD = 4  # the number of micro-batches that a session of an older version has named

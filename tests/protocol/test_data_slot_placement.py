@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric.model import Member, Sharing
-from fabric.protocol.rules.assignment import lost_parts, readers_of, seated
-from fabric.protocol.rules.data_slot_placement import place
+from fabric.protocol.rules.assignment import lost_parts, place, readers_of, seated
 
 
 def arrangements(labels):

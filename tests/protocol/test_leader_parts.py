@@ -12,10 +12,8 @@ from fabric.protocol.leader.admission import READMIT_LIMIT_S, READMIT_S, Backoff
 from fabric.protocol.leader.base_choice import BaseChoice, base_ref
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.leader.evidence import FailureEvidence
-from fabric.protocol.leader.outbox import LeaderOutbox
-from fabric.protocol.leader.progress import EMPTY_S, Progress
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.state import JobState, RosterLimits
+from fabric.protocol.leader.state import EMPTY_S, JobState, LeaderOutbox, Progress, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages.roster_delta import for_members

@@ -2,7 +2,7 @@
 
 from protocol.makers import record_of
 
-from fabric.protocol.member.round import Round
+from fabric.protocol.member.rounds import Round
 from fabric.protocol.messages.network import CommitVote, Contribution
 
 

@@ -39,7 +39,11 @@ def test_arguments_come_before_environment_before_defaults():
         ({"FABRIC_SNAPSHOT_SHARE": "inf"}, "FABRIC_SNAPSHOT_SHARE"),
         ({"FABRIC_SNAPSHOT_EVERY": "-1"}, "FABRIC_SNAPSHOT_EVERY"),
         ({"FABRIC_SNAPSHOT_EVERY": "often"}, "FABRIC_SNAPSHOT_EVERY"),
-        ({"FABRIC_SNAPSHOT_MAX_AGE_S": "nan"}, "FABRIC_SNAPSHOT_MAX_AGE_S"),
+        ({"FABRIC_SNAPSHOT_EVERY": "0"}, "FABRIC_SNAPSHOT_EVERY"),
+        ({"FABRIC_DURABLE_EVERY": "10 m"}, "steps such as 100, or a time such as 10m"),
+        ({"FABRIC_DURABLE_EVERY": "9" * 5000}, "FABRIC_DURABLE_EVERY"),
+        ({"FABRIC_DURABLE_EVERY_S": "600"}, "is gone: set FABRIC_DURABLE_EVERY=10m in its place"),
+        ({"FABRIC_SNAPSHOT_MAX_AGE_S": "60"}, "is gone: set FABRIC_SNAPSHOT_EVERY=10m in its place"),
         ({"FABRIC_DISABLE": "maybe"}, "FABRIC_DISABLE"),
         ({"FABRIC_SPARE": "banana"}, "FABRIC_SPARE"),
         ({"FABRIC_REPRODUCIBLE": "2"}, "FABRIC_REPRODUCIBLE"),
@@ -54,6 +58,8 @@ def test_a_mistake_is_one_sentence_that_names_it(more, words):
 
 
 def test_unknown_arguments_are_refused():
+    with pytest.raises(ConfigError, match="durable_every_s is gone: give durable_every='10m' in its place"):
+        settings(GOOD, durable_every_s=60)
     with pytest.raises(ConfigError, match="lighthose"):
         settings(GOOD, lighthose=("http://x",))
 

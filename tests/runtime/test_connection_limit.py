@@ -16,7 +16,6 @@ import uvloop
 from aiohttp import web
 from authority import Authority
 
-from fabric.runtime.http.acceptor import share_of
 from fabric.runtime.http.connection_limit import (
     FULL,
     IDLE,
@@ -24,6 +23,7 @@ from fabric.runtime.http.connection_limit import (
     ConnectionSlot,
     Limits,
     raise_descriptor_limit,
+    share_of,
 )
 from fabric.runtime.http.http_service import read_body, serve
 from fabric.runtime.http.tls import Tls

@@ -20,8 +20,7 @@ from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.membership import Membership
-from fabric.protocol.member.round import Round
-from fabric.protocol.member.rounds import Rounds
+from fabric.protocol.member.rounds import Round, Rounds
 from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m

@@ -14,7 +14,7 @@ from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.starts import Starts
-from fabric.protocol.member.context import CoreContext
+from fabric.protocol.member.state import CoreContext
 
 Patch = pytest.MonkeyPatch
 

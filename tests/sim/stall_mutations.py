@@ -14,8 +14,8 @@ from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState
-from fabric.protocol.member.epochs import KnownEpochs
 from fabric.protocol.member.rounds import Rounds
+from fabric.protocol.member.state import KnownEpochs
 from fabric.protocol.messages import member_events as io
 
 Patch = pytest.MonkeyPatch

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -280,3 +281,40 @@ def test_a_text_that_is_not_an_address_is_refused(text: str):
 def test_addresses_of_every_form():
     assert parse_address("node-3:29500") == ("node-3", 29500)
     assert parse_address("[::1]:80") == ("::1", 80)
+
+
+FORKING = """
+import asyncio, os, signal, socket
+from fabric.transport.greeting import Greeting
+from fabric.transport.tcp import Listener, ListenerIdentity, dial
+
+async def main():
+    came = asyncio.Queue()
+    listener = Listener(ListenerIdentity("job", "r0"), b"token", lambda _, sock: came.put_nowait(sock))
+    await listener.start("127.0.0.1", local=True)
+    host, port = listener.address
+    link = await dial(f"{host}:{port}", Greeting("job", "s", "r1", 1, "data", 3, to="r0"), b"token", 5.0)
+    theirs = await came.get()
+    ready, begun = os.pipe()
+    worker = os.fork()
+    if not worker:
+        os.write(begun, b"1")
+        signal.pause()
+    os.read(ready, 1)
+    try:
+        await listener.close()
+        theirs.close()
+        assert await asyncio.get_running_loop().sock_recv(link, 1) == b"", "it is closed"
+        socket.create_server((host, port)).close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+asyncio.run(asyncio.wait_for(main(), 60))
+"""
+
+
+def test_a_forked_worker_keeps_neither_the_port_nor_the_links_of_its_trainer():
+    """A worker that hung in a read held the only port of its killed trainer, which never came back."""
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

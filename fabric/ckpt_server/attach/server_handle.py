@@ -89,7 +89,9 @@ class ServerHandle:
         with self._lock:
             mapped = self._maps.get((kind, slot))
             if mapped is None or len(mapped) < nbytes:
-                self._demand_answer()
+                # The request after this may take long, so a server that does not answer must show here.
+                with contextlib.suppress(Refused):  # a server of an older version answers by a refusal
+                    self._line.ask({"op": "ping"}, _PUBLISH_S)
                 body = {"op": "allocate", "kind": kind, "slot": slot, "nbytes": nbytes}
                 timeout_s = _ANSWER_S + max(nbytes, 0) / _CLEAR_BYTES_PER_S
                 answer, descriptors = self._line.ask(body, timeout_s)
@@ -273,12 +275,6 @@ class ServerHandle:
             answer, descriptors = self._line.ask(body, timeout_s)
             _close_all(descriptors)
             return answer
-
-    def _demand_answer(self) -> None:
-        """Raise ServerLost where the server does not answer promptly: the request after this may take
-        long."""
-        with contextlib.suppress(Refused):  # a server of an older version answers by a refusal
-            self._line.ask({"op": "ping"}, _PUBLISH_S)
 
     def _let_maps_go(self) -> None:
         self._maps.clear()

@@ -259,7 +259,10 @@ class StateFetcher:
                 for source, line in zip(sources, lines, strict=True)
             ]
             late = set(asked)
-            while late and not any(future.done() and _usable(future) for future in asked):
+            while late and not any(
+                future.done() and (future.exception() is not None or future.result() is not None)
+                for future in asked
+            ):
                 late = wait(late, return_when="FIRST_COMPLETED").not_done
             late = wait(late, timeout=_MANIFEST_GRACE_S).not_done
             for line, future in zip(lines, asked, strict=True):
@@ -295,10 +298,6 @@ class StateFetcher:
     def _require_running(self) -> None:
         if self._access.sockets.closed:
             raise StateError("The fetch was cancelled; nothing was loaded.")
-
-
-def _usable(future: "Future[dict[str, Any] | None]") -> bool:
-    return future.exception() is not None or future.result() is not None
 
 
 def _allocated(allocate: Callable[[int], memoryview], nbytes: int) -> memoryview:

@@ -28,7 +28,6 @@ from fabric.ckpt_server.format.digest import block_digest, file_digest
 from fabric.ckpt_server.format.manifest import check_manifest
 from fabric.ckpt_server.format.safetensors_file import (
     MAX_HEADER_BYTES,
-    FileHeader,
     TensorSpan,
     parse_json,
     read_header,
@@ -79,7 +78,7 @@ def open_state(
 
     ``timeout_s``: how long reading from checkpoint servers may take."""
     with ExitStack() as stack:
-        if _is_file(name):
+        if "://" not in name and not Path(_folder_and_rank(name)[0]).is_dir():
             yield stack.enter_context(closing(FileState(name)))
         else:
             yield open_manifested(name, token, stack, tls, timeout_s)
@@ -103,10 +102,6 @@ def open_manifested(
         ranks = [int(rank)] if rank is not None else range(checkpoint.ranks)
         parts = [stack.enter_context(closing(DurableState(name, checkpoint, number))) for number in ranks]
     return parts[0] if len(parts) == 1 else MergedState(name, parts)
-
-
-def _is_file(name: str) -> bool:
-    return "://" not in name and not Path(_folder_and_rank(name)[0]).is_dir()
 
 
 def _folder_and_rank(name: str) -> tuple[str, str | None]:
@@ -133,7 +128,9 @@ class FileState:
             raise StateError(f"{name}: {error}") from error
         self.nbytes = len(self._view)
         self.tensors = {span.name: span for span in header.tensors}
-        self.step = _step(header.metadata)
+        described = parse_json(header.metadata)
+        step = described.get("step") if isinstance(described, dict) else None
+        self.step = step if isinstance(step, int) else -1
         self.rank, self.ranks = 0, 1
 
     @property
@@ -164,7 +161,10 @@ class BlockState:
         self.step, self.nbytes = manifest["step"], manifest["nbytes"]
         self.rank, self.ranks = manifest.get("rank", 0), len(manifest.get("ranks", ("",)))
         self._kept_from, self._kept = 0, memoryview(b"")
-        self.header = self._read_header()
+        length = int.from_bytes(self.read(0, min(8, self.nbytes)), "little")
+        if length > min(MAX_HEADER_BYTES, self.nbytes - 8):
+            raise StateError(f"{self.name}: this is no safetensors file, or it is damaged")
+        self.header = read_preamble(self.read(0, 8 + length), self.nbytes)
         self.tensors = {span.name: span for span in self.header.tensors}
         self.shards = find_shards(self.header.metadata)
 
@@ -198,12 +198,6 @@ class BlockState:
                 at += len(block)
             self._kept_from, self._kept = low, data.toreadonly()
         return self._kept[begin - self._kept_from : end - self._kept_from]
-
-    def _read_header(self) -> FileHeader:
-        length = int.from_bytes(self.read(0, min(8, self.nbytes)), "little")
-        if length > min(MAX_HEADER_BYTES, self.nbytes - 8):
-            raise StateError(f"{self.name}: this is no safetensors file, or it is damaged")
-        return read_preamble(self.read(0, 8 + length), self.nbytes)
 
     def _place(self, block: int) -> tuple[int, int]:
         size = self.manifest["block_bytes"]
@@ -251,13 +245,6 @@ def _durable(url: str) -> DurableCheckpoint:
     for warning in listing.warnings:
         raise StateError(warning)
     return open_checkpoint(storage)
-
-
-def _step(metadata: str) -> int:
-    """Return the step in the file's own metadata, -1 where the metadata has no step."""
-    described = parse_json(metadata)
-    step = described.get("step") if isinstance(described, dict) else None
-    return step if isinstance(step, int) else -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,11 @@ class Memfd:
         try:
             os.posix_fallocate(self.fd, 0, capacity)
             mapped = mmap.mmap(self.fd, capacity, mmap.MAP_SHARED, mmap.PROT_READ)
-            _fault_in(mapped)
+            # Enter all pages, so that the first transfer has no page faults: in small steps, because a call
+            # holds the interpreter's lock. An older kernel enters pages at first use.
+            with contextlib.suppress(OSError):
+                for begin in range(0, len(mapped), _FAULT_BYTES):
+                    mapped.madvise(_MADV_POPULATE_READ, begin, min(_FAULT_BYTES, len(mapped) - begin))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
@@ -62,16 +66,6 @@ class Memfd:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def _fault_in(mapped: mmap.mmap) -> None:
-    """Enter all pages in this process's page tables, so that the first transfer has no page faults.
-
-    Small steps, because a call holds the interpreter's lock. An older kernel enters pages at first use.
-    """
-    with contextlib.suppress(OSError):
-        for begin in range(0, len(mapped), _FAULT_BYTES):
-            mapped.madvise(_MADV_POPULATE_READ, begin, min(_FAULT_BYTES, len(mapped) - begin))
 
 
 def _too_large(name: str, needed: int, available: int, but: str = "") -> Refused:

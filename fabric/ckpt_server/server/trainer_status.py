@@ -128,7 +128,9 @@ class StatusSender:
                 async with asyncio.timeout(_SEND_S):
                     await socket.send_str(message)
                 self._said = ""
-                await self._wait_change(due)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(due):
+                        await self._vitals.changed.wait()
         finally:
             replies.cancel()
             await asyncio.wait({replies})
@@ -137,11 +139,6 @@ class StatusSender:
         """Take an epoch notice; it sets the period of statuses, which is longer in large jobs."""
         self._every_s = min(notice.every_s, _MOST_EVERY_S)
         self._vitals.heard(notice)
-
-    async def _wait_change(self, due: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(due):
-                await self._vitals.changed.wait()
 
     def _say(self, why: str) -> None:
         """Log ``why`` unless it is the reason that was logged last."""

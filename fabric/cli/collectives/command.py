@@ -1,23 +1,267 @@
 """``fabric diagnose``: finds from the recorded collectives of all processes what holds a job up."""
 
+import asyncio
 import json
+import re
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import click
 
-from fabric.cli.collectives.living_job import JobReader, Look, ServerTarget, job_targets
-from fabric.cli.collectives.recorded_files import ReadRecordings, read_files
-from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import current_tls, lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import all_printable
-from fabric.cli.tls import current_tls
 from fabric.collectives.calls import side_by_side
 from fabric.collectives.hangs import waits
+from fabric.collectives.plain_pickle import BadRecording
+from fabric.collectives.recording import MAX_BYTES, Process, Recording, parse_recording, read_recording
 from fabric.collectives.report import CollectiveReport, explain
-from fabric.errors import ConfigError
+from fabric.errors import ConfigError, Unreachable
+from fabric.runtime.http.dial_errors import describe
 from fabric.runtime.http.http_service import read_token
 from fabric.runtime.http.lighthouse_client import understood
+from fabric.runtime.http.tls import Tls
+
+# The rank is the last number in the file's name: ``nccl_trace_rank_3``, ``rank3.json``, ``rank3.torch.json``.
+_RANK = re.compile(r"(\d{1,6})(?:\.[A-Za-z]\w*)*$", re.ASCII)
+_OTHER_FILES = frozenset((".log", ".txt", ".out", ".err", ".gz", ".zip", ".py"))
+
+
+@dataclass(slots=True)
+class ReadRecordings:
+    """The recordings that could be read. ``unread``: why the recording of a process is missing."""
+
+    recordings: list[Recording] = field(default_factory=list)
+    unread: dict[Process, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _DumpFile:
+    path: Path
+    process: Process
+
+
+def read_files(names: Iterable[str]) -> ReadRecordings:
+    """Read files and folders. Raises ConfigError for a name that is neither."""
+    result = ReadRecordings()
+    for dump in [file for name in names for file in _files(name)]:
+        try:
+            recording = read_recording(_bytes(dump.path), dump.process, str(dump.path))
+        except BadRecording as error:
+            result.unread[dump.process] = str(error)
+            continue
+        identity = recording.process, recording.is_own
+        twin = next((x for x in result.recordings if (x.process, x.is_own) == identity), None)
+        if twin is not None:
+            raise ConfigError(
+                f"{twin.source} and {recording.source} are both recordings of {recording.process.name}: give"
+                " one of them, or RANK=FILE"
+            )
+        result.recordings.append(recording)
+    for recording in result.recordings:
+        result.unread.pop(recording.process, None)
+    return result
+
+
+def _files(name: str) -> Iterator[_DumpFile]:
+    number, mark, rest = name.partition("=")
+    is_numbered = bool(mark) and number.isascii() and number.isdecimal() and len(number) < 7
+    path = Path(rest if is_numbered else name)
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: give dumps of torch's Flight Recorder, a folder, or a URL")
+    if not path.is_dir():
+        rank = int(number) if is_numbered else rank_of(path)
+        if rank is None:
+            raise ConfigError(f"the name of {path} has no rank: write RANK={path}")
+        yield _DumpFile(path, Process("", rank))
+        return
+    if is_numbered:
+        raise ConfigError(f"{path} is a folder: write RANK=FILE for one of its files")
+    dumps = list(_in_folder(path))
+    if not dumps:
+        raise ConfigError(f"{path} has no file whose name ends with a rank, such as nccl_trace_rank_0")
+    yield from dumps
+
+
+def _in_folder(path: Path) -> Iterator[_DumpFile]:
+    """The dumps in a folder; each folder in it belongs to one replica."""
+    for entry in sorted(path.iterdir()):
+        inside = sorted(entry.iterdir()) if entry.is_dir() else [entry]
+        for file in inside:
+            rank = rank_of(file)
+            if file.is_file() and rank is not None and file.suffix not in _OTHER_FILES:
+                yield _DumpFile(file, Process(entry.name if entry.is_dir() else "", rank))
+
+
+def rank_of(path: Path) -> int | None:
+    match = _RANK.search(path.name)
+    return int(match[1]) if match else None
+
+
+def _bytes(path: Path) -> bytes:
+    """The file's content, read up to one byte over the limit. Raises BadRecording."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise BadRecording(f"{path}: it cannot be read: {error.strerror or error}") from error
+
+
+_ASK_S = 5.0
+_AT_ONCE = 16
+_MAX_FRAMES = 20
+_TORCH, _OWN, _STACKS, _STATE = "flight", "exchange", "stacks", "state"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTarget:
+    """One process, and the base URL of its checkpoint server."""
+
+    process: Process
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobReader:
+    """Asks checkpoint servers, with ``token``.
+
+    It asks twice: a healthy job is in another collective the second time, and a hanging job is in the same.
+    """
+
+    token: str
+    tls: Tls
+
+    def look(self, targets: Sequence[ServerTarget]) -> "Look":
+        """Ask for both recordings and the stacks of every process."""
+        return asyncio.run(self._look(targets))
+
+    def name(self, urls: Sequence[str]) -> list[ServerTarget]:
+        """The processes whose checkpoint servers have these URLs. Raises Unreachable."""
+        return asyncio.run(self._name(urls))
+
+    async def _name(self, urls: Sequence[str]) -> list[ServerTarget]:
+        async with self._session() as client:
+            states = await asyncio.gather(*(self._get(client, url, _STATE) for url in urls))
+        targets = []
+        for url, (body, problem) in zip(urls, states, strict=True):
+            state = _json(body)
+            if problem or not isinstance(state.get("replica"), str):
+                raise Unreachable(
+                    f"{url} is no checkpoint server that answers ({problem or 'it names no replica'}): give"
+                    " its base URL, as the job's status shows it"
+                )
+            _, _, fragment = url.partition("#")
+            rank = int(fragment) if fragment.isascii() and fragment.isdecimal() and len(fragment) < 7 else 0
+            targets.append(ServerTarget(Process(state["replica"], rank), url))
+        return targets
+
+    async def _look(self, targets: Sequence[ServerTarget]) -> "Look":
+        look = Look()
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def one_process(target: ServerTarget) -> None:
+            async with limit:
+                answers = await asyncio.gather(
+                    *(self._get(client, target.url, what) for what in (_TORCH, _OWN, _STACKS))
+                )
+            look.add(target, dict(zip((_TORCH, _OWN, _STACKS), answers, strict=True)))
+
+        async with self._session() as client:
+            await asyncio.gather(*map(one_process, targets))
+        return look
+
+    def _session(self) -> aiohttp.ClientSession:
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        connector = aiohttp.TCPConnector(ssl=self.tls.client_context() or True)
+        timeout = aiohttp.ClientTimeout(total=_ASK_S)
+        jar = aiohttp.DummyCookieJar()
+        return aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout, cookie_jar=jar)
+
+    async def _get(self, client: aiohttp.ClientSession, url: str, what: str) -> tuple[bytes, str]:
+        base = url.partition("#")[0].rstrip("/")
+        try:
+            async with client.get(f"{base}/debug/{what}", allow_redirects=False) as answer:
+                data = bytearray()
+                while len(data) <= MAX_BYTES and (more := await answer.content.read(1 << 20)):
+                    data += more
+                if answer.status == 200:
+                    return bytes(data), ""
+                return b"", str(_json(bytes(data)).get("error", f"HTTP {answer.status}"))[:300]
+        except TimeoutError:
+            return b"", f"its checkpoint server did not answer within {_ASK_S:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return b"", f"its checkpoint server gave no answer: {describe(error, base, self.tls)}"
+
+
+@dataclass(slots=True)
+class Look:
+    """The recordings of all processes from one look. ``dumps``: the answers, by process and recorder."""
+
+    read: ReadRecordings = field(default_factory=ReadRecordings)
+    dumps: dict[tuple[Process, str], bytes] = field(default_factory=dict)
+
+    def add(self, target: ServerTarget, answers: Mapping[str, tuple[bytes, str]]) -> None:
+        """Take the answers of one process's checkpoint server."""
+        process, reasons = target.process, []
+        main, state = _main_thread(_json(answers[_STACKS][0]))
+        for what in (_TORCH, _OWN):
+            body, problem = answers[what]
+            if problem:
+                reasons.append(problem)
+                continue
+            try:
+                recording = read_recording(body, process, f"{target.url} ({what})")
+            except BadRecording as error:
+                reasons.append(str(error))
+                continue
+            self.dumps[process, "torch" if what == _TORCH else what] = body
+            # The server's address identifies the process; the name in the recording is not trusted.
+            self.read.recordings.append(replace(recording, process=process, main=main, process_state=state))
+        if len(reasons) == 2:
+            self.read.unread[process] = reasons[-1]
+            if main:
+                # Without a recording, the stack still shows where the process is.
+                empty = parse_recording({"entries": []}, process, target.url)
+                self.read.recordings.append(replace(empty, main=main, process_state=state))
+
+
+def job_targets(status: Mapping[str, Any]) -> list[ServerTarget]:
+    """The checkpoint servers of all ranks of a job's members, from the job's status."""
+    targets = []
+    for member in status["members"]:
+        addresses = [member["ckpt"], *(rank["ckpt"] for rank in member["ranks"])]
+        targets += [
+            ServerTarget(Process(str(member["replica"]), rank), str(url))
+            for rank, url in enumerate(addresses)
+            if str(url).startswith(("http://", "https://"))
+        ]
+    return targets
+
+
+def _main_thread(stacks: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+    """The main thread's stack, and whether the kernel says that the process is stopped."""
+    kernel = stacks.get("kernel")
+    first = kernel[0] if isinstance(kernel, list) and kernel and isinstance(kernel[0], dict) else {}
+    state = "stopped" if first.get("state") in ("T", "t") else ""
+    threads = stacks.get("threads")
+    frames = [t.get("stack") for t in threads if isinstance(t, dict)] if isinstance(threads, list) else []
+    stacks_of_text = [x for x in frames if isinstance(x, list) and all(isinstance(line, str) for line in x)]
+    if not stacks_of_text:
+        return (), state
+    # The interpreter lists the main thread first; a dump by signal lists it last.
+    main = stacks_of_text[0] if stacks.get("how") == "interpreter" else stacks_of_text[-1]
+    return tuple(line[:300] for line in main[:_MAX_FRAMES]), state
+
+
+def _json(data: bytes) -> Mapping[str, Any]:
+    try:
+        body = json.loads(data) if data and len(data) <= MAX_BYTES else {}
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 @click.command()
@@ -56,7 +300,9 @@ def diagnose(
         if save is not None:
             raise ConfigError("--save keeps the recordings of a living job, and these are files already")
         read = read_files(files)
-        report = _explained(read)
+        if not read.recordings:
+            raise ConfigError("no recording could be read: " + "; ".join(list(read.unread.values())[:3]))
+        report = explain(read.recordings, read.unread)
     else:
         report = _living(urls, settle_s, save, server_token_file, lighthouse)
     if as_json:
@@ -64,12 +310,6 @@ def diagnose(
         return
     for line in _lines(all_printable(report.to_json())):
         click.echo(line)
-
-
-def _explained(read: ReadRecordings) -> CollectiveReport:
-    if not read.recordings:
-        raise ConfigError("no recording could be read: " + "; ".join(list(read.unread.values())[:3]))
-    return explain(read.recordings, read.unread)
 
 
 def _living(
@@ -132,7 +372,6 @@ def _keep(look: Look, targets: list[ServerTarget], folder: Path) -> None:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    """The report for a person."""
     lines: list[str] = []
     for conclusion in report["conclusions"]:
         lines.append(f"{conclusion['verdict']}: {conclusion['why']}")

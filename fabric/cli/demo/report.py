@@ -20,7 +20,6 @@ from fabric.drill.report.tables import failure_table, html_facts, html_list, htm
 
 
 def write_report(directory: Path, verdict: Verdict) -> None:
-    """Write ``report.html`` and ``events.jsonl`` into ``directory``."""
     (directory / "report.html").write_text(render(verdict), encoding="utf-8")
     events = [json.dumps(entry) + "\n" for entry in merged_events(verdict.evidence)]
     (directory / "events.jsonl").write_text("".join(events), encoding="utf-8")
@@ -36,9 +35,10 @@ def merged_events(evidence: Evidence) -> list[Mapping[str, object]]:
 
 
 def render(verdict: Verdict) -> str:
-    """Return the page as text."""
     evidence, summary = verdict.evidence, verdict.summary
-    zero, seconds = _extent(evidence)
+    times = [line.t for journal in evidence.run.journals.values() for line in journal.lines]
+    zero = min(times, default=0.0)
+    seconds = max(times, default=0.0) - zero
     marks = [ChartMark(f.t - zero, "kill", f"{f.replica} dies") for f in summary.failure_list]
     marks += [ChartMark(j.t - zero, "join", f"{j.replica} joins") for j in summary.join_list]
     replicas = sorted(evidence.run.journals)
@@ -51,19 +51,17 @@ def render(verdict: Verdict) -> str:
         verdict_class="bad" if verdict.broken else "good",
         broken=html_list(verdict.broken[:50]),
         facts=_facts(verdict),
-        legend="".join(_legend(index, name) for index, name in enumerate(replicas)),
+        legend="".join(
+            f'<button data-replica="{escape(name)}" aria-pressed="true">'
+            f'<i style="background:{colour(index)}"></i>{escape(name)}</button>'
+            for index, name in enumerate(replicas)
+        ),
         loss=curves(_losses(evidence, zero), marks, seconds),
         roster=rosters(spans, marks, seconds),
         steps=bars(_step_times(evidence, zero), marks, seconds, summary.median_step_s),
         failures=html_table(failure_table(summary), "No process failed."),
         joins=html_table(join_table(summary), "No process joined the running job."),
     )
-
-
-def _extent(evidence: Evidence) -> tuple[float, float]:
-    times = [line.t for journal in evidence.run.journals.values() for line in journal.lines]
-    zero = min(times, default=0.0)
-    return zero, max(times, default=0.0) - zero
 
 
 def _verdict(verdict: Verdict) -> str:
@@ -83,13 +81,6 @@ def _facts(verdict: Verdict) -> str:
         (f"{summary.median_step_s:.3f} s", "median step"),
         (f"{summary.max_survivor_stall_s:.3f} s", "longest stall"),
         (f"{summary.final_loss:.4f}", "final loss"),
-    )
-
-
-def _legend(index: int, replica: str) -> str:
-    return (
-        f'<button data-replica="{escape(replica)}" aria-pressed="true">'
-        f'<i style="background:{colour(index)}"></i>{escape(replica)}</button>'
     )
 
 

@@ -178,7 +178,6 @@ def train(steps: int, control: ControlRun) -> None:
 
 
 def main() -> None:
-    """Run the command line of ``python -m fabric.cli.demo.trainer``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=120, help="train to this committed step")
     parser.add_argument("--drop-inherited", action="store_true", help=argparse.SUPPRESS)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from fabric.cli.launch.signal_inbox import ENDING, PASSED_ON
-from fabric.runtime.marked_processes import MarkedProcesses
+from fabric.runtime.guarded_processes import MarkedProcesses
 
 _KILL_S = 10.0
 _CALM = b"calm\n"

@@ -27,9 +27,9 @@ from fabric.cli.launch.restart_policy import (
 from fabric.cli.launch.signal_inbox import ENDING, SignalInbox
 from fabric.errors import ConfigError
 from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
+from fabric.runtime.guarded_processes import MarkedProcesses
 from fabric.runtime.layout_orders import LayoutMemory, LayoutOffer, LayoutOrder
-from fabric.runtime.marked_processes import MarkedProcesses
-from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S
+from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS
 from fabric.runtime.rank_layout import RankLayout
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Launcher:
                 environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             if tuple(devices) != self._devices or "CUDA_VISIBLE_DEVICES" in environment:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        environment["FABRIC_LAYOUT_ORDERS"] = str(self._layouts.descriptor)
+        environment[LAYOUT_ORDERS] = str(self._layouts.descriptor)
         allowed = [str(x) for x in self._plan.candidates if x not in self._refused]
         self._layouts.offer(LayoutOffer(tuple(allowed), tuple(map(str, self._refused))))
         return AttemptSpec(

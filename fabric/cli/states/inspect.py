@@ -12,10 +12,9 @@ from rich.text import Text
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.reading.state_source import ReadableState, open_state
 from fabric.ckpt_server.server.statistics import values
-from fabric.cli.lighthouse_options import lighthouse_options
+from fabric.cli.lighthouse_options import current_tls, lighthouse_options
 from fabric.cli.states.replica_names import StateNames
 from fabric.cli.terminal_text import plain_console, printable
-from fabric.cli.tls import current_tls
 from fabric.errors import StateError, Unreachable
 from fabric.runtime.http.http_service import read_token
 

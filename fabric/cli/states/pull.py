@@ -14,11 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from fabric.ckpt_server.format.digest import BlockDigests, block_digest, digest_of_blocks, file_digest
 from fabric.ckpt_server.reading.merged_state import MergedState
 from fabric.ckpt_server.reading.state_source import BlockState, open_manifested
-from fabric.cli.lighthouse_options import lighthouse_options
+from fabric.cli.lighthouse_options import current_tls, lighthouse_options
 from fabric.cli.states.inspect import tell_part, token_of
 from fabric.cli.states.replica_names import StateNames
 from fabric.cli.terminal_text import plain_console
-from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, IntegrityError, Unreachable
 
 _TRIES = 5

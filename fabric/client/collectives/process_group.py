@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fabric.client.collectives.collectives import TIMEOUT_S, Collectives
 from fabric.client.collectives.payload import Payload
-from fabric.client.collectives.solo_collectives import SoloCollectives
+from fabric.client.collectives.session_collectives import SoloCollectives
 from fabric.errors import CollectiveFailed, ConfigError
 
 BACKEND = "fabric"

@@ -191,15 +191,13 @@ class GradientSlots:
                 return False
             slot.published = slot.labelled = True
             following = self._following(slot)
-            if following is not None and self._is_withdrawn(following):
+            if following is not None and (
+                not following.used or (following.labelled and self.handle.withdraw_via_shm(following.index))
+            ):
                 self._prepared = following
             return self._prepared is not None
         finally:
             self._lock.release()
-
-    def _is_withdrawn(self, slot: GradientSlot) -> bool:
-        """Withdraw ``slot`` through shared memory if labelled; return whether it may be written."""
-        return not slot.used or (slot.labelled and self.handle.withdraw_via_shm(slot.index))
 
     def _following(self, slot: GradientSlot) -> GradientSlot | None:
         """Return the next round's slot, if it can and must be withdrawn when ``slot`` is published."""

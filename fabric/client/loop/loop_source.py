@@ -10,24 +10,28 @@ import ast
 import builtins
 import inspect
 import linecache
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
+from fabric.client.loop.loop_flow import (
+    COMPREHENSIONS,
+    LOOPS,
+    SCOPES,
+    called,
+    carry,
+    ends_by,
+    made_from,
+    moves_training,
+    stores,
+)
 from fabric.errors import ConfigError
 
-_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
-_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _EXITS = ast.Continue | ast.Break | ast.Return | ast.Raise
-_LOOPS = ast.For | ast.AsyncFor | ast.While
 _PLAIN_USES = {"number", "skipped"}  # attributes of a step that are the same with and without micro-batches
 _COUNTS = {"number", "committed_step"}
 _OF_FABRIC = {"backward", "metrics", "add_weight"}  # calls in the inner loop after which no test can ask
 _SHARED = {"number", "committed_step", "metrics"}  # attributes that are equal on all replicas
-# Methods that give a value in another place, type or mode.
-_CONVERTS = {"to", "cuda", "cpu", "float", "half", "double", "bfloat16"}
-_CONVERTS |= {"contiguous", "detach", "train", "eval"}
-_OF_GROUPS = {"lr", "momentum", "weight_decay", "betas", "eps"}
 _LOOKUPS = {"locals", "globals", "vars", "dir", "hasattr"}
 # They yield no item that their argument does not yield.
 _PASS_ON = {"enumerate", "tqdm", "iter", "islice", "track"}
@@ -73,10 +77,10 @@ def unbound_names(source: str, line: int, bound: Iterable[str]) -> list[tuple[st
     step = _step_name(loop.target, loop.iter) if loop is not None else ""
     if tree is None or loop is None or not step:
         return []
-    if any(isinstance(x, ast.Call) and _called(x) in ("exec", "eval") for x in ast.walk(loop)):
+    if any(isinstance(x, ast.Call) and called(x) in ("exec", "eval") for x in ast.walk(loop)):
         return []
     declared = {name for x in ast.walk(tree) if isinstance(x, ast.Global | ast.Nonlocal) for name in x.names}
-    bare = _BareStep(loop, step, {*bound, *declared, *_stores([loop.target])})
+    bare = _BareStep(loop, step, {*bound, *declared, *stores([loop.target])})
     bare.block(loop.body, quiet=False)
     return list(bare.unbound.items())
 
@@ -91,7 +95,7 @@ class _BareStep:
         self.over = False  # a bare step may not come to the statements that follow
         inner = [x for x in ast.walk(loop) if isinstance(x, ast.For) and self._is_inner(x)]
         parts = [part for x in inner for part in (x.target, *x.body)]
-        self.candidates = set(_stores(parts))
+        self.candidates = set(stores(parts))
         self.answers = self.candidates | _changed(parts) - {step}  # names whose value tells a bare step
         self.attributes = {
             x.attr
@@ -117,9 +121,9 @@ class _BareStep:
                 if node.value is None:
                     continue
                 if any(self._is_count(x) for x in ast.walk(node.value)):
-                    self.counts |= set(_stores([node]))
+                    self.counts |= set(stores([node]))
                 elif self.guards(node.value):
-                    self.answers |= set(_stores([node]))
+                    self.answers |= set(stores([node]))
 
     # --- statements ---------------------------------------------------------------------------------
 
@@ -136,36 +140,36 @@ class _BareStep:
         if self._is_inner(node):
             assert isinstance(node, ast.For)
             self.block(node.orelse, quiet)
-        elif isinstance(node, ast.If | _LOOPS):
+        elif isinstance(node, ast.If | LOOPS):
             self._branch(node, quiet)
         elif isinstance(node, ast.Try | ast.TryStar):
             self._try(node, quiet)
         elif isinstance(node, ast.With | ast.AsyncWith):
             for item in node.items:
                 self._read(item.context_expr, quiet)
-                self.bound |= set(_stores([item]))
+                self.bound |= set(stores([item]))
                 quiet = quiet or (
-                    isinstance(item.context_expr, ast.Call) and _called(item.context_expr) == "suppress"
+                    isinstance(item.context_expr, ast.Call) and called(item.context_expr) == "suppress"
                 )
             self.block(node.body, quiet)
         elif isinstance(node, ast.Match):
             self._read(node.subject, quiet)
             tests = [node.subject, *(x.guard for x in node.cases if x.guard is not None)]
             patterns = [x.pattern for x in node.cases]
-            self.bound |= set(_stores(patterns))
+            self.bound |= set(stores(patterns))
             self._guarded([x.body for x in node.cases], quiet, any(map(self.guards, tests)))
-        elif isinstance(node, _SCOPES):
+        elif isinstance(node, SCOPES):
             self.bound.add(node.name)
         else:
             self._read(node, quiet)
-            self.bound |= set(_stores([node]))
+            self.bound |= set(stores([node]))
             self.over = self.over or (isinstance(node, ast.Assert) and self.guards(node.test))
 
-    def _branch(self, node: ast.If | _LOOPS, quiet: bool) -> None:
+    def _branch(self, node: ast.If | LOOPS, quiet: bool) -> None:
         test = node.test if isinstance(node, ast.If | ast.While) else node.iter
         self._read(test, quiet)
         if not isinstance(node, ast.If):  # a later pass may read what an earlier one has set
-            self.bound |= set(_stores([x for x in ast.walk(node) if self._is_outside(x)]))
+            self.bound |= set(stores([x for x in ast.walk(node) if self._is_outside(x)]))
         self._guarded([node.body, node.orelse], quiet, self.guards(test))
 
     def _is_outside(self, node: ast.AST) -> bool:
@@ -194,9 +198,9 @@ class _BareStep:
         self._expression(node, quiet)
 
     def _expression(self, node: ast.AST, quiet: bool) -> None:
-        if isinstance(node, _SCOPES):
+        if isinstance(node, SCOPES):
             return
-        if isinstance(node, _COMPREHENSIONS):  # the rest is a scope of its own, and may not run
+        if isinstance(node, COMPREHENSIONS):  # the rest is a scope of its own, and may not run
             self._expression(node.generators[0].iter, quiet)
         elif isinstance(node, ast.IfExp):
             self._expression(node.test, quiet)
@@ -238,7 +242,7 @@ class _BareStep:
                 and node.value in self.candidates
             ):
                 return True
-            if isinstance(node, ast.Call) and _called(node) in _LOOKUPS:
+            if isinstance(node, ast.Call) and called(node) in _LOOKUPS:
                 return True
             if self._is_count(node) and id(node) not in compared:
                 return True
@@ -255,7 +259,7 @@ class _BareStep:
 
 def carried_names(source: str, line: int) -> list[tuple[str, int]]:
     """Return each name that the loop makes from its own value of the step before, and on which the training
-    depends: a backward, or a value of the optimizer's groups. With the line that makes it.
+    depends: a backward, a value of the optimizer's groups, or the loop's end. With the line that makes it.
 
     ``line``: of the ``for`` statement over the steps. A name that the source takes from a step's number, from
     ``committed_step`` or from a step's metrics somewhere, or declares global, is left out.
@@ -264,87 +268,20 @@ def carried_names(source: str, line: int) -> list[tuple[str, int]]:
     step = _step_name(loop.target, loop.iter) if loop is not None else ""
     if tree is None or loop is None or not step:
         return []
-    carried = dict.fromkeys(set(_stores([loop.target])) - {step}, loop.lineno)  # the index of enumerate
-    _carry(loop.body, {step}, carried)
+    carried = dict.fromkeys(set(stores([loop.target])) - {step}, loop.lineno)  # the index of enumerate
+    carry(loop.body, {step}, carried)
     for node in ast.walk(tree):
         if isinstance(node, ast.Global | ast.Nonlocal):
             carried = {name: at for name, at in carried.items() if name not in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             shared = {x.attr for x in ast.walk(node.value) if isinstance(x, ast.Attribute)} & _SHARED
-            carried = {name: at for name, at in carried.items() if not shared or name not in _stores([node])}
-    return [(name, at) for name, at in carried.items() if _moves_training(loop, name)]
-
-
-def _carry(statements: Iterable[ast.stmt], fresh: set[str], carried: dict[str, int]) -> set[str]:
-    """Add the names that these statements make from their own old value. Return the names that may have a
-    value of this step after them. ``fresh``: those that may have one before.
-    """
-    fresh = set(fresh)
-    for node in statements:
-        if isinstance(node, _SCOPES):
-            continue
-        if isinstance(node, ast.If):
-            fresh = _carry(node.body, fresh, carried) | _carry(node.orelse, fresh, carried)
-        elif isinstance(node, _LOOPS):
-            inner = set(_stores([node.target])) if not isinstance(node, ast.While) else set()
-            fresh = _carry([*node.body, *node.orelse], fresh | inner, carried)
-        elif isinstance(node, ast.With | ast.AsyncWith):
-            fresh = _carry(node.body, fresh | set(_stores(node.items)), carried)
-        elif isinstance(node, ast.Try | ast.TryStar):
-            handled = [x for handler in node.handlers for x in handler.body]
-            fresh = _carry([*node.body, *handled, *node.orelse, *node.finalbody], fresh, carried)
-        elif isinstance(node, ast.Match):
-            fresh = fresh.union(
-                *(_carry(x.body, fresh | set(_stores([x.pattern])), carried) for x in node.cases)
-            )
-        elif not _is_converted(node):
-            stored = set(_stores([node]))
-            old = stored if isinstance(node, ast.AugAssign) else stored & _read_in(node)
-            for name in old - fresh:
-                carried.setdefault(name, node.lineno)
-            fresh |= stored - old
-    return fresh
-
-
-def _is_converted(node: ast.stmt) -> bool:
-    """Whether a name gets its own value in another place or type, as in ``weights = weights.to(device)``."""
-    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
-        return False
-    value = node.value
-    while (
-        isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and _called(value) in _CONVERTS
-    ):
-        value = value.func.value
-    return isinstance(value, ast.Name) and ast.unparse(node.targets[0]) == value.id
-
-
-def _moves_training(loop: ast.For, name: str) -> bool:
-    """Return whether a backward or a value of the optimizer's groups in the loop is made from this name."""
-    made, size = {name}, 0
-    while size != len(made):
-        size = len(made)
-        for node in ast.walk(loop):
-            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-                if node.value is not None and _read_in(node.value) & made:
-                    made |= set(_stores([node]))
-            elif isinstance(node, ast.For | ast.AsyncFor) and _read_in(node.iter) & made:
-                made |= set(_stores([node.target]))
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Call) and _called(node) == "backward" and _read_in(node) & made:
-            return True
-        if isinstance(node, ast.Assign | ast.AugAssign) and _read_in(node.value) & made:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(x, ast.Subscript) and _is_of_group(x.slice) for x in targets):
-                return True
-    return False
-
-
-def _is_of_group(key: ast.expr) -> bool:
-    return isinstance(key, ast.Constant) and key.value in _OF_GROUPS
-
-
-def _read_in(node: ast.AST) -> set[str]:
-    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Store)}
+            carried = {name: at for name, at in carried.items() if not shared or name not in stores([node])}
+    made = {name: made_from(loop, {name}) for name in carried}
+    return [
+        (name, at)
+        for name, at in carried.items()
+        if moves_training(loop, made[name]) or ends_by([loop], made[name])
+    ]
 
 
 # --- the parts of a source ----------------------------------------------------------------------------------
@@ -378,10 +315,10 @@ def _passes_on(source: str, line: int) -> bool:
 
 def _step_name(target: ast.expr, iterated: ast.expr) -> str:
     """Return the name that each step gets; empty where the source does not show it."""
-    if isinstance(iterated, ast.Call) and _called(iterated) != "steps":
-        if _called(iterated) not in _PASS_ON or not iterated.args:
+    if isinstance(iterated, ast.Call) and called(iterated) != "steps":
+        if called(iterated) not in _PASS_ON or not iterated.args:
             return ""
-        if _called(iterated) == "enumerate":
+        if called(iterated) == "enumerate":
             if not (isinstance(target, ast.Tuple) and len(target.elts) == 2):
                 return ""
             target = target.elts[1]
@@ -392,13 +329,9 @@ def _step_name(target: ast.expr, iterated: ast.expr) -> str:
 
 def _iterates(iterated: ast.expr, step: str) -> bool:
     """Return whether a loop over ``iterated`` has no pass in a step without micro-batches."""
-    if isinstance(iterated, ast.Call) and _called(iterated) in _PASS_ON_INNER:
+    if isinstance(iterated, ast.Call) and called(iterated) in _PASS_ON_INNER:
         return any(_iterates(x, step) for x in iterated.args)
     return isinstance(iterated, ast.Name) and iterated.id == step
-
-
-def _called(call: ast.Call) -> str:
-    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -412,7 +345,7 @@ def _changed(parts: Iterable[ast.AST]) -> set[str]:
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             names |= _names(node.value)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            names |= _names(node) if _called(node.value) not in _OF_FABRIC else set()
+            names |= _names(node) if called(node.value) not in _OF_FABRIC else set()
     return names
 
 
@@ -425,24 +358,3 @@ def _is_periodic(node: ast.AST) -> bool:
 
 def _leaves(statements: Iterable[ast.AST]) -> bool:
     return any(isinstance(x, _EXITS) for statement in statements for x in ast.walk(statement))
-
-
-def _stores(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that ``nodes`` set in their own scope."""
-    for node in nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            yield node.rest
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            yield node.name
-        if isinstance(node, _COMPREHENSIONS):
-            yield from (x.target.id for x in ast.walk(node) if isinstance(x, ast.NamedExpr))
-        elif isinstance(node, ast.AnnAssign) and node.value is None:
-            continue
-        elif not isinstance(node, _SCOPES):
-            yield from _stores(ast.iter_child_nodes(node))

@@ -4,14 +4,14 @@ Refused are optimizers that evaluate the loss again, or hold parameters that nob
 parameters changed after ``attach``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fabric.ckpt_server.state.optimizer_extras import remember
 from fabric.client.loop.shared_state import with_state
-from fabric.client.loop.unshared_schedulers import UnsharedWatch
+from fabric.client.loop.unshared_objects import AverageWatch, UnsharedWatch, tensors_in
 from fabric.errors import ConfigError, StateError
 
 # Number of steps between two searches for new parameters: a search walks over every module.
@@ -54,15 +54,7 @@ def accept_optimizers(
 
 def _memory_of(values: Iterable[Any]) -> set[int]:
     """Return the addresses of the tensors in the states of these objects."""
-    return {tensor.data_ptr() for value in values for tensor in _tensors(with_state(value).state_dict())}
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)
+    return {tensor.data_ptr() for value in values for tensor in tensors_in(with_state(value).state_dict())}
 
 
 class ModelWatch:
@@ -73,8 +65,10 @@ class ModelWatch:
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         unshared: UnsharedWatch,
+        averages: AverageWatch,
         outside: Sequence[torch.Tensor] = (),
     ) -> None:
+        self.averages = averages
         self._model = model
         self._unshared = unshared
         self._scaled = False
@@ -101,6 +95,7 @@ class ModelWatch:
         if step % LOOK_EVERY == 0:
             self._look()
             self._unshared.check_when_changed()
+        self.averages.look(step)
 
     def _check_outside(self) -> None:
         """Refuse a gradient from backward: only gradients of the model's parameters are averaged."""

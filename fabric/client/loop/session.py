@@ -41,6 +41,7 @@ from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, make_engine
 from fabric.client.loop.step import Step
 from fabric.client.loop.step_data import StepData, described_as
+from fabric.client.loop.unshared_objects import ADVICE
 from fabric.client.process.excepthook import before_report
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
@@ -352,6 +353,7 @@ class Session(SessionCollectives):
     def say_in(self, words: Mapping[str, str]) -> None:
         """Replace these words in the sentence that ends this process; for adapters."""
         self._shutdown.words |= words
+        self._watch.averages.advice = words.get(ADVICE, ADVICE)
 
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:

@@ -9,9 +9,8 @@ from typing import NoReturn
 
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import RankEngine
-from fabric.client.loop import job_end_note
 from fabric.client.loop.loop_progress import LoopProgress
-from fabric.client.process import excepthook, raised_note
+from fabric.client.process import excepthook, job_end_note, raised_note
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
 from fabric.client.process.incarnation_lock import ProcessIdentity
@@ -21,7 +20,7 @@ from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, RE
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
 from fabric.runtime import logs
-from fabric.runtime.config import Settings
+from fabric.runtime.config import Settings, layout_orders
 from fabric.runtime.layout_orders import write_order
 
 # The last words of a process whose user code raised without a micro-batch.
@@ -93,7 +92,7 @@ class Shutdown:
         for ours, theirs in self.words.items():
             reason = reason.replace(ours, theirs)
         if layout and self._process.rank == 0:
-            write_order(self._settings.layout_orders, layout)
+            write_order(layout_orders(), layout)
         self._say(reason)
         self._parts.journal.write("stop", code=code, reason=reason)
         self._engine.close()

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from fabric.ckpt_server.state.training_state import capture
-from fabric.client.collectives.session_collectives import SessionCollectives
-from fabric.client.collectives.solo_collectives import SoloCollectives
+from fabric.client.collectives.session_collectives import SessionCollectives, SoloCollectives
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler

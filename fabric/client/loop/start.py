@@ -13,7 +13,7 @@ import xxhash
 
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
-from fabric.client.loop import job_end_note
+from fabric.client.process import job_end_note
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients
@@ -22,7 +22,7 @@ from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
 from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest
 from fabric.runtime.clock import seconds_since_boot
-from fabric.runtime.config import Settings, advertised_host
+from fabric.runtime.config import Settings, advertised_host, layout_orders
 from fabric.runtime.http.http_service import url_host
 from fabric.runtime.layout_orders import read_offer
 from fabric.transport.greeting import Greeting
@@ -139,7 +139,7 @@ def _follow(engine: FollowerEngine, settings: Settings, process: ProcessIdentity
 
 
 def _config(settings: Settings, retain: bool, plan: DataPlan) -> MemberConfig:
-    offer = read_offer(settings.layout_orders)
+    offer = read_offer(layout_orders())
     return MemberConfig(
         min_replicas=settings.min_replicas,
         autonomy_s=settings.autonomy_s,

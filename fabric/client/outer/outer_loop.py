@@ -7,20 +7,288 @@ loop that has ended opens no round that the other replicas would wait for.
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from fabric.client.attach import Choices, ends_with_a_sentence, make_session
 from fabric.client.data.sampler import StepSampler
+from fabric.client.gradients.buffer_choices import Buffers, choose_buffers
+from fabric.client.gradients.gradient_backend import device_of
 from fabric.client.loop.model_watch import refuse_optimizers
 from fabric.client.loop.session import Session
 from fabric.client.loop.solo import SoloSession, SoloStep
 from fabric.client.loop.step import Step
-from fabric.client.outer.global_parameters import GlobalParameters, local_buffers
-from fabric.client.outer.outer_rounds import JobRounds, OuterRounds, SoloRounds
-from fabric.client.outer.outer_schedule import OuterSchedule, is_whole
+from fabric.client.outer.outer_schedule import OuterSchedule, cut_fragments, is_whole
 from fabric.errors import ConfigError, FabricError
+from fabric.protocol.messages import member_events as io
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A trainable parameter of the model with its global copy."""
+
+    name: str
+    local: torch.nn.Parameter
+    shared: torch.nn.Parameter
+    fragment: int
+
+
+class GlobalParameters:
+    """``module`` has copies of the model's trainable parameters, under the names of the model's state.
+
+    Frozen parameters and buffers are the model's own tensors. ``cuts``: the fragment of each parameter, by
+    name; by default consecutive parameters of about equal size. Raises ConfigError.
+
+    A pseudo-gradient is the global parameters minus the local ones. It lies in the global parameters'
+    ``.grad``, is averaged like any gradient, and the outer optimizer applies it to the global parameters.
+    """
+
+    def __init__(self, model: torch.nn.Module, fragments: int, cuts: Mapping[str, int] | None = None) -> None:
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        numbers = cut_fragments([p.numel() for _, p in trainable], fragments)
+        if cuts is not None:
+            numbers = [cuts[name] for name, _ in trainable]
+            empty = set(range(fragments)) - set(numbers)
+            if empty:
+                raise ConfigError(
+                    f"fragment {min(empty)} has no trainable parameter of its own: give each fragment one"
+                )
+        copies = {id(p): torch.nn.Parameter(p.detach().clone()) for _, p in trainable}
+        self.fragments = {name: number for (name, _), number in zip(trainable, numbers, strict=True)}
+        self.module = _mirror(model, copies, {})
+        self._pairs = [_Pair(name, p, copies[id(p)], self.fragments[name]) for name, p in trainable]
+
+    def move(self, outer: torch.optim.Optimizer) -> None:
+        """Let ``outer``, which was made for the model's parameters, update their global copies.
+
+        Raises ConfigError, and changes nothing, unless it has each trainable parameter and no state yet.
+        """
+        if outer.state:
+            raise ConfigError(
+                "the outer optimizer has made steps already: make it just before diloco is called"
+            )
+        copies = {id(x.local): x.shared for x in self._pairs}
+        given = {id(p) for group in outer.param_groups for p in group["params"]}
+        left_out = next((x.name for x in self._pairs if id(x.local) not in given), "")
+        strange = bool(given - set(copies))
+        if left_out or strange:
+            what = "has a parameter that is not trainable in the model" if strange else f"lacks {left_out}"
+            raise ConfigError(
+                f"the outer optimizer {what}: make it of model.parameters(), as SGD(model.parameters(), ...)"
+            )
+        for group in outer.param_groups:
+            group["params"] = [copies[id(p)] for p in group["params"]]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a pseudo-gradient lies in ``.grad``."""
+        return any(x.shared.grad is not None for x in self._pairs)
+
+    @torch.no_grad()
+    def set_gradient(self, fragment: int) -> None:
+        """Put the pseudo-gradient of ``fragment`` into ``.grad``; the other fragments have None."""
+        for x in self._pairs:
+            x.shared.grad = x.shared - x.local if x.fragment == fragment else None
+
+    def keep_gradient(self, fragment: int) -> None:
+        """Drop the gradients of all other fragments: their optimizer state must not move."""
+        for x in self._pairs:
+            if x.fragment != fragment:
+                x.shared.grad = None
+
+    @torch.no_grad()
+    def load(self, fragment: int | None = None, alpha: float = 0.0) -> None:
+        """Set the local parameters to alpha * local + (1 - alpha) * global, of one or all fragments."""
+        for x in self._pairs:
+            if fragment is None or x.fragment == fragment:
+                x.local.lerp_(x.shared, 1 - alpha) if alpha else x.local.copy_(x.shared)
+
+
+def local_buffers(model: torch.nn.Module, buffers: Buffers) -> dict[str, str]:
+    """Return the choice ``ignore`` for the buffers that inner steps change.
+
+    Raises ConfigError for a model whose parts cannot be shared by outer steps.
+    """
+    trainable = tuple((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    if len({p.device for _, p in trainable}) > 1:
+        device_of(trainable)  # raises an error that names two parameters
+    if not trainable:
+        raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
+    choices = choose_buffers(model, "average" if buffers == "refuse" else buffers)
+    for name in choices.carried:
+        raise ConfigError(
+            f"forward changes the buffer {name!r} in inner steps, differently on each replica: "
+            'pass buffers="ignore" to keep such buffers local, or use a layer without running statistics'
+        )
+    return dict.fromkeys(choices.local, "ignore")
+
+
+def _mirror(
+    module: torch.nn.Module, copies: dict[int, torch.nn.Parameter], met: dict[int, torch.nn.Module]
+) -> torch.nn.Module:
+    """Return a module with the names of ``module``, with ``copies`` in place of trainable parameters."""
+    if id(module) in met:
+        return met[id(module)]
+    mirror = met[id(module)] = torch.nn.Module()
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        mirror.register_parameter(name, copies.get(id(parameter), parameter))
+    kept = set(module.state_dict(keep_vars=True))
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        mirror.register_buffer(name, buffer, persistent=name in kept)
+    for name, child in module._modules.items():  # noqa: SLF001  (named_children leaves out repeated ones)
+        mirror.add_module(name, _mirror(child, copies, met) if child is not None else None)
+    return mirror
+
+
+class OuterRounds(Protocol):
+    """The rounds of outer steps, as the inner steps use them."""
+
+    is_open: bool  # whether this replica may contribute to the round of the committed step
+
+    def open(self) -> bool:
+        """Begin the next outer step. Return whether the local parameters were replaced."""
+
+    def hand_over(self) -> None:
+        """Contribute the pseudo-gradient; never wait."""
+
+    def poll(self) -> bool:
+        """Do what the exchange under way needs; never wait. Return whether this replica fell behind."""
+
+    def commit(self) -> Step | SoloStep:
+        """Wait for the round's commit, and apply it."""
+
+
+class _Updates:
+    """Applies committed pseudo-gradients."""
+
+    def __init__(
+        self, shared: GlobalParameters, outer: torch.optim.Optimizer, schedule: OuterSchedule
+    ) -> None:
+        self._shared, self._outer, self._schedule = shared, outer, schedule
+
+    def hand_over(self, step: int) -> None:
+        self._shared.set_gradient(step % self._schedule.fragments)
+
+    def apply(self, step: Step | SoloStep) -> None:
+        """Update the global parameters of the step's fragment, and then the local ones.
+
+        If the step has nothing of this replica, the local parameters begin from the global ones.
+        """
+        fragment = step.number % self._schedule.fragments
+        self._shared.keep_gradient(fragment)
+        self._outer.step()
+        self._outer.zero_grad(set_to_none=True)
+        if step.contributed:
+            self._shared.load(fragment, self._schedule.alpha)
+        else:
+            self._shared.load()
+
+
+class JobRounds:
+    """The rounds of a job: ``session`` joins the job at the first ``open``."""
+
+    def __init__(
+        self,
+        session: Session,
+        shared: GlobalParameters,
+        outer: torch.optim.Optimizer,
+        schedule: OuterSchedule,
+        until: int = sys.maxsize,
+    ) -> None:
+        self.is_open = False
+        self._session = session
+        self._shared = shared
+        self._updates = _Updates(shared, outer, schedule)
+        self._until = until
+        self._order: io.Compute | None = None
+        self._arrived: io.Apply | io.Finish | None = None
+        self._loads = 0  # the session's loads when the pseudo-gradient was handed over
+        self._weight = 0.0
+        session.start_exchanges(schedule.describe(), until)
+
+    def open(self) -> bool:
+        session = self._session
+        loads, replayed = session.loads, 0
+        while session.committed_step < self._until:
+            order = session.reach_boundary()
+            if isinstance(order, io.Compute):
+                self._order, self.is_open = order, True
+                break
+            if isinstance(order, io.Finish) and session.committed_step >= self._until:
+                break  # the state that was loaded on the way is the final one
+            self._updates.apply(session.end_step(order))
+            replayed += 1
+        if session.loads != loads:
+            self._shared.load()
+        return replayed > 0 or session.loads != loads
+
+    def hand_over(self) -> None:
+        assert self._order is not None
+        session, order = self._session, self._order
+        self._loads, self._weight = session.loads, 1.0 if session.take_drawn() else 0.0
+        self._updates.hand_over(order.step)
+        session.contribute(order, self._weight)
+        self.is_open = False
+        self.poll()
+
+    def poll(self) -> bool:
+        if self._arrived is None and (order := self._session.orders.poll()) is not None:
+            self._note(order)
+        return isinstance(self._arrived, io.Apply) and self._arrived.prepared is None
+
+    def commit(self) -> Step:
+        while self._arrived is None:
+            self._note(self._session.orders.next())
+        step = self._session.end_step(self._arrived)
+        self._arrived = None
+        self._updates.apply(step)
+        if step.replayed:
+            self.open()
+        return step
+
+    def _note(self, order: io.Compute | io.Apply | io.Finish) -> None:
+        if not isinstance(order, io.Compute):
+            self._arrived = order
+            return
+        # The round was redone. The kept gradient counts already, a dropped one is handed over again, unless
+        # a loaded state has replaced the global parameters.
+        assert self._order is not None
+        dropped = not self._shared.has_gradient
+        same = order.step == self._order.step and self._session.loads == self._loads
+        if dropped and same:
+            self._updates.hand_over(order.step)
+        self._session.contribute(order, self._weight if dropped and same else 0.0)
+
+
+class SoloRounds:
+    """As JobRounds with FABRIC_DISABLE=1: this process's pseudo-gradient is the average."""
+
+    is_open = True
+
+    def __init__(
+        self,
+        session: SoloSession,
+        shared: GlobalParameters,
+        outer: torch.optim.Optimizer,
+        schedule: OuterSchedule,
+    ) -> None:
+        self._session, self._updates = session, _Updates(shared, outer, schedule)
+
+    def open(self) -> bool:
+        return False
+
+    def hand_over(self) -> None:
+        self._updates.hand_over(self._session.committed_step)
+
+    def poll(self) -> bool:
+        return False
+
+    def commit(self) -> SoloStep:
+        step = self._session.exchange()
+        self._updates.apply(step)
+        return step
 
 
 class OuterLoop:

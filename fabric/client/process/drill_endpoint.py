@@ -5,27 +5,198 @@ by the socket ``drill.sock`` in the run folder. One drill at a time; the end of 
 """
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
 import signal
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fabric.client.process.drill_damage import ClockLeap, damage
-from fabric.client.process.link_damage import LinkDamage
+import torch
+
 from fabric.client.process.local_socket import is_own_user, listen, receive_line
 from fabric.errors import FabricError, Refused
+from fabric.ftar.buckets import Bucket
 from fabric.runtime.drill_orders import (
+    CLOCK,
     DATA_POINTS,
     DRILL_SOCKET_NAME,
+    LINKS,
     MAX_ORDER_BYTES,
     PointOrder,
     read_order,
 )
 from fabric.runtime.failpoints import Data
+from fabric.transport.tcp import open_links
+
+# Linux: options of SOL_SOCKET, and the place of the counter of dropped packets in SO_MEMINFO.
+_ATTACH_FILTER, _DETACH_FILTER, _MEMINFO = 26, 27, 55
+_MEMINFO_FORMAT, _DROPS = "9I", 8
+# Classic BPF: load a random number, jump where it is at least k, return k (the bytes of the packet to keep).
+_LOAD, _JUMP_AT_LEAST, _RETURN = 0x20, 0x35, 0x06
+_RANDOM = 0xFFFFF000 + 56
+_KEEP_ALL = 0xFFFFFFFF
+_POLL_S = 0.02
+
+
+class LinkDamage:
+    """Packets to the TCP links of this process are lost, from now to ``end``, on new links too.
+
+    ``lost``: the share of the packets. Raises Refused where this process has no TCP link.
+
+    A filter on each link's socket drops them before TCP sees them, so nothing is acknowledged, and TCP sends
+    again. A process may filter its own sockets without any right. Links inside a host do not use TCP.
+    """
+
+    def __init__(self, lost: float) -> None:
+        self._program = _program(lost)
+        self._damaged: dict[socket.socket, int] = {}  # socket -> the packets that it had dropped before
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._damage_links()
+        if not self._damaged:
+            raise Refused(
+                "this trainer has no TCP link to a peer, and a link inside its host cannot be cut: drill a "
+                "replica whose peers are on other hosts"
+            )
+
+    def tell(self, report: Callable[..., None]) -> None:
+        """Go on with new links, and report the evidence once the kernel has dropped packets."""
+        self._thread = threading.Thread(
+            target=self._run, args=(report,), name="fabric-drill-links", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let all packets pass again."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        for link in self._damaged:
+            with contextlib.suppress(OSError):
+                link.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+
+    def _run(self, report: Callable[..., None]) -> None:
+        is_told = False
+        while not self._over.wait(_POLL_S):
+            self._damage_links()
+            dropped = sum(max(0, _drops(link) - before) for link, before in self._damaged.items())
+            if dropped and not is_told:
+                is_told = True
+                about = f"the kernel has dropped packets to its {len(self._damaged)} links"
+                report(hit=LINKS, step=0, about=about)
+
+    def _damage_links(self) -> None:
+        for link in open_links():
+            if link in self._damaged:
+                continue
+            with contextlib.suppress(OSError):  # the link has just ended
+                before = _drops(link)
+                code = ctypes.create_string_buffer(
+                    b"".join(struct.pack("HBBI", *line) for line in self._program)
+                )
+                link.setsockopt(
+                    socket.SOL_SOCKET,
+                    _ATTACH_FILTER,
+                    struct.pack("@HP", len(self._program), ctypes.addressof(code)),
+                )
+                self._damaged[link] = before
+
+
+def _program(lost: float) -> list[tuple[int, int, int, int]]:
+    """Return the filter that drops this share of the packets."""
+    if lost >= 1.0:
+        return [(_RETURN, 0, 0, 0)]
+    return [
+        (_LOAD, 0, 0, _RANDOM),
+        (_JUMP_AT_LEAST, 0, 1, int(lost * 2**32)),
+        (_RETURN, 0, 0, _KEEP_ALL),
+        (_RETURN, 0, 0, 0),
+    ]
+
+
+def _drops(link: socket.socket) -> int:
+    """Return how many packets to this socket the kernel has dropped; 0 for a closed socket."""
+    with contextlib.suppress(OSError):
+        size = struct.calcsize(_MEMINFO_FORMAT)
+        info = link.getsockopt(socket.SOL_SOCKET, _MEMINFO, size)
+        return int(struct.unpack(_MEMINFO_FORMAT, info)[_DROPS])
+    return 0
+
+
+LEAP_S = 3600.0
+_HOST_CLOCKS = (time.time, time.time_ns)
+
+
+def damage(action: str, data: object) -> str:
+    """Flip a bit of a bucket's gradients or of a snapshot, or put a NaN there; return what was changed.
+
+    Returns an empty string where there is nothing to change. Its stream is that of the caller.
+    """
+    if isinstance(data, memoryview):
+        return _flip_byte(data.cast("B"))
+    assert isinstance(data, Bucket)
+    for name, gradient in data.local_gradients():
+        if not gradient.numel():
+            continue
+        place = int(gradient.detach().abs().argmax())
+        before = float(gradient.reshape(-1)[place])
+        index = _index(gradient, place)
+        with torch.no_grad():
+            gradient[index] = torch.nan if action == "nan" else _flipped(gradient[index])
+        return (
+            f"element {place} of the gradient of {name} is {float(gradient[index]):g} instead of {before:g}"
+        )
+    return ""
+
+
+class ClockLeap:
+    """``time.time`` and ``time.time_ns`` of this process are LEAP_S ahead, from now to ``end``."""
+
+    def __init__(self) -> None:
+        seconds, nanoseconds = _HOST_CLOCKS
+        self._set(lambda: seconds() + LEAP_S, lambda: nanoseconds() + int(LEAP_S * 1e9))
+
+    def tell(self, report: Callable[..., None]) -> None:
+        """Report the evidence."""
+        report(hit=CLOCK, step=0, about=f"its clock is {LEAP_S:g} s ahead")
+
+    def end(self) -> None:
+        self._set(*_HOST_CLOCKS)
+
+    @staticmethod
+    def _set(seconds: Callable[[], float], nanoseconds: Callable[[], int]) -> None:
+        time.time, time.time_ns = seconds, nanoseconds
+
+
+def _flip_byte(data: memoryview) -> str:
+    if not data.nbytes:
+        return ""
+    place = data.nbytes // 2
+    data[place] ^= 1
+    return f"bit 0 of byte {place} of {data.nbytes} is flipped"
+
+
+def _flipped(value: torch.Tensor) -> torch.Tensor:
+    """Return the value with a bit of its mantissa flipped, so that it stays finite."""
+    raw = value.reshape(1).clone().view(torch.uint8)
+    raw[max(0, value.element_size() - 2)] ^= 1
+    return raw.view(value.dtype)[0]
+
+
+def _index(tensor: torch.Tensor, place: int) -> tuple[int, ...]:
+    """Return the index of an element that is number ``place`` in the order of its dimensions."""
+    index: list[int] = []
+    for size in reversed(tensor.shape):
+        index.append(place % size)
+        place //= size
+    return tuple(reversed(index))
+
 
 log = logging.getLogger(__name__)
 

@@ -69,7 +69,7 @@ def claim_identity(settings: Settings, group: RankGroup | None) -> ProcessIdenti
             )
     newest = max(other["incarnation"] for other in claims)
     # Every rank writes the file: the next process may have fewer ranks, and its incarnation must be newer.
-    _write_newest(next(reversed(_claims.values())), newest)
+    os.pwrite(next(reversed(_claims.values())), f"{newest}\n".encode().ljust(_NUMBER_BYTES), 0)
     # Only rank 0 commits for the replica: an ended process of rank 0 can commit nothing more.
     return ProcessIdentity(newest, tuple(claims[0]["before"]), group)
 
@@ -104,10 +104,6 @@ def claim(home: Path) -> tuple[int, tuple[int, ...]]:
     history = "".join(f"{number}\n".ljust(_NUMBER_BYTES) for number in (incarnation, *before))
     os.pwrite(descriptor, history.encode(), 0)
     return incarnation, before
-
-
-def _write_newest(descriptor: int, incarnation: int) -> None:
-    os.pwrite(descriptor, f"{incarnation}\n".encode().ljust(_NUMBER_BYTES), 0)
 
 
 def claim_above(incarnation: int) -> None:

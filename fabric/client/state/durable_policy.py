@@ -30,7 +30,7 @@ from fabric.client.process.journal import Journal
 from fabric.errors import FabricError, Refused, StateError, Unreachable
 from fabric.model import Record, SnapshotRef, writer_of
 from fabric.runtime import logs
-from fabric.runtime.config import Settings
+from fabric.runtime.config import Settings, parse_every
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
 _MOST_LISTED = 16  # the trainer declares this many of the newest checkpoints to the lighthouse
@@ -50,6 +50,7 @@ class DurableCheckpoints:
 
     def __init__(self, settings: Settings, journal: Journal, process: ProcessIdentity) -> None:
         self._settings = settings
+        self._every = parse_every("durable_every", settings.durable_every)
         self._journal = journal
         self._process = process
         self._last_s = time.monotonic()
@@ -139,10 +140,10 @@ class DurableCheckpoints:
             return False
         if last or self.noticed:  # after a notice the protocol says which replica saves the state
             due = last
-        elif settings.durable_every:
-            due = step > 0 and step % settings.durable_every == 0
+        elif self._every.steps:
+            due = step > 0 and step % self._every.steps == 0
         else:
-            due = time.monotonic() - self._last_s >= settings.durable_every_s
+            due = time.monotonic() - self._last_s >= self._every.seconds
         if not due:
             return False
         self._last_s, self._last_step = time.monotonic(), step

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fabric.errors import ConfigError
-from fabric.runtime.config import Settings
+from fabric.runtime.config import Settings, parse_every
 
 
 class SnapshotPolicy(Protocol):
@@ -83,6 +83,7 @@ class EverySteps:
 
 def policy_of(settings: Settings) -> SnapshotPolicy:
     """Return the policy that the settings ask for."""
-    if settings.snapshot_every:
-        return EverySteps(settings.snapshot_every)
-    return OverheadBudget(settings.snapshot_share, settings.snapshot_max_age_s)
+    every = parse_every("snapshot_every", settings.snapshot_every)
+    if every.steps:
+        return EverySteps(every.steps)
+    return OverheadBudget(settings.snapshot_share, every.seconds)

@@ -109,7 +109,6 @@ class Injector:
         self._answered = time.monotonic()
 
     def run(self) -> None:
-        """Play faults until the trainer has ended."""
         try:
             while not self._target.is_gone:
                 self._turn()
@@ -284,7 +283,6 @@ def is_started_again(environment: Mapping[str, str]) -> bool:
 
 
 def main(trainer: TrainerAddress) -> None:
-    """Run the injector of a trainer until the trainer has ended."""
     chosen = settings()
     client = Lighthouses(tuple(chosen.lighthouse), chosen.job, TokenFile(chosen.token_file), chosen.tls)
     with contextlib.closing(UndoGuard()) as guard, contextlib.suppress(KeyboardInterrupt):

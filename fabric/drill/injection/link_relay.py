@@ -96,7 +96,6 @@ class LinkRelay:
             ) from error
 
     def close(self) -> None:
-        """End every connection and every thread."""
         self._over.set()
         with self._guard:
             sockets = [sock for link in self._connections for sock in (link.near, link.far)]

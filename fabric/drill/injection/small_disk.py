@@ -20,7 +20,6 @@ _MOST_BYTES = 1 << 30
 
 
 def may_mount() -> bool:
-    """Whether this process has the right to mount file systems."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)

@@ -104,7 +104,6 @@ class DrillRecord:
     began: float = 0.0  # waits, ends and losses before this time are not the drill's
 
     def targets(self) -> set[str]:
-        """Return the replicas that faults have hit."""
         return {name for fault in self.faults for name in fault.targets}
 
     def evidence(self) -> RecordedRun:

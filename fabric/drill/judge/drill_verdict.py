@@ -1,19 +1,20 @@
 """The verdict on a drill: each expectation with its measured value, each fault with its cost."""
 
 import math
-from collections.abc import Sequence
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import pairwise
 
-from fabric.audit.audit import Evidence
-from fabric.audit.journal import lines_of
+from fabric.audit.audit import Evidence, finished
+from fabric.audit.journal import JournalLine, lines_of
 from fabric.audit.summary import RunSummary
 from fabric.audit.verify import Verdict, judge
-from fabric.drill.judge.disagreements import disagreements
-from fabric.drill.judge.drill_record import WIPED, DrillRecord, InjectedFault
+from fabric.drill.judge.drill_record import WIPED, DrillRecord, HeadlineSighting, InjectedFault, RecoveryFacts
 from fabric.drill.judge.expectations import DEFAULTS, MAY_LOSE, Expectation, MeasureUnit, parse_expectation
-from fabric.drill.judge.headlines import untrue_headlines
-from fabric.drill.judge.outside import OutsideTimes
-from fabric.drill.judge.timelines import DrillTimes
+from fabric.drill.judge.timelines import DrillTimes, OutsideTimes
 
 Times = DrillTimes | OutsideTimes
 
@@ -94,7 +95,6 @@ class _Measures:
         self._untrue = list(untrue_headlines(record, verdict.evidence, times.median_step_s))
 
     def outcome(self, wish: Expectation, *, is_asked: bool) -> Outcome:
-        """Measure the value that ``wish`` bounds, and compare it."""
         value = self._value(wish.measure)
         if value is None:
             why = f"nothing in the records of this drill measures {wish.measure}"
@@ -218,3 +218,190 @@ def _unseen(record: DrillRecord) -> list[str]:
     if not record.sightings:
         unseen.append("the lighthouse gave no status: the return of replicas is not known from it")
     return unseen
+
+
+# The lighthouse learns of events later than a replica, by heartbeats and leader sessions.
+_LATE_S = 30.0
+# The clocks of two hosts may differ by this many seconds.
+_CLOCK_S = 2.0
+
+
+def disagreements(record: DrillRecord, evidence: Evidence, summary: RunSummary) -> list[str]:
+    """Return one sentence per fact on which two sources differ."""
+    return [
+        *_deaths_without_record(record, evidence, summary),
+        *_records_without_trace(record, evidence),
+        *_steps_lost(record, summary),
+        *_sightings(record, evidence),
+    ]
+
+
+def _deaths_without_record(record: DrillRecord, evidence: Evidence, summary: RunSummary) -> Iterator[str]:
+    """Find the deaths that the journals show and no recovery record names.
+
+    A process that dies before it commits belongs to the loss of its predecessor: the lighthouse may never
+    have heard of that process.
+    """
+    if record.recoveries is None:
+        return
+    for death in summary.failure_list:
+        if not record.is_over and death.t > record.ended - _LATE_S:
+            continue
+        lines = evidence.run.journals[death.replica].lines if death.replica in evidence.run.journals else ()
+        commits = [x.t for x in lines if x.is_live_commit and x.t <= death.t]
+        earliest = min(death.t, max(commits, default=death.t)) - _CLOCK_S
+        if not any(
+            death.replica in recovery.lost and earliest <= recovery.detected <= death.t + _LATE_S
+            for recovery in record.recoveries
+        ):
+            yield (
+                f"the journals show the death of {death.replica} at step {death.step}, and no recovery "
+                "record of the lighthouse names it"
+            )
+
+
+def _records_without_trace(record: DrillRecord, evidence: Evidence) -> Iterator[str]:
+    """Find the recovery records whose lost replicas show no sign of a loss in their journals."""
+    for recovery in record.recoveries or ():
+        for replica in recovery.lost:
+            if replica in evidence.run.journals and not _shows_loss(evidence, recovery, replica):
+                yield (
+                    f"a recovery record ({recovery.incident_id or recovery.kind}) names {replica} as lost, "
+                    f"and the journal of {replica} shows neither an end nor a return"
+                )
+
+
+def _shows_loss(evidence: Evidence, recovery: RecoveryFacts, replica: str) -> bool:
+    groups = evidence.run.journals[replica].incarnations()
+    early, late = recovery.detected - _LATE_S, recovery.detected + _LATE_S
+    if any(lines_of(group, "outside") for group in groups):
+        return True
+    if any(early <= group[-1].t <= late for group in groups):
+        return True
+    return any(recovery.detected - _CLOCK_S <= group[0].t for group in groups)
+
+
+def _steps_lost(record: DrillRecord, summary: RunSummary) -> Iterator[str]:
+    if record.recoveries is None:
+        return
+    counted = sum(recovery.steps_lost for recovery in record.recoveries)
+    # A lighthouse hears of steps by heartbeats, so it may know fewer of the steps that a cold start undid.
+    was_cold = any(recovery.kind == "cold start" for recovery in record.recoveries)
+    # In a wiped store the lighthouse does not find the step that the job had reached.
+    may_know_fewer = was_cold or any(fault.name == WIPED for fault in record.faults)
+    if counted > summary.steps_lost or (counted < summary.steps_lost and not may_know_fewer):
+        yield (f"the recovery records count {counted} lost steps, and the journals {summary.steps_lost}")
+
+
+def _sightings(record: DrillRecord, evidence: Evidence) -> Iterator[str]:
+    """Find the first step of each replica that the lighthouse's status named before any journal had it."""
+    commits: dict[int, float] = {}
+    names = set(evidence.run.journals)
+    # Processes that die all together may have committed a step that none of them wrote down.
+    ends = [fault.began for fault in record.faults if fault.kills and names <= set(fault.targets)]
+    for (_, step), lines in evidence.commits.items():
+        first = min(line.t for line in lines)
+        commits[step] = min(first, commits.get(step, first))
+    reported: set[str] = set()
+    for sighting in record.sightings:
+        if sighting.step <= 0 or sighting.replica in reported or sighting.t > record.ended:
+            continue
+        committed = commits.get(sighting.step - 1)
+        is_late = committed is None or committed > sighting.t + _CLOCK_S
+        if is_late and not any(abs(sighting.t - end) <= _LATE_S for end in ends):
+            reported.add(sighting.replica)
+            yield (
+                f"the lighthouse saw {sighting.replica} at step {sighting.step}, and no journal had "
+                "committed that step"
+            )
+
+
+# A first line may be late by this time and four steps. The leader knows every epoch before its members step.
+_HEADLINE_LATE_S = 2.0
+_STEPS = 4
+_FORM = re.compile(r"(\d+) of (\d+) replicas?(.*)", re.DOTALL)
+
+
+class TrainingReplicas:
+    """The replicas that commit live steps around a time, by their journals."""
+
+    def __init__(self, record: DrillRecord, evidence: Evidence, median_step_s: float) -> None:
+        self.late_s = _HEADLINE_LATE_S + _STEPS * median_step_s
+        self._faults = record.faults
+        journals = evidence.run.journals
+        self._commits = {
+            name: [line for line in journal.lines if line.is_live_commit]
+            for name, journal in journals.items()
+        }
+        self._times = {name: [line.t for line in lines] for name, lines in self._commits.items()}
+        # A replica that joins counts from its first epoch on, before its first live commit.
+        self._signs = {
+            name: [line.t for line in lines_of(journal.lines, "commit", "join", "epoch", "joined")]
+            for name, journal in journals.items()
+        }
+        self._finished = {name for name, x in journals.items() if x.lines and finished(x.incarnations()[-1])}
+
+    def steps_go_on(self, t: float) -> bool:
+        """Whether the job committed two steps between the start and the end of the time before ``t``."""
+        quarter_s = self.late_s / 4
+        first = self._steps(t - self.late_s, t - 3 * quarter_s)
+        last = self._steps(t - quarter_s, t)
+        return bool(first and last) and max(last) >= max(first) + 2
+
+    def most(self, t: float) -> set[str]:
+        """Return the replicas that committed or joined within the time before ``t``, or at once after it."""
+        begin, end = t - self.late_s, t + self.late_s / 4
+        return {name for name, x in self._signs.items() if bisect_left(x, begin) < bisect_right(x, end)}
+
+    def least(self, t: float) -> set[str]:
+        """Return the replicas that committed without a pause before ``t`` and after it, hit by no fault."""
+        hit = {name for x in self._faults if x.began <= t <= x.ended + 2 * self.late_s for name in x.targets}
+        return {name for name in self._commits if self._is_steady(name, t)} - hit
+
+    def away(self, t: float) -> set[str]:
+        """Return the replicas that have trained before ``t``, and do not train at ``t``."""
+        seen = {name for name, times in self._times.items() if times and times[0] < t}
+        return seen - self.most(t) - self._finished
+
+    def _is_steady(self, name: str, t: float) -> bool:
+        marks = [t - self.late_s, *(line.t for line in self._within(name, t - self.late_s, t)), t]
+        pause_s = max(after - before for before, after in pairwise(marks))
+        return pause_s < self.late_s / 2 and self._times[name][-1:] > [t]
+
+    def _steps(self, begin: float, end: float) -> list[int]:
+        return [line.integer("step") for name in self._commits for line in self._within(name, begin, end)]
+
+    def _within(self, name: str, begin: float, end: float) -> Sequence[JournalLine]:
+        times = self._times[name]
+        return self._commits[name][bisect_left(times, begin) : bisect_right(times, end)]
+
+
+def untrue_headlines(record: DrillRecord, evidence: Evidence, median_step_s: float) -> Iterator[str]:
+    """Return a sentence for each first line that the journals contradict."""
+    trained = TrainingReplicas(record, evidence, median_step_s)
+    wanted = 0
+    for seen in sorted(record.headlines, key=lambda seen: seen.t):
+        form = _FORM.fullmatch(seen.text)
+        if form is None or seen.t > record.ended:
+            continue
+        wanted = wanted or int(form[2])
+        if trained.steps_go_on(seen.t) and (why := _contradiction(seen, trained, wanted)):
+            at = datetime.fromtimestamp(seen.t, UTC).strftime("%H:%M:%S UTC")
+            yield f'at {at} the first line of the status said "{seen.text[:120]}", and {why}'
+
+
+def _contradiction(seen: HeadlineSighting, trained: TrainingReplicas, wanted: int) -> str:
+    """Return how the journals contradict this first line, or an empty string."""
+    form = _FORM.fullmatch(seen.text)
+    assert form is not None
+    training, of, named = int(form[1]), int(form[2]), form[3]
+    most, least, away = trained.most(seen.t), trained.least(seen.t), trained.away(seen.t)
+    if training > len(most):
+        return f"the journals show {len(most)} that train"
+    if training < len(least):
+        return f"the journals show that {', '.join(sorted(least))} trained all the time"
+    if of < wanted:
+        return f"the job began with {wanted} replicas"
+    if training < of and away and "not seen since" not in named and not any(x in named for x in away):
+        return f"it does not name {', '.join(sorted(away))}, which is away"
+    return ""

@@ -76,7 +76,6 @@ class Expectation:
         return MEASURES[self.measure][0]
 
     def holds(self, value: float) -> bool:
-        """Whether the measured value meets the expectation."""
         return (
             value == 1.0 if self.unit is MeasureUnit.TRUTH else _OPERATORS[self.comparison](value, self.bound)
         )

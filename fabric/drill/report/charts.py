@@ -60,7 +60,6 @@ class ChartFrame:
 
 
 def colour(index: int) -> str:
-    """Return the CSS colour of the replica with this index."""
     return f"var(--c{index % COLOURS})"
 
 

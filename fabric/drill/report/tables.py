@@ -21,7 +21,6 @@ class TextTable:
 
 
 def expectation_table(verdict: DrillVerdict) -> TextTable:
-    """Return one row per expectation."""
     rows = tuple(
         (
             outcome.expectation,
@@ -129,7 +128,6 @@ def html_table(table: TextTable, empty: str = "None.") -> str:
 
 
 def html_list(sentences: Iterable[str]) -> str:
-    """Return the sentences for a page as a list."""
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return f"<ul>{items}</ul>" if items else ""
 

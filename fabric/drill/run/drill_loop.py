@@ -39,7 +39,8 @@ class DrillRun:
         with StartedJob(self.options) as job, closing(UndoGuard()) as guard:
             watch = JournalWatch({name: job.journal(name) for name in job.replicas})
             scene = DrillScene(DrilledProcesses(JOB, job.processes.mark), watch, guard, job)
-            self._say_where(job)
+            urls = ", ".join(job.urls.values())
+            self.say(f"the job runs; lighthouse: {urls} (token: {job.token_file})")
             self._wait(scene, WARM_S, "to warm up", _committed(scene, WARM_STEPS))
             poller = StatusPoller(job.client)
             with closing(poller):
@@ -123,10 +124,6 @@ class DrillRun:
         if problem:
             self.say(f"the recovery records are not known: {problem}")
         return None if problem else recoveries
-
-    def _say_where(self, job: StartedJob) -> None:
-        urls = ", ".join(job.urls.values())
-        self.say(f"the job runs; lighthouse: {urls} (token: {job.token_file})")
 
 
 def _committed(scene: DrillScene, more: int) -> Callable[[], bool]:

@@ -116,7 +116,6 @@ class JournalWatch:
 
     @property
     def lines(self) -> int:
-        """The number of lines that have been read."""
         return sum(sum(follower.counts) for follower in self._followers.values())
 
     def look(self) -> list[str]:

@@ -62,7 +62,6 @@ class RunningJob:
             }
 
     def needs_met(self) -> frozenset[FaultNeed]:
-        """Return the needs of faults that this job meets."""
         met = {FaultNeed.TRAINERS}
         return frozenset(met | ({FaultNeed.TWO_REPLICAS} if len(self.replicas()) > 2 else set()))
 

@@ -20,6 +20,7 @@ from fabric.drill.injection.played_faults import (
     Evidence,
     PlayedFault,
     Script,
+    SentOrder,
     always,
     continued,
     gone,
@@ -30,7 +31,6 @@ from fabric.drill.injection.played_faults import (
     slow,
     stop,
 )
-from fabric.drill.injection.point_order import SentOrder
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.drill.judge.drill_record import InjectedFault
 from fabric.drill.run.journal_watch import JournalWatch

@@ -5,7 +5,7 @@ import shutil
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from fabric.runtime.local_job import LocalJob
 JOB = "drill"
 # Each replica has so many ports: its links, its checkpoint server, and those of a process before it.
 _PORTS = 6
-_DURABLE_EVERY_S = "2"
+_DURABLE_EVERY = "2s"
 # The kernel takes the local ports of connections from higher ports, and must not take these.
 _LOW_PORT, _HIGH_PORT = 20_000, 32_000
 
@@ -43,7 +43,6 @@ class JobOptions:
         return tuple(f"r{number}" for number in range(self.replicas))
 
     def needs_met(self) -> frozenset[FaultNeed]:
-        """Return the needs of faults that this job meets."""
         met = {FaultNeed.TRAINERS, FaultNeed.OWN_JOB}
         met.add(FaultNeed.ONE_LIGHTHOUSE if self.lighthouses == 1 else FaultNeed.TWO_LIGHTHOUSES)
         met |= {FaultNeed.TWO_REPLICAS} if self.replicas > 2 else set()
@@ -80,12 +79,10 @@ class EtcdMembers:
         return f"etcd://{addresses}" if addresses else ""
 
     def start(self) -> None:
-        """Start every member."""
         for name in self.names:
             self.start_member(name)
 
     def folder(self, name: str) -> Path:
-        """The folder of a member's data."""
         return self._out / name
 
     def start_member(self, name: str) -> None:
@@ -153,7 +150,9 @@ class StartedJob(LocalJob):
         return self.options.out.name[:64]
 
     def _start_replica(self, number: int, name: str) -> None:
-        host, ports = self._relay(number, name)
+        host = f"127.77.{number // 200}.{number % 200 + 1}"
+        ports = _free_ports(_PORTS)
+        self.relays[name] = LinkRelay(host, {port: port for port in ports}, name, self.weathers)
         settings = {
             "FABRIC_DRILL": "1",
             "FABRIC_ADVERTISE": host,
@@ -171,15 +170,8 @@ class StartedJob(LocalJob):
         if "poison" in self.options.faults:
             settings["FABRIC_ON_NAN"] = "skip"
         if self.disk is not None:
-            settings |= {"FABRIC_DURABLE": str(self.disk.path), "FABRIC_DURABLE_EVERY_S": _DURABLE_EVERY_S}
+            settings |= {"FABRIC_DURABLE": str(self.disk.path), "FABRIC_DURABLE_EVERY": _DURABLE_EVERY}
         self.start_replica(name, ["--no-python", *self.options.command], settings)
-
-    def _relay(self, number: int, name: str) -> tuple[str, Sequence[int]]:
-        """Start the relay in front of a replica; return its host and its ports."""
-        host = f"127.77.{number // 200}.{number % 200 + 1}"
-        ports = _free_ports(_PORTS)
-        self.relays[name] = LinkRelay(host, {port: port for port in ports}, name, self.weathers)
-        return host, ports
 
 
 def _free_ports(count: int) -> range:

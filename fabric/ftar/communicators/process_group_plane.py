@@ -23,7 +23,7 @@ import torch
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
 from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, lost
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
+from fabric.ftar.reduce_ops import Reduction
 
 _RENDEZVOUS = struct.Struct("<4sI")
 _MAGIC = b"FGM1"
@@ -233,9 +233,8 @@ class GroupPlane(EpochPlane[GroupLinks]):
         exchange_s: float = 30.0,
         make_s: float = 120.0,
     ) -> None:
-        super().__init__(Bounds(7200.0, exchange_s))
+        super().__init__(Bounds(7200.0, exchange_s), owns)
         self._factory = factory
-        self._owns = owns
         self._make_s = make_s
 
     kind = "nccl"
@@ -271,26 +270,21 @@ class GroupPlane(EpochPlane[GroupLinks]):
         if self._epochs.add(links):
             links.start()
 
-    def all_reduce(
+    def _reduce(
         self,
-        epoch: int,
+        links: GroupLinks,
         step: int,
         source: torch.Tensor,
-        result: torch.Tensor | None = None,
-        reduction: Reduction = SUM,
-        retain_gradients: bool = True,
-        result_is_stable: bool = False,
+        result: torch.Tensor,
+        reduction: Reduction,
+        result_is_stable: bool,
     ) -> None:
-        """Reduce over the members of ``epoch``: see DataPlane, and this class for the order of a sum."""
-        result = source if result is None else result
-        check_tensors(source, result, reduction, retain_gradients, self._owns, "on its own device")
-        with self._entered(epoch) as links:
-            try:
-                self._reduce(links, source.detach(), result.detach(), reduction)
-            finally:
-                links.deadline_s = math.inf
+        try:
+            self._collect(links, source, result, reduction)
+        finally:
+            links.deadline_s = math.inf
 
-    def _reduce(
+    def _collect(
         self, links: GroupLinks, source: torch.Tensor, result: torch.Tensor, reduction: Reduction
     ) -> None:
         links.deadline_s = time.monotonic() + self._bounds.entry_s

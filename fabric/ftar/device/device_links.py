@@ -5,16 +5,76 @@ reads the chunks from it if it can open it. Then the socket carries the chunks' 
 returns a credit for every slot that it has read. All other links carry the chunks' bytes.
 """
 
+import base64
+import json
 import socket
+import struct
+from dataclasses import fields
 
 import torch
 
-from fabric.errors import RoundAborted
+from fabric.errors import ProtocolError, RoundAborted
 from fabric.ftar.chunk_headers import ANSWER, CREDIT, to_previous
-from fabric.ftar.device import memory_offers
-from fabric.ftar.device.device_api import Device
+from fabric.ftar.device.device_api import Device, SharedMemoryHandle
 from fabric.ftar.epochs import EpochLinks, is_shared, lost
 from fabric.ftar.plane import Ring
+
+_OFFER = struct.Struct("<4sI")
+_OFFER_MAGIC = b"FDO1"
+OFFER_HEAD_BYTES = _OFFER.size
+# A handle has some hundred bytes, more where the allocator's memory can grow.
+MAX_OFFER_BYTES = 8192
+
+Bytes = bytes | bytearray | memoryview
+
+
+def offer(handle: SharedMemoryHandle | None) -> bytes:
+    """Return the bytes that offer shared memory to the next member, or say that there is none.
+
+    With shared device memory the next member reads the chunks there. Over TCP their bytes follow the headers.
+    """
+    body = b"" if handle is None else _encode(handle)
+    if len(body) > MAX_OFFER_BYTES:
+        body = b""
+    return _OFFER.pack(_OFFER_MAGIC, len(body)) + body
+
+
+def offer_size(head: Bytes) -> int:
+    """Return how many bytes follow the OFFER_HEAD_BYTES in ``head``; raises ProtocolError."""
+    magic, size = _OFFER.unpack_from(head)
+    if magic != _OFFER_MAGIC or size > MAX_OFFER_BYTES:
+        raise ProtocolError(
+            "the bytes on the ring are no offer of device memory: do all members run on a GPU?"
+        )
+    return int(size)
+
+
+def read_offer(body: Bytes) -> SharedMemoryHandle | None:
+    """Return the handle in an offer's body; raises ProtocolError."""
+    if not body:
+        return None
+    try:
+        offered = json.loads(bytes(body))
+        values = {}
+        for field in fields(SharedMemoryHandle):
+            value = offered.pop(field.name)
+            if field.type is bytes:
+                value = base64.b64decode(value, validate=True)
+            if type(value) is not field.type or (type(value) is int and not 0 <= value < 2**62):
+                raise ValueError(field.name)
+            values[field.name] = value
+        if offered:
+            raise ValueError(min(offered))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ProtocolError("an offer of device memory has not the fields that it must have") from error
+    return SharedMemoryHandle(**values)
+
+
+def _encode(handle: SharedMemoryHandle) -> bytes:
+    values = {f.name: getattr(handle, f.name) for f in fields(SharedMemoryHandle)}
+    return json.dumps(
+        {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in values.items()}
+    ).encode()
 
 
 class DeviceLinks(EpochLinks):
@@ -42,15 +102,15 @@ class DeviceLinks(EpochLinks):
         self.offers = False
         shared = device.share(nbytes)
         if shared is None:
-            return memory_offers.offer(None)
+            return offer(None)
         self.outbox, handle = shared
-        return memory_offers.offer(handle)
+        return offer(handle)
 
     def take_offer(self, body: bytes | bytearray, device: Device) -> None:
         """Open the memory of an offer, and tell the previous member whether that worked. Raises
         ProtocolError."""
         self.expects_offer = False
-        handle = memory_offers.read_offer(body)
+        handle = read_offer(body)
         self.inbox = None if handle is None else device.open(handle)
         self.send_back(to_previous(ANSWER, int(self.inbox is not None)))
 

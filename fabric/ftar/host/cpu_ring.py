@@ -1,7 +1,7 @@
 """The data plane for tensors in host memory: a ring of links that ends at once when it cannot go on.
 
 Neighbours on one host, whose link is a unix socket, read each other's memory. Other neighbours exchange bytes
-over TCP (see ``ring_links``).
+over TCP.
 
 One thread calls ``all_reduce``; the control thread installs links, aborts and retires. They share a table of
 epochs under one lock, and the links of an epoch have locks of their own. An epoch that failed stays failed:
@@ -12,22 +12,126 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 
 from fabric.errors import ConfigError, Mismatch, ProtocolError, RoundAborted
-from fabric.ftar.chunk_headers import GATHER, REDUCE, ChunkHeader, ExchangeSpec
-from fabric.ftar.epochs import Bounds, EpochPlane, Waiting, lost
+from fabric.ftar.chunk_headers import (
+    GATHER,
+    READ,
+    REDUCE,
+    ChunkHeader,
+    ExchangeSpec,
+    all_read,
+    notice,
+    pack,
+)
+from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, Waiting, is_shared, lost
 from fabric.ftar.host.exchange_buffers import Operands, StagingMemory, make_operands
-from fabric.ftar.host.ring_links import RingLinks
 from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments
-from fabric.ftar.host.shm_transport import MAX_REFERENCES, SUPPORTED, ReferenceReceiver, ReferenceSender
+from fabric.ftar.host.shm_transport import (
+    MAX_REFERENCES,
+    SUPPORTED,
+    Inbox,
+    Outbox,
+    ReferenceReceiver,
+    ReferenceSender,
+)
 from fabric.ftar.host.tcp_transport import ByteReceiver, ByteSender
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
+from fabric.ftar.reduce_ops import Reduction
 from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, RingPiece, Schedule, schedule, segment_bounds
+
+
+class RingLinks(EpochLinks):
+    """Links of one epoch: ``next`` and ``previous`` are non-blocking, None in a ring of one.
+
+    ``outbox`` and ``inbox`` are the shared-memory ends of the next and the previous link, None on TCP.
+
+    A unix socket links members on one host, which read pieces in each other's memory (``shm_transport``). A
+    TCP socket carries the bytes of the pieces (``tcp_transport``). A ring may have unix and TCP sockets.
+
+    Chunks travel from each member to the next. The other direction of the same sockets carries the notice of
+    an abort and, on links of shared memory, the READ message. A member that aborts sends a notice, with the
+    reason and the peer at fault, to the previous member. That member passes the notice on, so all members
+    know the cause within milliseconds. After a death, the member before the dead member sees the loss and
+    sends the notice. A member that has not entered the exchange passes the notice on when it enters. Until
+    that moment the members before it learn of the abort from the control plane.
+
+    An abort does not shut sockets down, because the end of a stream cannot name its cause. They are closed
+    when the epoch is retired.
+
+    An eventfd wakes the thread that polls. Descriptors are closed only when that thread is out of the
+    exchange, because the kernel may give a closed descriptor's number to another file.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+        own: OwnSegments,
+        others: PeerSegments,
+    ) -> None:
+        super().__init__(ring, next_socket, previous_socket)
+        self.outbox = Outbox(next_socket, own) if next_socket and is_shared(next_socket) else None
+        self.inbox = (
+            Inbox(previous_socket, others, ring, keep=self.outbox is not None)
+            if previous_socket and is_shared(previous_socket)
+            else None
+        )
+        # The newest READ message of each member, by the member's position.
+        self._readers: dict[int, ChunkHeader] = {}
+
+    def aborted(self, why: str, about: str) -> None:
+        """Raise the guard, and tell the previous member, before the exchange returns."""
+        if self.outbox is not None:
+            self.outbox.raise_guard(notice(self.ring.epoch, self.ring.position, why, about))
+        super().aborted(why, about)
+
+    def release(self) -> None:
+        """Close the descriptors, and release mapped and shared memory."""
+        super().release()
+        for end in (self.inbox, self.outbox):
+            if end is not None:
+                end.close()
+
+    def tell_read(self, spec: ExchangeSpec) -> None:
+        """Tell the members before this one that it has read all of their memory in this exchange."""
+        self._send_back(all_read(spec, self.ring.position, end=self.outbox is None))
+
+    def all_have_read(self, spec: ExchangeSpec) -> bool:
+        """Whether all members that can read this member's memory have sent READ."""
+        if self.outbox is None:
+            return True
+        for distance in range(1, self.ring.world):
+            message = self._readers.get((self.ring.position + distance) % self.ring.world)
+            if message is None or message.spec != spec:
+                return False
+            if message.sequence:
+                break
+        return True
+
+    def _send_back(self, message: bytes) -> None:
+        if self.inbox is not None:
+            # A previous member whose link has ended does not need this message.
+            with suppress(OSError):
+                self.inbox.sock.send(message)
+
+    def hear_back(self) -> None:
+        """Read messages from the next member. Raises RoundAborted at a notice, or when the link has ended.
+
+        Returns when no complete message is left. Passes a READ message on to the members that it concerns.
+        """
+        with self.reading_back() as back:
+            while (message := self.take_back(back, READ)) is not None:
+                self._readers[message.source] = message
+                if message.source != (self.ring.position - 1) % self.ring.world:
+                    self._send_back(pack(message))
+
 
 # A piece costs about 0.1 ms besides its bytes, so smaller pieces are slower. Larger pieces gain nothing
 # (benchmarks/notes/all-reduce.md).
@@ -106,7 +210,10 @@ class HostExchange:
             self._move(poll, bounds, waiting)
             if not (self._spec.result_is_stable and self._receiver.all_by_reference):
                 self._links.tell_read(self._spec)
-                self._await_readers(poll, bounds, waiting)
+                deadline_s = time.monotonic() + bounds.exchange_s
+                while not self._links.all_have_read(self._spec):
+                    self._links.check()
+                    self._wait(poll, deadline_s, waiting, may_sleep=True)
         finally:
             self._sender.close()
 
@@ -126,13 +233,6 @@ class HostExchange:
             if not moved or not counted:
                 bound_s = bounds.exchange_s if self._receiver.everybody else bounds.entry_s
                 self._wait(poll, last_s + bound_s, waiting, may_sleep=not moved)
-
-    def _await_readers(self, poll: "select.poll", bounds: Bounds, waiting: Waiting) -> None:
-        """Wait until no other member reads this member's memory any more."""
-        deadline_s = time.monotonic() + bounds.exchange_s
-        while not self._links.all_have_read(self._spec):
-            self._links.check()
-            self._wait(poll, deadline_s, waiting, may_sleep=True)
 
     def _send(self) -> bool:
         try:
@@ -217,7 +317,7 @@ class CpuRing(EpochPlane[RingLinks]):
                 f"chunks of {chunk_bytes} bytes are not possible: "
                 f"choose between {_CHUNK_UNIT_BYTES} bytes and 1 GiB"
             )
-        super().__init__(Bounds(entry_s, exchange_s))
+        super().__init__(Bounds(entry_s, exchange_s), attrgetter("is_cpu"))
         self._shared_memory = shared_memory and SUPPORTED
         self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
         # Partial results of 16-bit elements travel as float32, twice as large.
@@ -260,39 +360,33 @@ class CpuRing(EpochPlane[RingLinks]):
         """
         self._epochs.add(RingLinks(ring, next_socket, previous_socket, self._own, self._others))
 
-    def all_reduce(
+    _memory = "in host memory"
+
+    def _reduce(
         self,
-        epoch: int,
+        links: RingLinks,
         step: int,
         source: torch.Tensor,
-        result: torch.Tensor | None = None,
-        reduction: Reduction = SUM,
-        retain_gradients: bool = True,
-        result_is_stable: bool = False,
+        result: torch.Tensor,
+        reduction: Reduction,
+        result_is_stable: bool,
     ) -> None:
-        """Reduce over the members of ``epoch``: see DataPlane, and ``ring_schedule`` for the order.
-
-        Both are contiguous 1-D CPU tensors of one type in ``ring_schedule.DTYPE_CODES``, any length;
-        anything else raises ConfigError before a byte is sent. Raises RoundAborted.
-        """
-        result = source if result is None else result
-        check_tensors(source, result, reduction, retain_gradients, attrgetter("is_cpu"), "in host memory")
-        with self._entered(epoch) as links:
-            spec = ExchangeSpec(
-                epoch,
-                step,
-                self._exchanges.number(epoch, step),
-                links.ring.world,
-                DTYPE_CODES[source.dtype],
-                source.numel(),
-                reduction.code,
-                result_is_stable,
-            )
-            source, result = source.detach(), result.detach()
-            if links.ring.world == 1:
-                reduction.alone(source, result)
-            elif source.numel():
-                self._exchange(links, spec, source, result, reduction)
+        """Reduce in the order of ``ring_schedule``."""
+        epoch = links.ring.epoch
+        spec = ExchangeSpec(
+            epoch,
+            step,
+            self._exchanges.number(epoch, step),
+            links.ring.world,
+            DTYPE_CODES[source.dtype],
+            source.numel(),
+            reduction.code,
+            result_is_stable,
+        )
+        if links.ring.world == 1:
+            reduction.alone(source, result)
+        elif source.numel():
+            self._exchange(links, spec, source, result, reduction)
 
     def retire(self, before_epoch: int) -> None:
         """Close the links of older epochs: see DataPlane."""

@@ -19,12 +19,14 @@ import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
+from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED, RESTART
 from fabric.integrations.accelerate.prepared import JobDataLoader
 from fabric.integrations.accelerate.script_state import ScriptState
 from fabric.integrations.adopt.repeated_outputs import RepeatedOutputs
 from fabric.integrations.adopt.script_gradients import ScriptGradients
+from fabric.integrations.measured_values import measured_value
 from fabric.integrations.optimizers import unequal_optimizer
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.training_data import TrainingData
@@ -42,6 +44,10 @@ _WORDS = {
         "replica that joins has not measured what the others have"
     ),
     "session.loader": "the DataLoader",
+    ADVICE: (
+        "give what keeps it to accelerator.register_for_checkpointing, or say "
+        'Accelerator(fabric={"unshared": "ignore"})'
+    ),
 }
 
 
@@ -115,6 +121,13 @@ class AcceleratedReplica:
         models, optimizers = accelerator._models, accelerator._optimizers  # noqa: SLF001
         if not models or not optimizers:
             raise ConfigError("accelerator.prepare got no model or no optimizer before the first batch")
+        measured = measured_value(sys._getframe(1))  # noqa: SLF001
+        if measured:
+            raise ConfigError(
+                f"{measured}, and a replica that joins has not measured what the others have: end the loop "
+                "after a number of optimizer steps, or by accelerator.set_trigger and check_trigger, and "
+                "weigh the loss by a count of steps"
+            )
         state = {f"scheduler.{i}": x for i, x in enumerate(accelerator._schedulers)}  # noqa: SLF001
         state |= {f"registered.{i}": x for i, x in enumerate(accelerator._custom_objects)}  # noqa: SLF001
         if accelerator.scaler is not None:

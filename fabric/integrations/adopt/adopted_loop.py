@@ -16,12 +16,14 @@ from fabric.client.data.loader import data_slot_of
 from fabric.client.data.randomness import seed_everything
 from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
+from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch
 from fabric.integrations.adopt.living_objects import OWN_WAY, SchedulePosition, TrainingObjects
 from fabric.integrations.adopt.repeated_outputs import RepeatedOutputs
 from fabric.integrations.adopt.script_gradients import ScriptGradients
+from fabric.integrations.measured_values import measured_value
 from fabric.runtime.config import Settings, parse_replicas
 
 Attach = Callable[..., fabric.client.Session | fabric.client.SoloSession]
@@ -33,6 +35,7 @@ _WORDS = {
         "because a replica that joins has not measured what the others have"
     ),
     "session.loader": "the DataLoader",
+    ADVICE: "with --adopt fabric cannot share it: attach the model with fabric.client.attach(..., state=)",
 }
 
 
@@ -194,6 +197,12 @@ class AdoptedLoop:
     def _begin(self) -> None:
         """Attach what the script has made by now."""
         objects = TrainingObjects.find()
+        measured = measured_value(sys._getframe(1))  # noqa: SLF001
+        if measured:
+            raise ConfigError(
+                f"{measured}, and a replica that joins has not measured what the others have: end the loop "
+                f"after a number of steps, and weigh the loss by a count of steps, or {OWN_WAY}"
+            )
         self.data.begin()
         buffers = default_buffers(objects.model)
         session = self._attach(

@@ -5,6 +5,7 @@ from typing import Any
 
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, rows_of
+from fabric.integrations.hook_source import Hooks, collective, kept_value
 from fabric.integrations.huggingface import trl
 from fabric.integrations.optimizers import unequal_optimizer
 
@@ -215,6 +216,35 @@ def refuse(trainer: Any, base: type, resumes: bool, trial: Any) -> None:
     if reason is not None:
         raise ConfigError(f"FabricTrainer cannot keep replicas equal with {reason}")
     trl.refuse(trainer, base)
+    things = [trainer, *trainer.callback_handler.callbacks, *trainer.model.modules()]
+    hooks = Hooks(_RUNNING, ("compute_loss", "training_step", "forward"), _SAVES, {})
+    called = collective(things, hooks)
+    if called:
+        raise ConfigError(
+            f"{called} under FabricTrainer: leave it out of the training, or use it in an evaluation"
+        )
+    kept = kept_value(things, hooks)
+    if kept:
+        raise ConfigError(
+            f"{kept}: make it from self.state.global_step, or return it from state() of a callback that is "
+            "an ExportableState"
+        )
+
+
+# Methods that run in each step, and those whose values are shared state or lie in files.
+_RUNNING = [
+    "compute_loss",
+    "training_step",
+    "forward",
+    "on_step_begin",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_substep_end",
+    "on_step_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+]
+_SAVES = ("state", "shared_state", "state_dict", "get_extra_state")
 
 
 def _conditions(trainer: Any, resumes: bool, trial: Any) -> Mapping[str, bool]:

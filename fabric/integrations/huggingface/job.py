@@ -18,6 +18,7 @@ from transformers.trainer_callback import ProgressCallback
 import fabric.client
 from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
+from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
 from fabric.integrations.huggingface.counters import TrainerCounters
 from fabric.integrations.huggingface.loss import LossRule, Rule, weight_of
@@ -25,6 +26,14 @@ from fabric.integrations.huggingface.reporting import continue_curves
 from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.training_data import TrainingData
+
+# The end of a sentence for a loop of one's own, in the words of transformers.
+_WORDS = {
+    ADVICE: (
+        "return it from a method shared_state() of your Trainer, as in {'ema': ema}, or say "
+        "Trainer(..., fabric={'unshared': 'ignore'})"
+    )
+}
 
 
 class MovedError(Exception):
@@ -91,6 +100,8 @@ class TrainerJob:
         chosen = {"step": self._began_at, "buffers": default_buffers(trainer.model)}
         arguments = {**chosen, **trainer._attach_arguments}  # noqa: SLF001
         self.session = fabric.client.attach(trainer.model, optimizer, state=state, **arguments)
+        if isinstance(self.session, fabric.client.Session):
+            self.session.say_in(_WORDS)
         args, batch = trainer.args, self._data.batch_size
         data = self._data.loader(
             self.session,

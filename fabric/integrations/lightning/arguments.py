@@ -13,6 +13,7 @@ from typing import Any
 
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row
+from fabric.integrations.hook_source import Hooks, collective, kept_value
 from fabric.integrations.lightning.callback_states import overrides
 from fabric.integrations.lightning.release import ROOT
 
@@ -80,6 +81,25 @@ TRAINER = ArgumentTable(
     },
 )
 
+# Methods that run in each step, and those whose values are shared state.
+_RUNNING = [
+    "training_step",
+    "forward",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "lr_scheduler_step",
+    "configure_gradient_clipping",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+]
+_SAVES = ("state_dict", "on_save_checkpoint", "get_extra_state")
 _OWN = Kept("test_a_callback_that_has_loaded_a_state_has_it")
 _SAVED = Kept("test_what_hooks_save_is_shared_state")
 _HOOK = Kept("recipe lightning_hooks")
@@ -227,6 +247,25 @@ def check_trainer(trainer: Any, arguments: Mapping[str, Any]) -> None:
     if data is not None:
         _check_hooks("LightningDataModule", data, _pl.LightningDataModule, DATA_MODULE_HOOKS)
     _check_optimization(trainer)
+
+
+def check_kept_values(trainer: Any) -> None:
+    """Raise ConfigError for a value that the user's hooks keep from step to step and the loss depends on."""
+    module = trainer.lightning_module
+    given = {"trainer": trainer, "pl_module": module}
+    hooks = Hooks(_RUNNING, ("training_step", "forward"), _SAVES, given)
+    things = [module, *trainer.callbacks, *list(module.modules())[1:]]
+    called = collective(things, hooks)
+    if called:
+        raise ConfigError(
+            f"{called} under FabricStrategy: leave it out of the training, and log figures with self.log"
+        )
+    kept = kept_value(things, hooks)
+    if kept:
+        raise ConfigError(
+            f"{kept}: make it from trainer.global_step, keep it in a buffer (register_buffer), or save it in "
+            "state_dict of the callback"
+        )
 
 
 def _check_arguments(trainer: Any) -> None:

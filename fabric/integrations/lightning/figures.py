@@ -13,12 +13,15 @@ from typing import Any
 import torch
 
 from fabric.errors import ConfigError
+from fabric.integrations.hook_source import logged_by
 from fabric.integrations.lightning.release import ROOT
 from fabric.integrations.lightning.torchmetrics_states import TorchmetricsStates
 
 _result: Any = importlib.import_module(f"{ROOT}.trainer.connectors.logger_connector.result")
 # Hooks that run for every micro-batch that this replica computes.
 OF_MICRO_BATCH = ("training_step", "on_before_backward", "on_after_backward")
+# Hooks of the training that see this replica's micro-batches.
+_OF_REPLICA = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
 _PREFIX = "log:"
 _COUNT = "#"
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
@@ -141,10 +144,17 @@ class JobFigures:
         """Raise ConfigError for a replica's own figure that steers something."""
         steered = self.monitors.get(meta.name) or self.monitors.get(meta.forked_name(on_step=False))
         if steered and is_tensor:
-            raise ConfigError(
-                f"{steered} follows {meta.name!r}, which {meta.fx} logs from what this replica alone has "
-                "seen: log it in training_step with on_epoch=True, or in validation_step"
-            )
+            raise _of_one_replica(steered, meta.name, meta.fx)
+
+    def check_sources(self) -> None:
+        """Raise ConfigError for a figure that steers and that the user's hooks log for a replica alone.
+
+        Lightning tells of such a figure when it is logged, which may be at the end of the first epoch.
+        """
+        for thing in (self._trainer.lightning_module, *self._trainer.callbacks):
+            for name, hook, value in logged_by(thing):
+                if hook in _OF_REPLICA and name in self.monitors and not isinstance(value, torch.nn.Module):
+                    raise _of_one_replica(self.monitors[name], name, hook)
 
     # --- shared state -------------------------------------------------------------------------------------
 
@@ -168,6 +178,13 @@ class JobFigures:
             self._show(name, None)
         steering = {name: torch.tensor(value) for name, value in state["steering"].items()}
         self._trainer._logger_connector._callback_metrics.update(steering)  # noqa: SLF001
+
+
+def _of_one_replica(steered: str, name: str, hook: str) -> ConfigError:
+    return ConfigError(
+        f"{steered} follows {name!r}, which {hook} logs from what this replica alone has seen: log it in "
+        "training_step with on_epoch=True, or in validation_step"
+    )
 
 
 def monitors_of(trainer: Any) -> dict[str, str]:

@@ -14,8 +14,10 @@ from torch.utils.data import Sampler
 
 import fabric.client
 from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
+from fabric.integrations.lightning.arguments import check_kept_values
 from fabric.integrations.lightning.callback_states import CallbackStates, averaged_models, hook_states
 from fabric.integrations.lightning.counters import set_counters, set_place
 from fabric.integrations.lightning.epochs import EpochShape
@@ -41,6 +43,10 @@ _WORDS = {
     ),
     "give session.steps the same": "give Trainer.fit the same",
     "session.loader": "the DataLoader",
+    ADVICE: (
+        "give the callback that keeps it state_dict and load_state_dict, use the callback WeightAveraging, "
+        'or say FabricStrategy(unshared="ignore")'
+    ),
 }
 _call: Any = importlib.import_module(f"{ROOT}.trainer.call")
 
@@ -78,6 +84,8 @@ class LightningJob:
         state |= {**averaged_models(trainer), **hook_states(trainer), **arguments.pop("state", {})}
         arguments.setdefault("buffers", default_buffers(trainer.lightning_module))
         _release_sigterm(trainer)
+        self.figures.check_sources()
+        check_kept_values(trainer)
         session = fabric.client.attach(
             trainer.lightning_module,
             strategy.optimizers[0],

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
 from fabric.lighthouse.diagnosis.status_text import outside_because
 from fabric.lighthouse.history.recovery import DOWN, LEFT, OUTSIDE, Absence, Recoveries
 from fabric.model import counted
@@ -20,8 +21,20 @@ _DURATION = re.compile(r" (?:for )?\d+\.\d+ s\b(?: ago)?")
 _NAMED = 8  # the headline names this many replicas and counts the others
 
 
-def absences(core: LeaderCore, recoveries: Recoveries, now: float) -> list[Absence]:
+def absences(
+    core: LeaderCore, recoveries: Recoveries, now: float, addresses: PeerAddresses | None = None
+) -> list[Absence]:
     """Return the replicas that a job misses, by name: failed, lost, drained, or never seen."""
+    refused_at = addresses.refused_at if addresses is not None else lambda _: 0.0
+    return [
+        replace(x, why=f"{x.why}; a wrong token for this job has come from its address")
+        if x.state == DOWN and refused_at(x.replica) > x.since
+        else x
+        for x in _absences(core, recoveries, now)
+    ]
+
+
+def _absences(core: LeaderCore, recoveries: Recoveries, now: float) -> list[Absence]:
     record = core.state.record
     if record is None:
         return _launched(core, recoveries, {}, now)
@@ -49,14 +62,22 @@ def _launched(
     """Add the launchers' reports: the reason of an absence, and replicas whose processes never attach."""
     absent = dict(by_name)
     for name, report in recoveries.launches.newest.items():
-        before = by_name.get(name)
+        before, record = by_name.get(name), core.state.record
         if _living(core, name, now) is not None:
             continue
         if before is not None:
-            why = "; ".join(filter(None, (before.why, report.sentence)))
+            if report.is_refused and report.at < before.since:
+                continue  # another process of its name was refused while it trained
+            why = "; ".join(filter(None, ("" if report.is_refused else before.why, report.sentence)))
             host = before.host or report.host
             absent[name] = replace(before, why=why, host=host, last_line=report.last_line)
-        elif not report.is_spare and (core.state.record is None or core.state.record.member(name) is None):
+        elif (
+            record is not None
+            and not report.host
+            and len(record.roster) >= core.state.config.policy.start_replicas
+        ):
+            continue  # a refused stranger may be meant for another job of this name
+        elif not report.is_spare and (record is None or record.member(name) is None):
             why, last = report.sentence, report.last_line
             absent[name] = Absence(name, DOWN, why, report.at, report.host, False, last)
     return [absent[name] for name in sorted(absent)]

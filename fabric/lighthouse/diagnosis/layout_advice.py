@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fabric.errors import ConfigError
-from fabric.health.damping import SHORT
+from fabric.health.alarm import SHORT
 from fabric.health.localise import Scope, Slowdown
 from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
 from fabric.health.planning.remedies import ActionRules, JobHealth, Remedy, RemedyKind, propose

@@ -7,6 +7,7 @@ Otherwise a member could make the lighthouse call any host in its network.
 Each process also sends a secret, so that another process with the job's token cannot take over its session.
 """
 
+import time
 from dataclasses import dataclass, field
 
 from fabric.protocol.messages.network import OpenSession
@@ -27,6 +28,16 @@ class PeerAddresses:
     """Addresses by replica and rank. A session speaks for every rank of its replica, a status for one."""
 
     _sources: dict[tuple[str, int], _Source] = field(default_factory=dict)
+    wrong_tokens: dict[str, float] = field(default_factory=dict)  # address -> Unix seconds of its newest one
+
+    def token_refused(self, address: str) -> None:
+        """Note that a process at this address has shown a wrong token for the job."""
+        if len(self.wrong_tokens) < 1000 or address in self.wrong_tokens:
+            self.wrong_tokens[address] = time.time()
+
+    def refused_at(self, replica: str) -> float:
+        """Return when a wrong token last came from an address of the replica."""
+        return max((self.wrong_tokens.get(address, 0.0) for address in self.of(replica, 0)), default=0.0)
 
     def stranger(self, session: OpenSession) -> str:
         """Return why the session is not from the process that it claims, or an empty string.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fabric.health.damping import Damping
+from fabric.health.alarm import Damping
 from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
 from fabric.health.link_detector import LinkDetector, PeerTimes
 from fabric.health.localise import Scope, Slowdown

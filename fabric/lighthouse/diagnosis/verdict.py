@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fabric.collectives.conclusion import ABSENT, DTYPE, OPERATION, SIZES
+from fabric.collectives.hangs import ABSENT, DTYPE, OPERATION, SIZES
 from fabric.collectives.recording import Process, Recording
 from fabric.collectives.report import explain
 from fabric.protocol.messages.network import Aborted

@@ -27,7 +27,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.runtime.background_loop import BackgroundLoop
+from fabric.runtime.tasks import BackgroundLoop
 from fabric.store import Compare, KeyValue, Lease, Put, Store
 from fabric.store.base import settle_store_id
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.runtime.background_loop import BackgroundLoop
+from fabric.runtime.tasks import BackgroundLoop
 from fabric.store import Compare, Operation, Store
 
 # The arguments, answer and errors are those of ``Store.commit``.

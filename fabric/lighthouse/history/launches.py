@@ -1,6 +1,6 @@
-"""The newest report of a failed attempt of each replica, until the replica attaches."""
+"""The newest report or refusal of a failed attempt of each replica, until the replica attaches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # The most reports that are kept; beyond it the oldest are forgotten.
 _KEPT = 100
@@ -19,6 +19,7 @@ class LaunchReport:
     at: float  # Unix seconds; `LaunchReports` keeps the time of the first failure in a row
     last_line: str = ""  # of the attempt's standard error; empty where the launcher does not know it
     is_stopped: bool = False  # a signal ended the launcher, and ``why`` says so
+    is_refused: bool = False  # the lighthouse refused the attempt's session, and ``why`` says so
 
     @property
     def sentence(self) -> str:
@@ -59,10 +60,18 @@ class LaunchReports:
 
     def take(self, report: LaunchReport) -> None:
         """Keep ``report`` in the place of the replica's earlier one."""
-        self.newest.pop(report.replica, None)
+        refusal = self.newest.pop(report.replica, None)
+        if refusal is not None and refusal.is_refused and not refusal.host:
+            # The first report after a refusal is about the refused process, and the refusal says more.
+            report = replace(report, why=refusal.why, last_line="", is_refused=True)
         self.newest[report.replica] = report
         while len(self.newest) > _KEPT:
             del self.newest[next(iter(self.newest))]
+
+    def refuse(self, replica: str, why: str, at: float) -> None:
+        """Note that the lighthouse has refused a session of the replica."""
+        self.newest.pop(replica, None)
+        self.take(LaunchReport(replica, "", f"refused: {why}", True, False, at, "", True, True))
 
     def attached(self, replica: str) -> None:
         """Forget the report of a replica that has a session again."""

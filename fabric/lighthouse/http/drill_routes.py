@@ -80,8 +80,7 @@ def add_drills(app: web.Application, jobs: Callable[[], Jobs], tokens: Tokens) -
 
 def _show(jobs: Callable[[], Jobs]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        job = find_job(jobs(), request)
-        return job if isinstance(job, web.Response) else web.json_response(job.drills.as_json())
+        return web.json_response(find_job(jobs(), request).drills.as_json())
 
     return handle
 
@@ -92,8 +91,6 @@ def _begin(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
         body = await body_of(request, '{"who": "me", "why": "weekly"}')
         who, why, may_lose = text_of(body, "who"), text_of(body, "why"), body.get("yes_lose_it", False)
         job = find_job(jobs(), request)
-        if isinstance(job, web.Response):
-            return job
         job.drills.begin(who, why, _members(job), may_lose=may_lose is True)
         return web.json_response(job.drills.as_json())
 
@@ -105,8 +102,6 @@ def _order(jobs: Callable[[], Jobs], tokens: Tokens, kind: type[msgspec.Struct],
         _check_right(request, tokens)
         asked = _decoded(await read_body(request), kind)
         job = find_job(jobs(), request)
-        if isinstance(job, web.Response):
-            return job
         action(job.drills, asked)
         return web.json_response(job.drills.as_json())
 
@@ -117,8 +112,6 @@ def _injector(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         asked = _decoded(await read_body(request), _InjectorRequest)
         job = find_job(jobs(), request)
-        if isinstance(job, web.Response):
-            return job
         drills = job.drills
         reports = {
             int(number): {name: _printable(text) for name, text in report.items()}

@@ -20,7 +20,7 @@ from fabric.model import counted
 from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.messages import leader_events as io
 from fabric.runtime.config import ADAPT_MODES
-from fabric.runtime.http.http_service import Handler, json_error, read_body
+from fabric.runtime.http.http_service import Handler, read_body
 
 KEPT_WITHIN_S = 4.0
 _MAX_TEXT = 300
@@ -35,17 +35,14 @@ def add_commands(app: web.Application, jobs: Callable[[], Jobs]) -> None:
     app.router.add_post("/v1/jobs/{job}/adapt", _adapt(jobs))
 
 
-def find_job(jobs: Jobs, request: web.Request) -> Job | web.Response:
-    """Return the job that the path names, or the answer that it does not exist."""
+def find_job(jobs: Jobs, request: web.Request) -> Job:
+    """Return the job that the path names. Answers 404 where there is none."""
     name = request.match_info["job"]
-    job = jobs.find(name)
-    return (
-        job
-        if job is not None
-        else json_error(
-            404, f"there is no job {name}: /v1/jobs and `fabric status` list those that are known"
+    if (job := jobs.find(name)) is None:
+        raise web.HTTPNotFound(
+            text=f"there is no job {name}: /v1/jobs and `fabric status` list those that are known"
         )
-    )
+    return job
 
 
 def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
@@ -54,10 +51,7 @@ def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
         replica = check_name("replica", text_of(body, "replica"))
         who, why = text_of(body, "who"), text_of(body, "why")
         job = find_job(jobs(), request)
-        if isinstance(job, web.Response):
-            return job
-        if not _is_known(job, replica):
-            return _unknown(job, replica)
+        _check_known(job, replica)
         gone = action == "evict" and body.get("host_is_gone") is True
         asked = io.Operator(action, replica, who, why, host_is_gone=gone)
         _check(job, asked)
@@ -71,13 +65,10 @@ def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
     return handle
 
 
-def _is_known(job: Job, replica: str) -> bool:
+def _check_known(job: Job, replica: str) -> None:
     record, peers = job.core.state.record, job.core.state.liveness.peers
-    return replica in peers or (record is not None and record.member(replica) is not None)
-
-
-def _unknown(job: Job, replica: str) -> web.Response:
-    return json_error(404, f"job {job.name} knows no replica {replica}: look at its members")
+    if replica not in peers and (record is None or record.member(replica) is None):
+        raise web.HTTPNotFound(text=f"job {job.name} knows no replica {replica}: look at its members")
 
 
 def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
@@ -86,13 +77,11 @@ def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
         about = text_of(body, "about") if action == "admit" else ""
         who, why = text_of(body, "who"), text_of(body, "why")
         job = find_job(jobs(), request)
-        if isinstance(job, web.Response):
-            return job
         least, most = (_count(body, name, job.max_replicas) for name in ("min", "max"))
         asked = io.Operator(action, about, who, why, least, most)
         if action == "admit" and not job.core.evidence.knows_of(about):
-            return json_error(
-                404, f"job {job.name} knows no replica or host {about}: `fabric status` shows who is kept out"
+            raise web.HTTPNotFound(
+                text=f"job {job.name} knows no replica or host {about}: `fabric status` shows who is kept out"
             )
         _check(job, asked)
         job.operate(asked)
@@ -113,24 +102,15 @@ def _adapt(jobs: Callable[[], Jobs]) -> Handler:
         who, why = text_of(body, "who"), text_of(body, "why")
         asked = _adapt_orders(body, who, why)
         job = find_job(jobs(), request)
-        if isinstance(job, web.Response):
-            return job
         for order in asked:
-            if order.action == "veto" and not _is_known(job, order.replica):
-                return _unknown(job, order.replica)
+            if order.action == "veto":
+                _check_known(job, order.replica)
             _check(job, order)
         for order in asked:
             job.operate(order)
         await job.overrides_stored(KEPT_WITHIN_S)
-        core = job.core
-        return web.json_response(
-            {
-                "ok": True,
-                "job": job.name,
-                "mode": core.adaptations.mode or OFF,
-                "vetoed": list(core.limits.overrides.vetoed),
-            }
-        )
+        answer = {"ok": True, "job": job.name, "mode": job.core.adaptations.mode or OFF}
+        return web.json_response({**answer, "vetoed": list(job.core.limits.overrides.vetoed)})
 
     return handle
 

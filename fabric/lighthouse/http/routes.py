@@ -118,7 +118,7 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
         middlewares=[
             errors_as_json,
             *([pages_kept_out(names)] if tokens.is_open else []),
-            token_required(tokens, OPEN_PATHS, dashboard.scope_of_login, tries),
+            token_required(tokens, OPEN_PATHS, dashboard.scope_of_login, tries, parts.jobs.token_refused),
             _leader_only(parts),
         ],
         client_max_size=MAX_BODY_BYTES,
@@ -254,8 +254,6 @@ class LighthouseRoutes:
     async def show_job(self, request: web.Request) -> web.Response:
         """Show the status of one job, and which lighthouse answers."""
         job = self._job(request)
-        if isinstance(job, web.Response):
-            return job
         election = self._parts.election
         term = election.term
         store = {"id": term.store_id if term else "", "election_key": term.key if term else election.prefix}
@@ -269,8 +267,6 @@ class LighthouseRoutes:
     async def events(self, request: web.Request) -> web.StreamResponse:
         """List the job's events after an id: JSON, or with ``follow=1`` JSON lines as they come."""
         job = self._job(request)
-        if isinstance(job, web.Response):
-            return job
         last = query_integer(request, "after", low=0, high=_MAX_ID) or 0
         follows = bool(query_integer(request, "follow", low=0, high=1))
         kind = "application/x-ndjson" if follows else "application/json; charset=utf-8"
@@ -288,31 +284,19 @@ class LighthouseRoutes:
 
     async def recoveries(self, request: web.Request) -> web.StreamResponse:
         """List the recovery records, one JSON object per line, oldest first."""
-        job = self._job(request)
-        if isinstance(job, web.Response):
-            return job
-        return await _lines(request, job.history.recoveries.kept)
+        return await _lines(request, self._job(request).history.recoveries.kept)
 
     async def slowdowns(self, request: web.Request) -> web.StreamResponse:
         """List the slowdown records, one JSON object per line, oldest first."""
-        job = self._job(request)
-        if isinstance(job, web.Response):
-            return job
-        return await _lines(request, job.history.slowdowns.kept)
+        return await _lines(request, self._job(request).history.slowdowns.kept)
 
     async def hosts(self, request: web.Request) -> web.Response:
         """List the hosts on which replicas failed in the last days, the most suspect first."""
-        job = self._job(request)
-        return (
-            job if isinstance(job, web.Response) else web.json_response(job.core.evidence.hosts_that_failed())
-        )
+        return web.json_response(self._job(request).core.evidence.hosts_that_failed())
 
     async def live(self, request: web.Request) -> web.StreamResponse:
         """Stream server-sent events for the page: see ``dashboard.stream``."""
-        job = self._job(request)
-        if isinstance(job, web.Response):
-            return job
-        return await dashboard.stream(request, job, self._looks, lambda: self._parts.leads)
+        return await dashboard.stream(request, self._job(request), self._looks, lambda: self._parts.leads)
 
     async def launcher(self, request: web.Request) -> web.Response:
         """Take a launcher's report of an attempt that failed."""
@@ -351,5 +335,5 @@ class LighthouseRoutes:
         )
         return json_error(429, sentence, headers={"Retry-After": str(seconds)})
 
-    def _job(self, request: web.Request) -> Job | web.Response:
+    def _job(self, request: web.Request) -> Job:
         return find_job(self._parts.jobs, request)

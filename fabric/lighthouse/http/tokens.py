@@ -213,11 +213,12 @@ def token_required(
     open_paths: frozenset[str],
     login: Callable[[web.Request, Tokens], Scope | bool],
     tries: TokenTries,
+    refused: Callable[[str, str], None] = lambda _job, _address: None,
 ) -> Middleware:
     """Make a middleware that admits a request whose token or ``login`` opens the job of its path.
 
-    ``login`` returns False where it is not valid. For a path without a job the handler calls
-    ``is_in_scope``.
+    ``login`` returns False where it is not valid. ``refused`` gets the job and the client's address where a
+    token does not open the job. For a path without a job the handler calls ``is_in_scope``.
     """
 
     @web.middleware
@@ -226,18 +227,21 @@ def token_required(
         if tokens.is_open or request.path in open_paths:
             return await handler(request)
         await tries.pause(request.remote or "")
-        scope = login(request, tokens)
-        if isinstance(scope, bool):
-            given = bearer_of(request.headers.get("Authorization", ""))
-            if is_of_drills(request) and tokens.may_drill(given):
-                request["scope"], request["may_reach_servers"] = None, False
-                return await handler(request)
-            scope = scope_of(tokens, tries, request, given)
-        job = request.match_info.get("job")
-        if scope is not None and job is not None and job not in scope:
-            raise Unauthorized(
-                f"this token is not that of job {job[:64]}: use the token file that the job was given"
-            )
+        scope, job = login(request, tokens), request.match_info.get("job")
+        try:
+            if isinstance(scope, bool):
+                given = bearer_of(request.headers.get("Authorization", ""))
+                if is_of_drills(request) and tokens.may_drill(given):
+                    request["scope"], request["may_reach_servers"] = None, False
+                    return await handler(request)
+                scope = scope_of(tokens, tries, request, given)
+            if scope is not None and job is not None and job not in scope:
+                raise Unauthorized(
+                    f"this token is not that of job {job[:64]}: use the token file that the job was given"
+                )
+        except Unauthorized:
+            refused(job or "", request.remote or "")
+            raise
         request["scope"] = scope
         request["may_reach_servers"] = tokens.may_reach_servers(scope)
         return await handler(request)

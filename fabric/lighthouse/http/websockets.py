@@ -9,6 +9,7 @@ import asyncio
 import logging
 import socket as sockets
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from aiohttp import WSCloseCode, WSMsgType, web
@@ -20,15 +21,17 @@ from fabric.lighthouse.connections.layout_gate import LayoutGate
 from fabric.lighthouse.connections.validation import (
     MAX_STATUS_BYTES,
     MOST_BYTES,
+    check_name,
     decode_member,
     decode_session,
     decode_status,
     parse_policy,
 )
 from fabric.lighthouse.http.tokens import opened_with_own
-from fabric.lighthouse.jobs.job import Job
+from fabric.lighthouse.jobs.job import REFUSED, Job
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.protocol.messages.network import OpenSession, Rejected
+from fabric.protocol.messages.wire import sender_of
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
             return True
         if place.job and not connection.is_of(message.replica, message.incarnation):
             raise ProtocolError("a session speaks for one process: open another one for another process")
-        if gate.reads(message.cuts, text, on_text, partial(_end_of, place, connection)):
+        if gate.reads(message.cuts, text, on_text, partial(_end_of, place, connection, text)):
             return True
         return place.take().open(connection, message, policy)
 
@@ -120,6 +123,15 @@ class JobLookup:
             raise StoreUnavailable("this lighthouse does not lead the job now: connect again")
         return self.job
 
+    def refused(self, session: str, why: str) -> None:
+        """Record that the first message was refused, where it is a session of a known job."""
+        if self.gate is None or self.job is not None:
+            return
+        with suppress(FabricError):  # it names no replica, or the job's record cannot be read
+            replica, job = check_name("replica", sender_of(session)), self._jobs.find(self.name)
+            if job is not None:
+                job.note(REFUSED, replica, why)
+
     def leave(self, on_end: Callable[[Job], None]) -> None:
         """Note that the connection is closed."""
         if self.gate is not None:
@@ -176,17 +188,18 @@ def _guarded(
         try:
             return on_text(text)
         except FabricError as error:
-            _end_of(place, connection, error)
+            _end_of(place, connection, text, error)
             return False
 
     return take
 
 
-def _end_of(place: JobLookup, connection: MemberConnection, error: FabricError) -> None:
+def _end_of(place: JobLookup, connection: MemberConnection, text: str, error: FabricError) -> None:
     if isinstance(error, StoreUnavailable):
         connection.end(NOT_THE_LEADER, str(error))
         return
     log.warning("job %s: a connection of %s is closed: %s", place.name, connection.replica or "?", error)
+    place.refused(text, str(error))
     connection.send(FrameCache().of(Rejected(str(error)), accepts_compression=False))
     connection.end(MALFORMED, str(error))
 
@@ -229,7 +242,7 @@ async def _read(
         if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
             return
         if message.type is not WSMsgType.TEXT:
-            _end_of(place, connection, ProtocolError("messages are JSON text, not binary"))
+            _end_of(place, connection, "", ProtocolError("messages are JSON text, not binary"))
             return
         if not take(message.data):
             return

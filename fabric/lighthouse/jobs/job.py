@@ -47,6 +47,7 @@ from fabric.runtime.logs import fields
 log = logging.getLogger(__name__)
 
 _REMAKE_S = 1.0
+REFUSED = "session refused"  # the kind of the core's event about a session that may not stand
 # The messages that every member sends when it gets a new epoch.
 _ANSWERS = ('{"kind":"Report"', '{"kind":"Running"')
 
@@ -109,7 +110,8 @@ class Job:
     def is_idle(self) -> bool:
         """Whether the store has nothing of this job, and no process has a connection or a report."""
         is_new = not (self.core.state.record or self.core.writer.writing)
-        return is_new and self.connections.are_none and not self.history.recoveries.launches.newest
+        reports = self.history.recoveries.launches.newest.values()
+        return is_new and self.connections.are_none and not any(report.host for report in reports)
 
     @property
     def is_complete(self) -> bool:
@@ -152,11 +154,10 @@ class Job:
             else 0,
             absent=absent,
             troubles=self._troubles(),
+            failures=core.evidence.recent,
             sessions=len(self.connections.sessions),
             recoverable_step=None if state is None else state["step"],
             recoverable_age_s=None if state is None else state["age_s"],
-            silent_servers=len(self.servers.silent),
-            durable_failing=len(self.servers.failing),
             slow_replicas=len(self.slowness.slow),
             slowest_speed=self.slowness.slowest_speed,
             slowdown_s=self.history.slowdowns.total_s,
@@ -165,7 +166,7 @@ class Job:
 
     def absences(self) -> list[Absence]:
         """Return the replicas that the job misses now."""
-        return absences(self.core, self.history.recoveries, self.now)
+        return absences(self.core, self.history.recoveries, self.now, self.peer_addresses)
 
     def _troubles(self) -> list[ReplicaTrouble]:
         """Return the troubles of the job's members, each with its host."""
@@ -214,7 +215,7 @@ class Job:
     def open(self, connection: MemberConnection, session: m.OpenSession, policy: Policy) -> bool:
         """Open a session, or open it again; return False when the core refused it and it is being closed."""
         if reason := self._refusal(session, policy):
-            self.note("session refused", session.replica, reason)
+            self.note(REFUSED, session.replica, reason)
             self.connections.refuse(connection, reason)
             return False
         asked = self._allowed_policy(session.replica, policy)
@@ -425,6 +426,8 @@ class Job:
         event = self.events.add(kind, epoch, about, why, incident_id)
         self._context.metrics.event(self.name, kind)
         self.history.note(kind, about, event.why)
+        if kind == REFUSED and (core.state.record is not None or self.connections.sessions):
+            self.history.recoveries.launches.refuse(about, event.why, time.time())
         peer = core.state.liveness.peers.get(about)
         incarnation = peer.incarnation if peer is not None else None
         where = {"job": self.name, "replica": about, "incarnation": incarnation, "epoch": epoch}

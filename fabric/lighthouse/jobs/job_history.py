@@ -51,14 +51,13 @@ class JobHistory:
         self._stored = stored
         self._sampled_at = self._ledger_stored_at = context.clock()
         self._observed_at = 0.0
-        self._unkept: dict[int, RecoveryRecord] = {}
-        self._unkept_slowdowns: dict[int, SlowdownRecord] = {}
+        self._unkept: dict[str, dict[int, RecoveryRecord | SlowdownRecord]] = {"recovery": {}, "slowdown": {}}
 
     def begin(self, record: Record | None) -> None:
         """Begin to lead the job from ``record``, which counts as no answer to a failure."""
         self.recoveries.begin(record)
         for slowdown in self.slowdowns.begin(time.time()):
-            self._keep_slowdown(slowdown)
+            self._keep("slowdown", slowdown)
 
     def is_sample_due(self, sessions: int, now: float) -> bool:
         return now - self._sampled_at >= max(SAMPLE_S, sessions / _SESSIONS_PER_S)
@@ -96,61 +95,50 @@ class JobHistory:
         """Store this record from a task, and send it as a trace when it is complete."""
         if self._context.traces is not None:
             self._context.traces.recovery(self._job, recovery)
-        is_idle = not self._unkept
-        self._unkept[recovery.id] = recovery
-        if is_idle:
-            self._context.tasks.start(f"keep recoveries of {self._job}", self._keep_recoveries())
+        self._keep("recovery", recovery)
 
-    async def _keep_recoveries(self) -> None:
+    def _keep(self, kind: str, record: RecoveryRecord | SlowdownRecord) -> None:
+        is_idle = not self._unkept[kind]
+        self._unkept[kind][record.id] = record
+        if is_idle:
+            self._context.tasks.start(f"keep {kind} records of {self._job}", self._store(kind))
+
+    async def _store(self, kind: str) -> None:
         """Store one record after the other; write a record again that has changed since."""
-        while self._unkept:
-            recovery = self._unkept.pop(next(iter(self._unkept)))
+        unkept = self._unkept[kind]
+        while unkept:
+            record = unkept.pop(next(iter(unkept)))
             try:
-                await self._stored.keep(recovery, [r.id for r in self.recoveries.kept])
+                if isinstance(record, RecoveryRecord):
+                    await self._stored.keep(record, [x.id for x in self.recoveries.kept])
+                else:
+                    await self._stored.keep_slowdown(record, [x.id for x in self.slowdowns.kept])
             except StoreError as error:
-                log.warning(
-                    "job %s: recovery record %d is not in the store: %s", self._job, recovery.id, error
-                )
-            if len(recovery.lost) > NAMED:
+                log.warning("job %s: %s record %d is not in the store: %s", self._job, kind, record.id, error)
+            if isinstance(record, RecoveryRecord) and len(record.lost) > NAMED:
                 await asyncio.sleep(_KEEP_LARGE_S)  # a large record changes at each return of a replica
 
     def observe_slowdowns(self, states: Iterable[SlowdownState], newest_event: int, step: int) -> None:
         """Bring the slowdown records up to date."""
         for slowdown in self.slowdowns.observe(states, newest_event, step, time.time()):
-            self._keep_slowdown(slowdown)
+            self._keep("slowdown", slowdown)
 
     def note(self, kind: str, about: str, why: str) -> None:
         """Add an event about a slow replica to its record."""
         slowdown = self.slowdowns.note(kind, about, why, time.time())
         if slowdown is not None:
-            self._keep_slowdown(slowdown)
+            self._keep("slowdown", slowdown)
 
     def judge(self, replica: str, verdict: str) -> None:
         """Set a micro-benchmark's verdict on a slow replica."""
         slowdown = self.slowdowns.judge(replica, verdict)
         if slowdown is not None:
-            self._keep_slowdown(slowdown)
+            self._keep("slowdown", slowdown)
 
     def restore_slowdowns(self, stored: list[SlowdownRecord]) -> None:
         """Take the slowdown records of earlier leaders."""
         for slowdown in self.slowdowns.restore(stored, time.time()):
-            self._keep_slowdown(slowdown)
-
-    def _keep_slowdown(self, slowdown: SlowdownRecord) -> None:
-        is_idle = not self._unkept_slowdowns
-        self._unkept_slowdowns[slowdown.id] = slowdown
-        if is_idle:
-            self._context.tasks.start(f"keep slowdowns of {self._job}", self._keep_slowdowns())
-
-    async def _keep_slowdowns(self) -> None:
-        while self._unkept_slowdowns:
-            slowdown = self._unkept_slowdowns.pop(next(iter(self._unkept_slowdowns)))
-            try:
-                await self._stored.keep_slowdown(slowdown, [x.id for x in self.slowdowns.kept])
-            except StoreError as error:
-                log.warning(
-                    "job %s: slowdown record %d is not in the store: %s", self._job, slowdown.id, error
-                )
+            self._keep("slowdown", slowdown)
 
     def _keep_ledger(self, before: str, now: float) -> None:
         """Store the ledger when its state changes, and at intervals. A lost write does no harm: the next

@@ -145,12 +145,21 @@ class Jobs:
 
     def release(self, job: Job) -> None:
         """Forget a job without a record and without connections."""
-        if job.is_idle and self.by_name.get(job.name) is job:
-            job.close(codes.NOT_THE_LEADER, "no replica takes part in this job")
+        if job.is_idle:
+            self._drop(job, "no replica takes part in this job")
+
+    def _drop(self, job: Job, why: str) -> None:
+        if self.by_name.get(job.name) is job:
+            job.close(codes.NOT_THE_LEADER, why)
             del self.by_name[job.name]
             self._logs.pop(job.name).end_followers()
             self._recoveries.pop(job.name)
             self._slowdowns.pop(job.name)
+
+    def token_refused(self, name: str, address: str) -> None:
+        """Note that a process at this address has shown a wrong token for a job, if there is such a job."""
+        if (job := self.by_name.get(name)) is not None:
+            job.peer_addresses.token_refused(address)
 
     def overloaded(self, seconds: float) -> None:
         """Tell every job that some connections must wait for ``seconds`` more; of which job is unknown."""
@@ -220,12 +229,7 @@ class Jobs:
         except StoreError as error:
             log.warning("job %s: its record cannot be deleted yet: %s", job.name, error)
             return False
-        if self.by_name.get(job.name) is job:
-            job.close(codes.NOT_THE_LEADER, "the job was complete for long and is forgotten")
-            del self.by_name[job.name]
-            self._logs.pop(job.name).end_followers()
-            self._recoveries.pop(job.name)
-            self._slowdowns.pop(job.name)
+        self._drop(job, "the job was complete for long and is forgotten")
         return True
 
     async def _load_recoveries(self, name: str, recoveries: Recoveries) -> None:

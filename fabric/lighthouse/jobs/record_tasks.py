@@ -6,7 +6,7 @@ that a faulty store gets fewer requests.
 
 import asyncio
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite
 from fabric.lighthouse.jobs.job_store import Deposed, StoredRecord
@@ -14,31 +14,22 @@ from fabric.lighthouse.jobs.term_context import TermContext
 from fabric.model import Record
 from fabric.protocol.messages import leader_events as io
 
+if TYPE_CHECKING:
+    from fabric.lighthouse.jobs.job import Job
+
 log = logging.getLogger(__name__)
 
 _RETRY_S = (0.05, 1.0)
 _MOST_FAILURES = 10
 
 
-class Shell(Protocol):
-    """The job whose core ordered the write or read. ``asker`` names that core's driver."""
-
-    name: str
-
-    def note(self, kind: str, about: str, why: str) -> None:
-        """Record an event for people."""
-
-    def answer(self, asker: object, event: io.Event) -> None:
-        """Give the outcome to the core, unless another core has replaced the asker."""
-
-    def is_asked_by(self, asker: object) -> bool:
-        """Whether the asker still waits for the outcome."""
-
-
 class RecordTasks:
-    """Writes and reads the record of one job, and counts the writes that failed in a row."""
+    """Writes and reads the record of one job, and counts the writes that failed in a row.
 
-    def __init__(self, shell: Shell, context: TermContext, stored: StoredRecord) -> None:
+    ``asker`` names the driver of the core that ordered the write or read.
+    """
+
+    def __init__(self, shell: "Job", context: TermContext, stored: StoredRecord) -> None:
         self._shell = shell
         self._context = context
         self._stored = stored

@@ -3,6 +3,7 @@
 A registry of its own keeps metrics of the process and of other libraries out.
 """
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from fabric.health.localise import Scope
 from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, RecoveryRecord
+from fabric.model import HostFailure
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,8 +53,7 @@ class JobGauges:
     is_complete: bool = False
     has_failed: bool = False
     troubles: Sequence[ReplicaTrouble] = ()
-    silent_servers: int = 0
-    durable_failing: int = 0
+    failures: Sequence[HostFailure] = ()  # that count for a penalty now
     slow_replicas: int = 0
     slowest_speed: float = 1.0  # of the slow replicas, relative to their equals; 1: none is slow
     slowdown_s: float = 0.0  # seconds by which slow replicas have made steps longer
@@ -165,16 +166,6 @@ _OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
     ("job_complete", "1 when the job has finished.", lambda job: float(job.is_complete)),
     ("job_failed", "1 while the job waits for a person to mend it.", lambda job: float(job.has_failed)),
     (
-        "silent_checkpoint_servers",
-        "Members whose checkpoint server does not answer.",
-        lambda job: job.silent_servers,
-    ),
-    (
-        "durable_failing",
-        "Replicas whose last durable checkpoint could not be written, and no replica has written one since.",
-        lambda job: job.durable_failing,
-    ),
-    (
         "slow_replicas",
         "Replicas that are slow, or whose link to the next replica is; 1 where the whole job is slow.",
         lambda job: job.slow_replicas,
@@ -205,26 +196,25 @@ class _Gauges(Collector):
                 if (value := value_of(job)) is not None:
                     family.add_metric([job.job], value)
             yield family
-        down = GaugeMetricFamily(
-            _PREFIX + "replica_down",
+        yield _labelled(
+            "replica_down",
             f"1 for each lost replica without a live process, {NAMED} at most; why is the reason.",
-            labels=["job", "replica", "host", "why"],
-        )
-        for job in jobs:
+            ["replica", "host", "why"],
             # A member's reason may change with the time, and a new label would be a new series.
-            lost = [absence for absence in job.absent if absence.state == DOWN and not absence.is_member]
-            for absence in lost[:NAMED]:
-                down.add_metric([job.job, absence.replica, absence.host, absence.why], 1.0)
-        yield down
-        troubled = GaugeMetricFamily(
-            _PREFIX + "replica_troubled",
-            f"1 for each trouble of a member, {NAMED} per job at most: slow, server silent, durable failed.",
-            labels=["job", "replica", "kind", "host", "why"],
+            {job.job: [x for x in job.absent if x.state == DOWN and not x.is_member] for job in jobs},
         )
-        for job in jobs:
-            for trouble in job.troubles[:NAMED]:
-                troubled.add_metric([job.job, trouble.replica, trouble.kind, trouble.host, trouble.why], 1.0)
-        yield troubled
+        yield _labelled(
+            "replica_troubled",
+            f"1 for each trouble of a member, {NAMED} per job at most: slow, server silent, durable failed.",
+            ["replica", "kind", "host", "why"],
+            {job.job: job.troubles for job in jobs},
+        )
+        yield _labelled(
+            "replica_failures",
+            f"Failures that count for a penalty now, by replica and host; {NAMED} per job at most.",
+            ["replica", "host"],
+            {job.job: job.failures for job in jobs},
+        )
         ledger = CounterMetricFamily(
             _PREFIX + "job_seconds",
             "The job's time by state: training, degraded, recovering, stalled.",
@@ -235,6 +225,16 @@ class _Gauges(Collector):
                 ledger.add_metric([job.job, state], seconds)
         yield ledger
         yield from _slowdowns(jobs)
+
+
+def _labelled(name: str, text: str, labels: list[str], rows: Mapping[str, Sequence[object]]) -> Metric:
+    """Return a gauge with the first NAMED ``rows`` of each job; equal rows are counted."""
+    family = GaugeMetricFamily(_PREFIX + name, text, labels=["job", *labels])
+    for job, of_job in rows.items():
+        counts = Counts(tuple(str(getattr(row, label)) for label in labels) for row in of_job)
+        for values, count in counts.most_common(NAMED):
+            family.add_metric([job, *values], count)
+    return family
 
 
 def _slowdowns(jobs: list[JobGauges]) -> Iterator[Metric]:

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 from fabric.model import Adaptation, LaunchedLayouts, LayoutChange, Member, MemberSpeed, Record
-from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.state import JobState, RosterLimits
+from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.rules.assignment import lost_parts
 from fabric.protocol.rules.shares import objection_to_shares

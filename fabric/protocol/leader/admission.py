@@ -8,8 +8,7 @@ from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Liveness, Peer, as_member, vouches
 from fabric.protocol.leader.orders import OperatorOrders
-from fabric.protocol.leader.outbox import LeaderOutbox
-from fabric.protocol.leader.state import JobState, RosterLimits, Standing, standing
+from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits, Standing, standing
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.compatibility import incompatibility
 from fabric.protocol.rules.link_graph import Healing

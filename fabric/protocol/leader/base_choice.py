@@ -1,7 +1,7 @@
 """The choice of the state that a generation begins from."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fabric.model import DURABLE, Base, Record, SnapshotRef
@@ -87,7 +87,10 @@ class BaseChoice:
         """
         if all(not p.session.replay for p in peers):
             return {}  # their settings expect no equal states
-        cuts = self._cuts()
+        live, record = self.state.liveness, self.state.record
+        members = [as_member(p.session) for p in live.peers.values()]
+        members += record.roster if record is not None else ()
+        cuts = {url: x.cuts for x in members for url in (*live.servers.urls_of(x), x.ckpt)}
         holders: dict[tuple[int, int, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         for ref, urls in states.items():
             for url in (u for u in urls if ref.generation and _is_first_rank(u)):
@@ -105,13 +108,6 @@ class BaseChoice:
             later = (x for x in states if x.generation == generation and x.step >= step)
             disputed |= {x: why for x in later if _held_by(states[x], wrong)}
         return disputed
-
-    def _cuts(self) -> Mapping[str, str]:
-        """URL of each checkpoint server -> the layout of its replica, in a job of unequal layouts."""
-        live, record = self.state.liveness, self.state.record
-        members = [as_member(p.session) for p in live.peers.values()]
-        members += record.roster if record is not None else ()
-        return {url: x.cuts for x in members for url in (*live.servers.urls_of(x), x.ckpt)}
 
     def held_states(self, peers: list[Peer]) -> States:
         """The complete states in checkpoint servers' memory, each with the URLs of those servers.

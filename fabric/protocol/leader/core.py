@@ -22,13 +22,19 @@ from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.orders import OperatorOrders
-from fabric.protocol.leader.outbox import LeaderOutbox
-from fabric.protocol.leader.progress import Progress
 from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.server_statuses import STOP_CALM_S, LastStatus, stops_after
 from fabric.protocol.leader.starts import Starts
-from fabric.protocol.leader.state import MANY, EpochState, JobState, LeaderConfig, RosterLimits
+from fabric.protocol.leader.state import (
+    MANY,
+    EpochState,
+    JobState,
+    LeaderConfig,
+    LeaderOutbox,
+    Progress,
+    RosterLimits,
+)
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker

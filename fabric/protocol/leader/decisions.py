@@ -6,8 +6,7 @@ from fabric.model import Record
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.evictions import Evictions
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.outbox import LeaderOutbox
-from fabric.protocol.leader.state import JobState
+from fabric.protocol.leader.state import JobState, LeaderOutbox
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.decide import Evict, Undecidable, decide
 

@@ -7,10 +7,9 @@ from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.starts import Starts
-from fabric.protocol.leader.state import JobState
+from fabric.protocol.leader.state import JobState, LeaderOutbox
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.wait_graph import StragglerTracker
 

@@ -79,8 +79,12 @@ class FailureEvidence:
         self._add(HostFailure(replica, host, 0, self.state.unix_now, shortened(why, MAX_WHY_CHARACTERS)))
 
     def _add(self, *new: HostFailure) -> None:
-        recent = [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
-        self.failures = (*recent, *new)[-MAX_FAILURES:] if self.state.config.failures else ()
+        self.failures = (*self.recent, *new)[-MAX_FAILURES:] if self.state.config.failures else ()
+
+    @property
+    def recent(self) -> list[HostFailure]:
+        """The failures that count for a penalty now."""
+        return [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
 
     def _age_s(self, failure: HostFailure) -> float:
         return self.state.unix_now - failure.at
@@ -93,7 +97,7 @@ class FailureEvidence:
 
     def find_penalties(self) -> list[Penalty]:
         limit, penalties = self.state.config.failures, list[Penalty]()
-        recent = [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
+        recent = self.recent
         if not limit or len(recent) < limit:
             return []
         starts, numbered = Counter[str](), list[tuple[HostFailure, int]]()

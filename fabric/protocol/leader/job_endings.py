@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 from fabric.model import JobEnd, Record
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.outbox import LeaderOutbox
-from fabric.protocol.leader.progress import Progress
 from fabric.protocol.leader.record_writer import MAX_REASON_CHARACTERS, RecordWriter
-from fabric.protocol.leader.state import JobState
+from fabric.protocol.leader.state import JobState, LeaderOutbox, Progress
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules import poison

@@ -7,9 +7,8 @@ from fabric.model import Record, SnapshotRef
 from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer, as_member
-from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.state import JobState, RosterLimits
+from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import network as m
 
 # If all members missed the step of a snapshot, the leader asks for a later step after this many seconds.
@@ -84,7 +83,9 @@ class Joins:
             caught_up = inside and member is not None and self.state.knows(member)
             if peer is None or not peer.connected or caught_up:
                 del self.serving[joiner]
-                self._end_serving(joiner)
+                if self.state.record is not None:
+                    for member in self.state.record.roster:
+                        self.outbox.send(member.replica, m.StopServing(self.state.record.fence, joiner))
             elif inside or serving.blocking_reason or self.admission.is_penalised(record, peer):
                 continue
             elif self.admission.out_of_reach(record, peer):
@@ -216,11 +217,6 @@ class Joins:
             )
             return True
         return False
-
-    def _end_serving(self, joiner: str) -> None:
-        if self.state.record is not None:
-            for member in self.state.record.roster:
-                self.outbox.send(member.replica, m.StopServing(self.state.record.fence, joiner))
 
     def admit(self, record: Record) -> bool:
         outside = record.strangers(self.state.liveness.peers.keys())

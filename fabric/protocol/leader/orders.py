@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from fabric.model import GoneHost, Member, Record, counted
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import MAX_REASON_CHARACTERS, RecordWriter
-from fabric.protocol.leader.state import JobState, RosterLimits
+from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_data

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from fabric.model import Member, Record
 from fabric.protocol.leader.evictions import Evictions
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.state import JobState
+from fabric.protocol.leader.state import JobState, LeaderOutbox
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import missing_links, reachable_set
 from fabric.protocol.rules.wait_graph import RingRebuilds, blamed_link, ring_order, root_waiters

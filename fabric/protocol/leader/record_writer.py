@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from fabric.model import Adaptation, Member, Record, incident_id_of
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.outbox import LeaderOutbox
-from fabric.protocol.leader.state import JobState, RosterLimits
+from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta

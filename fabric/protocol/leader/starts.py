@@ -7,9 +7,8 @@ from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Peer, as_member
-from fabric.protocol.leader.progress import Progress
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.state import JobState, RosterLimits
+from fabric.protocol.leader.state import JobState, Progress, RosterLimits
 from fabric.protocol.rules.assignment import seated
 
 # Before a cold start the leader waits this many seconds for the replicas that are still missing.

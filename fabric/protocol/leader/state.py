@@ -374,3 +374,62 @@ class RosterLimits:
         if (least, most) == (old.min_replicas, old.max_replicas):
             return old
         return replace(old, min_replicas=least, max_replicas=most, scaled=by if least or most else "")
+
+
+@dataclass(slots=True, eq=False)
+class LeaderOutbox:
+    """Collects effects; every part of the leader sends through it."""
+
+    state: JobState
+    effects: list[io.Effect] = field(default_factory=list)
+    loss_incidents: dict[str, str] = field(default_factory=dict)  # by evicted replica, until it is back
+
+    def emit(self, effect: io.Effect) -> None:
+        self.effects.append(effect)
+
+    def send(self, replica: str, message: m.LeaderMessage) -> None:
+        peer = self.state.liveness.peers.get(replica)
+        if peer is not None and peer.connected:
+            self.emit(io.SendMember(replica, peer.incarnation, message))
+
+    def record_event(self, kind: str, about: str, why: str, incident_id: str = "") -> None:
+        """Write an event for operators. Without an incident id the event belongs to the loss of ``about``."""
+        incident_id = incident_id or self.loss_incidents.get(about, "")
+        epoch = self.state.record.epoch if self.state.record else 0
+        self.emit(io.RecordEvent(kind, epoch, about, why, incident_id))
+
+    def forget_losses(self, record: Record) -> None:
+        """Forget the loss of each replica that takes part again: later events do not belong to that loss."""
+        for member in record.roster:
+            if not member.joining:
+                self.loss_incidents.pop(member.replica, None)
+
+
+# Seconds between two log events about steps without data.
+EMPTY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """The newest step, and steps without data."""
+
+    state: JobState
+    outbox: LeaderOutbox
+    last_step_at: float  # when a member last reported a step higher than all before
+    highest_step: int | None = None  # highest step of this generation; None: not known to this leader
+    empty: tuple[int, int] = (0, -1)  # generation and number of the newest step without data in an event
+    empty_due: float = 0.0  # the time from which another event about a step without data may follow
+
+    def note_step(self, peer: Peer) -> None:
+        if self.state.in_force(peer) and self.state.is_of_generation(peer):
+            self.highest_step = max(self.highest_step or 0, peer.step)
+
+    def record_empty_step(self, peer: Peer, beat: m.Heartbeat) -> None:
+        """Write an event about a step without data: once per step, and at most once a second."""
+        newest = (beat.generation, beat.empty)
+        if not 0 <= beat.empty <= beat.step or newest <= self.empty or self.state.now < self.empty_due:
+            return
+        if self.state.in_force(peer) and self.state.is_of_generation(peer):
+            self.empty, self.empty_due = newest, self.state.now + EMPTY_S
+            why = f"step {beat.empty} was committed with total weight 0: no member had data for it"
+            self.outbox.record_event("empty step", "", why)

@@ -6,12 +6,17 @@ gradients one by one, until the member's state is at the step at which it goes o
 
 from fabric.exit_codes import FAILED, RESTART
 from fabric.model import SnapshotRef
-from fabric.protocol.member.context import CoreContext
-from fabric.protocol.member.epochs import KnownEpochs
-from fabric.protocol.member.memory import MemberMemory
 from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.session import LighthouseSession
-from fabric.protocol.member.state import MAX_MISSES, Fetch, MemberState, Mode
+from fabric.protocol.member.state import (
+    MAX_MISSES,
+    CoreContext,
+    Fetch,
+    KnownEpochs,
+    MemberMemory,
+    MemberState,
+    Mode,
+)
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 

@@ -14,16 +14,21 @@ from typing import Any
 
 from fabric.model import SnapshotRef
 from fabric.protocol.member.catch_up import CatchUp
-from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.ending import Ending
-from fabric.protocol.member.epochs import KnownEpochs
 from fabric.protocol.member.links import LinkWatch
 from fabric.protocol.member.membership import Membership
-from fabric.protocol.member.memory import MemberMemory
 from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.serving import SnapshotServing
 from fabric.protocol.member.session import LighthouseSession
-from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState, Mode
+from fabric.protocol.member.state import (
+    CoreContext,
+    KnownEpochs,
+    MemberConfig,
+    MemberIdentity,
+    MemberMemory,
+    MemberState,
+    Mode,
+)
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from fabric.exit_codes import FAILED, FINISHED, RESTART
 from fabric.model import JobEnd, Record, ReplicaProcess
 from fabric.protocol.member.catch_up import CatchUp
-from fabric.protocol.member.context import CoreContext
-from fabric.protocol.member.epochs import KnownEpochs
-from fabric.protocol.member.memory import MemberMemory
 from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.session import LighthouseSession
 from fabric.protocol.member.state import (
+    CoreContext,
+    KnownEpochs,
+    MemberMemory,
     Mode,
 )
 from fabric.protocol.messages import member_events as io

@@ -4,13 +4,10 @@ import math
 from dataclasses import replace
 
 from fabric.model import ReplicaProcess
-from fabric.protocol.member.context import CoreContext
 from fabric.protocol.member.ending import Ending
-from fabric.protocol.member.epochs import KnownEpochs
-from fabric.protocol.member.memory import MemberMemory
 from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.session import LighthouseSession
-from fabric.protocol.member.state import Mode
+from fabric.protocol.member.state import CoreContext, KnownEpochs, MemberMemory, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 

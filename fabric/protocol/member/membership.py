@@ -6,14 +6,14 @@ from fabric.errors import IllegalTransition
 from fabric.exit_codes import RESTART
 from fabric.model import Record, SnapshotRef
 from fabric.protocol.member.catch_up import CatchUp
-from fabric.protocol.member.context import CoreContext
-from fabric.protocol.member.epochs import KnownEpochs
-from fabric.protocol.member.memory import MemberMemory
 from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.serving import SnapshotServing
 from fabric.protocol.member.session import LighthouseSession
 from fabric.protocol.member.state import (
+    CoreContext,
+    KnownEpochs,
     LastRound,
+    MemberMemory,
     Mode,
 )
 from fabric.protocol.messages import member_events as io

@@ -4,11 +4,8 @@ import math
 
 from fabric.exit_codes import RESTART
 from fabric.model import SnapshotRef, writer_of
-from fabric.protocol.member.context import CoreContext
-from fabric.protocol.member.epochs import KnownEpochs
-from fabric.protocol.member.memory import MemberMemory
 from fabric.protocol.member.session import LighthouseSession
-from fabric.protocol.member.state import Mode
+from fabric.protocol.member.state import CoreContext, KnownEpochs, MemberMemory, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 

@@ -4,10 +4,7 @@ from collections import deque
 
 from fabric.exit_codes import FAILED, RESTART
 from fabric.model import EarlierStep, Fence, SnapshotRef, StepTimes
-from fabric.protocol.member.context import CoreContext
-from fabric.protocol.member.epochs import KnownEpochs
-from fabric.protocol.member.memory import MemberMemory
-from fabric.protocol.member.state import Contact, Mode
+from fabric.protocol.member.state import Contact, CoreContext, KnownEpochs, MemberMemory, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 

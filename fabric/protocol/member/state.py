@@ -1,16 +1,22 @@
-"""The state of a member core: mode, training state, kept gradient, fetch, leader session and links."""
+"""The state, the context, the memory and the known epochs that all parts of a member core share."""
 
 import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from fabric.errors import IllegalTransition
+from fabric.exit_codes import FINISHED, RESTART
 from fabric.model import (
     EVERYTHING,
     NOT_LAUNCHED,
     DataPlan,
+    Fence,
     JobEnd,
     LaunchedLayouts,
+    Member,
+    Poison,
     RankAddress,
+    Record,
     Sharing,
     SnapshotRef,
 )
@@ -187,3 +193,137 @@ class LinkState:
 
     def take_early(self, key: tuple[int, int]) -> list[io.FromPeer]:
         return self.early.pop(key, [])
+
+
+class CoreContext:
+    """The context of one core, in each of its parts. Times are monotonic seconds."""
+
+    def __init__(self, identity: MemberIdentity, config: MemberConfig, now: float) -> None:
+        self.identity = identity
+        self.config = config
+        self.now = now  # the time of the present event
+        self.effects: list[io.Effect] = []  # the effects of the present event so far, in order
+        self.stopped = False  # whether the core has stopped: it handles no further event
+        self.noticed = False  # whether this process has notice that it will be killed soon
+
+    @property
+    def replica(self) -> str:
+        return self.identity.replica
+
+    def stop(self, code: int, reason: str, poison: tuple[Poison, ...] = ()) -> None:
+        self.emit(io.Stop(code, reason, poison))
+        self.stopped = True
+
+    def leave(self, entry: Member | None) -> None:
+        """Stop as a leaving member. ``entry``: this member's entry in the last roster that lists it."""
+        if entry is None or not entry.returns:
+            self.stop(RESTART if self.noticed else FINISHED, "drained: the others go on without this replica")
+            return
+        reason = f"comes back in the layout {entry.returns}: the others go on meanwhile"
+        self.emit(io.Stop(RESTART, reason, layout=entry.returns))
+        self.stopped = True
+
+    def emit(self, effect: io.Effect) -> None:
+        self.effects.append(effect)
+
+
+class MemberMemory:
+    """The memory of the trainer process. Only its main thread changes state and gradient, by effects."""
+
+    def __init__(self, context: CoreContext, state: MemberState) -> None:
+        self._context = context
+        self.state = state
+        self.kept_gradient = KeptGradient()
+        self.waiting = False  # whether the main thread waits for a Compute, Apply, Install, ...
+        self.began = state.step  # the step at which this process began
+        self.loaded = -1  # the step of the last loaded state: its digest does not prove my own updates
+        self.empty = -1  # the newest step that was committed with total weight 0
+        # The data of the loop's steps now.
+        self.plan = context.config.plan or DataPlan(context.identity.micro_batches)
+        self.agreed = 0  # the newest epoch in which a state that I updated had another member's digest
+
+    def order(self, effect: io.Compute | io.Apply | io.Install) -> None:
+        """Give the main thread its next work."""
+        self.waiting = False
+        self._context.emit(effect)
+
+    def take_back(self, plan: DataPlan | None) -> None:
+        """The main thread waits again; ``plan``: the data of the loop's steps from now on, if it changed."""
+        self.waiting = True
+        self.plan = plan or self.plan
+
+    def distrust(self) -> None:
+        """No other member confirms my state any more: it belongs to no generation."""
+        self.state.generation = 0
+
+    def drop_kept(self) -> None:
+        """Forget the kept gradient: at once, or when the main thread has finished adding to it."""
+        if not self.waiting and self.kept_gradient.computing:
+            self.kept_gradient.stale = True
+            return
+        if self.kept_gradient.have:
+            self._context.emit(io.DropGradient())
+        self.kept_gradient = KeptGradient()
+
+    def lacks_digest(self) -> bool:
+        """Rule 1: return whether my state's digest is due and still being taken; if so, ask for it."""
+        state = self.state
+        if state.later and not state.asked:
+            state.asked = True
+            self._context.emit(io.TellDigest(state.step))
+        return state.later
+
+
+class KnownEpochs:
+    """The epoch in force, the newest epoch, the links of both, my report, and the leader's decision."""
+
+    def __init__(self, context: CoreContext, memory: MemberMemory) -> None:
+        self._context = context
+        self._memory = memory
+        self.mode = Mode.OUTSIDE
+        self.current: Record | None = None  # the epoch in which this member runs or last ran
+        self.newest: Record | None = None  # the newest epoch that this member knows
+        self.report: m.Report | None = None  # this member's answer to the newest forced epoch
+        self.resume: m.Resume | None = None  # the decision of the epoch in force
+        self.links = LinkState()
+
+    def enter_mode(self, mode: Mode) -> None:
+        if mode not in TRANSITIONS[self.mode]:
+            raise IllegalTransition(
+                f"{self._context.replica} cannot go from {self.mode.value} to {mode.value} "
+                f"at step {self._memory.state.step} in epoch {self.epoch()}"
+            )
+        self.mode = mode
+
+    def runs(self, epoch: int) -> bool:
+        current = self.current
+        running = self.mode in (Mode.RUN, Mode.CATCH_UP)
+        return running and current is not None and current.epoch == epoch
+
+    def epoch(self) -> int:
+        return self.current.epoch if self.current is not None else 0
+
+    def fence(self) -> Fence:
+        record = self.current or self.newest
+        return record.fence if record is not None else Fence("", 0, 0)
+
+    def is_awaited(self, record: Record) -> bool:
+        """Whether the other members wait in this epoch until I have loaded my state."""
+        me = record.member(self._context.replica)
+        return me is not None and me.blocking_join and me.incarnation == self._context.identity.incarnation
+
+    def is_awaiting(self) -> bool:
+        return self.mode is Mode.CATCH_UP and self.current is not None and self.is_awaited(self.current)
+
+    @staticmethod
+    def by_veteran(record: Record, event: io.FromPeer) -> bool:
+        member = record.member(event.replica)
+        return member is not None and not member.joining and isinstance(event.message, m.Contribution)
+
+    def is_past(self, fence: Fence) -> bool:
+        """Whether I know a newer epoch of the same store."""
+        newest = self.newest
+        return newest is not None and fence.store_id == newest.store_id and fence < newest.fence
+
+    def is_at(self, where: Record | Fence, step: int) -> bool:
+        return (self._memory.state.generation, self._memory.state.step) == (where.generation, step)

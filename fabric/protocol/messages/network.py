@@ -273,7 +273,6 @@ class Heartbeat:
 
     @property
     def is_outside(self) -> bool:
-        """Whether the sender takes part in no epoch."""
         return self.phase.startswith("outside")
 
     @property

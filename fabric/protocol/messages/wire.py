@@ -11,6 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar, get_args
 
@@ -46,8 +47,11 @@ class MessageHead(msgspec.Struct):
     version: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _SessionHead(msgspec.Struct):
+    replica: str = ""
+
+
 def encode(message: network.Message) -> bytes:
-    """The bytes of one message."""
     return b'{"kind":"%b","version":%d,%b' % (
         type(message).__name__.encode(),
         PROTOCOL_VERSION,
@@ -78,6 +82,13 @@ def decode(data: bytes | str, most: Callable[[type], int] | None = None) -> netw
             f"a {cls.__name__} of {len(data)} characters is over the limit of {most(cls)}: send a shorter one"
         )
     return decode_value(cls, data, cls.__name__)
+
+
+def sender_of(data: str) -> str:
+    """The replica that a session of any version names; empty where none can be read."""
+    with suppress(ProtocolError):
+        return decode_value(_SessionHead, data, "session").replica
+    return ""
 
 
 def _of_head(raw: msgspec.Raw) -> object:

@@ -1,11 +1,14 @@
-"""The settings that all members of a job must have in common, compared before they join.
+"""The settings and the data that all members of a job must have in common.
 
 A difference that is noticed only after the join ends in rounds that can never be exchanged.
 """
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 
+from fabric.model import Record
 from fabric.protocol.messages.network import OpenSession
 from fabric.protocol.rules import layout_text
 
@@ -60,7 +63,7 @@ def _data(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
     """The data settings that differ between two replicas, and the difference.
 
     Processes that began at unequal steps may have begun with unequal data, as in a curriculum. Their members
-    compare them at each change (``rules.data_plans``).
+    compare them at each change (``split_by_data``).
     """
     if a.began != b.began:
         return None
@@ -104,3 +107,43 @@ def _tensor(ours: tuple[str, ...], theirs: tuple[str, ...]) -> str:
         if here != there:
             return f" (parameter {number} is {here} here, and {there} there)"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSplit:
+    """A step whose members have unequal data, and why, in one sentence."""
+
+    wrong: tuple[str, ...]  # the members of the smaller side, or in a tie of the newer one
+    why: str
+    undecided: bool = False  # no side is smaller or newer
+
+
+def split_by_data(record: Record, described: Mapping[str, str], step: int) -> DataSplit | None:
+    """Compare the members' data at ``step``; None where they are equal.
+
+    ``described``: by member, its ``DataPlan.described``; a member with an empty one is not compared.
+
+    A loop may call ``session.steps`` several times, with other data and batch sizes. All members must make
+    these changes at the same steps.
+    """
+    compared = {name: text for name, text in described.items() if text}
+    counts = Counter(compared.values())
+    if len(counts) < 2:
+        return None
+    entered = {member.replica: member.since for member in record.roster}
+
+    def rank(text: str) -> tuple[int, list[int]]:
+        """Order the sides: the larger one, then the one with the longer tenure, has the lowest rank."""
+        since = sorted((entered[name] for name, other in compared.items() if other == text), reverse=True)
+        return -counts[text], since
+
+    first, second = sorted(counts, key=rank)[:2]
+    undecided = rank(first) == rank(second)
+    wrong = tuple(name for name, text in compared.items() if text != first)
+    right = next(name for name, text in compared.items() if text == first)
+    clauses = unequal_settings(settings_in(compared[wrong[0]]), settings_in(first))
+    why = (
+        f"{wrong[0]} has other data than {right} at step {step} ({clauses}): give session.steps the same "
+        "loaders and the same steps on every replica"
+    )
+    return DataSplit(wrong, why, undecided)

@@ -85,7 +85,7 @@ def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) ->
     split = _outvoted(record, valid) or _digest_split(record, valid)
     if split is not None:
         return split
-    newest = max(_newest_step(x, record) for x in valid.values())
+    newest = max(max(x.step, x.round_step) if _counts(x, record) else x.step for x in valid.values())
     witnesses = _witnesses(record, valid, newest)
     if witnesses and all(_prepared(w, record, newest) for w in witnesses.values()):
         digests = {name: w.gradient_digest for name, w in witnesses.items()}
@@ -102,10 +102,6 @@ def _cold(record: Record, work: WorkByStep) -> Resume:
     shares = share_out(of_step, record.roster, record.roster, record.poisoned(step))
     table = tuple(Assignment(name, ids, drop=True) for name, ids in shares.items())
     return Resume(record.fence, step, table, reason="cold start")
-
-
-def _newest_step(report: Report, record: Record) -> int:
-    return max(report.step, report.round_step) if _counts(report, record) else report.step
 
 
 def _counts(report: Report, record: Record) -> bool:

@@ -109,7 +109,10 @@ def lanes_of(layouts: Mapping[str, ReplicaLayout]) -> tuple[Lane, ...]:
     """
     kinds: dict[ReplicaLayout, str] = {}  # each layout -> its first replica
     first_alike = [kinds.setdefault(layout, replica) for replica, layout in layouts.items()]
-    cuts = {replica: _cuts(replica, layout) for layout, replica in kinds.items()}
+    cuts = {
+        replica: {name: _cut(replica, name, held) for name, held in _by_name(replica, layout).items()}
+        for layout, replica in kinds.items()
+    }
     _check_equal_models(cuts)
     places = [list(cuts).index(replica) for replica in first_alike]
     pieces: dict[tuple[int, ...], list[Piece]] = {}
@@ -178,11 +181,6 @@ def _check_equal_models(cuts: Mapping[str, Mapping[str, _Cut]]) -> None:
                     f"{name} is {reference[name].dtype}{list(reference[name].shape)} in {first} and "
                     f"{cut.dtype}{list(cut.shape)} in {replica}: start every replica with the same model"
                 )
-
-
-def _cuts(replica: str, layout: ReplicaLayout) -> dict[str, _Cut]:
-    """How ``replica`` cuts every parameter. Raises ConfigError."""
-    return {name: _cut(replica, name, held) for name, held in _by_name(replica, layout).items()}
 
 
 def _by_name(replica: str, layout: ReplicaLayout) -> dict[str, dict[int, HeldParameter]]:

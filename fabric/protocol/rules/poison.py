@@ -42,7 +42,6 @@ def merged(poisons: Iterable[Poison], deaths: Deaths) -> tuple[Poison, ...]:
 
 
 def size(poison: Iterable[Poison]) -> int:
-    """The number of poisoned micro-batches."""
     return sum(len(p.micro_batches) for p in poison)
 
 

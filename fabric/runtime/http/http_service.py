@@ -32,8 +32,7 @@ from fabric.errors import (
     StoreIndefinite,
     Unauthorized,
 )
-from fabric.runtime.http.acceptor import Acceptor, SlottedProtocol
-from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot
+from fabric.runtime.http.connection_limit import Acceptor, ConnectionLimit, ConnectionSlot, SlottedProtocol
 from fabric.runtime.http.token_file import TokenFile, read_tokens
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,6 @@ def json_error(
 
 
 def status_of(error: FabricError) -> int:
-    """Return the HTTP status of ``error``."""
     return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
 
 
@@ -382,7 +380,7 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def _http_sentence(request: web.Request, error: web.HTTPException) -> str:
-    if error.status == 404:
+    if error.status == 404 and error.text == f"404: {error.reason}":
         return f"there is nothing at {request.path[:200]}: look up the paths in the documentation"
     if error.status == 405:
         return f"{request.method[:20]} is not possible at {request.path[:200]}: use another method"

@@ -81,12 +81,10 @@ class Tls:
 
     @property
     def is_on(self) -> bool:
-        """Whether TLS is used."""
         return self.cert is not None
 
     @property
     def scheme(self) -> str:
-        """The scheme of a service's URLs."""
         return "https" if self.is_on else "http"
 
     @property

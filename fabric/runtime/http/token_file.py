@@ -77,7 +77,6 @@ class TokenFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether no token is needed."""
         return not self._tokens
 
     def shown(self) -> str:
@@ -92,7 +91,6 @@ class TokenFile:
         return self._tokens
 
     def accepts(self, given: str) -> bool:
-        """Whether ``given`` is one of the accepted tokens."""
         matches = [is_same(given, token) for token in self.accepted()]
         return any(matches)
 

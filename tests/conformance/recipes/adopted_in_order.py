@@ -8,7 +8,7 @@ import recipe
 import torch
 from torch.utils.data import DataLoader
 
-AREA = "Plain scripts with --adopt"
+AREA = "Plain scripts under --adopt"
 LAUNCH = "--adopt"
 UNLIKE = ("killed",)
 

@@ -1,0 +1,150 @@
+"""Follows the names of a loop: those made from their own old value, and those it trains with or ends by."""
+
+import ast
+from collections.abc import Iterable, Iterator
+
+SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+LOOPS = ast.For | ast.AsyncFor | ast.While
+_ASSIGNMENTS = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
+# Methods that give a value in another place, type or mode.
+_CONVERTS = {"to", "cuda", "cpu", "float", "half", "double", "bfloat16"}
+_CONVERTS |= {"contiguous", "detach", "train", "eval"}
+_OF_GROUPS = {"lr", "momentum", "weight_decay", "betas", "eps"}
+_OF_HEALTH = {"isnan", "isinf", "isfinite"}  # a loop that ends by such a test ends with its job
+
+
+def carry(statements: Iterable[ast.stmt], fresh: set[str], carried: dict[str, int]) -> set[str]:
+    """Add the names that these statements make from their own old value. Return the names that may have a
+    value of this step after them. ``fresh``: those that may have one before.
+    """
+    fresh = set(fresh)
+    for node in statements:
+        if isinstance(node, SCOPES):
+            continue
+        if isinstance(node, ast.If):
+            fresh = carry(node.body, fresh, carried) | carry(node.orelse, fresh, carried)
+        elif isinstance(node, LOOPS):
+            inner = set(stores([node.target])) if not isinstance(node, ast.While) else set()
+            fresh = carry([*node.body, *node.orelse], fresh | inner, carried)
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            fresh = carry(node.body, fresh | set(stores(node.items)), carried)
+        elif isinstance(node, ast.Try | ast.TryStar):
+            handled = [x for handler in node.handlers for x in handler.body]
+            fresh = carry([*node.body, *handled, *node.orelse, *node.finalbody], fresh, carried)
+        elif isinstance(node, ast.Match):
+            fresh = fresh.union(
+                *(carry(x.body, fresh | set(stores([x.pattern])), carried) for x in node.cases)
+            )
+        elif not _is_converted(node):
+            stored = set(stores([node]))
+            old = stored if isinstance(node, ast.AugAssign) else stored & names_read(node)
+            for name in old - fresh:
+                carried.setdefault(name, node.lineno)
+            fresh |= stored - old
+    return fresh
+
+
+def _is_converted(node: ast.stmt) -> bool:
+    """Whether a name gets its own value in another place or type, as in ``weights = weights.to(device)``."""
+    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+        return False
+    value = node.value
+    while (
+        isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and called(value) in _CONVERTS
+    ):
+        value = value.func.value
+    return isinstance(value, ast.Name) and ast.unparse(node.targets[0]) == value.id
+
+
+def made_from(loop: ast.AST, sources: set[str], conditions: bool = False) -> set[str]:
+    """Return ``sources`` and what the loop makes from them, with ``conditions`` also under a test of them."""
+    made, size = set(sources), 0
+    while size != len(made):
+        size = len(made)
+        for node in ast.walk(loop):
+            if isinstance(node, _ASSIGNMENTS):
+                if node.value is not None and names_read(node.value) & made:
+                    made |= set(stores([node]))
+            elif isinstance(node, ast.For | ast.AsyncFor) and names_read(node.iter) & made:
+                made |= set(stores([node.target]))
+            elif conditions and isinstance(node, ast.If) and names_read(node.test) & made:
+                made |= set(stores([*node.body, *node.orelse]))
+    return made
+
+
+def moves_training(loop: ast.AST, made: set[str]) -> bool:
+    """Return whether a backward or a value of the optimizer's groups in the loop reads one of the names."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and called(node) == "backward" and names_read(node) & made:
+            return True
+        if isinstance(node, ast.Assign | ast.AugAssign) and names_read(node.value) & made:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(x, ast.Subscript) and _is_of_group(x.slice) for x in targets):
+                return True
+    return False
+
+
+def ends_by(loops: Iterable[ast.stmt], made: set[str]) -> int:
+    """Return the line of a test of these names by which one of the nested ``loops`` ends, or 0."""
+    for loop in loops:
+        if isinstance(loop, ast.While) and names_read(loop.test) & made:
+            return loop.lineno
+        for node, is_own in _inside(loop):
+            if (
+                not isinstance(node, ast.If)
+                or not names_read(node.test) & made
+                or _asks_for_health(node.test)
+            ):
+                continue
+            for end, is_of_if in _inside(node):
+                if isinstance(end, ast.Return) or (is_own and is_of_if and isinstance(end, ast.Break)):
+                    return node.lineno
+    return 0
+
+
+def _inside(node: ast.AST, is_own: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+    """Yield the nodes of a statement, and whether a ``break`` there would end the statement's own loop."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, SCOPES):
+            yield child, is_own
+            yield from _inside(child, is_own and not isinstance(child, LOOPS))
+
+
+def _asks_for_health(test: ast.expr) -> bool:
+    return any(isinstance(x, ast.Call) and called(x) in _OF_HEALTH for x in ast.walk(test))
+
+
+def _is_of_group(key: ast.expr) -> bool:
+    return isinstance(key, ast.Constant) and key.value in _OF_GROUPS
+
+
+def names_read(node: ast.AST) -> set[str]:
+    """Return the names that a node reads or deletes."""
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Store)}
+
+
+def called(call: ast.Call) -> str:
+    """Return the last name of what is called."""
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+
+
+def stores(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names that ``nodes`` set in their own scope."""
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            yield node.rest
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.name
+        if isinstance(node, COMPREHENSIONS):
+            yield from (x.target.id for x in ast.walk(node) if isinstance(x, ast.NamedExpr))
+        elif isinstance(node, ast.AnnAssign) and node.value is None:
+            continue
+        elif not isinstance(node, SCOPES):
+            yield from stores(ast.iter_child_nodes(node))

@@ -1,0 +1,262 @@
+"""Finds what ``state=`` lacks: schedulers, scalers and averages of the model, and refuses it.
+
+The mistake has no effect while all replicas run from the start. But a joining replica's scheduler is at
+another step, and its average lacks the steps before, so that it differs from the others. torch keeps no list
+of these objects, so this module searches all living objects for them.
+
+``ema = [p.clone() for p in model.parameters()]`` with ``ema[i].lerp_(p, 0.01)`` after each step is an average
+by hand. Two looks search for copies of the model: tensors of the shapes of all its trainable parameters, in
+one dict, list, tuple or module. A copy is an average if it is near the parameters, moves from look to look,
+and equals neither shared state nor the parameters of an earlier look.
+"""
+
+import gc
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from fabric.errors import ConfigError
+
+# The choices for a scheduler or scaler that is not shared.
+UNSHARED = ("refuse", "ignore")
+# The search within an object of ``state=`` has a largest depth and a largest number of parts.
+_DEPTH = 6
+_PARTS = 10_000
+# Looks come in pairs: the first steps may have a learning rate of zero, and an average may begin late.
+_FIRST_LOOKS = (3, 30, 300, 3000, 30_000)
+# Each tensor is known by at most so many of its elements, evenly spread.
+_SAMPLE = 64
+# A copy whose distance from the parameters is above this part of their norm is none.
+_NEAR = 0.5
+# Fewer elements than this in all parameters are near other values by chance.
+_FEWEST = 16
+_HOLDERS = (list, tuple, dict, OrderedDict)
+ADVICE = 'pass it in state=, or say unshared="ignore" where that is intended'
+
+_Sample = tuple[float, ...]
+_Copies = list[tuple[str, list[_Sample]]]
+
+
+class UnsharedWatch:
+    """Raises ConfigError for a scheduler of ``optimizers``, or a scaler, that no object of ``state`` holds.
+
+    ``ignored``: the user has said ``unshared="ignore"``.
+    """
+
+    def __init__(
+        self, optimizers: Iterable[torch.optim.Optimizer], state: Mapping[str, Any], ignored: bool = False
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._state = dict(state)
+        self._ignored = ignored
+        self._wrapped = self._count_wrapped()
+
+    def check(self) -> None:
+        """Search for schedulers, and for scalers that have scaled a loss already."""
+        self._wrapped = self._count_wrapped()
+        if self._ignored or self._refusal() is None:
+            return
+        gc.collect()  # a scheduler that was found may be garbage that is not collected yet
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _refusal(self) -> ConfigError | None:
+        living = _living((LRScheduler, torch.amp.GradScaler, AveragedModel))
+        inside = _parts_of(self._state.values())
+        schedulers = [x for x in living if isinstance(x, LRScheduler) and self._steers(x)]
+        within = {id(part) for x in schedulers for part in getattr(x, "_schedulers", ())}
+        for scheduler in schedulers:
+            if id(scheduler) not in within and id(scheduler) not in inside:
+                kind = type(scheduler).__name__
+                return _refusal(
+                    f"{_article(kind)} steers the optimizer",
+                    "another learning rate",
+                    '"scheduler": scheduler',
+                )
+        for scaler in living:
+            scales = isinstance(scaler, torch.amp.GradScaler) and getattr(scaler, "_scale", None) is not None
+            if scales and id(scaler) not in inside:
+                return _refusal("a GradScaler scales the loss", "another scale", '"scaler": scaler')
+        for average in living:
+            if isinstance(average, AveragedModel) and id(average) not in inside and self._averages(average):
+                return _refusal("an AveragedModel averages the model", "another average", '"ema": ema_model')
+        return None
+
+    def _averages(self, average: AveragedModel) -> bool:
+        """Whether ``average`` is one of a model whose parameters the optimizers hold."""
+        held = [p for x in self._optimizers for group in x.param_groups for p in group["params"]]
+        return sorted(x.shape for x in held) == sorted(x.shape for x in average.parameters())
+
+    def check_when_changed(self) -> None:
+        """As ``check``, but only if a scheduler has wrapped an optimizer's ``step`` since the last check."""
+        if self._count_wrapped() != self._wrapped:
+            self.check()
+
+    def _count_wrapped(self) -> int:
+        return sum(hasattr(x.step, "_wrapped_by_lr_sched") for x in self._optimizers)
+
+    def _steers(self, scheduler: LRScheduler) -> bool:
+        # A wrapper around an optimizer, such as Accelerate's, returns the inner optimizer's ``param_groups``.
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+        return groups is not None and any(groups is x.param_groups for x in self._optimizers)
+
+
+def _living(kinds: tuple[type, ...]) -> list[Any]:
+    """Return all living objects of these types. Reading an attribute of others could import a module."""
+    types = {x for kind in kinds for x in kinds_of(kind)}
+    return [x for x in gc.get_objects() if type(x) in types]
+
+
+def _parts_of(values: Iterable[object]) -> set[int]:
+    """Return the ids of these objects and of their parts, down to a few levels."""
+    seen: set[int] = set()
+    level = list(values)
+    for _ in range(_DEPTH + 1):
+        following: list[object] = []
+        for value in level:
+            if id(value) in seen or len(seen) > _PARTS:
+                continue
+            seen.add(id(value))
+            following += _held_by(value)
+        level = following
+    return seen
+
+
+def _held_by(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, torch.nn.Module):
+        return list(value.modules())
+    if isinstance(value, torch.optim.Optimizer | torch.Tensor):
+        return []
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+
+
+def _refusal(what: str, differs: str, entry: str) -> ConfigError:
+    return ConfigError(
+        f"{what} and is not in state=, so a replica that joins would train with {differs}: make it before "
+        f'attach and pass state={{{entry}}}, or say unshared="ignore" where that is intended'
+    )
+
+
+# --- averages by hand ---------------------------------------------------------------------------------------
+
+
+class AverageWatch:
+    """Looks at its steps; raises ConfigError for an average of ``parameters`` that is not in ``shared``.
+
+    ``shared``: the objects of the shared state. ``advice`` ends the sentence.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        shared: Iterable[Any],
+        ignored: bool = False,
+    ) -> None:
+        self.advice = ADVICE
+        self._parameters = parameters
+        self._shared = shared
+        self._step, self._steps = -1, 0  # the newest step, and the number of steps of this process
+        self._known: set[_Sample] = set()  # samples of the parameters, and of copies, at earlier looks
+        self._ignored = ignored or sum(x.numel() for x in parameters) < _FEWEST
+
+    def look(self, step: int) -> None:
+        """Look, where ``step`` is the first or second of a pair of looks. Call it before each update."""
+        if self._ignored or step == self._step:
+            return
+        self._step, self._steps = step, self._steps + 1
+        if self._steps in _FIRST_LOOKS:
+            self._known = set(map(_sample, self._parameters))
+            self._known.update(x for _, copy in self._copies() for x in copy)
+        elif self._steps - 1 in _FIRST_LOOKS:
+            for what, copy in self._copies():
+                if not self._known.issuperset(copy):
+                    raise ConfigError(
+                        f"the training keeps an average of the model in {what}, and a replica that joins "
+                        f"would go on with another average: {self.advice}"
+                    )
+            self._known = set()
+
+    def _copies(self) -> _Copies:
+        """Return the unshared copies near the parameters, each with what holds it."""
+        own = [_sample(x) for x in self._parameters]
+        norm = sum(x * x for sample in own for x in sample) ** 0.5
+        copies: _Copies = []
+        shared: set[_Sample] | None = None
+        for what, tensors in self._candidates():
+            copy = [_sample(x) for x in tensors]
+            pairs = zip(itertools.chain(*own), itertools.chain(*copy), strict=True)
+            apart = sum((a - b) ** 2 for a, b in pairs) ** 0.5
+            if 0 < apart <= _NEAR * norm:
+                if shared is None:
+                    states = [x.state_dict() for x in self._shared]
+                    shared = {_sample(x) for x in tensors_in(states)}
+                if not shared.issuperset(copy):
+                    copies.append((what, copy))
+        return copies
+
+    def _candidates(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Yield what holds tensors of the parameters' shapes in their order, and these tensors."""
+        attached = {id(x) for x in self._parameters}
+        shapes = [x.shape for x in self._parameters]
+        kinds = kinds_of(torch.Tensor)
+        for holder in gc.get_objects():
+            kind = type(holder)
+            if kind in _HOLDERS and len(shapes) <= len(holder) <= 4 * len(shapes) + 64:
+                values: Iterable[Any] = holder if kind in (list, tuple) else list(holder.values())
+                what = f"a {kind.__name__} of {len(holder)} values"
+            elif torch.nn.Module in kind.__mro__ and "_parameters" in holder.__dict__:
+                values, what = holder.parameters(), f"a module {kind.__name__}"
+            else:
+                continue
+            free = (x for x in values if type(x) in kinds and x.is_floating_point() and id(x) not in attached)
+            matched = _in_order(free, shapes)
+            if matched:
+                yield what, matched
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in ``value`` and its mappings, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
+
+
+def kinds_of(kind: type) -> set[type]:
+    """Return a class and all classes that derive from it."""
+    return {kind}.union(*map(kinds_of, kind.__subclasses__()))
+
+
+def _in_order(tensors: Iterable[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Return tensors of these shapes in this order, or an empty list where some shape has none."""
+    matched: list[torch.Tensor] = []
+    for tensor in tensors:
+        if tensor.shape == shapes[len(matched)]:
+            matched.append(tensor)
+            if len(matched) == len(shapes):
+                return matched
+    return []
+
+
+def _sample(tensor: torch.Tensor) -> _Sample:
+    """Return some elements of this rank's part of a tensor."""
+    local = tensor.detach()
+    if hasattr(local, "to_local"):
+        local = local.to_local()
+    flat = local.reshape(-1)
+    return tuple(flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].float().tolist())

@@ -1,0 +1,290 @@
+"""Reads the source of a user's hooks before the first step, for what a joining replica could not do alike.
+
+*Kept values*: a callback that counts ``self.n += 1``, and a ``compute_loss`` that weighs a term by
+``callback.n``, are right while a replica runs from the start. A replica that joins begins with another count,
+and trains with another loss without an error. An attribute is named only where a hook of each step makes it
+from its own old value, its object does not save it, and a loss is made from it. *Logged figures*: the hook
+that logs a figure, because some figures are one replica's own. Only methods in the user's files are read.
+"""
+
+import ast
+import inspect
+import linecache
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import fabric
+
+_LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
+_COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "gather"),
+    *("gather_for_metrics", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
+}
+_BACKWARDS = {"backward", "manual_backward"}
+_ASSIGNMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr
+_BRANCHES = ast.If | ast.Try | ast.Match | ast.While
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Names of methods. ``running``: run in each step. ``losses``: their result is the loss.
+
+    ``saves``: save attributes, so that an attribute which they name is shared. ``given``: argument names
+    of hooks with the objects that they get.
+    """
+
+    running: Collection[str]
+    losses: Collection[str]
+    saves: Collection[str]
+    given: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class UserMethod:
+    """A method of ``thing`` in the user's own files."""
+
+    thing: Any
+    name: str
+    function: FunctionType
+    node: ast.FunctionDef
+    given: Mapping[str, Any]  # argument name -> what a hook gets
+
+    def __str__(self) -> str:
+        return self.function.__qualname__.rpartition("<locals>.")[2]
+
+    def symbol(self, node: ast.expr) -> str:
+        """Return what an expression reads or sets: a name, or an object's id with the attribute's name.
+
+        It is empty where the source does not show the object.
+        """
+        if isinstance(node, ast.Name):
+            return node.id
+        if not isinstance(node, ast.Attribute):
+            return ""
+        held = self.object_of(node.value)
+        return f"{id(held)}.{node.attr}" if held is not None else ""
+
+    def object_of(self, node: ast.expr) -> Any:
+        """Return the object that an expression names, or None where the source does not show it."""
+        if isinstance(node, ast.Name):
+            arguments = self.node.args.args
+            if arguments and node.id == arguments[0].arg:
+                return self.thing
+            if any(x.arg == node.id for x in arguments):
+                return self.given.get(node.id)
+            names = inspect.getclosurevars(self.function)
+            return names.nonlocals.get(node.id, names.globals.get(node.id))
+        if not isinstance(node, ast.Attribute):
+            return None
+        fields = getattr(self.object_of(node.value), "__dict__", {})
+        return fields.get(node.attr, fields.get("_modules", {}).get(node.attr))
+
+    def read(self, node: ast.AST) -> set[str]:
+        """Return the symbols that an expression reads."""
+        return {self.symbol(x) for x in ast.walk(node) if isinstance(x, ast.Name | ast.Attribute)} - {""}
+
+    def assignments(self, node: ast.AST) -> Iterator[tuple[ast.AST, set[str], ast.expr]]:
+        """Yield each assignment in ``node`` with the symbols that it sets, and its value."""
+        for x in ast.walk(node):
+            if isinstance(x, _ASSIGNMENTS) and x.value is not None:
+                targets = x.targets if isinstance(x, ast.Assign) else [x.target]
+                parts = [y for target in targets for y in ast.walk(target)]
+                stored = [
+                    y
+                    for y in parts
+                    if isinstance(y, ast.Name | ast.Attribute) and isinstance(y.ctx, ast.Store)
+                ]
+                yield x, {self.symbol(y) for y in stored} - {""}, x.value
+
+    def made(self, source: set[str]) -> set[str]:
+        """Return ``source`` and the symbols that are made from it, by their value or under a condition."""
+        made, size = set(source), 0
+        while size != len(made):
+            size = len(made)
+            for _, stored, value in self.assignments(self.node):
+                if self.read(value) & made:
+                    made |= stored
+            for branch in ast.walk(self.node):
+                if isinstance(branch, ast.If | ast.While) and self.read(branch.test) & made:
+                    for _, stored, _ in self.assignments(branch):
+                        made |= stored
+        return made
+
+    def results(self) -> Iterator[ast.expr]:
+        """Yield the values that the method returns: of a dict, that of the key "loss"."""
+        for x in ast.walk(self.node):
+            if isinstance(x, ast.Return) and x.value is not None:
+                keys = [ast.unparse(y) if y else "" for y in getattr(x.value, "keys", ())]
+                parts = getattr(x.value, "values", [])
+                yield parts[keys.index("'loss'")] if "'loss'" in keys else x.value
+
+
+def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
+    """Return the first half of a sentence about a value that hooks of ``things`` keep for a loss, or ""."""
+    methods = [method for thing in things for method in _methods(thing, hooks.given)]
+    saved = {f"{id(x.thing)}.{name}" for x in methods if x.name in hooks.saves for name in _mentioned(x.node)}
+    saved |= {symbol for x in methods if x.name in hooks.saves for symbol in x.read(x.node)}
+    saved |= {f"{id(x)}.{name}" for x in things for name in getattr(x, "_buffers", {})}
+    running = _reached(methods, hooks.running)
+    for symbol, (keeper, line) in _kept(running).items():
+        if symbol not in saved:
+            made = _made(symbol, running)
+            user = next((x for x in running if _makes_loss(x, made, hooks.losses)), None)
+            if user is not None:
+                name, file = symbol.partition(".")[2], Path(keeper.function.__code__.co_filename).name
+                return (
+                    f"{user} uses {name}, which {keeper} ({file}:{line}) makes from its own old value in "
+                    f"each step, and a replica that joins begins with another {name}"
+                )
+    return ""
+
+
+def collective(things: Sequence[Any], hooks: Hooks) -> str:
+    """Return the first half of a sentence about a collective in the computing of a loss, or "".
+
+    A collective that the framework's objects offer counts wherever it is; one of ``torch.distributed`` counts
+    where a loss is made from its result.
+    """
+    methods = [method for thing in things for method in _methods(thing, hooks.given)]
+    for method in _reached(methods, hooks.losses):
+        for x in ast.walk(method.node):
+            name = getattr(x.func, "attr", "") if isinstance(x, ast.Call) else ""
+            if not isinstance(x, ast.Call) or name not in _COLLECTIVES:
+                continue
+            root = x.func
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            is_of_hook = isinstance(root, ast.Name) and root.id in {y.arg for y in method.node.args.args}
+            if is_of_hook or _makes_loss(method, _results_of(x, method), hooks.losses):
+                place = f"{Path(method.function.__code__.co_filename).name}:{x.lineno}"
+                return f"{method} calls {ast.unparse(x.func)} ({place}), which sees one replica"
+    return ""
+
+
+def _results_of(call: ast.Call, method: UserMethod) -> set[str]:
+    """Return the symbols that get the result of a call, or that it writes into."""
+    written = {y.id for x in call.args[:1] for y in ast.walk(x) if isinstance(y, ast.Name)}
+    for _, stored, value in method.assignments(method.node):
+        if any(x is call for x in ast.walk(value)):
+            written |= stored
+    return written
+
+
+def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield each figure that a method of ``thing`` logs: its name, the method, and the object where shown."""
+    for method in _methods(thing, {}):
+        for x in ast.walk(method.node):
+            if not isinstance(x, ast.Call) or getattr(x.func, "attr", "") not in ("log", "log_dict"):
+                continue
+            names = x.args[0].keys if x.args and isinstance(x.args[0], ast.Dict) else x.args[:1]
+            value = method.object_of(x.args[1]) if len(x.args) > 1 else None
+            for name in names:
+                if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                    yield name.value, method.name, value
+
+
+def _methods(thing: Any, given: Mapping[str, Any]) -> Iterator[UserMethod]:
+    kind: Any = type(thing)
+    for name, function, node in methods_of(kind):
+        yield UserMethod(thing, name, function, node, given)
+
+
+@cache
+def methods_of(kind: type) -> list[tuple[str, FunctionType, ast.FunctionDef]]:
+    """Return the methods of a class that lie in the user's files, by name."""
+    functions: dict[str, FunctionType] = {}
+    for base in kind.__mro__:
+        for name, value in vars(base).items():
+            function = inspect.unwrap(value) if callable(value) else None
+            if name not in functions and isinstance(function, FunctionType):
+                functions[name] = function
+    nodes = {
+        name: _functions(x.__code__.co_filename).get(x.__code__.co_firstlineno)
+        for name, x in functions.items()
+    }
+    return [(name, functions[name], node) for name, node in nodes.items() if node is not None]
+
+
+@cache
+def is_of_user(file: str) -> bool:
+    """Whether a source file is neither of an installed package nor of fabric."""
+    path = Path(file).resolve()
+    return path.is_file() and not str(path).startswith((*_LIBRARIES, *fabric.__path__))
+
+
+@cache
+def _functions(file: str) -> dict[int, ast.FunctionDef]:
+    """Return the functions of a user's file by their first line, which may be a decorator's."""
+    if not is_of_user(file):
+        return {}
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
+    return {min([x.lineno, *(y.lineno for y in x.decorator_list)]): x for x in functions}
+
+
+def _mentioned(node: ast.AST) -> set[str]:
+    """Return the attributes and words that a method names."""
+    words = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant) and isinstance(x.value, str)}
+    return words | {x.attr for x in ast.walk(node) if isinstance(x, ast.Attribute)}
+
+
+def _reached(methods: list[UserMethod], hooks: Collection[str]) -> list[UserMethod]:
+    """Return the hooks among the methods, and the methods that they call by name."""
+    names, new = set(), set(hooks)
+    while new:
+        names |= new
+        calls = [
+            x.func
+            for method in methods
+            if method.name in new
+            for x in ast.walk(method.node)
+            if isinstance(x, ast.Call)
+        ]
+        new = {x.attr for x in calls if isinstance(x, ast.Attribute)} - names
+    return [x for x in methods if x.name in names]
+
+
+def _kept(methods: list[UserMethod]) -> dict[str, tuple[UserMethod, int]]:
+    """Return the attributes that a method makes from their own old value, and that none sets afresh."""
+    kept: dict[str, tuple[UserMethod, int]] = {}
+    fresh: set[str] = set()
+    for method in methods:
+        branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
+        conditional = {id(y) for x in branches for y in ast.walk(x)}
+        for statement, stored, value in method.assignments(method.node):
+            for symbol in (x for x in stored if "." in x):
+                if isinstance(statement, ast.AugAssign) or symbol in method.read(value):
+                    kept.setdefault(symbol, (method, value.lineno))
+                elif id(statement) not in conditional and "epoch" not in method.name:
+                    fresh.add(symbol)
+    return {symbol: at for symbol, at in kept.items() if symbol not in fresh}
+
+
+def _made(symbol: str, methods: list[UserMethod]) -> set[str]:
+    """Return ``symbol``, and the attributes and results of methods that are made from it."""
+    made, size = {symbol}, 0
+    while size != len(made):
+        size = len(made)
+        for method in methods:
+            within = method.made(made)
+            made |= {x for x in within if "." in x}
+            if any(method.read(x) & within for x in method.results()):
+                made.add(f"{id(method.thing)}.{method.name}")
+    return made
+
+
+def _makes_loss(method: UserMethod, made: set[str], losses: Collection[str]) -> bool:
+    within = method.made(made)
+    values = list(method.results()) if method.name in losses else []
+    for x in ast.walk(method.node):
+        if isinstance(x, ast.Call) and getattr(x.func, "attr", "") in _BACKWARDS:
+            values += x.args
+    return any(method.read(x) & within for x in values)

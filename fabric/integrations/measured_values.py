@@ -1,0 +1,141 @@
+"""Finds what a script measures with its model and then trains or stops by, in the loops that are under way.
+
+With ``--adopt`` and accelerate a replica that joins goes over the loop's past steps without computing. Its
+counts of steps are right, and what it measures on the way is not. ``if v > best: bad += 1`` and
+``if bad >= 3: break`` would therefore end its loop at another step than the others', and a loss that is
+weighed by its own past would be another one. The search goes through the loops of the user's functions on the
+stack, before the first step. Tests for ``isnan`` and ``isfinite`` are left alone.
+"""
+
+import ast
+import linecache
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fabric.client.loop.loop_flow import LOOPS, called, carry, ends_by, made_from, moves_training, stores
+from fabric.integrations.hook_source import is_of_user, methods_of
+
+_CONTAINERS = (list, dict, set, deque)
+# Methods of a model that measure nothing.
+_NO_MEASURE = {
+    *("train", "eval", "to", "cuda", "cpu", "half", "float", "bfloat16", "requires_grad_", "zero_grad"),
+    *("parameters", "named_parameters", "modules", "named_modules", "buffers", "children", "apply"),
+    *("state_dict", "load_state_dict", "register_forward_hook"),
+}
+
+
+def measured_value(frame: FrameType | None) -> str:
+    """Return the first half of a sentence about a measured value that ends or steers a loop, or ""."""
+    while frame is not None:
+        if is_of_user(frame.f_code.co_filename):
+            text = _in_loops(frame)
+            if text:
+                return text
+        frame = frame.f_back
+    return ""
+
+
+def _in_loops(frame: FrameType) -> str:
+    file = frame.f_code.co_filename
+    try:
+        tree = ast.parse("".join(linecache.getlines(file, frame.f_globals)))
+    except (SyntaxError, ValueError, RecursionError):
+        return ""
+    line = frame.f_lineno
+    around = [
+        x for x in ast.walk(tree) if isinstance(x, ast.stmt) and x.lineno <= line <= (x.end_lineno or 0)
+    ]
+    functions = [x for x in around if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+    begin = functions[-1].lineno if functions else 0
+    loops = [x for x in around if isinstance(x, LOOPS) and x.lineno > begin]
+    if not loops:
+        return ""
+    sources = _Measured(loops[0], {**frame.f_globals, **frame.f_locals}).names
+    if not sources:
+        return ""
+    place = Path(file).name
+    for name in sorted(sources):
+        end = ends_by(loops, {name})
+        if end:
+            return f"the loop ends at {place}:{end} by {name}, which is measured"
+    carried: dict[str, int] = {}
+    carry(loops[0].body, set(), carried)
+    for name, at in carried.items():
+        if name in sources and moves_training(loops[0], made_from(loops[0], {name})):
+            return f"the training depends on {name}, which {place}:{at} carries from what is measured"
+    return ""
+
+
+class _Measured:
+    """``names``: those in ``loop`` that a call of a model, or a call with a model, gives or changes."""
+
+    def __init__(self, loop: ast.stmt, values: dict[str, Any]) -> None:
+        self._values = values
+        self.names: set[str] = set()
+        size = -1
+        while size != len(self.names):
+            size = len(self.names)
+            for node in ast.walk(loop):
+                if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+                    if node.value is not None and self._measures(node.value):
+                        self.names |= set(stores([node]))
+                elif isinstance(node, ast.For) and self._measures(node.iter):
+                    self.names |= set(stores([node.target]))
+                elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                    self.names |= set(self._changed(node.value, loop))
+            self.names = made_from(loop, self.names, conditions=True) if self.names else set()
+        self.names -= {name for name, x in values.items() if isinstance(x, torch.nn.Module)}
+
+    def _measures(self, node: ast.AST) -> bool:
+        """Whether an expression reads a measured name, or what a model gives."""
+        if isinstance(node, ast.Call):
+            if called(node) == "len":
+                return False
+            if isinstance(node.func, ast.Attribute) and called(node) in _NO_MEASURE:
+                return False
+            if self._is_model(node.func) or any(self._is_model(x) for x in node.args):
+                return True
+            if isinstance(node.func, ast.Attribute) and self._is_model(node.func.value):
+                return True
+        if isinstance(node, ast.Name):
+            return node.id in self.names
+        return any(self._measures(x) for x in ast.iter_child_nodes(node))
+
+    def _changed(self, call: ast.Call, loop: ast.stmt) -> Iterator[str]:
+        """Yield the name of a list, or of a user's object, that a statement gives what is measured."""
+        root = call.func
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        given = [*call.args, *(x.value for x in call.keywords)]
+        if isinstance(root, ast.Name) and any(map(self._measures, given)):
+            value = self._values.get(root.id)
+            kind: Any = type(value)
+            is_users = root.id != "self" and bool(methods_of(kind))
+            if isinstance(value, _CONTAINERS) or is_users or _is_list(root.id, loop):
+                yield root.id
+
+    def _is_model(self, node: ast.AST) -> bool:
+        return isinstance(self._value(node), torch.nn.Module)
+
+    def _value(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Name):
+            return self._values.get(node.id)
+        if isinstance(node, ast.Attribute):
+            fields = getattr(self._value(node.value), "__dict__", {})
+            return fields.get(node.attr, fields.get("_modules", {}).get(node.attr))
+        return None
+
+
+def _is_list(name: str, loop: ast.stmt) -> bool:
+    """Whether the loop sets a name to a new list, dict or set."""
+    return any(
+        isinstance(x, ast.Assign)
+        and isinstance(x.value, ast.List | ast.Dict | ast.Set)
+        and any(isinstance(y, ast.Name) and y.id == name for y in x.targets)
+        for x in ast.walk(loop)
+    )

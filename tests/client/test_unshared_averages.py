@@ -1,0 +1,144 @@
+"""An average of the model that a training keeps by hand is refused where no shared state has it."""
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from fabric.client.loop.unshared_objects import AverageWatch
+from fabric.errors import ConfigError
+
+
+class Shadow:
+    """Keeps the average as diffusers' EMAModel does."""
+
+    def __init__(self, tensors):
+        self.shadow_params = [x.detach().clone() for x in tensors]
+        self.steps = 0
+
+    def state_dict(self):
+        return {"shadow_params": [x.clone() for x in self.shadow_params]}
+
+
+def in_list(model):
+    shadow = Shadow(model.parameters())
+    return shadow, shadow.shadow_params
+
+
+def in_dict(model):
+    average = {name: x.detach().clone() for name, x in model.named_parameters()}
+    return average, list(average.values())
+
+
+def in_state_dict(model):
+    average = OrderedDict((k, v.clone()) for k, v in model.state_dict().items())
+    return average, [average[name] for name, _ in model.named_parameters()]
+
+
+def in_module(model):
+    average = copy.deepcopy(model).requires_grad_(False)
+    return average, list(average.parameters())
+
+
+WAYS = [in_list, in_dict, in_state_dict, in_module]
+
+
+def network():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+
+
+def train(model, watch, after_update, steps=5):
+    for step in range(steps):
+        watch.look(step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.01 * (step + 1)
+            after_update()
+
+
+@pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
+def test_an_average_that_moves_is_refused_with_what_holds_it(make):
+    model = network()
+    holder, average = make(model)
+
+    def update():
+        for old, new in zip(average, model.parameters(), strict=True):
+            old.lerp_(new, 0.1)
+
+    watch = AverageWatch(list(model.parameters()), [model])
+    kind = "a module Sequential" if make is in_module else "a (list|dict|OrderedDict) of"
+    with pytest.raises(ConfigError, match=f"keeps an average of the model in {kind}.* pass it in state="):
+        train(model, watch, update)
+    assert holder is not None
+    train(model, AverageWatch(list(model.parameters()), [model], ignored=True), update)
+
+
+def test_an_average_that_is_made_anew_at_each_step_is_refused():
+    model, kept = network(), {}
+    kept.update((name, x.detach().clone()) for name, x in model.named_parameters())
+
+    def update():
+        new = {name: 0.9 * kept[name] + 0.1 * x for name, x in model.named_parameters()}
+        kept.clear()
+        kept.update(new)
+
+    with pytest.raises(ConfigError, match="an average of the model in a dict of 6 values"):
+        train(model, AverageWatch(list(model.parameters()), [model]), update)
+
+
+def test_an_average_that_begins_late_is_refused_at_a_later_look():
+    model = network()
+    shadow, average = in_list(model)
+    seen = []
+
+    def update():
+        seen.append(None)
+        for old, new in zip(average, model.parameters(), strict=True):
+            old.copy_(new) if len(seen) < 10 else old.lerp_(new, 0.1)
+
+    with pytest.raises(ConfigError, match="an average of the model"):
+        train(model, AverageWatch(list(model.parameters()), [model]), update, steps=40)
+    assert len(seen) == 30 and shadow
+
+
+def test_an_average_whose_state_is_shared_is_accepted():
+    model = network()
+    shadow, average = in_list(model)
+
+    def update():
+        for old, new in zip(average, model.parameters(), strict=True):
+            old.lerp_(new, 0.1)
+
+    train(model, AverageWatch(list(model.parameters()), [model, shadow]), update, steps=40)
+
+
+def test_other_copies_of_the_model_are_accepted():
+    """A frozen teacher, the weights before the update, the best weights, gradients and moments."""
+    model = network()
+    frozen = copy.deepcopy(model)
+    near = [x.detach() * 1.01 for x in model.parameters()]
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    best, far = {}, [torch.randn_like(x) for x in model.parameters()]
+
+    def update():
+        best.update(copy.deepcopy(model.state_dict()))
+        for name, parameter in model.named_parameters():
+            before[name].copy_(parameter - 0.0)
+        for tensor in far:
+            tensor.neg_()
+
+    train(model, AverageWatch(list(model.parameters()), [model]), update, steps=40)
+    assert frozen and near and best
+
+
+def test_a_model_of_few_numbers_is_not_searched():
+    model = torch.nn.Linear(1, 1)
+    average = {name: x.detach().clone() for name, x in model.named_parameters()}
+
+    def update():
+        for name, parameter in model.named_parameters():
+            average[name].lerp_(parameter, 0.1)
+
+    train(model, AverageWatch(list(model.parameters()), [model]), update, steps=40)

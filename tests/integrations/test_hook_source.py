@@ -1,0 +1,232 @@
+"""A value that hooks keep by hand and of which the loss is made is named; other values are left alone."""
+
+import sys
+import textwrap
+
+import pytest
+
+from fabric.integrations.hook_source import Hooks, collective, kept_value
+
+RUNNING = ("on_step_end", "on_epoch_begin", "compute_loss", "forward")
+BASE = """
+class Exported: pass
+class Thing: pass
+class Out: loss = 1.0
+out = Out()
+"""
+REFUSED = {
+    "a count of a callback": (
+        """
+        class Count(Thing):
+            n = 0
+            def on_step_end(self): self.n += 1
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss * count.n
+        """,
+        "Trainer.compute_loss uses n, which Count.on_step_end (script.py:9) makes from its own old value",
+    ),
+    "a weight that is made from a count": (
+        """
+        class Count(Thing):
+            n, beta = 0, 0.0
+            def on_step_end(self):
+                self.n += 1
+                self.beta = min(1.0, self.n / 20)
+        class Trainer(Thing):
+            def compute_loss(self):
+                loss = out.loss + count.beta
+                return (loss, out)
+        """,
+        "Trainer.compute_loss uses n",
+    ),
+    "a moving average of the loss": (
+        """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            average = 0.0
+            def compute_loss(self):
+                self.average = 0.9 * self.average + 0.1 * out.loss
+                if self.average > 1: loss = out.loss * 2
+                else: loss = out.loss
+                return {"loss": loss, "out": out}
+        """,
+        "Trainer.compute_loss uses average",
+    ),
+    "a method that the loss calls": (
+        """
+        class Count(Thing):
+            n = 0
+            def on_step_end(self): self.count()
+            def count(self): self.n = self.n + 1
+        class Trainer(Thing):
+            def weight(self): return count.n / 2
+            def compute_loss(self):
+                loss = out.loss
+                self.backward(loss * self.weight())
+                return loss
+        """,
+        "Trainer.compute_loss uses n, which Count.count",
+    ),
+    "a hook that sets an attribute of another object": (
+        """
+        class Count(Thing):
+            n = 0
+            def on_step_end(self, trainer=None):
+                self.n += 1
+                trainer.beta = self.n
+        class Trainer(Thing):
+            beta = 0
+            def compute_loss(self): return out.loss * self.beta
+        """,
+        "Trainer.compute_loss uses n",
+    ),
+    "a count that begins anew in each epoch": (
+        """
+        class Count(Thing):
+            n = 0
+            def on_epoch_begin(self): self.n = 0
+            def on_step_end(self): self.n += 1
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss * count.n
+        """,
+        "Trainer.compute_loss uses n",
+    ),
+}
+ACCEPTED = {
+    "a count for prints": """
+        class Count(Thing):
+            n, total = 0, 0.0
+            def on_step_end(self): self.n += 1
+        class Trainer(Thing):
+            def compute_loss(self):
+                count.total += out.loss
+                if count.n % 100 == 0: print(count.total / count.n)
+                return out.loss
+        """,
+    "a sum that every call begins": """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def compute_loss(self):
+                self.auxiliary = 0
+                for x in (1, 2): self.auxiliary += x
+                return out.loss + self.auxiliary
+        """,
+    "an attribute of that name of another object": """
+        class Count(Thing):
+            loss = 0.0
+            def on_step_end(self): self.loss += 1
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss
+        """,
+    "a count that its object saves": """
+        class Count(Thing):
+            n = 0
+            def on_step_end(self): self.n += 1
+            def state(self): return {"n": self.n}
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss * count.n
+        """,
+    "a count that another object saves": """
+        class Count(Thing):
+            n = 0
+            def on_step_end(self): self.n += 1
+        class Trainer(Thing):
+            def state(self): return {"count": {"n": count.n}}
+            def compute_loss(self): return out.loss * count.n
+        """,
+    "a method that runs before the training": """
+        class Count(Thing):
+            n = 0
+            def add_layer(self): self.n += 1
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss * count.n
+        """,
+    "a value made from what is shared": """
+        class Count(Thing):
+            beta = 0.0
+            def on_step_end(self): self.beta = shared.step / 20
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss * count.beta
+        """,
+    "a value beside the loss": """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            n = 0
+            def compute_loss(self):
+                self.n += 1
+                return {"loss": out.loss, "calls": self.n}
+        """,
+}
+
+
+@pytest.fixture
+def found(tmp_path):
+    def search(text, find=kept_value):
+        path = tmp_path / "script.py"
+        path.write_text(BASE + textwrap.dedent(text) + "\ncount, trainer = Count(), Trainer()\n")
+        names = {"__name__": "script"}
+        exec(compile(path.read_text(), str(path), "exec"), names)
+        hooks = Hooks(RUNNING, ("compute_loss",), ("state",), {"trainer": names["trainer"]})
+        return find([names["count"], names["trainer"]], hooks)
+
+    return search
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_kept_value_of_which_a_loss_is_made_is_named(found, name):
+    text, expected = REFUSED[name]
+    assert expected in found(text)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_other_values_are_accepted(found, name):
+    assert found(ACCEPTED[name]) == ""
+    assert "script" not in sys.modules
+
+
+COLLECTIVES = {
+    "of the framework": """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def compute_loss(self):
+                print(self.accelerator.gather(out.loss))
+                return out.loss
+        """,
+    "of torch, whose result is in the loss": """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def compute_loss(self):
+                parts = [out.loss]
+                dist.all_gather(parts, out.loss)
+                return sum(parts)
+        """,
+    "of torch, by its value": """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def gathered(self, x):
+                return dist.nn.all_gather(x)
+            def compute_loss(self):
+                every = dist.nn.all_gather(out.loss)
+                return every[0]
+        """,
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_in_a_loss_is_named(found, name):
+    assert "Trainer.compute_loss calls" in found(COLLECTIVES[name], collective)
+    assert "(script.py:" in found(COLLECTIVES[name], collective)
+
+
+def test_a_collective_for_a_print_and_one_of_an_evaluation_are_left_alone(found):
+    text = """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def evaluate(self): return self.accelerator.gather(out.loss)
+            def compute_loss(self):
+                shown = out.loss * 1
+                dist.all_reduce(shown)
+                print(shown)
+                return out.loss
+        """
+    assert found(text, collective) == ""

@@ -1,0 +1,167 @@
+"""A loop that ends by what it measures, or trains by its past, is named; other loops are left alone."""
+
+import textwrap
+
+import pytest
+
+BASE = """
+import sys
+import math
+import torch
+from fabric.integrations.measured_values import measured_value
+
+model = torch.nn.Linear(2, 1)
+found = []
+
+class Stopper:
+    stop = False
+    def __call__(self, value, model): pass
+
+class Meter:
+    def update(self, value): pass
+
+def evaluate(model, data): return 1.0
+
+def criterion(output): return output.sum()
+
+class Data(list):
+    def __iter__(self):
+        found.append(measured_value(sys._getframe(1)))
+        return super().__iter__()
+
+data = Data([torch.ones(2)])
+stopper, meter, n, best, bad = Stopper(), Meter(), 0, 9.0, 0
+"""
+NAMED = {
+    "patience": (
+        """
+        for epoch in range(1):
+            for x in data:
+                loss = criterion(model(x))
+                loss.backward()
+            value = evaluate(model, data)
+            if value < best: best, bad = value, 0
+            else: bad += 1
+            if bad >= 3: break
+        """,
+        "the loop ends at script.py:36 by bad, which is measured",
+    ),
+    "an object that judges": (
+        """
+        for epoch in range(1):
+            for x in data: loss = criterion(model(x))
+            stopper(evaluate(model, data), model)
+            if stopper.stop: break
+        """,
+        "by stopper",
+    ),
+    "a target": (
+        """
+        def train():
+            for epoch in range(1):
+                for x in data: loss = criterion(model(x))
+                losses = []
+                losses.append(loss.item())
+                if sum(losses) < 0.1: return
+        train()
+        """,
+        "by loss",
+    ),
+    "a while loop": (
+        """
+        value = 1.0
+        while value > 0.5 and not found:
+            for x in data: value = model(x).item()
+        """,
+        "by value",
+    ),
+    "an outer function": (
+        """
+        def one(model):
+            for x in data: criterion(model(x)).backward()
+        def outer():
+            for epoch in range(1):
+                one(model)
+                if evaluate(model, data) > 2: break
+                value = evaluate(model, data)
+                if value > 2: break
+        outer()
+        """,
+        "by value",
+    ),
+    "a weight of the loss's past": (
+        """
+        average = 1.0
+        for x in data:
+            loss = criterion(model(x))
+            average = 0.9 * average + 0.1 * loss.item()
+            (loss * average).backward()
+        """,
+        "the training depends on average, which script.py:32 carries from what is measured",
+    ),
+}
+LEFT_ALONE = {
+    "sums for prints": """
+        total = 0.0
+        for epoch in range(1):
+            for x in data:
+                loss = criterion(model(x))
+                loss.backward()
+                total += loss.item()
+                n += 1
+                meter.update(loss.item())
+                if n == 100: break
+            if total > 3: print(total / len(data))
+            if n >= 100: break
+        """,
+    "a test for nan": """
+        for x in data:
+            loss = criterion(model(x))
+            if not math.isfinite(loss): break
+            loss.backward()
+        """,
+    "the best weights": """
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            value = evaluate(model, data)
+            if value < best: best, kept = value, model.state_dict()
+        """,
+    "an inner loop that ends": """
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            for y in [1]:
+                value = evaluate(model, data)
+                if value > 2: break
+        """,
+    "a count and a norm": """
+        while n < 1:
+            for x in data:
+                loss = criterion(model(x)) / 4
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            model.train()
+            n += 1
+        """,
+}
+
+
+@pytest.fixture
+def search(tmp_path):
+    def run(text):
+        path, names = tmp_path / "script.py", {"__name__": "script"}
+        path.write_text(BASE + textwrap.dedent(text))
+        exec(compile(path.read_text(), str(path), "exec"), names)
+        return names["found"][0]
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_measured_value_that_steers_a_loop_is_named(search, name):
+    text, expected = NAMED[name]
+    assert expected in search(text)
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_a_loop_that_counts_is_left_alone(search, name):
+    assert search(LEFT_ALONE[name]) == ""

@@ -70,10 +70,7 @@ def adopt(monkeypatch):
         # Objects that others have left do not belong to the script: the search does not see frozen ones.
         gc.collect()
         gc.freeze()
-        try:
-            run_adopted(script)
-        finally:
-            gc.unfreeze()
+        run_adopted(script)
         return session
 
     return run

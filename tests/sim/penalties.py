@@ -76,7 +76,9 @@ class Penalties:
             # Do not count replicas that the leader, by its own clock, may still keep out.
             enough = sum(not self._may_be_kept_out(name, at) for name in after.names) >= least
         wrong = sorted(kept_out & set(came))
-        suspects = {name for name in came if self._is_suspect(name, at)} - kept_out
+        # A replica whose ranks are on several hosts has no host that could be suspect.
+        alone = {x.replica for x in after.roster if len({y.link.partition(":")[0] for y in x.addresses}) == 1}
+        suspects = {name for name in came if name in alone and self._is_suspect(name, at)} - kept_out
         self.suspects += bool(suspects)
         room = (after.overrides.max_replicas or self._full) - len(before.roster)
         others = len(set(came) - suspects)

@@ -32,3 +32,8 @@ def test_a_part_that_only_two_newcomers_can_read_is_computed():
 def test_an_epochs_number_of_two_rosters_is_judged_by_the_roster_of_each_process():
     """A restored store gives a number again. A member applied a step of the first roster of this number."""
     swarm_world(526).run()
+
+
+def test_a_replica_on_several_hosts_makes_none_of_them_suspect():
+    """It joined again after two failures, and the checker took its name for the name of a host."""
+    swarm_world(622).run()

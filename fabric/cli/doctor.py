@@ -208,7 +208,7 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str, chosen: Settings) -
         refused = await _refuses(http, url, chosen)
     except ProtocolError as error:
         return [Finding("warn", f"{url} is no lighthouse of this version", str(error))]
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, RecursionError) as error:
         advice = "docs/jobs.md, 'TLS'" if permanent_cause(error, tls) else "is a lighthouse there?"
         return [Finding("warn", f"{url} does not answer ({describe(error, url, tls)})", advice)]
     findings = []

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -378,7 +379,8 @@ class _Trainer:
         crash_marker = CrashMarker(handle)
         crash = _crash(settings.replica, crash_marker)
         budget = Budget(settings.exchange_s, settings.user_code_s)
-        plane, backend = self._plane()
+        on_piece = partial(self.failpoints.hit, "ring")
+        plane, backend = choose_backend(settings, gradients, on_piece, self.lanes)
         plane.set_bounds(budget.exchange_s, budget.entry_s)
         slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
 

@@ -252,6 +252,10 @@ class TestStatus:
             (b"Content-Length: 5\r\n\r\nhello", "not a lighthouse"),
             (b"Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{", "broke off in the midst"),
             (b"Content-Type: application/json\r\nContent-Length: 1\r\n\r\n{", "broke off in the midst"),
+            (
+                b"Content-Type: application/json\r\nContent-Length: 99999\r\n\r\n" + b"[" * 99999,
+                "broke off in the midst",
+            ),
         ],
     )
     async def test_an_address_that_answers_nonsense_or_half_an_answer_is_reported(self, said, why):

@@ -171,7 +171,7 @@ def understood(whom: str) -> Iterator[None]:
         yield
     except FabricError:
         raise
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ProtocolError(
             f"what {whom} answered cannot be understood ({type(error).__name__}: {error}): check the address,"
             " and that a lighthouse of this version runs there"
@@ -207,7 +207,7 @@ class Lighthouses:
         try:
             async with self.open(path, total_s=_TIMEOUT_S) as answer:
                 return [json.loads(line) for line in (await _bounded(answer)).splitlines() if line.strip()]
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
             raise Unreachable(
                 f"the lighthouse broke off in the midst of its answer ({error or 'too slow'}): ask again"
             ) from error
@@ -216,7 +216,7 @@ class Lighthouses:
         try:
             async with self.open(path, body, total_s=_TIMEOUT_S) as answer:
                 return json.loads(await _bounded(answer))
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
             raise Unreachable(
                 f"the lighthouse broke off in the midst of its answer ({error or 'too slow'}): ask again"
             ) from error
@@ -270,7 +270,7 @@ async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
 def _refusal(status: int, data: bytes) -> Exception:
     try:
         sentence = printable(str(json.loads(data)["error"]))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, RecursionError, TypeError, KeyError):
         return Unreachable(f"HTTP {status}, and not from a lighthouse")
     if status == 401:
         return Unauthorized(f"the lighthouse refused the token: {sentence}")

@@ -329,7 +329,7 @@ def test_a_slow_link_brings_a_state_compressed_and_says_so(served):
     publish(served, 7, file, STEP + 1)
     target = bytearray(len(file))
     host, port = served.url.removeprefix("http://").split(":")
-    link = SlowLink((host, int(port)), 60e6)
+    link = SlowLink((host, int(port)), 15e6)
     try:
         fetcher = StateFetcher(streams_per_source=2, range_bytes=4 << 20)
         state = SnapshotRef(1, STEP + 1, manifest_of(file, STEP + 1)["digest"])

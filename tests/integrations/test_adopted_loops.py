@@ -284,6 +284,16 @@ def other_steps_later():
             optimizer.step()
 
 
+def no_optimizer():
+    model = torch.nn.Linear(2, 1)
+    for (x,) in data():
+        model(x).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+
+
 def too_few_samples():
     len(DataLoader(TensorDataset(torch.randn(3, 2)), batch_size=2, shuffle=True, drop_last=True))
 
@@ -293,6 +303,7 @@ def too_few_samples():
     [
         (two_models, r"takes a script with one model, and this one has Linear, Linear: change the script"),
         (two_optimizers, "takes a script with one optimizer, and this one has AdamW, SGD: change"),
+        (no_optimizer, "this one has none: let an optimizer such as torch.optim.SGD change the parameters"),
         (foreign_parameters, "has parameters that Linear has not"),
         (closure, "gives its optimizer a closure"),
         (step_without_backward, "makes a step without a backward pass before it"),

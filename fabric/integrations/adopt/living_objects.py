@@ -82,8 +82,13 @@ def _only_optimizer() -> torch.optim.Optimizer:
         for x in living(torch.optim.Optimizer)
         if not any(isinstance(value, torch.optim.Optimizer) for value in vars(x).values())
     ]
-    if len(optimizers) != 1:
-        names = ", ".join(sorted(map(_name, optimizers))) or "none"
+    if not optimizers:
+        raise ConfigError(
+            "--adopt takes a script with one optimizer, and this one has none: let an optimizer such as "
+            f"torch.optim.SGD change the parameters, or {OWN_WAY}"
+        )
+    if len(optimizers) > 1:
+        names = ", ".join(sorted(map(_name, optimizers)))
         raise ConfigError(f"--adopt takes a script with one optimizer, and this one has {names}: {OWN_WAY}")
     return optimizers[0]
 

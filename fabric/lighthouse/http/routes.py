@@ -114,11 +114,15 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     ``names``: its host names besides loopback.
     """
     tokens, tries = tokens or Tokens(None), TokenTries()
+
+    def refused(job: str, address: str) -> None:
+        parts.jobs.token_refused(job, address)
+
     app = web.Application(
         middlewares=[
             errors_as_json,
             *([pages_kept_out(names)] if tokens.is_open else []),
-            token_required(tokens, OPEN_PATHS, dashboard.scope_of_login, tries, parts.jobs.token_refused),
+            token_required(tokens, OPEN_PATHS, dashboard.scope_of_login, tries, refused),
             _leader_only(parts),
         ],
         client_max_size=MAX_BODY_BYTES,

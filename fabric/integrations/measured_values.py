@@ -58,7 +58,7 @@ def _in_loops(frame: FrameType) -> str:
         if end:
             return f"the loop ends at {place}:{end} by {name}, which is measured"
     carried: dict[str, int] = {}
-    carry(loops[0].body, set(), carried)
+    carry(loops[:1], set(), carried)
     for name, at in carried.items():
         if name in sources and moves_training(loops[0], made_from(loops[0], {name})):
             return f"the training depends on {name}, which {place}:{at} carries from what is measured"

@@ -79,7 +79,7 @@ def check_exchange_loop(frame: FrameType | None, shared: Iterable[object]) -> No
     loops = loops_at(tree, caller.f_lineno)
     if loops:
         carried: dict[str, int] = {}
-        carry(loops[0].body, set(), carried)
+        carry(loops[:1], set(), carried)
         _refuse(caller, _that_train(tree, loops, carried), shared)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial, wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -92,7 +93,9 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerator.prepare_optimizer; a step with a closure is refused."""
         prepared = super().prepare_optimizer(optimizer, *arguments, **named)
         if self._replica is not None:
-            prepared.step = partial(_step, self._replica, prepared.step)
+            step = partial(_step, self._replica, prepared.step)
+            # torch's schedulers take the function out of a method.
+            prepared.step = MethodType(lambda _, closure=None: step(closure), prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:

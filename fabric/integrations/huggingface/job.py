@@ -236,8 +236,9 @@ class TrainerJob:
         """Compute one micro-batch as the Trainer itself does, in its class's ``training_step``."""
         trainer, own = self._trainer, type(self._trainer)
         assert self._begun is not None
-        part = self.epochs.micro_batches(self._begun.number) / self.replicas
-        # The Trainer divides a mean by this number: the micro-batches of one of R processes.
+        # The Trainer divides a mean by this number: the micro-batches of one of R processes. Where there are
+        # fewer than R, no process has an empty one, whose loss of 0 would count.
+        part = max(1.0, self.epochs.micro_batches(self._begun.number) / self.replicas)
         trainer.current_gradient_accumulation_steps = int(part) if part == int(part) else part
         self._micro_batch = done = MicroBatch(self._loss, batch, part)
         seen, loss = trainer.state.num_input_tokens_seen, 0.0

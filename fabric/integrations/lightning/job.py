@@ -76,6 +76,11 @@ class LightningJob:
         self._log = LogWriter(trainer)
         self._place_is_set = False
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether ``configure_optimizers`` has returned."""
+        return bool(self._strategy.optimizers)
+
     def begin(self) -> None:
         """Join the job, and let the Trainer begin at the job's step."""
         strategy, trainer, arguments = self._strategy, self._trainer, dict(self._arguments)
@@ -246,7 +251,8 @@ class JobBatches:
 
     def __len__(self) -> int:
         """Return the number of batches. The first call joins the job: the Trainer has read all data then."""
-        if not self._has_begun:
+        # ``configure_optimizers`` may ask for the number of steps, before the optimizer exists.
+        if not self._has_begun and self._job.has_optimizer:
             self._has_begun = True
             self._job.begin()
         return self._job.epochs.whole

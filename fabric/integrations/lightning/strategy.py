@@ -74,6 +74,9 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         """Refuse what cannot be kept equal, before anything runs."""
         super().setup(trainer)
+        if self._job is not None and self.session is None:
+            # configure_optimizers has asked for the number of steps: the Trainer reads the data again.
+            self._job = trainer.fit_loop._combined_loader = None  # noqa: SLF001
         if not self._disabled and self.optimizers:
             check_version(ROOT.partition(".")[0], LEAST, TESTED)
             check_trainer(trainer, self._arguments)

@@ -49,7 +49,7 @@ BUDGETS = {
     "drill": 4_400,
     "ftar": 4_900,
     "health": 1_900,
-    "integrations": 8_850,
+    "integrations": 8_900,
     "lighthouse": 8_800,
     "model and errors": 700,
     "plan": 2_000,

@@ -34,11 +34,12 @@ _BRANCHES = ast.If | ast.Try | ast.Match | ast.While
 class Hooks:
     """Names of methods. ``running``: run in each step. ``losses``: their result is the loss.
 
-    ``saves``: save attributes, so that an attribute which they name is shared. ``given``: argument names
-    of hooks with the objects that they get.
+    ``evaluating``: run in an evaluation, which a replica that joins has not made. ``saves``: save attributes,
+    so that an attribute which they name is shared. ``given``: argument names of hooks with what they get.
     """
 
     running: Collection[str]
+    evaluating: Collection[str]
     losses: Collection[str]
     saves: Collection[str]
     given: Mapping[str, Any]
@@ -131,15 +132,18 @@ def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
     saved |= {symbol for x in methods if x.name in hooks.saves for symbol in x.read(x.node)}
     saved |= {f"{id(x)}.{name}" for x in things for name in getattr(x, "_buffers", {})}
     running = _reached(methods, hooks.running)
-    for symbol, (keeper, line) in _kept(running).items():
+    measured = _set_by(_reached(methods, hooks.evaluating))
+    measured = {symbol: at for symbol, at in measured.items() if symbol not in _set_by(running)}
+    for symbol, (keeper, line) in (_kept(running) | measured).items():
         if symbol not in saved:
             made = _made(symbol, running)
             user = next((x for x in running if _makes_loss(x, made, hooks.losses)), None)
             if user is not None:
                 name, file = symbol.partition(".")[2], Path(keeper.function.__code__.co_filename).name
+                way = "sets in an evaluation" if symbol in measured else "makes from its own old value"
                 return (
-                    f"{user} uses {name}, which {keeper} ({file}:{line}) makes from its own old value in "
-                    f"each step, and a replica that joins begins with another {name}"
+                    f"{user} uses {name}, which {keeper} ({file}:{line}) {way}, and a replica that joins "
+                    f"begins with another {name}"
                 )
     return ""
 
@@ -250,6 +254,17 @@ def _reached(methods: list[UserMethod], hooks: Collection[str]) -> list[UserMeth
         ]
         new = {x.attr for x in calls if isinstance(x, ast.Attribute)} - names
     return [x for x in methods if x.name in names]
+
+
+def _set_by(methods: list[UserMethod]) -> dict[str, tuple[UserMethod, int]]:
+    """Return the attributes that the methods set, with the method and the line."""
+    assignments = ((x, *y) for x in methods for y in x.assignments(x.node))
+    return {
+        symbol: (method, value.lineno)
+        for method, _, stored, value in assignments
+        for symbol in stored
+        if "." in symbol
+    }
 
 
 def _kept(methods: list[UserMethod]) -> dict[str, tuple[UserMethod, int]]:

@@ -80,6 +80,16 @@ REFUSED = {
         """,
         "Trainer.compute_loss uses n",
     ),
+    "a weight that an evaluation sets": (
+        """
+        class Count(Thing):
+            weight = 1.0
+            def on_evaluate(self, measured=0.5): self.weight = 1 - measured
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss * count.weight
+        """,
+        "Trainer.compute_loss uses weight, which Count.on_evaluate (script.py:9) sets in an evaluation",
+    ),
     "a count that begins anew in each epoch": (
         """
         class Count(Thing):
@@ -148,6 +158,15 @@ ACCEPTED = {
         class Trainer(Thing):
             def compute_loss(self): return out.loss * count.beta
         """,
+    "an attribute that training and evaluation set alike": """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def on_evaluate(self): self.encode()
+            def encode(self): self.hidden = out.loss * 2
+            def compute_loss(self):
+                self.encode()
+                return self.hidden
+        """,
     "a value beside the loss": """
         class Count(Thing): pass
         class Trainer(Thing):
@@ -166,7 +185,7 @@ def found(tmp_path):
         path.write_text(BASE + textwrap.dedent(text) + "\ncount, trainer = Count(), Trainer()\n")
         names = {"__name__": "script"}
         exec(compile(path.read_text(), str(path), "exec"), names)
-        hooks = Hooks(RUNNING, ("compute_loss",), ("state",), {"trainer": names["trainer"]})
+        hooks = Hooks(RUNNING, ("on_evaluate",), ("compute_loss",), ("state",), {"trainer": names["trainer"]})
         return find([names["count"], names["trainer"]], hooks)
 
     return search

@@ -217,7 +217,7 @@ def refuse(trainer: Any, base: type, resumes: bool, trial: Any) -> None:
         raise ConfigError(f"FabricTrainer cannot keep replicas equal with {reason}")
     trl.refuse(trainer, base)
     things = [trainer, *trainer.callback_handler.callbacks, *trainer.model.modules()]
-    hooks = Hooks(_RUNNING, ("compute_loss", "training_step", "forward"), _SAVES, {})
+    hooks = Hooks(_RUNNING, _EVALUATING, ("compute_loss", "training_step", "forward"), _SAVES, {})
     called = collective(things, hooks)
     if called:
         raise ConfigError(
@@ -244,6 +244,7 @@ _RUNNING = [
     "on_epoch_begin",
     "on_epoch_end",
 ]
+_EVALUATING = ("evaluate", "evaluation_loop", "prediction_step", "on_evaluate", "on_prediction_step")
 _SAVES = ("state", "shared_state", "state_dict", "get_extra_state")
 
 

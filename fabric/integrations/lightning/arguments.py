@@ -99,6 +99,10 @@ _RUNNING = [
     "on_before_batch_transfer",
     "on_after_batch_transfer",
 ]
+_EVALUATING = (
+    *("validation_step", "on_validation_start", "on_validation_end", "on_validation_epoch_start"),
+    *("on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end"),
+)
 _SAVES = ("state_dict", "on_save_checkpoint", "get_extra_state")
 _OWN = Kept("test_a_callback_that_has_loaded_a_state_has_it")
 _SAVED = Kept("test_what_hooks_save_is_shared_state")
@@ -253,7 +257,7 @@ def check_kept_values(trainer: Any) -> None:
     """Raise ConfigError for a value that the user's hooks keep from step to step and the loss depends on."""
     module = trainer.lightning_module
     given = {"trainer": trainer, "pl_module": module}
-    hooks = Hooks(_RUNNING, ("training_step", "forward"), _SAVES, given)
+    hooks = Hooks(_RUNNING, _EVALUATING, ("training_step", "forward"), _SAVES, given)
     things = [module, *trainer.callbacks, *list(module.modules())[1:]]
     called = collective(things, hooks)
     if called:

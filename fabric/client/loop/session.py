@@ -259,6 +259,10 @@ class Session(SessionCollectives):
             data.read_ahead(self._state.hand_over(), order.micro_batches)
             self._parts.buffers.begin_forward()
             filled = data.with_samples(order.step, order.micro_batches)
+            if order is self._first_order and not filled:
+                # A loop that zeroes at its head has left the average of the step before.
+                for _, parameter in self._state.gradients.parameters:
+                    parameter.grad = None
             for left, micro_batch in enumerate(filled, 1 - len(filled)):
                 self._progress.at = (order.step, micro_batch)
                 crash_marker.at(order.step, micro_batch)

@@ -111,6 +111,7 @@ class Job:
     pids: dict[str, StartedProcess] = field(default_factory=dict)
     codes: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
+    killed: dict[str, StartedProcess] = field(default_factory=dict)
     later_points: dict[str, list[str]] = field(default_factory=dict)
     bind: str = "127.0.0.1"
     inside: tuple[str, ...] = ()  # the words that come first on the lighthouse's command line
@@ -151,7 +152,14 @@ class Job:
         return self.environment.get("TEST_STORE", f"sqlite:///{self.folder}/lighthouse.db")
 
     def start(self, replica: str, points: str = "", **more: str) -> int:
-        """Start (or restart) one trainer; returns its pid."""
+        """Start one trainer, as a launcher does: once a killed one has ended. Returns its pid."""
+        killed = self.killed.pop(replica, None)
+        if killed is not None:
+            with self.zygote.changed:
+                ended = self.zygote.changed.wait_for(
+                    lambda: self.zygote.status_of(killed) is not None, timeout=DEADLINE_S
+                )
+            assert ended, f"the killed process {killed} of {replica} has not ended"
         self.starts[replica] = self.starts.get(replica, 0) + 1
         launched = launcher_variables(self.starts[replica] - 1)
         environment = launched | self.trainer_environment(replica, FABRIC_TEST_POINTS=points, **more)
@@ -237,6 +245,7 @@ class Job:
     def kill(self, replica: str) -> None:
         """SIGKILL the trainer of one replica."""
         _signal(self.pids[replica], signal.SIGKILL)
+        self.killed[replica] = self.pids[replica]
 
     def kill_together(self, step: int, replicas: Sequence[str]) -> None:
         """Start all replicas; kill these together, each at the first micro-batch of its share of ``step``.

@@ -182,14 +182,12 @@ def _attach(
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
-    ignored = choices.unshared == "ignore"
+    trained, ignored = [p for _, p in parameters], choices.unshared == "ignore"
     watch = UnsharedWatch(optimizers.values(), state, ignored)
     watch.check()
     if chosen.disable:
         replicas = parse_replicas(chosen.replicas)[1]
-        return SoloSession(
-            [p for _, p in parameters], objects, chosen.on_nan, replicas, group, choices.step, layout
-        )
+        return SoloSession(trained, objects, chosen.on_nan, replicas, group, choices.step, layout)
     check_serialisable(objects)
     averaged = ForwardBuffers(model, buffers)
     process = claim_identity(chosen, group)
@@ -216,7 +214,7 @@ def _attach(
         journal=journal,
         failpoints=_failpoints(chosen, process),
     )
-    averages = AverageWatch([p for _, p in parameters], objects.values(), ignored)
+    averages = AverageWatch(trained, objects.values(), ignored or choices.fragments is not None)
     model_watch = ModelWatch(model, parameters, watch, averages, outside)
     parts = trainer.make_parts()
     return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)

@@ -22,7 +22,6 @@ from fabric.client.loop.loop_flow import (
     SCOPES,
     called,
     carry,
-    ends_by,
     loops_at,
     made_from,
     moves_training,
@@ -293,7 +292,7 @@ class _BareStep:
 
 def carried_names(source: str, line: int) -> list[tuple[str, int]]:
     """Return each name that the loop makes from its own value of the step before, and on which the training
-    depends: a backward, a value of the optimizer's groups, or the loop's end. With the line that makes it.
+    depends: a backward, or a value of the optimizer's groups. With the line that makes it.
 
     ``line``: of the ``for`` statement over the steps. A name that the source takes from a step's number, from
     ``committed_step`` or from a step's metrics somewhere, or declares global, is left out.
@@ -310,7 +309,7 @@ def carried_names(source: str, line: int) -> list[tuple[str, int]]:
 def _that_train(
     tree: ast.AST, loops: Sequence[ast.For | ast.AsyncFor | ast.While], carried: dict[str, int]
 ) -> Iterator[tuple[str, int]]:
-    """Yield those of the carried names by which the loops train or end, and which no shared value gives."""
+    """Yield those of the carried names by which the loops train, and which no shared value gives."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Global | ast.Nonlocal):
             carried = {name: at for name, at in carried.items() if name not in node.names}
@@ -318,8 +317,7 @@ def _that_train(
             shared = {x.attr for x in ast.walk(node.value) if isinstance(x, ast.Attribute)} & _SHARED
             carried = {name: at for name, at in carried.items() if not shared or name not in stores([node])}
     for name, at in carried.items():
-        made = made_from(loops[0], {name})
-        if moves_training(loops[0], made) or ends_by(loops, made):
+        if moves_training(loops[0], made_from(loops[0], {name})):
             yield name, at
 
 

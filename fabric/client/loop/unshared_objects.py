@@ -157,7 +157,8 @@ def _refusal(what: str, differs: str, entry: str) -> ConfigError:
 class AverageWatch:
     """Looks at its steps; raises ConfigError for an average of ``parameters`` that is not in ``shared``.
 
-    ``shared``: the objects of the shared state. ``advice`` ends the sentence.
+    ``shared``: the objects of the shared state. ``advice`` ends the sentence. ``ignored``: do not look, as in
+    outer steps, where the local model is near the global parameters and averages nothing.
     """
 
     def __init__(

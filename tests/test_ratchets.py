@@ -50,7 +50,7 @@ BUDGETS = {
     "ftar": 4_900,
     "health": 1_900,
     "integrations": 8_900,
-    "lighthouse": 8_800,
+    "lighthouse": 8_810,
     "model and errors": 700,
     "plan": 2_000,
     "protocol": 11_200,

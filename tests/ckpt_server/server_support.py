@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -143,12 +144,16 @@ def no_more_descriptors(left: int = 0, pid: int = 0) -> Iterator[int]:
 
 
 def end(pid: int) -> None:
-    """Kill one process that a test started, and wait until it is gone."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    """Kill one process that a test started; wait until all its threads have ended, and it holds no file."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: select.select([process], [], [], 0)[0], f"the end of {pid}")
+    os.close(process)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
-    wait_for(lambda: not alive(pid), f"the end of {pid}")
 
 
 _TRAINER = """

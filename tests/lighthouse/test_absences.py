@@ -260,7 +260,11 @@ async def test_the_headline_says_why_a_lost_replica_is_refused(lighthouse, http,
     async with http.get(f"{lighthouse.url}/metrics", headers=headers()) as answer:
         assert f'replica="r2",why="{REFUSED[attempt]}' in await answer.text()
     await WireMember(http, lighthouse.url, "r2", job=job, incarnation=3).open()
-    assert REFUSED[attempt] not in (await view_of(http, lighthouse.url, job))["headline"]
+
+    async def forgets() -> bool:
+        return not await says()
+
+    await eventually(forgets, "the refusal to be forgotten")
     await close_all(members)
 
 

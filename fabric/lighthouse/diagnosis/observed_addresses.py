@@ -19,6 +19,7 @@ class _Source:
     session: str = ""
     status: str = ""
     is_trusted: bool = False
+    opened: float = 0.0  # Unix seconds of the newest session
     incarnation: int = -1
     secret: str = ""
 
@@ -36,8 +37,10 @@ class PeerAddresses:
             self.wrong_tokens[address] = time.time()
 
     def refused_at(self, replica: str) -> float:
-        """Return when a wrong token last came from an address of the replica."""
-        return max((self.wrong_tokens.get(address, 0.0) for address in self.of(replica, 0)), default=0.0)
+        """Return when a wrong token last came from the replica's address; 0 where a session has followed."""
+        newest = max((self.wrong_tokens.get(address, 0.0) for address in self.of(replica, 0)), default=0.0)
+        source = self._sources.get((replica, 0))
+        return newest if source is None or newest > source.opened else 0.0
 
     def stranger(self, session: OpenSession) -> str:
         """Return why the session is not from the process that it claims, or an empty string.
@@ -57,7 +60,7 @@ class PeerAddresses:
     def session(self, session: OpenSession, address: str, *, is_trusted: bool) -> None:
         """Note that a session was opened; ``is_trusted``: it showed the lighthouse's own token."""
         source = self._sources.setdefault((session.replica, 0), _Source())
-        source.session, source.is_trusted = address, is_trusted
+        source.session, source.is_trusted, source.opened = address, is_trusted, time.time()
         source.incarnation, source.secret = session.incarnation, session.secret
 
     def status(self, replica: str, rank: int, address: str) -> None:

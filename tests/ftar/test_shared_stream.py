@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import struct
+import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -379,3 +380,28 @@ def test_bounds_may_be_changed_between_exchanges():
             members.start(1, 1, {0: torch.ones(100)})[0].result(WAIT_S)
         with pytest.raises(ConfigError, match="positive"):
             members.planes[0].set_bounds(exchange_s=0.0)
+
+
+def test_segments_are_mapped_in_one_thread_while_another_retires_epochs():
+    own, others, errors = OwnSegments(), PeerSegments(), []
+    shown = own.allocate(4096)
+
+    def retire() -> None:
+        try:
+            for epoch in range(3000):
+                others.retire(epoch)
+        except RuntimeError as error:
+            errors.append(error)
+
+    retiring, before = threading.Thread(target=retire), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        retiring.start()
+        for size in range(1, 1500):  # each size is a mapping of its own
+            others.map(own.duplicate(shown), size, epoch=1 << 40)
+        retiring.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert errors == []
+    others.close()
+    own.close()

@@ -146,6 +146,7 @@ class PeerSegments:
     def __init__(self) -> None:
         self._mapped: dict[tuple[int, int, int], tuple[torch.Tensor, int]] = {}
         self._kept_from = 0
+        self._lock = threading.Lock()  # links come up in one thread while another begins an epoch
 
     def map(self, descriptor: int, capacity: int, epoch: int) -> torch.Tensor:
         """Map the first ``capacity`` bytes of ``descriptor`` read-only, and close it.
@@ -155,7 +156,7 @@ class PeerSegments:
         try:
             status = os.fstat(descriptor)
             key = (status.st_dev, status.st_ino, capacity)
-            memory = self._mapped[key][0] if key in self._mapped else None
+            memory = self._mapped.get(key, (None, 0))[0]
             if memory is None:
                 seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
                 if status.st_size < capacity or not capacity or not seals & fcntl.F_SEAL_SHRINK:
@@ -165,13 +166,15 @@ class PeerSegments:
             raise ProtocolError(f"shared memory of {capacity} bytes cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
-        self._mapped[key] = (memory, epoch)
+        with self._lock:
+            self._mapped[key] = (memory, epoch)
         return memory
 
     def retire(self, before_epoch: int) -> None:
         """Retire epochs older than ``before_epoch``, and release unused segments: see the class."""
-        unused = [k for k, (_, epoch) in self._mapped.items() if epoch < self._kept_from]
-        memories = [self._mapped.pop(key)[0] for key in unused]
+        with self._lock:
+            unused = [k for k, (_, epoch) in self._mapped.items() if epoch < self._kept_from]
+            memories = [self._mapped.pop(key)[0] for key in unused]
         if memories:
             # Unmapping gigabytes takes a tenth of a second; the next epoch's links do not wait for it.
             threading.Thread(target=memories.clear, name="fabric-unmap", daemon=True).start()

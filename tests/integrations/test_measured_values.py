@@ -19,6 +19,7 @@ class Stopper:
 
 class Meter:
     def update(self, value): pass
+    def log_every(self, data): return data
 
 def evaluate(model, data): return 1.0
 
@@ -44,7 +45,7 @@ NAMED = {
             else: bad += 1
             if bad >= 3: break
         """,
-        "the loop ends at script.py:36 by bad, which is measured",
+        "the loop ends at script.py:37 by bad, which is measured",
     ),
     "an object that judges": (
         """
@@ -97,7 +98,7 @@ NAMED = {
             average = 0.9 * average + 0.1 * loss.item()
             (loss * average).backward()
         """,
-        "the training depends on average, which script.py:32 carries from what is measured",
+        "the training depends on average, which script.py:33 carries from what is measured",
     ),
 }
 LEFT_ALONE = {
@@ -132,6 +133,15 @@ LEFT_ALONE = {
             for y in [1]:
                 value = evaluate(model, data)
                 if value > 2: break
+        """,
+    "batches of a judging object, moved in a tuple": """
+        def train():
+            for x in meter.log_every(data):
+                x, y = x.to("cpu"), x.to("cpu")
+                loss = criterion(model(x))
+                loss.backward()
+                meter.update(loss.item())
+        train()
         """,
     "a count and a norm": """
         while n < 1:

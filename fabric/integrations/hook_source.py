@@ -8,6 +8,7 @@ that logs a figure, because some figures are one replica's own. Only methods in 
 """
 
 import ast
+import contextlib
 import inspect
 import linecache
 import sysconfig
@@ -22,9 +23,11 @@ import fabric
 
 _LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
 _COLLECTIVES = {
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "gather"),
-    *("gather_for_metrics", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_for_metrics"),
+    *("reduce_scatter", "reduce_scatter_tensor"),
 }
+# Tensors have methods of these names too: they count on these attributes, and in torch.distributed.
+_SHARED_NAMES = {"broadcast", "gather", "reduce", "scatter"}
 _BACKWARDS = {"backward", "manual_backward"}
 _ASSIGNMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr
 _BRANCHES = ast.If | ast.Try | ast.Match | ast.While
@@ -78,8 +81,12 @@ class UserMethod:
                 return self.thing
             if any(x.arg == node.id for x in arguments):
                 return self.given.get(node.id)
-            names = inspect.getclosurevars(self.function)
-            return names.nonlocals.get(node.id, names.globals.get(node.id))
+            free = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
+            if node.id not in free:
+                return self.function.__globals__.get(node.id)
+            with contextlib.suppress(ValueError):  # the name is not set yet
+                return free[node.id].cell_contents
+            return None
         if not isinstance(node, ast.Attribute):
             return None
         fields = getattr(self.object_of(node.value), "__dict__", {})
@@ -157,14 +164,15 @@ def collective(things: Sequence[Any], hooks: Hooks) -> str:
     methods = [method for thing in things for method in _methods(thing, hooks.given)]
     for method in _reached(methods, hooks.losses):
         for x in ast.walk(method.node):
-            name = getattr(x.func, "attr", "") if isinstance(x, ast.Call) else ""
-            if not isinstance(x, ast.Call) or name not in _COLLECTIVES:
+            if not (isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute)):
                 continue
-            root = x.func
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            is_of_hook = isinstance(root, ast.Name) and root.id in {y.arg for y in method.node.args.args}
-            if is_of_hook or _makes_loss(method, _results_of(x, method), hooks.losses):
+            owner = ast.unparse(x.func.value).split(".")[-1]
+            module = getattr(method.object_of(x.func.value), "__name__", "")
+            is_torchs = module.startswith("torch.distributed") or owner in ("dist", "distributed")
+            shared = _SHARED_NAMES if is_torchs or owner in ("accelerator", "strategy") else set()
+            if x.func.attr not in _COLLECTIVES | shared:
+                continue
+            if not is_torchs or _makes_loss(method, _results_of(x, method), hooks.losses):
                 place = f"{Path(method.function.__code__.co_filename).name}:{x.lineno}"
                 return f"{method} calls {ast.unparse(x.func)} ({place}), which sees one replica"
     return ""

@@ -77,7 +77,7 @@ class _Measured:
             for node in ast.walk(loop):
                 if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
                     if node.value is not None and self._measures(node.value):
-                        self.names |= set(stores([node]))
+                        self.names |= set(stores([node])) - self._counts(node.value)
                 elif isinstance(node, ast.For) and self._measures(node.iter):
                     self.names |= set(stores([node.target]))
                 elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -100,6 +100,11 @@ class _Measured:
             return node.id in self.names
         return any(self._measures(x) for x in ast.iter_child_nodes(node))
 
+    def _counts(self, call: ast.expr) -> set[str]:
+        """Return the whole numbers that a call gets: ``step = train(model, step)`` measures none."""
+        given = {x.id for x in ast.walk(call) if isinstance(x, ast.Name)}
+        return {name for name in given if type(self._values.get(name)) is int}
+
     def _changed(self, call: ast.Call, loop: ast.stmt) -> Iterator[str]:
         """Yield the name of a list, or of a user's object, that a statement gives what is measured."""
         root = call.func
@@ -107,10 +112,9 @@ class _Measured:
             root = root.value
         given = [*call.args, *(x.value for x in call.keywords)]
         if isinstance(root, ast.Name) and any(map(self._measures, given)):
-            value = self._values.get(root.id)
-            kind: Any = type(value)
+            kind: Any = type(self._values.get(root.id))
             is_users = root.id != "self" and bool(methods_of(kind))
-            if isinstance(value, _CONTAINERS) or is_users or _is_list(root.id, loop):
+            if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
                 yield root.id
 
     def _is_model(self, node: ast.AST) -> bool:

@@ -5,6 +5,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fabric.client.loop.unshared_objects import AverageWatch
 from fabric.errors import ConfigError
@@ -142,3 +143,31 @@ def test_a_model_of_few_numbers_is_not_searched():
             average[name].lerp_(parameter, 0.1)
 
     train(model, AverageWatch(list(model.parameters()), [model]), update, steps=40)
+
+
+def fake(model):
+    with FakeTensorMode() as mode:
+        return [mode.from_tensor(x) for x in model.parameters()]
+
+
+def freed(model):
+    copies = [x.detach().clone() for x in model.parameters()]
+    for tensor in copies:
+        tensor.untyped_storage().resize_(0)
+    return copies
+
+
+UNREADABLE = {
+    "fake tensors of a compiler": fake,
+    "tensors without memory": lambda model: [x.to("meta") for x in model.parameters()],
+    "tensors whose memory is freed": freed,
+    "a module that has no shapes yet": lambda _: torch.nn.LazyLinear(3),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_tensors_that_cannot_be_read_end_no_training(name):
+    model = network()
+    held = UNREADABLE[name](model)
+    train(model, AverageWatch(list(model.parameters()), [model]), lambda: None)
+    assert held is not None

@@ -11,6 +11,7 @@ RUNNING = ("on_step_end", "on_epoch_begin", "compute_loss", "forward")
 BASE = """
 class Exported: pass
 class Thing: pass
+import torch.distributed as dist
 class Out: loss = 1.0
 out = Out()
 """
@@ -23,7 +24,7 @@ REFUSED = {
         class Trainer(Thing):
             def compute_loss(self): return out.loss * count.n
         """,
-        "Trainer.compute_loss uses n, which Count.on_step_end (script.py:9) makes from its own old value",
+        "Trainer.compute_loss uses n, which Count.on_step_end (script.py:10) makes from its own old value",
     ),
     "a weight that is made from a count": (
         """
@@ -88,7 +89,7 @@ REFUSED = {
         class Trainer(Thing):
             def compute_loss(self): return out.loss * count.weight
         """,
-        "Trainer.compute_loss uses weight, which Count.on_evaluate (script.py:9) sets in an evaluation",
+        "Trainer.compute_loss uses weight, which Count.on_evaluate (script.py:10) sets in an evaluation",
     ),
     "a count that begins anew in each epoch": (
         """
@@ -249,3 +250,29 @@ def test_a_collective_for_a_print_and_one_of_an_evaluation_are_left_alone(found)
                 return out.loss
         """
     assert found(text, collective) == ""
+
+
+def test_a_tensor_that_gathers_its_own_elements_is_no_collective(found):
+    text = """
+        import torch
+        class Count(Thing):
+            def forward(self, x, y): return x.gather(1, y).reduce(x).scatter(x)
+        class Trainer(Thing):
+            def compute_loss(self, logits, labels):
+                logits = logits.gather(1, labels)
+                return torch.gather(logits, 1, labels).broadcast(x)
+        """
+    assert found(text, collective) == ""
+
+
+def test_a_gather_of_torch_distributed_in_a_loss_is_named(found):
+    text = """
+        import torch.distributed as dist
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def compute_loss(self):
+                loss = out.loss
+                dist.broadcast(loss, 0)
+                return loss
+        """
+    assert "Trainer.compute_loss calls dist.broadcast" in found(text, collective)

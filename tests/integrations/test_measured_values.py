@@ -143,6 +143,17 @@ LEFT_ALONE = {
                 meter.update(loss.item())
         train()
         """,
+    "a count that a function with the model goes on with": """
+        def one(model, step):
+            for x in data: criterion(model(x)).backward()
+            return 1.0, step + 1
+        def outer():
+            step = 0
+            for epoch in range(3):
+                loss, step = one(model, step)
+                if step >= 2: break
+        outer()
+        """,
     "a count and a norm": """
         while n < 1:
             for x in data:

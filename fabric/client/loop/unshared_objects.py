@@ -109,7 +109,7 @@ class UnsharedWatch:
 
 def _living(kinds: tuple[type, ...]) -> list[Any]:
     """Return all living objects of these types. Reading an attribute of others could import a module."""
-    types = {x for kind in kinds for x in kinds_of(kind)}
+    types = {x for kind in kinds for x in _subtypes(kind)}
     return [x for x in gc.get_objects() if type(x) in types]
 
 
@@ -162,10 +162,7 @@ class AverageWatch:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        shared: Iterable[Any],
-        ignored: bool = False,
+        self, parameters: Sequence[torch.Tensor], shared: Iterable[Any], ignored: bool = False
     ) -> None:
         self.advice = ADVICE
         self._parameters = parameters
@@ -179,6 +176,8 @@ class AverageWatch:
         if self._ignored or step == self._step:
             return
         self._step, self._steps = step, self._steps + 1
+        if not all(map(_is_readable, self._parameters)):
+            return
         if self._steps in _FIRST_LOOKS:
             self._known = set(map(_sample, self._parameters))
             self._known.update(x for _, copy in self._copies() for x in copy)
@@ -213,7 +212,6 @@ class AverageWatch:
         """Yield what holds tensors of the parameters' shapes in their order, and these tensors."""
         attached = {id(x) for x in self._parameters}
         shapes = [x.shape for x in self._parameters]
-        kinds = kinds_of(torch.Tensor)
         for holder in gc.get_objects():
             kind = type(holder)
             if kind in _HOLDERS and len(shapes) <= len(holder) <= 4 * len(shapes) + 64:
@@ -223,7 +221,7 @@ class AverageWatch:
                 values, what = holder.parameters(), f"a module {kind.__name__}"
             else:
                 continue
-            free = (x for x in values if type(x) in kinds and x.is_floating_point() and id(x) not in attached)
+            free = (x for x in values if id(x) not in attached and _is_readable(x))
             matched = _in_order(free, shapes)
             if matched:
                 yield what, matched
@@ -238,9 +236,19 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def kinds_of(kind: type) -> set[type]:
-    """Return a class and all classes that derive from it."""
-    return {kind}.union(*map(kinds_of, kind.__subclasses__()))
+def _subtypes(kind: type) -> set[type]:
+    return {kind}.union(*map(_subtypes, kind.__subclasses__()))
+
+
+def _is_readable(value: Any) -> bool:
+    """Whether a value is a tensor with numbers: no fake one of a compiler, and none whose memory is freed."""
+    if not issubclass(type(value), torch.Tensor):
+        return False
+    local = value.to_local() if hasattr(value, "to_local") else value
+    plain = type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout == torch.strided
+    if not plain or local.is_meta or not local.is_floating_point():
+        return False
+    return bool(local.untyped_storage().nbytes() >= local.nbytes)
 
 
 def _in_order(tensors: Iterable[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:

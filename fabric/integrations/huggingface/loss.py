@@ -1,6 +1,7 @@
 """How a Trainer's loss of one micro-batch enters the average of a step.
 
-The Trainer's rule for R processes: what their micro-batches give to ``backward`` is summed and divided by R.
+The Trainer's rule for R processes: what their micro-batches give to ``backward`` is summed and divided by R,
+or by their number in a short last step that has fewer than R.
 A loss that is divided by ``num_items_in_batch`` is a sum over tokens, divided by the tokens of the whole
 step. No replica knows that number before the step. So such a loss is divided by the micro-batch's own
 tokens, and weighed by them.

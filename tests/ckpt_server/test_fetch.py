@@ -448,7 +448,6 @@ def test_a_manifest_that_promises_more_bytes_than_the_server_has(origins) -> Non
         ({"Content-Range": "bytes 0-1/99"}, "it offers"),
         ({"Content-Range": "nonsense"}, "it offers"),
         ({"Content-Length": "99999999999"}, "bytes where .* were asked for"),
-        ({"ETag": '"0123"'}, "another state by now"),
     ],
 )
 def test_false_response_headers_are_refused(origins, headers: dict[str, str], match: str) -> None:
@@ -456,6 +455,14 @@ def test_false_response_headers_are_refused(origins, headers: dict[str, str], ma
     origin.headers = headers
     with pytest.raises(StateError, match=match):
         fetcher().fetch_state([origin.url], ref(origin), Memory())
+
+
+def test_a_file_that_was_replaced_after_its_manifest_is_gone_whatever_its_size(origins) -> None:
+    (origin,) = origins(1)
+    for size in (len(origin.file), len(origin.file) + 99):
+        origin.headers = {"ETag": '"0123"', "Content-Range": f"bytes 0-{BLOCK - 1}/{size}"}
+        with pytest.raises(Gone, match="another file of this step by now"):
+            fetcher().fetch_state([origin.url], ref(origin), Memory())
 
 
 def test_a_source_that_does_not_speak_http_is_refused(origins) -> None:

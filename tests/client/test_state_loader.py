@@ -264,7 +264,8 @@ def test_a_layout_of_which_a_rank_is_missing_is_not_read():
         assert fetch_failure(order, caught.value).unusable == unusable
 
 
-def test_a_state_that_a_replica_stores_in_its_new_layout_meanwhile_is_looked_up_again(monkeypatch):
+@pytest.mark.parametrize("replaced", [LayoutChanged, Gone])
+def test_a_state_that_a_replica_stores_in_its_new_layout_meanwhile_is_looked_up_again(replaced, monkeypatch):
     servers = Layouts(two0=[content(3), content(4)], two1=[content(3), content(4)])
     loader = StateLoader(None, None, None, 1, 2, lambda *_: servers, unequal=True)
     reads = []
@@ -273,7 +274,7 @@ def test_a_state_that_a_replica_stores_in_its_new_layout_meanwhile_is_looked_up_
         reads.append(served)
         if len(reads) == 1:
             servers.held["http://two0"] = [content(7)]
-            raise LayoutChanged("the parts are of different layouts")
+            raise replaced("the server has another file of this state by now")
         return "the state"
 
     monkeypatch.setattr(loader, "_from_others", read)

@@ -251,8 +251,8 @@ class MultiSourceFetch:
         response = connection.get(f"{self._snapshot}/data{self._query}", (begin, end))
         if response.status not in (200, 206):
             raise refusal(response)
-        check_range(response, begin, end, nbytes)
         self._check_coding(response, IDENTITY)
+        check_range(response, begin, end, nbytes)
         return response
 
     def _ask_compressed(
@@ -279,7 +279,7 @@ class MultiSourceFetch:
         # The tag is the state's digest, a dash, and a mark that distinguishes a part's answer from the file.
         tag = response.getheader("ETag")
         if tag is not None and tag.strip('W/"').partition("-")[0] != self._manifest["digest"]:
-            raise SourceRefused("it holds another state by now")
+            raise Gone("it holds another file of this step by now")
 
     def _count_wrong_bytes(self, queue: RangeQueue, source: Source, error: IntegrityError) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from fabric.ckpt_server.reshard.rank_files import LayoutChanged, RankFile, Serve
 from fabric.ckpt_server.reshard.relayout import Layout, Misfit, reshard
 from fabric.client.state.durable_policy import DurableCheckpoints, StorageUnavailable
 from fabric.client.state.snapshots import Snapshots
-from fabric.errors import FabricError, IntegrityError, StateError
+from fabric.errors import FabricError, Gone, IntegrityError, StateError
 from fabric.model import DURABLE, SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import by_rank
@@ -139,12 +139,12 @@ class StateLoader:
     def _from_served(
         self, order: io.FetchState, served: Mapping[int, Sequence[str]], fetcher: StateFetcher
     ) -> FetchedState:
-        """Read one layout; begin again when a replica has stored the state in its new layout meanwhile."""
+        """Read one layout; begin again when a server has replaced its file of the state meanwhile."""
         tries, mixed_tries = _LAYOUT_TRIES, _MIXED_TRIES
         while True:
             try:
                 return self._from_others(order, self._of_one_layout(served, order.state), fetcher)
-            except LayoutChanged:
+            except (LayoutChanged, Gone):
                 tries -= 1
                 if not tries:
                     raise

@@ -469,10 +469,11 @@ class StepTimes:
 
 
 def writer_of(record: Record | None, storing: bool = False) -> str:
-    """Return the replica that writes for all: the first by name that has the state and does not leave.
+    """Return the replica that writes for all: of those with the state that do not leave, the one whose
+    process is longest in the job, then the first by name. A process that joined has not seen all of the run.
 
     ``storing``: only replicas with storage for durable checkpoints count.
     """
     roster = record.roster if record is not None else ()
     there = (x for x in roster if not x.joining and not x.leaving and (x.stores or not storing))
-    return min((x.replica for x in there), default="")
+    return min(((x.since, x.replica) for x in there), default=(0, ""))[1]

@@ -148,7 +148,8 @@ class Session(SessionCollectives):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this replica writes files for all: of the members with the job's state, the first by name.
+        """Whether this replica writes files for all: of the members with the job's state, the one whose
+        process is longest in the job, then the first by name.
 
         All ranks of a replica get the same value.
         """

@@ -171,3 +171,16 @@ def test_tensors_that_cannot_be_read_end_no_training(name):
     held = UNREADABLE[name](model)
     train(model, AverageWatch(list(model.parameters()), [model]), lambda: None)
     assert held is not None
+
+
+def test_a_second_model_that_an_optimizer_moves_is_no_average():
+    model = network()
+    other = copy.deepcopy(model)
+    moving = torch.optim.SGD(other.parameters(), lr=0.01)
+
+    def after_update():
+        for parameter in other.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        moving.step()
+
+    train(model, AverageWatch(list(model.parameters()), [model]), after_update)

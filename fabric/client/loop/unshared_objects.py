@@ -209,8 +209,12 @@ class AverageWatch:
         return copies
 
     def _candidates(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Yield what holds tensors of the parameters' shapes in their order, and these tensors."""
-        attached = {id(x) for x in self._parameters}
+        """Yield what holds tensors of the parameters' shapes in their order, and these tensors.
+
+        Tensors that an optimizer moves, as those of a second model, are not a copy of the parameters.
+        """
+        groups = (x for optimizer in _living((torch.optim.Optimizer,)) for x in optimizer.param_groups)
+        attached = {id(x) for x in self._parameters}.union(id(x) for group in groups for x in group["params"])
         shapes = [x.shape for x in self._parameters]
         for holder in gc.get_objects():
             kind = type(holder)

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import inspect
 import linecache
+import random
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
+import torch
+
 import fabric
+from fabric.client.loop.loop_flow import called, sets_rate
 
 _LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
 _COLLECTIVES = {
@@ -30,6 +35,7 @@ _COLLECTIVES = {
 _SHARED_NAMES = {"broadcast", "gather", "reduce", "scatter"}
 _BACKWARDS = {"backward", "manual_backward"}
 _ASSIGNMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _BRANCHES = ast.If | ast.Try | ast.Match | ast.While
 
 
@@ -39,6 +45,7 @@ class Hooks:
 
     ``evaluating``: run in an evaluation, which a replica that joins has not made. ``saves``: save attributes,
     so that an attribute which they name is shared. ``given``: argument names of hooks with what they get.
+    ``stops``: attributes that end the training of one replica alone.
     """
 
     running: Collection[str]
@@ -46,6 +53,7 @@ class Hooks:
     losses: Collection[str]
     saves: Collection[str]
     given: Mapping[str, Any]
+    stops: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +72,15 @@ class UserMethod:
     def symbol(self, node: ast.expr) -> str:
         """Return what an expression reads or sets: a name, or an object's id with the attribute's name.
 
-        It is empty where the source does not show the object.
+        A global name belongs to its module, and a name of an outer function to its cell. It is empty where
+        the source does not show the object.
         """
         if isinstance(node, ast.Name):
-            return node.id
+            code, cells = self.function.__code__, self.function.__closure__ or ()
+            if node.id in code.co_freevars:
+                return f"{id(cells[code.co_freevars.index(node.id)])}.{node.id}"
+            is_own = node.id in code.co_varnames or node.id in code.co_cellvars
+            return node.id if is_own else f"{id(self.function.__globals__)}.{node.id}"
         if not isinstance(node, ast.Attribute):
             return ""
         held = self.object_of(node.value)
@@ -102,10 +115,14 @@ class UserMethod:
             if isinstance(x, _ASSIGNMENTS) and x.value is not None:
                 targets = x.targets if isinstance(x, ast.Assign) else [x.target]
                 parts = [y for target in targets for y in ast.walk(target)]
-                stored = [
+                stored: list[ast.expr] = [
                     y
                     for y in parts
                     if isinstance(y, ast.Name | ast.Attribute) and isinstance(y.ctx, ast.Store)
+                ]
+                # A part of a list, dict or tensor is set.
+                stored += [
+                    y.value for y in parts if isinstance(y, ast.Subscript) and isinstance(y.ctx, ast.Store)
                 ]
                 yield x, {self.symbol(y) for y in stored} - {""}, x.value
 
@@ -123,6 +140,16 @@ class UserMethod:
                         made |= stored
         return made
 
+    def generators(self) -> Iterator[tuple[str, int]]:
+        """Yield the symbols of generators of random numbers that the method draws from, and the line."""
+        for x in ast.walk(self.node):
+            if isinstance(x, ast.Call):
+                held = x.func.value if isinstance(x.func, ast.Attribute) else x.func
+                for y in (held, *x.args, *(z.value for z in x.keywords)):
+                    drawn = self.object_of(y)
+                    if isinstance(drawn, _GENERATORS) and drawn is not torch.default_generator:
+                        yield self.symbol(y), x.lineno
+
     def results(self) -> Iterator[ast.expr]:
         """Yield the values that the method returns: of a dict, that of the key "loss"."""
         for x in ast.walk(self.node):
@@ -135,16 +162,15 @@ class UserMethod:
 def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
     """Return the first half of a sentence about a value that hooks of ``things`` keep for a loss, or ""."""
     methods = [method for thing in things for method in _methods(thing, hooks.given)]
-    saved = {f"{id(x.thing)}.{name}" for x in methods if x.name in hooks.saves for name in _mentioned(x.node)}
-    saved |= {symbol for x in methods if x.name in hooks.saves for symbol in x.read(x.node)}
-    saved |= {f"{id(x)}.{name}" for x in things for name in getattr(x, "_buffers", {})}
+    saved = _saved(things, methods, hooks)
     running = _reached(methods, hooks.running)
     measured = _set_by(_reached(methods, hooks.evaluating))
     measured = {symbol: at for symbol, at in measured.items() if symbol not in _set_by(running)}
     for symbol, (keeper, line) in (_kept(running) | measured).items():
         if symbol not in saved:
-            made = _made(symbol, running)
+            made, every = _made(symbol, running), _made(symbol, methods)
             user = next((x for x in running if _makes_loss(x, made, hooks.losses)), None)
+            user = user or next((x for x in methods if _steers(x, x.made(every), hooks.stops)), None)
             if user is not None:
                 name, file = symbol.partition(".")[2], Path(keeper.function.__code__.co_filename).name
                 way = "sets in an evaluation" if symbol in measured else "makes from its own old value"
@@ -153,6 +179,34 @@ def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
                     f"begins with another {name}"
                 )
     return ""
+
+
+def _saved(things: Sequence[Any], methods: list[UserMethod], hooks: Hooks) -> set[str]:
+    """Return the symbols of buffers, and those that methods of ``hooks.saves`` name, a framework's too."""
+    saving = [x for x in methods if x.name in hooks.saves]
+    saved = {f"{id(x.thing)}.{name}" for x in saving for name in _mentioned(x.node)}
+    saved |= {symbol for x in saving for symbol in x.read(x.node)}
+    for thing in things:
+        inherited = (getattr(type(thing), name, None) for name in hooks.saves)
+        codes = [x.__code__ for x in inherited if isinstance(x, FunctionType)]
+        saved |= {f"{id(thing)}.{name}" for code in codes for name in code.co_names}
+        saved |= {f"{id(thing)}.{name}" for name in getattr(thing, "_buffers", {})}
+    return saved
+
+
+def _steers(method: UserMethod, made: set[str], stops: Collection[str]) -> bool:
+    """Whether a method changes a rate of the training, or weights, or stops, by one of these symbols."""
+    for x in ast.walk(method.node):
+        if isinstance(x, ast.Call) and called(x) == "load_state_dict":
+            if any(method.read(y) & made for y in x.args):
+                return True
+        elif isinstance(x, ast.If | ast.While) and method.read(x.test) & made:
+            inside = [y for part in (*x.body, *x.orelse) for y in ast.walk(part)]
+            if any(sets_rate(y) or (isinstance(y, ast.Attribute) and _is_set(y, stops)) for y in inside):
+                return True
+        elif isinstance(x, ast.Assign | ast.AugAssign) and sets_rate(x) and method.read(x.value) & made:
+            return True
+    return False
 
 
 def collective(things: Sequence[Any], hooks: Hooks) -> str:
@@ -187,6 +241,15 @@ def _results_of(call: ast.Call, method: UserMethod) -> set[str]:
     return written
 
 
+def skips(thing: Any, hook: str) -> str:
+    """Return the method with its line if ``hook`` of ``thing`` is the user's and returns -1, or ""."""
+    for method in _methods(thing, {}):
+        for x in ast.walk(method.node):
+            if method.name == hook and isinstance(x, ast.Return) and x.value and ast.unparse(x.value) == "-1":
+                return f"{method} ({Path(method.function.__code__.co_filename).name}:{x.lineno})"
+    return ""
+
+
 def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield each figure that a method of ``thing`` logs: its name, the method, and the object where shown."""
     for method in _methods(thing, {}):
@@ -201,6 +264,10 @@ def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _methods(thing: Any, given: Mapping[str, Any]) -> Iterator[UserMethod]:
+    if isinstance(thing, FunctionType):
+        if node := _functions(thing.__code__.co_filename).get(thing.__code__.co_firstlineno):
+            yield UserMethod(thing, "__call__", thing, node, given)
+        return
     kind: Any = type(thing)
     for name, function, node in methods_of(kind):
         yield UserMethod(thing, name, function, node, given)
@@ -270,8 +337,7 @@ def _set_by(methods: list[UserMethod]) -> dict[str, tuple[UserMethod, int]]:
     return {
         symbol: (method, value.lineno)
         for method, _, stored, value in assignments
-        for symbol in stored
-        if "." in symbol
+        for symbol in _of_objects(stored)
     }
 
 
@@ -282,13 +348,34 @@ def _kept(methods: list[UserMethod]) -> dict[str, tuple[UserMethod, int]]:
     for method in methods:
         branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
         conditional = {id(y) for x in branches for y in ast.walk(x)}
+        for symbol, line in method.generators():
+            kept.setdefault(symbol, (method, line))
         for statement, stored, value in method.assignments(method.node):
-            for symbol in (x for x in stored if "." in x):
-                if isinstance(statement, ast.AugAssign) or symbol in method.read(value):
+            tables = {method.symbol(x) for x in _tables(statement, method)}
+            for symbol in _of_objects(stored):
+                if isinstance(statement, ast.AugAssign) or symbol in method.read(value) | tables:
                     kept.setdefault(symbol, (method, value.lineno))
                 elif id(statement) not in conditional and "epoch" not in method.name:
                     fresh.add(symbol)
     return {symbol: at for symbol, at in kept.items() if symbol not in fresh}
+
+
+def _of_objects(symbols: Collection[str]) -> list[str]:
+    """Return the symbols that are not a method's own names, by their names."""
+    return sorted((x for x in symbols if "." in x), key=lambda x: x.partition(".")[2])
+
+
+def _tables(statement: ast.AST, method: UserMethod) -> Iterator[ast.expr]:
+    """Yield the tensors and arrays of which an assignment sets some rows, by an index that varies."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    for x in (y for target in targets for y in ast.walk(target)):
+        if isinstance(x, ast.Subscript) and not isinstance(x.slice, ast.Constant | ast.Slice):
+            held = method.object_of(x.value)
+            yield from [x.value] if isinstance(held, torch.Tensor | np.ndarray) else []
+
+
+def _is_set(node: ast.Attribute, names: Collection[str]) -> bool:
+    return node.attr in names and isinstance(node.ctx, ast.Store)
 
 
 def _made(symbol: str, methods: list[UserMethod]) -> set[str]:

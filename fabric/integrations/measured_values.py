@@ -2,9 +2,10 @@
 
 With ``--adopt`` and accelerate a replica that joins goes over the loop's past steps without computing. Its
 counts of steps are right, and what it measures on the way is not. ``if v > best: bad += 1`` and
-``if bad >= 3: break`` would therefore end its loop at another step than the others', and a loss that is
-weighed by its own past would be another one. The search goes through the loops of the user's functions on the
-stack, before the first step. Tests for ``isnan`` and ``isfinite`` are left alone.
+``if bad >= 3: break`` would therefore end its loop at another step than the others'. A loss that is weighed
+by its own past would be another one, and so would the best weights that the loop keeps. The search goes
+through the loops of the user's functions on the stack, before the first step. Tests for ``isnan`` and
+``isfinite`` are left alone.
 """
 
 import ast
@@ -17,7 +18,17 @@ from typing import Any
 
 import torch
 
-from fabric.client.loop.loop_flow import called, carry, ends_by, loops_at, made_from, moves_training, stores
+from fabric.client.loop.loop_flow import (
+    called,
+    carry,
+    dotted,
+    ends_by,
+    loops_at,
+    made_from,
+    moves_training,
+    names_read,
+    stores,
+)
 from fabric.integrations.hook_source import is_of_user, methods_of
 
 _CONTAINERS = (list, dict, set, deque)
@@ -62,7 +73,50 @@ def _in_loops(frame: FrameType) -> str:
     for name, at in carried.items():
         if name in sources and moves_training(loops[0], made_from(loops[0], {name})):
             return f"the training depends on {name}, which {place}:{at} carries from what is measured"
+    for name in sorted(sources):
+        at = _trains_by_past(loops, name)
+        if at:
+            return f"the training depends on {name}, which {place}:{at} measures for the next pass"
+    for name, at in _kept_weights(loops[0], sources):
+        if name in _loaded(tree):
+            return f"{name} at {place}:{at} keeps the weights that measure best"
     return ""
+
+
+def _trains_by_past(loops: list[ast.For | ast.AsyncFor | ast.While], name: str) -> int:
+    """Return the line that measures ``name`` after the loop over the batches that trains by it, or 0."""
+    if len(loops) < 2:
+        return 0
+    inner = loops[1]
+    parts = [x for x in ast.walk(loops[0]) if isinstance(x, ast.Name | ast.Attribute)]
+    first = min((x.lineno for x in parts if isinstance(x.ctx, ast.Store) and dotted(x) == name), default=0)
+    if first <= (inner.end_lineno or 0):
+        return 0
+    for node in ast.walk(inner):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr) and name in names_read(
+            node
+        ):
+            made = made_from(inner, set(stores([node])))
+            if moves_training(node, {name}) or (made and moves_training(inner, made)):
+                return first
+    return 0
+
+
+def _kept_weights(loop: ast.stmt, sources: set[str]) -> Iterator[tuple[str, int]]:
+    """Yield the names that get a copy of weights under a test of what is measured, with the line."""
+    for test in ast.walk(loop):
+        if isinstance(test, ast.If) and names_read(test.test) & sources:
+            for node in (y for part in test.body for y in ast.walk(part)):
+                if isinstance(node, ast.Assign) and any(
+                    isinstance(x, ast.Call) and called(x) == "state_dict" for x in ast.walk(node.value)
+                ):
+                    yield from ((name, node.lineno) for name in stores([node]))
+
+
+def _loaded(tree: ast.AST) -> set[str]:
+    """Return the names that the script gives to ``load_state_dict``."""
+    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and called(x) == "load_state_dict"]
+    return {name for call in calls for x in call.args for name in names_read(x)}
 
 
 class _Measured:

@@ -157,3 +157,12 @@ def test_the_page_has_the_tables():
 
 if __name__ == "__main__":
     PAGE.write_text(PAGE.read_text().partition("## Accelerator")[0] + tables())
+
+
+def test_another_accumulation_in_mid_training_is_refused(monkeypatch):
+    accelerator = FabricAccelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator.gradient_accumulation_steps = 3
+    assert accelerator.gradient_accumulation_steps == 3
+    monkeypatch.setattr(type(accelerator._replica), "has_begun", True)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps after its first batch"):
+        accelerator.gradient_accumulation_steps = 4

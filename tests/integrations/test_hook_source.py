@@ -2,10 +2,11 @@
 
 import sys
 import textwrap
+from types import ModuleType
 
 import pytest
 
-from fabric.integrations.hook_source import Hooks, collective, kept_value
+from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
 
 RUNNING = ("on_step_end", "on_epoch_begin", "compute_loss", "forward")
 BASE = """
@@ -102,8 +103,111 @@ REFUSED = {
         """,
         "Trainer.compute_loss uses n",
     ),
+    "an array that a function for figures fills": (
+        """
+        import torch
+        weights = torch.ones(3)
+        class Count(Thing):
+            def on_evaluate(self, rows=()):
+                for c in rows: weights[c] = 2 - rows[c]
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss * weights.mean()
+        """,
+        "Trainer.compute_loss uses weights, which Count.on_evaluate (script.py:12) sets in an evaluation",
+    ),
+    "a count in a global name": (
+        """
+        n = 0
+        class Count(Thing):
+            def on_step_end(self):
+                global n
+                n += 1
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss * n
+        """,
+        "Trainer.compute_loss uses n, which Count.on_step_end (script.py:12) makes from its own old value",
+    ),
+    "a table of losses by sample": (
+        """
+        import torch
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def __init__(self): self.hard = torch.zeros(9)
+            def compute_loss(self, inputs=None):
+                self.hard[inputs] = out.loss
+                return out.loss * self.hard.mean()
+        """,
+        "Trainer.compute_loss uses hard",
+    ),
+    "a generator of random numbers": (
+        """
+        import torch
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def __init__(self): self.noise = torch.Generator()
+            def compute_loss(self):
+                x = torch.randn(3, generator=self.noise)
+                return out.loss + x
+        """,
+        "Trainer.compute_loss uses noise",
+    ),
+    "a learning rate that a callback halves": (
+        """
+        class Count(Thing):
+            best = None
+            def on_evaluate(self, value=1.0, scheduler=None):
+                if self.best is None or value < self.best: self.best = value
+                else: scheduler.base_lrs = [x / 2 for x in scheduler.base_lrs]
+        class Trainer(Thing): pass
+        """,
+        "Count.on_evaluate uses best, which Count.on_evaluate (script.py:11) sets in an evaluation",
+    ),
+    "weights that a callback keeps": (
+        """
+        class Count(Thing):
+            best, keep = 9.0, None
+            def on_evaluate(self, value=1.0, model=None):
+                if value < self.best: self.best, self.keep = value, model.state_dict()
+            def on_train_end(self, model=None): model.load_state_dict(self.keep)
+        class Trainer(Thing): pass
+        """,
+        "Count.on_train_end uses best",
+    ),
 }
 ACCEPTED = {
+    "a callback that stops by what it measures": """
+        class Count(Thing):
+            best, bad = 9.0, 0
+            def on_evaluate(self, value=1.0, control=None):
+                if value < self.best: self.best, self.bad = value, 0
+                else: self.bad += 1
+                if self.bad > 3: control.should_training_stop = True
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss
+        """,
+    "a dict of what each layer gave": """
+        import torch
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def __init__(self): self.seen, self.rows = {}, torch.ones(3)
+            def compute_loss(self):
+                for name in "ab": self.seen[name] = out.loss
+                self.rows[:] = 1.0
+                return sum(self.seen.values()) + self.rows.sum()
+        """,
+    "a count that the class of a framework saves": """
+        from fabric_test_framework import Stopping
+        class Count(Stopping):
+            def on_step_end(self): self.waits += 1
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss * count.waits
+        """,
+    "torch's own generator": """
+        import torch
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss + torch.randn(3, generator=torch.default_generator)
+        """,
     "a count for prints": """
         class Count(Thing):
             n, total = 0, 0.0
@@ -180,7 +284,11 @@ ACCEPTED = {
 
 
 @pytest.fixture
-def found(tmp_path):
+def found(tmp_path, monkeypatch):
+    framework = ModuleType("fabric_test_framework")
+    exec("class Stopping:\n waits = 0\n def state(self): return {'waits': self.waits}", vars(framework))
+    monkeypatch.setitem(sys.modules, framework.__name__, framework)
+
     def search(text, find=kept_value):
         path = tmp_path / "script.py"
         path.write_text(BASE + textwrap.dedent(text) + "\ncount, trainer = Count(), Trainer()\n")
@@ -276,3 +384,30 @@ def test_a_gather_of_torch_distributed_in_a_loss_is_named(found):
                 return loss
         """
     assert "Trainer.compute_loss calls dist.broadcast" in found(text, collective)
+
+
+def test_a_hook_that_returns_minus_one_is_named(found):
+    text = """
+        class Count(Thing):
+            def on_step_end(self, i):
+                if i > 4: return -1
+        class Trainer(Thing): pass
+        """
+    assert (
+        found(text, lambda things, _: skips(things[0], "on_step_end")) == "Count.on_step_end (script.py:10)"
+    )
+    assert found(text, lambda things, _: skips(things[0], "on_evaluate")) == ""
+
+
+def test_a_function_for_figures_is_read_like_a_method(tmp_path):
+    path, names = tmp_path / "script.py", {"__name__": "script"}
+    path.write_text(
+        "weights = [1.0]\n"
+        "def metrics(p):\n    weights[0] = p\n"
+        "class Trainer:\n    def compute_loss(self): return 1.0 * weights[0]\n"
+    )
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    hooks = Hooks(RUNNING, ("__call__",), ("compute_loss",), (), {})
+    assert "Trainer.compute_loss uses weights, which metrics" in kept_value(
+        [names["Trainer"](), names["metrics"]], hooks
+    )

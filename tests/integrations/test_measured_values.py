@@ -23,6 +23,8 @@ class Meter:
 
 def evaluate(model, data): return 1.0
 
+def environment(action): return torch.ones(2)
+
 def criterion(output): return output.sum()
 
 class Data(list):
@@ -45,7 +47,7 @@ NAMED = {
             else: bad += 1
             if bad >= 3: break
         """,
-        "the loop ends at script.py:37 by bad, which is measured",
+        "the loop ends at script.py:39 by bad, which is measured",
     ),
     "an object that judges": (
         """
@@ -98,10 +100,58 @@ NAMED = {
             average = 0.9 * average + 0.1 * loss.item()
             (loss * average).backward()
         """,
-        "the training depends on average, which script.py:33 carries from what is measured",
+        "the training depends on average, which script.py:35 carries from what is measured",
+    ),
+    "a weight by the last evaluation": (
+        """
+        weight = 1.0
+        for epoch in range(1):
+            for x in data:
+                loss = criterion(model(x)) * weight
+                loss.backward()
+            weight = evaluate(model, data)
+        """,
+        "the training depends on weight, which script.py:37 measures for the next pass",
+    ),
+    "the best weights, which the script loads at its end": (
+        """
+        import copy
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            value = evaluate(model, data)
+            if value < best: best, kept = value, copy.deepcopy(model.state_dict())
+        model.load_state_dict(kept)
+        """,
+        "at script.py:36 keeps the weights that measure best",
     ),
 }
 LEFT_ALONE = {
+    "an evaluation of which the next pass prints": """
+        value = 1.0
+        for epoch in range(1):
+            for x in data:
+                print(f"last {value}")
+                shown = value * 2
+                loss = criterion(model(x))
+                loss.backward()
+            value = evaluate(model, data)
+        """,
+    "the best weights in a file": """
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            value = evaluate(model, data)
+            if value < best:
+                best = value
+                torch.save(model.state_dict(), "/dev/null")
+        """,
+    "the state of an environment": """
+        state = torch.ones(2)
+        for episode in range(1):
+            for x in data:
+                action = model(state)
+                criterion(action).backward()
+                state = environment(action.detach())
+        """,
     "sums for prints": """
         total = 0.0
         for epoch in range(1):

@@ -87,11 +87,18 @@ def moves_training(loop: ast.AST, made: set[str]) -> bool:
     for node in ast.walk(loop):
         if isinstance(node, ast.Call) and called(node) == "backward" and names_read(node) & made:
             return True
-        if isinstance(node, ast.Assign | ast.AugAssign) and names_read(node.value) & made:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(x, ast.Subscript) and _is_of_group(x.slice) for x in targets):
-                return True
+        if isinstance(node, ast.Assign | ast.AugAssign) and names_read(node.value) & made and sets_rate(node):
+            return True
     return False
+
+
+def sets_rate(node: ast.AST) -> bool:
+    """Return whether a node sets a value of an optimizer's groups, or the base rates of a scheduler."""
+    if not isinstance(node, ast.Assign | ast.AugAssign):
+        return False
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    keys = [getattr(x.slice, "value", "") for x in targets if isinstance(x, ast.Subscript)]
+    return any(x in _OF_GROUPS for x in keys) or any(getattr(x, "attr", "") == "base_lrs" for x in targets)
 
 
 def ends_by(loops: Iterable[ast.stmt], made: set[str]) -> int:
@@ -122,10 +129,6 @@ def _inside(node: ast.AST, is_own: bool = True) -> Iterator[tuple[ast.AST, bool]
 
 def _asks_for_health(test: ast.expr) -> bool:
     return any(isinstance(x, ast.Call) and called(x) in _OF_HEALTH for x in ast.walk(test))
-
-
-def _is_of_group(key: ast.expr) -> bool:
-    return isinstance(key, ast.Constant) and key.value in _OF_GROUPS
 
 
 def names_read(node: ast.AST) -> set[str]:

@@ -66,6 +66,20 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         check_plugins(self)
         self._replica = AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
 
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """As Accelerator.gradient_accumulation_steps. Raises ConfigError where it is set in mid-training."""
+        return int(super().gradient_accumulation_steps)
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if self._replica is not None and self._replica.has_begun:
+            raise ConfigError(
+                "the script sets accelerator.gradient_accumulation_steps after its first batch, and all "
+                "steps of a job have one batch size: set it before"
+            )
+        Accelerator.gradient_accumulation_steps.fset(self, steps)
+
     # --- what the script prepares -----------------------------------------------------------------------
 
     def prepare(self, *arguments: Any, device_placement: Any = None) -> Any:

@@ -24,6 +24,7 @@ from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED, RESTART
 from fabric.integrations.accelerate.prepared import JobDataLoader
 from fabric.integrations.accelerate.script_state import ScriptState
+from fabric.integrations.adopt.living_objects import schedulers_of
 from fabric.integrations.adopt.repeated_outputs import RepeatedOutputs
 from fabric.integrations.adopt.script_gradients import ScriptGradients
 from fabric.integrations.measured_values import measured_value
@@ -109,6 +110,11 @@ class AcceleratedReplica:
         """The number of micro-batches of a replica in a step."""
         return int(self._accelerator.gradient_accumulation_steps)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the loop has had its first batch."""
+        return self._loop is not None
+
     def global_batch(self, data: TrainingData) -> int:
         """The number of positions of a step."""
         return data.batch_size * self.accumulation * self.replicas
@@ -128,7 +134,11 @@ class AcceleratedReplica:
                 "after a number of optimizer steps, or by accelerator.set_trigger and check_trigger, and "
                 "weigh the loss by a count of steps"
             )
-        state = {f"scheduler.{i}": x for i, x in enumerate(accelerator._schedulers)}  # noqa: SLF001
+        schedulers = [*accelerator._schedulers]  # noqa: SLF001
+        prepared = {id(x.scheduler) for x in schedulers}
+        steering = schedulers_of([x.optimizer for x in optimizers])
+        schedulers += [x for x in steering if id(x) not in prepared]
+        state = {f"scheduler.{i}": x for i, x in enumerate(schedulers)}
         state |= {f"registered.{i}": x for i, x in enumerate(accelerator._custom_objects)}  # noqa: SLF001
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler

@@ -12,7 +12,9 @@ with another seed on each replica. It is refused where all replicas draw the sam
 """
 
 import gc
+import itertools
 from collections.abc import Iterator, Mapping
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -338,6 +340,11 @@ class AdoptedData:
             )
         if self._order is None:
             return
+        if any(_is_pass(x) for cycle in living(itertools.cycle) for x in gc.get_referents(cycle)):
+            raise ConfigError(
+                "the script repeats its DataLoader by itertools.cycle, which gives the batches of the first "
+                f"pass again: loop over the DataLoader in each epoch, or {OWN_WAY}"
+            )
         self._batches = self._batches or len(self._used) or 1
         blocks, left = self._order.blocks, self._order.left
         if blocks % self._batches:
@@ -437,8 +444,13 @@ class InputWatch:
         if self._alike == _ALIKE:
             raise ConfigError(
                 "all replicas train on the same data, because the script reads them in a fixed order: give "
-                f"the DataLoader shuffle=True, draw the batches from torch's random generator, or {OWN_WAY}"
+                "the DataLoader shuffle=True, draw the batches from torch's random generator, let an "
+                f"IterableDataset yield the part of FABRIC_REPLICA, or {OWN_WAY}"
             )
+
+
+def _is_pass(value: object) -> bool:
+    return isinstance(value, GeneratorType) and value.gi_code is AdoptedData._pass.__code__  # noqa: SLF001
 
 
 def _in_order(loader: Loader) -> bool:

@@ -39,7 +39,13 @@ class TrainingObjects:
         """Return the objects of this process's script. Raises ConfigError where they are not unique."""
         gc.collect()  # an object that the script has replaced must not count
         optimizer = _only_optimizer()
-        return cls(_only_model(optimizer), optimizer, _schedulers(optimizer), _only_scaler())
+        schedulers = schedulers_of([optimizer])
+        if any(isinstance(x, ReduceLROnPlateau) for x in schedulers):
+            raise ConfigError(
+                "--adopt cannot advance a ReduceLROnPlateau in a replica that joins, because it follows "
+                f"measured losses: {OWN_WAY}"
+            )
+        return cls(_only_model(optimizer), optimizer, schedulers, _only_scaler())
 
     @property
     def state(self) -> dict[str, Any]:
@@ -115,16 +121,12 @@ def _only_model(optimizer: torch.optim.Optimizer) -> torch.nn.Module:
     return model
 
 
-def _schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
-    steering = [x for x in living(LRScheduler) if x.optimizer.param_groups is optimizer.param_groups]
+def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[LRScheduler]:
+    """Return the living schedulers of these optimizers that are part of no other one, by their names."""
+    steered = {id(x.param_groups) for x in optimizers}
+    steering = [x for x in living(LRScheduler) if id(x.optimizer.param_groups) in steered]
     within = {id(part) for x in steering for part in getattr(x, "_schedulers", ())}
-    outer = [x for x in steering if id(x) not in within]
-    if any(isinstance(x, ReduceLROnPlateau) for x in steering):
-        raise ConfigError(
-            "--adopt cannot advance a ReduceLROnPlateau in a replica that joins, because it follows measured "
-            f"losses: {OWN_WAY}"
-        )
-    return sorted(outer, key=_name)
+    return sorted((x for x in steering if id(x) not in within), key=_name)
 
 
 def _only_scaler() -> torch.amp.GradScaler | None:

@@ -216,7 +216,7 @@ def refuse(trainer: Any, base: type, resumes: bool, trial: Any) -> None:
     if reason is not None:
         raise ConfigError(f"FabricTrainer cannot keep replicas equal with {reason}")
     trl.refuse(trainer, base)
-    things = [trainer, *trainer.callback_handler.callbacks, *trainer.model.modules()]
+    things = [trainer, *trainer.callback_handler.callbacks, *trainer.model.modules(), trainer.compute_metrics]
     hooks = Hooks(_RUNNING, _EVALUATING, ("compute_loss", "training_step", "forward"), _SAVES, {})
     called = collective(things, hooks)
     if called:
@@ -244,7 +244,14 @@ _RUNNING = [
     "on_epoch_begin",
     "on_epoch_end",
 ]
-_EVALUATING = ("evaluate", "evaluation_loop", "prediction_step", "on_evaluate", "on_prediction_step")
+_EVALUATING = (
+    "evaluate",
+    "evaluation_loop",
+    "prediction_step",
+    "on_evaluate",
+    "on_prediction_step",
+    "__call__",
+)
 _SAVES = ("state", "shared_state", "state_dict", "get_extra_state")
 
 

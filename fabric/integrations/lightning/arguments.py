@@ -13,7 +13,7 @@ from typing import Any
 
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row
-from fabric.integrations.hook_source import Hooks, collective, kept_value
+from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
 from fabric.integrations.lightning.callback_states import overrides
 from fabric.integrations.lightning.release import ROOT
 
@@ -257,12 +257,18 @@ def check_kept_values(trainer: Any) -> None:
     """Raise ConfigError for a value that the user's hooks keep from step to step and the loss depends on."""
     module = trainer.lightning_module
     given = {"trainer": trainer, "pl_module": module}
-    hooks = Hooks(_RUNNING, _EVALUATING, ("training_step", "forward"), _SAVES, given)
+    hooks = Hooks(_RUNNING, _EVALUATING, ("training_step", "forward"), _SAVES, given, ("should_stop",))
     things = [module, *trainer.callbacks, *list(module.modules())[1:]]
     called = collective(things, hooks)
     if called:
         raise ConfigError(
             f"{called} under FabricStrategy: leave it out of the training, and log figures with self.log"
+        )
+    skipping = skips(module, "on_train_batch_start")
+    if skipping:
+        raise ConfigError(
+            f"{skipping} returns -1, which ends an epoch early, and the job's data are dealt out in whole "
+            "epochs: give the Trainer limit_train_batches"
         )
     kept = kept_value(things, hooks)
     if kept:

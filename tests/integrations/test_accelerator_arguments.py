@@ -1,6 +1,7 @@
 """Each argument and method of the installed Accelerator has a row, and what is refused is refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,5 +165,16 @@ def test_another_accumulation_in_mid_training_is_refused(monkeypatch):
     accelerator.gradient_accumulation_steps = 3
     assert accelerator.gradient_accumulation_steps == 3
     monkeypatch.setattr(type(accelerator._replica), "has_begun", True)
+    accelerator.gradient_accumulation_steps = 3
     with pytest.raises(ConfigError, match="gradient_accumulation_steps after its first batch"):
         accelerator.gradient_accumulation_steps = 4
+
+
+def test_a_script_that_fails_between_two_passes_waits_for_no_replica(monkeypatch):
+    replica, closed = FabricAccelerator(cpu=True)._replica, []
+    replica._session, replica._loop = SimpleNamespace(committed_step=4), SimpleNamespace()
+    replica._loop_ended = True
+    monkeypatch.setattr(replica, "close", lambda: closed.append(replica._closed))
+    replica._note_failure(ValueError("an evaluation"))
+    replica._close_at_exit()
+    assert closed == [True]

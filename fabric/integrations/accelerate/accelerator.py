@@ -73,7 +73,8 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        if self._replica is not None and self._replica.has_begun:
+        has_begun = self._replica is not None and self._replica.has_begun
+        if has_begun and steps != self.gradient_accumulation_steps:
             raise ConfigError(
                 "the script sets accelerator.gradient_accumulation_steps after its first batch, and all "
                 "steps of a job have one batch size: set it before"

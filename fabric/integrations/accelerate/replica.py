@@ -20,6 +20,7 @@ from fabric.client.data.loader import data_slot_of
 from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE
+from fabric.client.process.excepthook import on_uncaught
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED, RESTART
 from fabric.integrations.accelerate.prepared import JobDataLoader
@@ -152,6 +153,7 @@ class AcceleratedReplica:
         if isinstance(self._session, fabric.client.Session):
             self._session.say_in(_WORDS)
         atexit.register(self._close_at_exit)
+        on_uncaught.append(self._note_failure)
         knows_steps = _knows_steps()
         if not knows_steps:
             self._say(
@@ -302,6 +304,10 @@ class AcceleratedReplica:
 
     def _say(self, sentence: str) -> None:
         sys.stderr.write(f"fabric: {self.name}: {sentence}\n")
+
+    def _note_failure(self, _: BaseException) -> None:
+        """The script has ended by an error, maybe between two passes: this process waits for nobody."""
+        self._closed = True
 
     def _close_at_exit(self) -> None:
         # A script whose loop ran to its end may leave out end_training. Any other end is a death.

@@ -353,6 +353,17 @@ def test_the_first_call_refuses_such_a_loop_before_its_first_step(monkeypatch):
     assert session.committed_step == 0
 
 
+def test_a_loop_that_breaks_off_counts_the_step_that_it_has_made(monkeypatch):
+    model, session, data = session_of(monkeypatch)
+    for step in session.steps(data, until=5):
+        for x in step:
+            step.backward(model(x).sum())
+        assert session.committed_step == step.number + 1, "as in a job"
+        if step.number == 2:
+            break
+    assert session.committed_step == 3
+
+
 def tqdm(steps):
     for step in steps:
         yield step

@@ -17,8 +17,17 @@ from typing import Any
 
 import torch
 
-from fabric.client.loop.loop_flow import called, carry, ends_by, loops_at, made_from, moves_training, stores
-from fabric.integrations.hook_source import is_of_user, methods_of
+from fabric.client.loop.loop_flow import (
+    called,
+    carry,
+    ends_by,
+    is_of_user,
+    loops_at,
+    made_from,
+    methods_of,
+    moves_training,
+    stores,
+)
 
 _CONTAINERS = (list, dict, set, deque)
 # Methods of a model that measure nothing.

@@ -215,7 +215,7 @@ def _attach(
         failpoints=_failpoints(chosen, process),
     )
     averages = AverageWatch(trained, objects.values(), ignored or choices.fragments is not None)
-    model_watch = ModelWatch(model, parameters, watch, averages, outside)
+    model_watch = ModelWatch(model, parameters, watch, averages, outside, {x: objects[x] for x in state})
     parts = trainer.make_parts()
     return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
 

@@ -9,13 +9,9 @@ that logs a figure, because some figures are one replica's own. Only methods in 
 
 import ast
 import contextlib
-import inspect
-import linecache
 import random
-import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -23,10 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import fabric
-from fabric.client.loop.loop_flow import called, sets_rate
+from fabric.client.loop.loop_flow import called, functions_of, methods_of, sets_rate
 
-_LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_for_metrics"),
     *("reduce_scatter", "reduce_scatter_tensor"),
@@ -265,48 +259,12 @@ def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
 
 def _methods(thing: Any, given: Mapping[str, Any]) -> Iterator[UserMethod]:
     if isinstance(thing, FunctionType):
-        if node := _functions(thing.__code__.co_filename).get(thing.__code__.co_firstlineno):
+        if node := functions_of(thing.__code__.co_filename).get(thing.__code__.co_firstlineno):
             yield UserMethod(thing, "__call__", thing, node, given)
         return
     kind: Any = type(thing)
     for name, function, node in methods_of(kind):
         yield UserMethod(thing, name, function, node, given)
-
-
-@cache
-def methods_of(kind: type) -> list[tuple[str, FunctionType, ast.FunctionDef]]:
-    """Return the methods of a class that lie in the user's files, by name."""
-    functions: dict[str, FunctionType] = {}
-    for base in kind.__mro__:
-        for name, value in vars(base).items():
-            function = inspect.unwrap(value) if callable(value) else None
-            if name not in functions and isinstance(function, FunctionType):
-                functions[name] = function
-    nodes = {
-        name: _functions(x.__code__.co_filename).get(x.__code__.co_firstlineno)
-        for name, x in functions.items()
-    }
-    return [(name, functions[name], node) for name, node in nodes.items() if node is not None]
-
-
-@cache
-def is_of_user(file: str) -> bool:
-    """Whether a source file is neither of an installed package nor of fabric."""
-    path = Path(file).resolve()
-    return path.is_file() and not str(path).startswith((*_LIBRARIES, *fabric.__path__))
-
-
-@cache
-def _functions(file: str) -> dict[int, ast.FunctionDef]:
-    """Return the functions of a user's file by their first line, which may be a decorator's."""
-    if not is_of_user(file):
-        return {}
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return {}
-    functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
-    return {min([x.lineno, *(y.lineno for y in x.decorator_list)]): x for x in functions}
 
 
 def _mentioned(node: ast.AST) -> set[str]:

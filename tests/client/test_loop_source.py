@@ -261,6 +261,21 @@ def test_the_first_call_refuses_a_count_on_which_the_loss_depends(monkeypatch):
             count += 1
 
 
+class Counting:
+    """A collate function with a memory."""
+
+    calls = 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        return torch.stack(samples) * self.calls
+
+
+def test_a_loop_of_exchanges_refuses_a_collate_function_with_a_memory():
+    with pytest.raises(ConfigError, match=r"the data depend on self.calls, which Counting.__call__ keeps"):
+        exchange_once("model(x).backward()", Counting())
+
+
 class Owner:
     """Has a count of its own, and may be an object of the shared state."""
 
@@ -289,9 +304,10 @@ def test_a_count_in_an_attribute_is_refused_unless_its_object_is_shared_state(mo
     assert owner.count == 2
 
 
-def exchange_once(body):
-    """Return what the first exchange says in a loop with this body."""
-    model, data, n, average = torch.nn.Linear(2, 1), [torch.ones(2)], 0, 0.0
+def exchange_once(body, collate_fn=None):
+    """Run a loop with this body up to its first exchange."""
+    model, n, average = torch.nn.Linear(2, 1), 0, 0.0
+    data = torch.utils.data.DataLoader([torch.ones(2)], collate_fn=collate_fn)
 
     class Session:
         committed_step = 0
@@ -351,6 +367,17 @@ def test_the_first_call_refuses_such_a_loop_before_its_first_step(monkeypatch):
                 step.backward(loss)
             print(loss)
     assert session.committed_step == 0
+
+
+def test_a_loop_that_breaks_off_counts_the_step_that_it_has_made(monkeypatch):
+    model, session, data = session_of(monkeypatch)
+    for step in session.steps(data, until=5):
+        for x in step:
+            step.backward(model(x).sum())
+        assert session.committed_step == step.number + 1, "as in a job"
+        if step.number == 2:
+            break
+    assert session.committed_step == 3
 
 
 def tqdm(steps):

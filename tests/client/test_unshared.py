@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fabric.client.attach import Choices
 from fabric.client.loop.model_watch import LOOK_EVERY, ModelWatch, accept_optimizers
-from fabric.client.loop.shared_state import SharedDict
+from fabric.client.loop.shared_state import SharedDict, with_state
 from fabric.client.loop.unshared_objects import AverageWatch, UnsharedWatch
 from fabric.errors import ConfigError
 
@@ -137,6 +137,45 @@ def test_a_parameter_outside_the_model_gets_no_gradient_from_backward():
     master.sum().backward()
     with pytest.raises(ConfigError, match=r"backward gave a gradient to a parameter of shape \[1\]"):
         watch.check(0)
+
+
+class Counter:
+    """An object of a script, with a state of its own."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_micro_batches_change_no_object_of_the_state_for_good():
+    model, counter = torch.nn.Linear(2, 2), Counter()
+    carry, noise = {"hidden": torch.zeros(2)}, torch.Generator()
+    state = {"counter": counter, "carry": with_state(carry), "noise": with_state(noise)}
+    changes = {
+        "counter": lambda: setattr(counter, "count", counter.count + 1),
+        "carry": lambda: carry.update(hidden=carry["hidden"] + 1),
+        "noise": lambda: torch.rand(1, generator=noise),
+    }
+    named = list(model.named_parameters())
+    for name, change in changes.items():
+        watch = ModelWatch(model, named, UnsharedWatch([], {}), NO_AVERAGES, shared={"model": model, **state})
+        change()
+        watch.begin_step()
+        counter.count += 1
+        model.weight.data.add_(1)  # other watches look at the model
+        counter.count -= 1
+        watch.check(0)
+        change()  # in an update
+        watch.check(0)
+        watch.begin_step()
+        change()
+        with pytest.raises(ConfigError, match=rf"the micro-batches of step 1 change state\['{name}'\]"):
+            watch.check(1)
 
 
 def test_a_dict_of_the_state_keeps_its_tensors_and_takes_new_values():

@@ -13,6 +13,10 @@ Collate = Callable[[Sequence[Any]], Any]
 class Fetcher(Protocol):
     """How the samples of a micro-batch are read. ``items``: their indices, or positions of a stream."""
 
+    @property
+    def collate(self) -> Collate:
+        """The function that makes a micro-batch of samples."""
+
     def read(self, step: int, items: Sequence[Any]) -> Any:
         """Return the collated micro-batch of these items."""
 

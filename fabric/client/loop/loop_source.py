@@ -22,9 +22,11 @@ from fabric.client.loop.loop_flow import (
     SCOPES,
     called,
     carry,
+    kept_by_calls,
     loops_at,
     made_from,
     moves_training,
+    names_read,
     stores,
 )
 from fabric.errors import ConfigError
@@ -80,6 +82,20 @@ def check_exchange_loop(frame: FrameType | None, shared: Iterable[object]) -> No
         carried: dict[str, int] = {}
         carry(loops[:1], set(), carried)
         _refuse(caller, _that_train(tree, loops, carried), shared)
+        values = {**caller.f_globals, **caller.f_locals}
+        for loader in (values.get(name) for name in names_read(loops[0])):
+            if isinstance(loader, torch.utils.data.DataLoader):
+                refuse_memory(loader.collate_fn, loader.dataset)
+
+
+def refuse_memory(*things: object) -> None:
+    """Raise ConfigError for a data set or collate function whose samples depend on its earlier calls."""
+    kept = kept_by_calls([x for thing in things for x in (thing, getattr(thing, "collate_fn", None))])
+    if kept:
+        raise ConfigError(
+            f"the data depend on {kept}, and each replica makes other calls: make it from a sample's index "
+            "or from its content"
+        )
 
 
 def _refuse(caller: FrameType, names: Iterable[tuple[str, int]], shared: Iterable[object]) -> None:

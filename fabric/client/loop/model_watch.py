@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from fabric.ckpt_server.state.optimizer_extras import remember
-from fabric.client.loop.shared_state import with_state
+from fabric.ckpt_server.state.training_state import capture
+from fabric.client.loop.shared_state import SharedDict, SharedGenerator, with_state
 from fabric.client.loop.unshared_objects import AverageWatch, UnsharedWatch, tensors_in
 from fabric.errors import ConfigError, StateError
 
 # Number of steps between two searches for new parameters: a search walks over every module.
 LOOK_EVERY = 10
+# Steps in which the objects of ``state=`` are compared before and after the micro-batches.
+_COMPARED_STEPS = 3
 
 
 def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -67,20 +70,39 @@ class ModelWatch:
         unshared: UnsharedWatch,
         averages: AverageWatch,
         outside: Sequence[torch.Tensor] = (),
+        shared: Mapping[str, object] | None = None,
     ) -> None:
         self.averages = averages
+        self.compared_steps = _COMPARED_STEPS  # in so many steps ``begin_step`` looks; 0 for adapters
         self._model = model
         self._unshared = unshared
         self._scaled = False
         self._outside = outside  # parameters of the optimizers that are not in the model
         self._attached = [(name, p, p.shape, p.dtype) for name, p in parameters]
+        # The dicts, generators and objects of a script's own class among the shared state.
+        self._kept = {name: x for name, x in (shared or {}).items() if _is_of_script(x)}
+        self._digests: dict[str, str] = {}
 
     def begin(self) -> None:
         """Check before this process joins its job. Raises ConfigError, see UnsharedWatch."""
         self._unshared.check_when_changed()
 
+    def begin_step(self) -> None:
+        """Note, in the first steps, what the objects of ``state=`` hold before the micro-batches."""
+        if self.compared_steps:
+            self.compared_steps -= 1
+            self._digests = {name: capture({name: x}, 0).digest() for name, x in self._kept.items()}
+
     def check(self, step: int) -> None:
         """Check before the exchange of ``step``: other members expect the attached parameters."""
+        before, self._digests = self._digests, {}
+        for name, digest in before.items():
+            if capture({name: self._kept[name]}, 0).digest() != digest:
+                raise ConfigError(
+                    f"the micro-batches of step {step} change state[{name!r}], and each replica changes it "
+                    "by its own data: change it after the loop over the micro-batches by values that all "
+                    "replicas have alike, such as step.metrics, or keep it out of state="
+                )
         if not self._scaled:
             # By now a scaler that the user's code uses has scaled a loss, so the check finds this scaler.
             self._scaled = True
@@ -117,6 +139,12 @@ class ModelWatch:
                 raise _changed(name, "was replaced by another tensor")
         if now:
             raise _changed(next(iter(now)), "was added or unfrozen")
+
+
+def _is_of_script(value: object) -> bool:
+    """Whether micro-batches may leave an object of ``state=`` changed, unseen by other checks."""
+    own = type(value).__module__.partition(".")[0] not in ("torch", "fabric")
+    return isinstance(value, SharedDict | SharedGenerator) or (own and not isinstance(value, torch.nn.Module))
 
 
 def _changed(name: str, what: str) -> StateError:

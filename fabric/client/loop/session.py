@@ -255,6 +255,8 @@ class Session(SessionCollectives):
         data, seed = self._data, self._data.loader.plan.seed
         order, crash_marker, stale = self._first_order, self._parts.crash_marker, self.stale
         following = order.micro_batches if isinstance(order, io.Compute) else ()
+        if following:
+            self._watch.begin_step()
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
             data.read_ahead(self._state.hand_over(), order.micro_batches)
@@ -359,7 +361,7 @@ class Session(SessionCollectives):
     def say_in(self, words: Mapping[str, str]) -> None:
         """Replace these words in the sentence that ends this process; for adapters."""
         self._shutdown.words |= words
-        self._watch.averages.advice = words.get(ADVICE, ADVICE)
+        self._watch.averages.advice, self._watch.compared_steps = words.get(ADVICE, ADVICE), 0
 
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:

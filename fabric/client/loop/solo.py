@@ -55,6 +55,7 @@ class SoloStep:
         self._session.randomness.begin(self.number)
         self.skipped = self._session.average(weight, part.index) or self._session.skips()
         self.metrics, self.done = self._session.take_metrics(), True
+        self._session.committed_step += 1
 
     def backward(
         self,
@@ -159,7 +160,6 @@ class SoloSession(SessionCollectives):
                     f"the loop left step {step.number} before its micro-batches ended: iterate `for batch in "
                     "step` to its end"
                 )
-            self.committed_step += 1
 
     def average(self, weight: float, part: int) -> bool:
         """Divide the summed gradients by the total weight of all ranks; return whether there is no update.

@@ -10,6 +10,7 @@ from typing import Any
 
 from fabric.client.data.loader import Loader, describe_sharing
 from fabric.client.gradients.learning_rate import PresenceFactor
+from fabric.client.loop.loop_source import refuse_memory
 from fabric.errors import ConfigError
 from fabric.model import DataPlan
 
@@ -54,6 +55,8 @@ class StepData:
                 f"session.steps has first_step={self.first_step}, and this call has the steps from "
                 f"{self.begin} on: give the step at which this loader's data began"
             )
+        if key not in self._loaders:
+            refuse_memory(loader.fetcher.collate, getattr(loader.fetcher, "dataset", None))
         self._loaders[key], self._loader = loader, loader
         if loader.scale_lr and self._presence is None:
             self._presence = PresenceFactor(self._optimizers)

@@ -23,6 +23,7 @@ import xxhash
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from fabric.client.data.sampler import StepSampler
+from fabric.client.loop.loop_source import refuse_memory
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.block_order import BlockOrder, BlockReader
@@ -338,13 +339,14 @@ class AdoptedData:
                 f"the script has a {type(own).__name__}, which has its own way to give batches, and --adopt "
                 f"sees those of torch.utils.data.DataLoader alone: use that, or {OWN_WAY}"
             )
-        if self._order is None:
+        if self._order is None or self._loader is None:
             return
         if any(_is_pass(x) for cycle in living(itertools.cycle) for x in gc.get_referents(cycle)):
             raise ConfigError(
                 "the script repeats its DataLoader by itertools.cycle, which gives the batches of the first "
                 f"pass again: loop over the DataLoader in each epoch, or {OWN_WAY}"
             )
+        refuse_memory(self._loader.collate_fn, self._loader.dataset)
         self._batches = self._batches or len(self._used) or 1
         blocks, left = self._order.blocks, self._order.left
         if blocks % self._batches:

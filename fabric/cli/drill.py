@@ -159,7 +159,8 @@ def _drill_started(command: tuple[str, ...], options: dict[str, Any], console: C
 
 def _drill_running(command: tuple[str, ...], options: dict[str, Any], console: Console) -> int:
     """Drill a running job; return the exit code. Raises FabricError."""
-    client = lighthouses_of(options["lighthouse"], options["job_name"], options["token_file"], needs_job=True)
+    named = lighthouses_of(options["lighthouse"], options["job_name"], options["token_file"], needs_job=True)
+    client = replace(named, signs=True)
     if command:
         raise ConfigError("--lighthouse drills a running job: leave the training command away")
     running = RunningJob(client)
@@ -216,7 +217,8 @@ def _judged(
 
 def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) -> None:
     """Write the reports into ``folder``, and print the tables. ``line`` repeats the drill."""
-    (folder / "report.html").write_text(page_of(verdict, line), encoding="utf-8")
+    page = page_of(verdict, line).encode(errors="backslashreplace")  # JSON can have half a character
+    (folder / "report.html").write_bytes(page)
     document = {"command": line, **as_json(verdict)}
     (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (folder / "junit.xml").write_bytes(as_junit(verdict))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +29,8 @@ _LEAST_NEEDED = ("checkpoint server", "status", "share", "session", "trainer", "
 _LONGEST_WORD = 30
 # A table with more rows than this does not fit on a screen.
 _LONG = 20
+# The first line of a job that is as it should be; the lighthouse's page has the same pattern.
+WHOLE = re.compile(r"complete: .*|(\d+) of \1 replicas?")
 # The most failed hosts that the output names.
 _HOSTS = 5
 
@@ -185,9 +188,10 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     has_addresses = any(column.header == "checkpoint server" for column in table.columns)
     below = [] if has_addresses else [_address(entry) for entry, _ in rows if entry["ckpt"]]
     addresses = (Text(line, no_wrap=True, overflow="ignore") for line in below)
-    head = [Text(job["headline"], style="bold red" if absent else "bold green")] if "headline" in job else []
+    said = job.get("headline", "")
+    head = [Text(said, style="bold green" if WHOLE.fullmatch(said) else "bold red")] if said else []
     if "as_of" in job:
-        head = [Text(f"as of {_dated(job)}: {job['headline']}", style="bold yellow")]
+        head = [Text(f"as of {_dated(job)}: {said}", style="bold yellow")]
     return Group(*head, *map(Text, lines), table, *addresses, Text(led, style="dim"))
 
 

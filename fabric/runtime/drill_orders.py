@@ -2,10 +2,15 @@
 
 The socket exists only if FABRIC_DRILL allows drills. An order is one line of JSON, a report is one line too.
 The connection is the order's lease: at its end, or after ``seconds``, the process goes on.
+
+The lighthouse and ``fabric drill`` prove the token for drills to each other, and never send it.
 """
 
+import hashlib
 import hmac
 import json
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +18,7 @@ from typing import Any
 from fabric.errors import ProtocolError
 from fabric.runtime.failpoints import NAMES
 
+SIGNED = "Drill"  # the scheme of a header Authorization with a proof
 DRILL_SOCKET_NAME = "drill.sock"
 MAX_ORDER_BYTES = 4096
 MOST_SECONDS = 3600.0
@@ -86,6 +92,18 @@ def proof_of(key: str, nonce: str, answer: Mapping[str, Any]) -> str:
     """Return the proof that the writer of ``answer`` knows ``key`` and has heard ``nonce``."""
     text = json.dumps([nonce, answer], sort_keys=True)
     return hmac.digest(key.encode(), text.encode(), "sha256").hex()
+
+
+def signed_request(token: str, method: str, path: str, body: bytes) -> str:
+    """Return the header Authorization of one request of a drill. The header does not show ``token``."""
+    stamp = f"{time.time():.0f}.{os.urandom(8).hex()}"
+    return f"{SIGNED} {stamp}.{request_proof(token, stamp, method, path, body)}"
+
+
+def request_proof(token: str, stamp: str, method: str, path: str, body: bytes) -> str:
+    """Return the proof that the sender of this request knows ``token``; ``stamp`` is used once."""
+    text = f"request {stamp} {method} {path} {hashlib.sha256(body).hexdigest()}"
+    return hmac.digest(token.encode(), text.encode(), "sha256").hex()
 
 
 def read_line(line: bytes) -> dict[str, Any]:

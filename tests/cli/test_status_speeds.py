@@ -1,11 +1,12 @@
 """``fabric status`` and ``fabric top`` show each replica's speed and share, and the slowest rank."""
 
+from importlib.resources import files
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from fabric.cli.status import _job, _slowest
+from fabric.cli.status import WHOLE, _job, _slowest
 
 ROWS = [
     {"replica": "r0", "rank": 0, "speed": 1.0, "speeds": [1.0, 0.31]},
@@ -64,6 +65,26 @@ def printed(value: dict, width: int = 110) -> list[str]:
 def cells(lines: list[str], name: str) -> list[str]:
     (line,) = [x for x in lines if x.startswith(("│", "┃")) and x[1:].strip().startswith(name)]
     return [x.strip() for x in line.replace("┃", "│").strip("│").split("│")]
+
+
+@pytest.mark.parametrize(
+    ("headline", "colour"),
+    [
+        ("3 of 3 replicas", "green"),
+        ("1 of 1 replica", "green"),
+        ("complete: all members have finished", "green"),
+        ("failed: r3 failed at step 7: ValueError: 3 of 3 replicas", "red"),
+        ("2 of 3 replicas; r1 down since 20:20:02 UTC (its process is gone)", "red"),
+        ("2 of 3 replicas; 1 replica not seen since this lighthouse leads", "red"),
+        ("0 of 3 replicas", "red"),
+    ],
+)
+def test_only_a_whole_or_complete_job_has_a_green_first_line(headline, colour):
+    """A failed job was green on the page, where no replica was missing."""
+    (first, *_) = _job({**job({}), "headline": headline}, 110).renderables
+    assert str(first.style) == f"bold {colour}"
+    page = (files("fabric.lighthouse.http") / "page" / "dashboard.js").read_text()
+    assert f"/^(?:{WHOLE.pattern})$/s.test(job.headline)" in page
 
 
 def test_each_member_has_its_speed_and_its_part_of_the_micro_batches():

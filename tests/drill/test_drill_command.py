@@ -2,7 +2,9 @@
 
 import json
 import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -64,6 +66,33 @@ def test_the_printed_key_fits_its_job_alone_and_does_not_show_the_token(tmp_path
     keys = [run("--print-key", "--job", job, "--token-file", str(token)).output for job in ("gpt", "bert")]
     assert keys[0] == f"{order_key('the-token-for-drills', 'gpt')}\n" != keys[1]
     assert "token" not in keys[0]
+
+
+def test_a_running_job_is_drilled_without_showing_the_token(tmp_path):
+    heard: list[tuple[str, str]] = []
+
+    class Listener(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append((self.path, str(self.headers)))
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(b'{"injectors": [{"replica": "r1", "pid": 1, "host": "h"}]}')
+
+        def log_message(self, *words: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Listener)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("the-token-for-drills")
+    where = ["--lighthouse", f"http://127.0.0.1:{server.server_port}", "--job", "gpt"]
+    assert run(*where, "--token-file", str(token), "--list").exit_code == 0
+    server.shutdown()
+    server.server_close()
+    assert {path for path, _ in heard} == {"/v1/jobs/gpt/drill"}
+    assert all("Drill " in sent and "the-token-for-drills" not in sent for _, sent in heard)
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path, monkeypatch):
@@ -139,6 +168,15 @@ def test_the_page_escapes_what_others_wrote():
     fault = replace(FAULT, observed="<script>alert(1)</script>", about="<b>")
     page = page_of(judge_drill(record(faults=(fault,))), "fabric drill <x>")
     assert "<script>" not in page and "&lt;script&gt;" in page and "fabric drill &lt;x&gt;" in page
+
+
+def test_half_a_character_in_what_others_wrote_is_reported(tmp_path, monkeypatch):
+    fault = replace(FAULT, observed="\ud800")
+    monkeypatch.setattr(RecordedDrill, "records", record(faults=(fault,)))
+    monkeypatch.setattr(command, "DrillRun", RecordedDrill)
+    result = run("--out", str(tmp_path / "out"), "--fault", "kill r1", "--expect", "steps>=0", *PROGRAM)
+    assert (result.exception is None or isinstance(result.exception, SystemExit)) and result.exit_code == 0
+    assert "\\ud800" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_the_page_shows_each_fault_and_each_commit():

@@ -4,6 +4,7 @@ import inspect
 import json
 import random
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -343,6 +344,12 @@ def drained(watched: Watched) -> None:
     runs(watched.job, "a b c", 6)
 
 
+def drained_and_refused(watched: Watched) -> None:
+    drained(watched)
+    watched.job.lose("c")
+    watched.log.launches.refuse("c", "it has other settings", time.time() + 1.0)
+
+
 # Why a replica is not there, and what the headline says of it.
 AWAY = {
     gone: "down since TIME (its process is gone, c)",
@@ -360,6 +367,7 @@ AWAY = {
     refused_while_it_trained: "down since TIME (its process is gone, c)",
     behind: "outside since TIME (has no state of this generation yet, c)",
     drained: "left since TIME (c is being drained: drained by me (its host is hot), c)",
+    drained_and_refused: "down since TIME (refused: it has other settings, c)",
 }
 
 

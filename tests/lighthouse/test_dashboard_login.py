@@ -67,6 +67,20 @@ async def test_another_port_of_the_host_gets_no_login(http):
         assert await status_of(browser, lighthouse.url, None) == 401
 
 
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+async def test_a_form_of_another_site_sends_no_login(http, kind):
+    async with lighthouse_on(TroubledStore(MemorySpace()), lease_s=60, tokens=Tokens("own")) as lighthouse:
+        url, sent = f"{lighthouse.url}/login", {"Origin": "http://evil.example", "Content-Type": kind}
+        async with http.post(url, data='{"token": "own", "x": "="}', headers=sent) as answer:
+            assert answer.status == 400
+        # A script of another site has to ask before it sends JSON, and is answered without a permission.
+        asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+        async with http.options(url, headers=asked) as answer:
+            assert not any(name.startswith("Access-Control") for name in answer.headers)
+
+
 async def status_of(http: aiohttp.ClientSession, url: str, authorization: str | None) -> int:
     headers = {"Authorization": authorization} if authorization else {}
     async with http.get(f"{url}/v1/jobs", headers=headers) as answer:

@@ -1,12 +1,16 @@
 """The drill of a running job at the lighthouse: one at a time, with a lease and a right of its own."""
 
+import json
+import time
+
 import pytest
 from in_process import Clock
 from lighthouse_support import LighthouseProcess, close_all, get, post, start_job
 
 from fabric.errors import Refused
+from fabric.lighthouse.http.tokens import SIGNED_S
 from fabric.lighthouse.jobs.drills import INJECTOR_S, LEASE_S, AskingInjector, Drills
-from fabric.runtime.drill_orders import order_key, proof_of
+from fabric.runtime.drill_orders import order_key, proof_of, signed_request
 
 DRILL_TOKEN = "the-token-for-drills"
 
@@ -184,6 +188,40 @@ async def test_only_the_token_with_the_right_drills_and_opens_nothing_else(drill
     _, events = await get(http, f"{base}/events")
     kinds = [event["kind"] for event in events if event["kind"].startswith("drill")]
     assert kinds == ["drill began", "drill fault", "drill ended"]
+    await close_all(members)
+
+
+async def test_a_proved_token_drills_once_by_the_request_that_it_proves(drilled, http, job, monkeypatch):
+    members = await start_job(http, drilled.url, job=job)
+    await post(http, f"{drilled.url}/v1/jobs/{job}/injector", INJECTOR)
+    path, body = f"/v1/jobs/{job}/drill", json.dumps(BEGIN).encode()
+
+    async def sent(authorization: str, method: str = "POST") -> tuple[int, str]:
+        sent = {"Authorization": authorization, "Content-Type": "application/json"}
+        data = body if method == "POST" else None
+        async with http.request(method, drilled.url + path, data=data, headers=sent) as answer:
+            return answer.status, await answer.text()
+
+    proved = signed_request(DRILL_TOKEN, "POST", path, body)
+    for stolen in (
+        signed_request("a-guess", "POST", path, body),
+        signed_request(DRILL_TOKEN, "GET", path, body),
+        signed_request(DRILL_TOKEN, "POST", f"{path}/end", body),
+        signed_request(DRILL_TOKEN, "POST", path, b"{}"),
+        "Drill 1.",
+    ):
+        status, text = await sent(stolen)
+        assert status == 401 and "send the header Authorization: Bearer" in text, stolen
+    now = time.time()
+    with monkeypatch.context() as clock:
+        clock.setattr("fabric.runtime.drill_orders.time.time", lambda: now - SIGNED_S - 60)
+        late = signed_request(DRILL_TOKEN, "POST", path, body)
+    status, text = await sent(late)
+    assert status == 401 and "set both clocks" in text
+    assert (await sent(signed_request(DRILL_TOKEN, "GET", path, b""), "GET"))[0] == 200
+    assert (await sent(proved))[0] == 200
+    status, text = await sent(proved)
+    assert status == 401 and "has come before" in text
     await close_all(members)
 
 

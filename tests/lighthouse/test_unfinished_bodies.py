@@ -22,7 +22,8 @@ async def test_a_body_that_never_ends_is_refused_and_the_others_are_served(http,
         await eventually(serves, "a leader")
         where = urlsplit(found.url)
         reader, writer = await asyncio.open_connection(where.hostname, where.port)
-        said = f"Host: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n"
+        said = f"Host: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n"
+        said += "Content-Type: application/json\r\n\r\n"
         writer.write(f"POST {path} HTTP/1.1\r\n{said}".encode() + b'{"token": ')
         await writer.drain()
         assert await serves(), "somebody else is answered meanwhile"

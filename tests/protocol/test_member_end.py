@@ -149,6 +149,15 @@ def test_a_newcomer_at_the_end_follows_the_others():
     assert not trainer.found(io.Stop)
 
 
+def test_a_member_that_was_evicted_and_joins_again_says_nothing_in_the_epoch_before():
+    trainer = running()
+    trainer.leader(m.Epoch(record_of("a b", epoch=2)), m.Epoch(record_of("b", epoch=3)))
+    trainer.leader(m.Epoch(record_of("a b", epoch=4, forced=3, a={"joining": True})))
+    trainer.do(io.Linked(4), io.Closing())
+    trainer.peer("b", finished(step=0, epoch=4))
+    assert trainer.told_peers(m.Finished) == [finished(step=0, epoch=4)]
+
+
 def test_a_newcomer_with_the_final_state_ends_without_a_lighthouse_as_the_others_do():
     """It enters no round any more. It waited for autonomy_s, and ended with 75."""
     trainer, _ = joining()

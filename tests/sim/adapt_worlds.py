@@ -143,7 +143,8 @@ class AdaptWorld(World):
             if self.clockwork.now - last[0] > 0.5:
                 last[0] = self.clockwork.now
                 self.say_mode("act" if self.clockwork.seed % 2 else "off")
-            return record is not None and not record.adaptation.speeds and bool(whole())  # type: ignore[operator]
+            is_whole = bool(whole())  # type: ignore[operator]  # here another feature takes back its orders
+            return is_whole and record is not None and not record.adaptation.speeds
 
         return done
 

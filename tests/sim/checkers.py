@@ -131,7 +131,9 @@ class Checks:
 
     def _above_a_restored_store(self, before: Record, after: Record) -> Record | None:
         """Return ``before``, or None for the epoch that leads above all epochs that members know."""
-        self.decisions.pop(after.epoch, None)  # of an epoch of this number that the store has lost
+        lost = self.by_epoch.get(after.epoch)  # an epoch of this number that the store has lost
+        if lost is None or lost.roster != after.roster:  # else the same reports lead to the same decision
+            self.decisions.pop(after.epoch, None)
         if after.epoch <= max(self.by_epoch):
             return before  # the leader has not heard yet of any member that knows more
         self.is_restored = False

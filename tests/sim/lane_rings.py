@@ -242,13 +242,13 @@ class LaneRings:
         if trainer.host in trainer.world.hung:
             trainer.after(0.1, lambda: self._begin(order))
             return
-        demand(self._exchange is None, f"{trainer.name} starts two exchanges at once")
         record, lanes = trainer.world.checks.by_epoch[epoch], self.directory.get(epoch)
         left = list(dict.fromkeys(x.lane for x in lanes.rank_lanes.sections))
         refusal = self.of(left[0]).refusal(epoch)
         if refusal is not None:
             self._fail(order, *refusal)
             return
+        demand(self._exchange is None, f"{trainer.name} starts two exchanges at once")
         content = trainer.main.gradient if order.weight > 0 else ()
         if order.weight == 0 and not record.is_forced:
             trainer.clockwork.counts["path: weight zero in the first round"] += 1

@@ -271,9 +271,8 @@ class RelayoutWorld(AdaptWorld, UnequalWorld):
         record = self.store.record
         orders = record is not None and bool(record.adaptation.layouts)
         self.clockwork.counts["layouts: known when the store was wiped"] += orders
-        assert isinstance(self.checks, RelayoutChecks) and self.checks.shares is not None
+        assert isinstance(self.checks, RelayoutChecks)
         self.checks.layouts.forget()
-        self.checks.shares.actions = 0
         wipe_store(self)
 
     # --- the end -------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ def wipe_store(world: World) -> None:
     clockwork.counts["store: wiped"] += 1
     clockwork.counts["path: a job goes on in another store"] += store.record is not None
     store.wipe(clockwork.random.choice(("aaa", "zzz")) + str(store.revision))
+    if world.checks.shares is not None:
+        world.checks.shares.actions = 0  # the next leader knows none
     clockwork.trace("FAULT", f"store wiped: now {store.name}")
 
 
@@ -140,6 +142,8 @@ class RestoredWorld(World):
             return
         self.store.restore(self.copy)
         self.checks.restored()
+        if self.checks.shares is not None:
+            self.checks.shares.actions = len(self.store.record.adaptation.acted)
         self.clockwork.counts["store: restored from an older copy"] += 1
         self.clockwork.counts["store: restored over newer epochs"] += self.store.record != record
 

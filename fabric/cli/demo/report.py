@@ -20,7 +20,7 @@ from fabric.drill.report.tables import failure_table, html_facts, html_list, htm
 
 
 def write_report(directory: Path, verdict: Verdict) -> None:
-    (directory / "report.html").write_text(render(verdict), encoding="utf-8")
+    (directory / "report.html").write_bytes(render(verdict).encode(errors="backslashreplace"))
     events = [json.dumps(entry) + "\n" for entry in merged_events(verdict.evidence)]
     (directory / "events.jsonl").write_text("".join(events), encoding="utf-8")
 

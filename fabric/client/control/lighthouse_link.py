@@ -11,6 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 import aiohttp
 
@@ -150,8 +151,8 @@ class LighthouseLink:
 
     async def _session(self, http: aiohttp.ClientSession, url: str, feed: Callable[[io.Event], None]) -> None:
         async with asyncio.timeout(_CONNECT_S * 3):
-            options = {"max_msg_size": wire.MAX_BYTES}
-            socket = await self._dialer.follow(url, self._path, http.ws_connect, **options)
+            dial = partial(http.ws_connect, max_msg_size=wire.MAX_BYTES)
+            socket = await self._dialer.follow(url, self._path, dial)
         self._urls = [self._dialer.at, *(other for other in self._urls if other != self._dialer.at)]
         self._reached = self._let_in = True
         self._refused.clear()

@@ -96,7 +96,7 @@ def decode_member(data: str) -> m.MemberMessage:
         return _checked_session(message)
     if isinstance(message, m.Report):
         _check_report(message)
-        return replace(message, parted=_sentence(message.parted))
+        return replace(message, parted=cleaned(message.parted))
     if isinstance(message, m.Aborted):
         _check_names("waiting_for", message.waiting_for, MAX_NAMES)
         _check_names("unreachable", message.unreachable, MAX_UNREACHABLE, MAX_NAME)
@@ -106,7 +106,7 @@ def decode_member(data: str) -> m.MemberMessage:
     if isinstance(message, m.SnapshotTaken):
         _check_length("digest", message.digest, MAX_DIGEST)
     if isinstance(message, m.Aborted | m.RequestState | m.CannotContinue | m.LoopFailed):
-        return replace(message, why=_sentence(message.why))
+        return replace(message, why=cleaned(message.why))
     return cast(m.MemberMessage, message)
 
 
@@ -134,7 +134,7 @@ def decode_status(data: str) -> m.TrainerStatus:
     if message.trainer not in _TRAINER_STATES:
         raise ProtocolError(f"TrainerStatus.trainer must be one of {', '.join(_TRAINER_STATES)}")
     if not _is_sentence(message.durable_error):
-        return replace(message, durable_error=_sentence(message.durable_error))
+        return replace(message, durable_error=cleaned(message.durable_error))
     return message
 
 
@@ -152,7 +152,7 @@ def _checked_beat(beat: m.Heartbeat) -> m.Heartbeat:
         _check_names("unreachable", beat.unreachable, MAX_UNREACHABLE, MAX_NAME)
     if _is_sentence(beat.phase) and _is_sentence(beat.busy):
         return beat
-    return replace(beat, phase=_sentence(beat.phase), busy=_sentence(beat.busy))
+    return replace(beat, phase=cleaned(beat.phase), busy=cleaned(beat.busy))
 
 
 def _checked_session(session: m.OpenSession) -> m.OpenSession:
@@ -176,7 +176,7 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
     if sum(map(len, session.tensors)) > MAX_DESCRIPTION:
         raise ProtocolError(f"Session.tensors must be at most {MAX_DESCRIPTION} characters")
     if not all(map(_is_sentence, session.tensors)):
-        session = replace(session, tensors=tuple(map(_sentence, session.tensors)))
+        session = replace(session, tensors=tuple(map(cleaned, session.tensors)))
     _check_session_ranks(session)
     for name, low, high in (
         ("micro_batches", 1, MAX_MICRO_BATCHES),
@@ -267,5 +267,5 @@ def _is_sentence(text: str) -> bool:
     return len(text) <= MAX_SENTENCE and text.isprintable()
 
 
-def _sentence(text: str) -> str:
+def cleaned(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in shortened(text, MAX_SENTENCE))

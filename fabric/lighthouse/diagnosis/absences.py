@@ -69,8 +69,8 @@ def _launched(
             if report.is_refused and report.at < before.since:
                 continue  # another process of its name was refused while it trained
             why = "; ".join(filter(None, ("" if report.is_refused else before.why, report.sentence)))
-            host = before.host or report.host
-            absent[name] = replace(before, why=why, host=host, last_line=report.last_line)
+            host, state = before.host or report.host, DOWN if report.is_refused else before.state
+            absent[name] = replace(before, state=state, why=why, host=host, last_line=report.last_line)
         elif (
             record is not None
             and not report.host

@@ -67,7 +67,8 @@ class LayoutAdvisor:
             self.forget()
             return None
         spares = _spares(core, record)
-        basis = record.epoch, _rounded(slow), spares
+        rounded = {rank: round(speed, 1) for rank, speed in slow.speeds.items()}
+        basis = record.epoch, replace(slow, speeds=rounded), spares
         if basis == self._planned:
             return None
         self._planned, self.advice = basis, plan_layout(core, record, slow, spares)
@@ -221,8 +222,3 @@ def _spares(core: LeaderCore, record: Record) -> tuple[str, ...]:
 def _micro_batches(core: LeaderCore, record: Record) -> int:
     peers = [core.state.liveness.peers[name] for name in record.names if name in core.state.liveness.peers]
     return max((peer.micro_batches for peer in peers), default=0)
-
-
-def _rounded(slow: SlowReplica) -> SlowReplica:
-    """The same replica with speeds that small changes leave alone."""
-    return replace(slow, speeds={rank: round(speed, 1) for rank, speed in slow.speeds.items()})

@@ -32,7 +32,9 @@ class LinkEcho:
         trip = f"a round trip of {self.measured.round_trip_s * 1e3:.3g} ms"
         if not self.measured.bytes_per_s:
             return f"{trip} and no byte of a transfer in time"
-        return f"{trip} and {_rate(self.measured.bytes_per_s)}"
+        rate, units = self.measured.bytes_per_s, ((1e9, "GB/s"), (1e6, "MB/s"))
+        unit, name = next((x for x in units if rate >= x[0]), (1e3, "kB/s"))
+        return f"{trip} and {rate / unit:.4g} {name}"
 
 
 def witness_link(
@@ -64,8 +66,3 @@ def judge_link(suspect: LinkEcho, witness: LinkEcho) -> tuple[bool | None, str]:
         False,
         f"{figures}: this link is not slow now, look at the two hosts and at the network's other load",
     )
-
-
-def _rate(bytes_per_s: float) -> str:
-    unit, name = next((x for x in ((1e9, "GB/s"), (1e6, "MB/s")) if bytes_per_s >= x[0]), (1e3, "kB/s"))
-    return f"{bytes_per_s / unit:.4g} {name}"

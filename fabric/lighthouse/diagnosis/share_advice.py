@@ -12,7 +12,7 @@ from typing import Any
 from fabric.health.detector import ReplicaSpeed
 from fabric.health.localise import SLOW, Scope, Slowdown
 from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
-from fabric.health.planning.remedies import ActionRules, JobHealth, Remedy, RemedyKind, propose
+from fabric.health.planning.remedies import ActionRules, JobHealth, RemedyKind, propose
 from fabric.model import Adaptation, Member, MemberSpeed, Record, ReplicaProcess, apportion
 from fabric.protocol.leader.adaptations import ACT
 from fabric.protocol.leader.core import LeaderCore
@@ -191,8 +191,5 @@ def _plan(record: Record, wanted: Speeds, total: int) -> Advice | None:
     remedy = next((x for x in remedies if x.kind is RemedyKind.SHARES and not x.undoes), None)
     if remedy is None:
         return None
-    return _advice_of(remedy, _counts(with_shares(record.roster, asked, adaptation), total))
-
-
-def _advice_of(remedy: Remedy, counts: Mapping[str, int]) -> Advice:
+    counts = _counts(with_shares(record.roster, asked, adaptation), total)
     return Advice(counts, remedy.gain, remedy.cost_s, remedy.reason)

@@ -71,13 +71,9 @@ def scope_of_login(request: web.Request, tokens: Tokens) -> Scope | bool:
     now = time.time()
     if not expires.isdecimal() or len(expires) > 12 or not now <= int(expires) <= now + LOGIN_S + _CLOCK_S:
         return False
-    if not any([_is_proof(proof, expires, job, token) for token in tokens.keys(job)]):  # noqa: C419
+    if not any([is_same(proof, _proof(expires, job, token)) for token in tokens.keys(job)]):  # noqa: C419
         return False
     return frozenset((job,)) if job else None
-
-
-def _is_proof(given: str, expires: str, job: str, token: str) -> bool:
-    return is_same(given, _proof(expires, job, token))
 
 
 def _proof(expires: str, job: str, token: str) -> str:
@@ -99,8 +95,9 @@ def _login(tokens: Tokens, tries: TokenTries) -> Handler:
         """Exchange ``{"token": ...}`` for a login of the page."""
         if tokens.is_open:
             return web.json_response({"ok": True})
-        if (request.content_length or 0) > _MAX_LOGIN_BYTES:
-            raise ProtocolError("a login is a small JSON object")
+        # No page of another site can send a body of this type.
+        if request.content_type != "application/json" or (request.content_length or 0) > _MAX_LOGIN_BYTES:
+            raise ProtocolError("a login is a small JSON object: send Content-Type: application/json")
         try:
             given = json.loads(await read_body(request))["token"]
         except (ValueError, KeyError, TypeError, RecursionError):

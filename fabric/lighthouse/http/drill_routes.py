@@ -10,14 +10,14 @@ import msgspec
 from aiohttp import web
 
 from fabric.errors import ProtocolError, Unauthorized
-from fabric.lighthouse.connections.validation import check_name
+from fabric.lighthouse.connections.validation import check_name, cleaned
 from fabric.lighthouse.http.operator_routes import body_of, find_job, text_of
 from fabric.lighthouse.http.tokens import DRILL_PATH, Tokens
 from fabric.lighthouse.jobs.drills import MOST_SECONDS, AskingInjector, Drills
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.runtime.drill_orders import proof_of
-from fabric.runtime.http.http_service import Handler, bearer_of, read_body
+from fabric.runtime.http.http_service import Handler, read_body
 
 # An injector's request is kept open at most for this time.
 _MOST_WAIT_S = 10.0
@@ -65,7 +65,7 @@ def add_drills(app: web.Application, jobs: Callable[[], Jobs], tokens: Tokens) -
         "fault": (
             _FaultRequest,
             lambda drills, x: drills.inject(
-                x.drill, _printable(x.fault), check_name("replica", x.replica), x.seconds, _printable(x.point)
+                x.drill, cleaned(x.fault), check_name("replica", x.replica), x.seconds, cleaned(x.point)
             ),
         ),
         "end-fault": (_EndRequest, lambda drills, asked: drills.end_fault(asked.drill, asked.number)),
@@ -87,7 +87,7 @@ def _show(jobs: Callable[[], Jobs]) -> Handler:
 
 def _begin(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        _check_right(request, tokens)
+        await _check_right(request, tokens)
         body = await body_of(request, '{"who": "me", "why": "weekly"}')
         who, why, may_lose = text_of(body, "who"), text_of(body, "why"), body.get("yes_lose_it", False)
         job = find_job(jobs(), request)
@@ -99,7 +99,7 @@ def _begin(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
 
 def _order(jobs: Callable[[], Jobs], tokens: Tokens, kind: type[msgspec.Struct], action: Action) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        _check_right(request, tokens)
+        await _check_right(request, tokens)
         asked = _decoded(await read_body(request), kind)
         job = find_job(jobs(), request)
         action(job.drills, asked)
@@ -114,7 +114,7 @@ def _injector(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
         job = find_job(jobs(), request)
         drills = job.drills
         reports = {
-            int(number): {name: _printable(text) for name, text in report.items()}
+            int(number): {name: cleaned(text) for name, text in report.items()}
             for number, report in asked.reports.items()
             if number.isdecimal() and len(number) < 10
         }
@@ -122,9 +122,9 @@ def _injector(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
         def ask() -> dict[str, Any]:
             injector = AskingInjector(
                 check_name("replica", asked.replica),
-                _printable(asked.id),
+                cleaned(asked.id),
                 asked.pid,
-                _printable(asked.host),
+                cleaned(asked.host),
                 asked.restarts,
                 job.now,
             )
@@ -140,8 +140,8 @@ def _injector(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
     return handle
 
 
-def _check_right(request: web.Request, tokens: Tokens) -> None:
-    if not tokens.may_drill(bearer_of(request.headers.get("Authorization", ""))):
+async def _check_right(request: web.Request, tokens: Tokens) -> None:
+    if not await tokens.may_drill(request):
         raise Unauthorized(
             "this token has no right to drill: use the token of the lighthouse's --drill-token-file"
         )
@@ -159,7 +159,3 @@ def _decoded(data: bytes, kind: type[B]) -> B:
         raise ProtocolError(
             f"this request of a drill cannot be read ({error}): use a drill of this version"
         ) from error
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -23,8 +23,8 @@ from aiohttp.typedefs import Middleware
 from fabric.errors import ConfigError, ProtocolError, StoreUnavailable, Unauthorized
 from fabric.lighthouse.connections.validation import check_name
 from fabric.lighthouse.http.login_limit import TokenTries
-from fabric.runtime.drill_orders import order_key
-from fabric.runtime.http.http_service import Handler, bearer_of
+from fabric.runtime.drill_orders import SIGNED, order_key, request_proof
+from fabric.runtime.http.http_service import Handler, bearer_of, read_body
 from fabric.runtime.http.token_file import LOOK_S, TokenFile, is_same, read_tokens
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 # The longest time that requests wait for the folder; then they use the tokens read before.
 HANG_S = 1.0
 Scope = frozenset[str] | None
+# A signed request of a drill counts for so long before and after its time.
+SIGNED_S = 300.0
 DRILL_PATH = "/v1/jobs/{job}/drill"
 _READ_BY_DRILLS = frozenset(
     {"/v1/jobs", "/v1/jobs/{job}", DRILL_PATH}
@@ -65,6 +67,7 @@ class Tokens:
         """``drill``: the token of operators who may drill every job; it opens nothing else but reading."""
         self._own = TokenFile.of(own)
         self._drill = TokenFile.of(drill)
+        self._signed: dict[str, float] = {}  # the proofs of requests, with the times at which they came
         self._folder = folder
         self._look = _FolderScan({}, "has not been read yet") if folder is not None else _FolderScan({})
         self._looked = float("-inf")
@@ -95,9 +98,27 @@ class Tokens:
             )
         raise Unauthorized("the token does not match this job's: use the token file that the job was given")
 
-    def may_drill(self, given: str) -> bool:
-        """Whether this token has the right to drill. Without a token for drills no token has it."""
-        return self._drill.accepts(given)
+    async def may_drill(self, request: web.Request) -> bool:
+        """Whether the request shows the token for drills, or proves it. A proof counts for one request.
+
+        Without a token for drills no request may drill. Raises Unauthorized.
+        """
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme != SIGNED:
+            return scheme.lower() == "bearer" and self._drill.accepts(given.strip())
+        stamp, _, proof = given.rpartition(".")
+        asked = request.method, request.rel_url.raw_path_qs, await read_body(request)
+        proofs = [request_proof(token, stamp, *asked) for token in self._drill.accepted()]
+        if not any([is_same(proof, x) for x in proofs]):  # noqa: C419
+            return False
+        sent, now = stamp.partition(".")[0], time.time()
+        if not sent.isdecimal() or abs(float(sent) - now) > SIGNED_S:
+            raise Unauthorized("the clocks of this drill and this lighthouse differ: set both clocks")
+        self._signed = {x: at for x, at in self._signed.items() if now - at <= 2 * SIGNED_S}
+        if given in self._signed and "signed" not in request:
+            raise Unauthorized("this request of a drill has come before, and counts once: drill again")
+        self._signed[given], request["signed"] = now, True
+        return True
 
     def order_keys(self, job: str) -> list[str]:
         """Return the keys that prove an order of a drill to the trainers of ``job``."""
@@ -230,16 +251,18 @@ def token_required(
         scope, job = login(request, tokens), request.match_info.get("job")
         try:
             if isinstance(scope, bool):
-                given = bearer_of(request.headers.get("Authorization", ""))
-                if is_of_drills(request) and tokens.may_drill(given):
+                if is_of_drills(request) and await tokens.may_drill(request):
                     request["scope"], request["may_reach_servers"] = None, False
                     return await handler(request)
+                given = bearer_of(request.headers.get("Authorization", ""))
                 scope = scope_of(tokens, tries, request, given)
             if scope is not None and job is not None and job not in scope:
                 raise Unauthorized(
                     f"this token is not that of job {job[:64]}: use the token file that the job was given"
                 )
         except Unauthorized:
+            if request.headers.get("Authorization", "").startswith(SIGNED):
+                tries.failed(request.remote or "")
             refused(job or "", request.remote or "")
             raise
         request["scope"] = scope

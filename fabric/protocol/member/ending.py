@@ -131,7 +131,9 @@ class Ending:
         epochs, identity = self._epochs, self._context.identity
         if epochs.mode not in (Mode.RUN, Mode.JOINED):
             return
-        for record in (epochs.current, epochs.newest)[epochs.newest is epochs.current :]:
+        # A newcomer that was evicted before has said in its report that it says nothing in that epoch.
+        is_one = epochs.mode is Mode.JOINED or epochs.newest is epochs.current
+        for record in (epochs.current, epochs.newest)[is_one:]:
             if record is None or record.epoch not in epochs.links.up:
                 continue
             # A drained member still makes the links of the epoch without it, but sends nothing on them.

@@ -16,6 +16,7 @@ import aiohttp
 from yarl import URL
 
 from fabric.errors import FabricError, ProtocolError, Refused, Unauthorized, Unreachable
+from fabric.runtime.drill_orders import signed_request
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
@@ -148,14 +149,24 @@ class LighthouseDialer:
             trace_configs=[trace_of(self._urls)],
         )
 
-    async def follow(self, base: str, path: str, dial: Callable[..., Awaitable[T]], **options: Any) -> T:
+    async def follow(
+        self,
+        base: str,
+        path: str,
+        dial: Callable[..., Awaitable[T]],
+        *,
+        show: Callable[[str], str] = "Bearer {}".format,
+        **options: Any,
+    ) -> T:
         """Call ``dial`` with ``path`` of the lighthouse ``base``, or of the leader that it redirects to.
+
+        ``show`` makes the header Authorization from the token.
 
         Raises what ``dial`` raises, RedirectRefused, and Unreachable where redirects go in a circle.
         """
         self.at, url = base, URL(base + path, encoded=True)
         token = self._tokens.shown()  # the token file may have a new token
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers = {"Authorization": show(token)} if token else {}
         for _ in range(_MAX_REDIRECTS):
             try:
                 return await dial(url, headers=headers, **options)
@@ -186,6 +197,7 @@ class Lighthouses:
     job: str  # the job that the request asks about, empty for all jobs
     token: TokenFile | str  # the job's token, empty for none; a file is read again when it changes
     tls: Tls = field(default_factory=Tls)
+    signs: bool = False  # each request proves the token, and does not show it
 
     def path(self, *rest: str) -> str:
         """Return the URL path of the job, or of all jobs, with ``rest`` behind it."""
@@ -229,10 +241,13 @@ class Lighthouses:
         reasons, mistakes, idle = [], 0, 0
         dialer = LighthouseDialer(self.urls, self.token, self.tls, _TIMEOUT_S)
         async with dialer.client(total_s) as client:
-            dial = partial(client.request, "GET" if body is None else "POST", json=body)
+            method, data = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
+            dial = partial(client.request, method, json=body)
+            signed = partial(signed_request, method=method, path=path, body=data)
+            options = {"show": signed} if self.signs else {}
             for url in self.urls:
                 try:
-                    answer = await dialer.follow(url, path, dial)
+                    answer = await dialer.follow(url, path, dial, **options)
                     await _check(answer)
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
                     leader = f" names the leader {dialer.at}" if dialer.at != url else ""

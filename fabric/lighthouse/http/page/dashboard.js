@@ -154,7 +154,8 @@ function showJob(job) {
   $("main").hidden = false;
   const waiting = job.waiting_for;
   const nothing = waiting.startsWith("nothing: ");
-  say($("headline"), job.headline, job.absent.length ? "headline bad" : "headline good");
+  const whole = /^(?:complete: .*|(\d+) of \1 replicas?)$/s.test(job.headline);
+  say($("headline"), job.headline, whole ? "headline good" : "headline bad");
   say($("waiting"), !nothing ? `Waiting for ${waiting}` : job.absent.length ? "" : waiting.slice(9));
   const facts = [["step", job.step], ["epoch", job.epoch], ["generation", job.generation],
     ["members", job.members.length], ["sessions", job.sessions], ["needs at least", job.policy.min_replicas],

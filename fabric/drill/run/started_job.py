@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fabric.drill.injection.link_relay import LinkRelay, LinkWeather
-from fabric.drill.injection.memory_ballast import available_bytes
 from fabric.drill.schedule.fault_table import FaultNeed
 from fabric.errors import ConfigError, FabricError, Refused
 from fabric.runtime.guarded_processes import Processes
+from fabric.runtime.host_memory import available_bytes
 from fabric.runtime.local_job import LocalJob
 
 JOB = "drill"

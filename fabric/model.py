@@ -43,6 +43,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def first_of(names: Sequence[object], most: int = 4) -> str:
+    """Name the first ones and count the others, as in "r0, r1 and 3 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
 def shortened(text: str, most: int) -> str:
     """Return ``text`` in at most ``most`` characters. A longer one ends with "...", after a whole word.
 

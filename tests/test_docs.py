@@ -90,9 +90,7 @@ def test_a_dead_link_is_noticed(target, fault, monkeypatch, tmp_path):
 def variables() -> dict[str, object]:
     """Variable -> default, as the settings have it."""
     defaults = Settings()
-    return {
-        f"FABRIC_{f.name.upper()}": getattr(defaults, f.name) for f in fields(Settings) if f.name != "points"
-    }
+    return {f"FABRIC_{f.name.upper()}": getattr(defaults, f.name) for f in fields(Settings)}
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
@@ -289,21 +287,14 @@ LAYERS = {
     for contract in CONTRACTS
     if contract["type"] == "layers" and contract["containers"] != ["fabric"]
 }
-WITHOUT_TORCH = {
-    module
-    for contract in CONTRACTS
-    if contract["type"] == "forbidden" and "torch" in contract["forbidden_modules"]
-    for module in contract["source_modules"]
-}
 # The commands lie flat beside the rooms of cli/, one file each: `fabric --help` is their table.
 FLAT = {"cli"}
 
 
-def rooms() -> dict[str, tuple[str, str]]:
-    """``package/room`` -> whether it imports torch, and what it may import, from docs/architecture.md."""
+def rooms() -> set[str]:
+    """``package/room`` of each row of docs/architecture.md."""
     return {
-        room.strip("`").removesuffix(".py").rstrip("/"): (torch, imports)
-        for room, _, torch, imports in rows("docs/architecture.md", "Rooms")
+        room.strip("`").removesuffix(".py").rstrip("/") for room, _ in rows("docs/architecture.md", "Rooms")
     }
 
 
@@ -323,39 +314,4 @@ def rooms_of_the_tree() -> set[str]:
 
 
 def test_the_room_table_names_every_room():
-    assert set(rooms()) == rooms_of_the_tree()
-
-
-def imports_by_contract(room: str) -> set[str]:
-    package, word = room.split("/")
-    layers = LAYERS.get(package, [])
-    level = next((i for i, layer in enumerate(layers) if word in layer), len(layers))
-    listed = {other.split("/")[1] for other in rooms() if other.startswith(f"{package}/")}
-    return set().union(*layers[level + 1 :]) & listed
-
-
-def test_each_room_may_import_what_its_contract_allows():
-    listed = {room: set(re.findall(r"\w+", imports)) for room, (_, imports) in rooms().items()}
-    assert listed == {room: imports_by_contract(room) for room in rooms()}
-
-
-def test_each_room_says_whether_it_imports_torch():
-    held = {
-        room
-        for room in rooms()
-        if {f"fabric.{room.split('/')[0]}", f"fabric.{room.replace('/', '.')}"} & WITHOUT_TORCH
-    }
-    assert {room: torch for room, (torch, _) in rooms().items()} == {
-        room: "no" if room in held else "yes" for room in rooms()
-    }
-
-
-def test_the_picture_shows_every_room():
-    section = (ROOT / "docs/architecture.md").read_text().split("## Rooms\n", 1)[1]
-    picture = section.split("```mermaid", 1)[1].split("```", 1)[0]
-    drawn = {
-        f"{package}/{room}"
-        for package, cell in re.findall(r'(\w+)_rooms\["([^"]+)"\]', picture)
-        for room in re.findall(r"\w+", cell)
-    }
-    assert drawn == {room for room in rooms() if room.split("/")[0] in LAYERS and "__" not in room}
+    assert rooms() == rooms_of_the_tree()

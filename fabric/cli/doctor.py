@@ -9,10 +9,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -25,6 +23,7 @@ from fabric.cli.store_options import store_access, store_access_options
 from fabric.cli.terminal_text import printable
 from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.runtime.config import Settings, advertised_host, refuse_unknown_variables, settings
+from fabric.runtime.host_memory import available_bytes
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.http_service import bind_first_free, parse_ports
 from fabric.runtime.http.lighthouse_client import understood
@@ -265,7 +264,7 @@ def _system_calls() -> Iterator[Finding]:
 
 
 def _memory(state_gb: float) -> Finding:
-    free = min(filter(None, (_available(), _cgroup_left())), default=0)
+    free = available_bytes()
     if not state_gb:
         return Finding(
             "ok", f"{free / 1e9:.1f} GB of memory are free (--state-gb says whether that is enough)"
@@ -278,21 +277,6 @@ def _memory(state_gb: float) -> Finding:
             "a host with more memory, or more ranks per replica: each holds its part only",
         )
     return Finding("ok", f"snapshots of {state_gb:g} GB need about {needed / 1e9:.1f} of {free / 1e9:.1f} GB")
-
-
-def _available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _cgroup_left() -> int | None:
-    """Return the free bytes below this control group's limit, None where there is no limit."""
-    root = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):
-        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
-    return None
 
 
 async def _store(url: str, access: EtcdAccess | None) -> list[Finding]:

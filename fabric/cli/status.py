@@ -18,7 +18,7 @@ from rich.text import Text
 from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import all_printable, plain_console
 from fabric.errors import FabricError, Unreachable
-from fabric.model import counted
+from fabric.model import counted, first_of
 from fabric.runtime.http.lighthouse_client import Lighthouses, understood
 
 _SPENT = ("training", "degraded", "recovering", "stalled")
@@ -298,8 +298,7 @@ def _trouble(job: dict[str, Any], rows: list[tuple[dict[str, Any], str]]) -> lis
     ]
     if len(rows) <= _LONG or job["complete"] or not suspects:
         return []
-    more = f" and {len(suspects) - _LONG} more" if len(suspects) > _LONG else ""
-    return [f"not as they should be: {', '.join(suspects[:_LONG])}{more}"]
+    return [f"not as they should be: {first_of(suspects, _LONG)}"]
 
 
 def _slow(health: dict[str, Any] | None) -> list[str]:

@@ -61,7 +61,7 @@ from fabric.protocol.rules.adaptive_timeout import Budget
 from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of
 from fabric.protocol.rules.layout_text import layout_text, read_layout
 from fabric.runtime import config, logs
-from fabric.runtime.config import Settings, advertised_host, parse_replicas
+from fabric.runtime.config import Settings, advertised_host, armed_points, parse_replicas
 from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
@@ -222,7 +222,7 @@ def _attach(
 
 def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:
     """Return the failpoints of this process, which obey a drill if the settings allow drills."""
-    points = Failpoints(settings.points)
+    points = Failpoints(armed_points())
     if settings.drill:
         points.on_hit = DrillEndpoint(settings.home).hit
         if process.rank == 0:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fabric.collectives.plain_pickle import MAX_VALUES, BadRecording, load_plain
+from fabric.model import first_of
 
 MAX_BYTES = 64 << 20
 _MAX_ENTRIES = 200_000
@@ -98,9 +99,8 @@ class RecordedCollective:
         dtypes = self.input_dtypes or self.output_dtypes
         if not sizes:
             return "no tensor"
-        shown = ", ".join("x".join(map(str, size)) or "a scalar" for size in sizes[:3])
-        more = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
-        return f"{shown}{more} {'/'.join(dict.fromkeys(dtypes))}".strip()
+        shown = first_of(["x".join(map(str, size)) or "a scalar" for size in sizes], 3)
+        return f"{shown} {'/'.join(dict.fromkeys(dtypes))}".strip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,9 @@ class EpochLinks:
             os.eventfd_write(self.wake, 1)
             self.aborted(why, about)
 
+    def start(self) -> None:
+        """Begin what the links need in the background; they are those of their epoch now."""
+
     def aborted(self, why: str, about: str) -> None:
         """Tell the previous member, which tells the member before it, until all members know the cause.
 
@@ -286,10 +289,14 @@ class EpochPlane(Generic[Links]):
 
     _memory: ClassVar[str] = "on its own device"  # the memory of its tensors, for a sentence
 
-    def __init__(self, bounds: Bounds, owns: Callable[[torch.Tensor], bool]) -> None:
-        """``owns``: whether the plane can use the memory of a tensor."""
+    def __init__(
+        self, bounds: Bounds, owns: Callable[[torch.Tensor], bool], make_links: Callable[..., Links]
+    ) -> None:
+        """``owns``: whether the plane can use the memory of a tensor. ``make_links`` gets a ring and its
+        sockets."""
         self._bounds = bounds.changed(None, None)
         self._owns = owns
+        self._make_links = make_links
         self._epochs: Epochs[Links] = Epochs()
         self._exchanges = ExchangeCounter()
         self._waiting = Waiting("", {})
@@ -312,6 +319,17 @@ class EpochPlane(Generic[Links]):
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
         """Change the bounds of later exchanges, from any thread: see DataPlane."""
         self._bounds = self._bounds.changed(exchange_s, entry_s)
+
+    def install(
+        self, ring: Ring, next_socket: socket.socket | None, previous_socket: socket.socket | None
+    ) -> None:
+        """Take the links of an epoch: see DataPlane.
+
+        Raises IllegalTransition for an epoch that is installed already, or without its sockets.
+        """
+        links = self._make_links(ring, next_socket, previous_socket)
+        if self._epochs.add(links):
+            links.start()
 
     def all_reduce(
         self,

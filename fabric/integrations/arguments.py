@@ -105,14 +105,14 @@ class ArgumentTable:
                 )
             raise ConfigError(f"{self.by} refuses {owner.__name__}.{name}, because {row.why}")
 
-    # --- documentation ------------------------------------------------------------------------------------
 
-    def markdown(self, heading: str = "argument", rows: Mapping[str, Row] | None = None) -> str:
-        """Return the table as a page of the documentation has it; by default the arguments."""
-        lines = [f"| {heading} | what fabric does |", "|---|---|"]
-        for name, row in sorted((self.rows if rows is None else rows).items()):
-            lines.append(f"| `{name}` | {_said(row)} |")
-        return "\n".join(lines) + "\n"
+def markdown(rows: Mapping[str, Row]) -> str:
+    """Return rows as a page of the documentation has them: each answer once, with all names that have it."""
+    names: dict[str, list[str]] = {}
+    for name, row in sorted(rows.items()):
+        names.setdefault(_said(row), []).append(f"`{name}`")
+    lines = [f"| {answer} | {', '.join(names[answer])} |" for answer in sorted(names)]
+    return "\n".join(["| what fabric does | names |", "|---|---|", *lines]) + "\n"
 
 
 def overridable(base: type) -> list[str]:
@@ -168,7 +168,7 @@ def _short(value: Any) -> str:
 
 def _said(row: Row) -> str:
     if isinstance(row, Kept):
-        return f"kept ({row.shown_by})"
+        return "kept"
     if isinstance(row, NoInfluence):
-        return f"no influence on the training: {row.why}"
+        return f"no influence: {row.why}"
     return f"refused: {row.why}"

@@ -31,8 +31,9 @@ from fabric.runtime.systemd import Supervisor
 # Fabric owns this prefix. A name that fabric does not know is a mistake more often than the variable of
 # another program, and an ignored setting changes a job in silence.
 PREFIX = "FABRIC_"
-# Launchers, the demo and drills set these in the processes that they start.
-_OWN = (MARK, LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS)
+_TEST_POINTS = "FABRIC_TEST_POINTS"
+# Launchers, the demo, drills and tests set these in the processes that they start.
+_OWN = (MARK, LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS, _TEST_POINTS)
 # Removed setting -> the setting that took its place.
 _REPLACED = {"durable_every_s": "durable_every", "snapshot_max_age_s": "snapshot_every"}
 _SERVICE = "_SERVICE_HOST"
@@ -41,6 +42,14 @@ _OF_SERVICE = ("_SERVICE_", "_PORT_")
 
 
 ADAPT_MODES = ("off", "advise", "act")
+# The words that a setting may have.
+_CHOICES = {
+    "adapt": ADAPT_MODES,
+    "data_plane": ("auto", "tcp", "nccl"),
+    "log": FORMATS,
+    "on_exception": ("fail", "restart"),
+    "on_nan": ("propagate", "stop", "skip"),
+}
 
 # An address that belongs to no network: the way there is the default route.
 _ELSEWHERE = "http://192.0.2.1"
@@ -123,7 +132,6 @@ class Settings:
     durable_keep: int = 3  # how many durable checkpoints are kept
     durable_required: bool = False  # refuse to start or write where storage has no checkpoint of the job
     drill: str = ""  # "1": `fabric drill` may break this process; or a file with the key of its orders
-    points: str = ""  # armed failpoints (FABRIC_TEST_POINTS), for tests
 
     @property
     def home(self) -> Path:
@@ -295,12 +303,12 @@ def supervisor(environment: Mapping[str, str] | None = None) -> Supervisor:
 
 
 def armed_points() -> str:
-    """Return the armed failpoints, for a process that has no other settings."""
-    return os.environ.get(_variable("points"), "")
+    """Return the failpoints that a test has armed in this process."""
+    return os.environ.get(_TEST_POINTS, "")
 
 
 def _variable(name: str) -> str:
-    return "FABRIC_TEST_POINTS" if name == "points" else f"FABRIC_{name.upper()}"
+    return f"FABRIC_{name.upper()}"
 
 
 def _parse(name: str, text: str) -> Any:
@@ -371,8 +379,6 @@ def _checked(chosen: Settings) -> Settings:
         value, least = getattr(chosen, name), 1 if name == "durable_keep" else 0
         if not (math.isfinite(value) and value >= least):
             raise ConfigError(f"{_variable(name)} is {value:g}: give a finite number from {least}")
-    if chosen.data_plane not in ("auto", "tcp", "nccl"):
-        raise ConfigError(f'FABRIC_DATA_PLANE is "{chosen.data_plane}": it must be "auto", "tcp" or "nccl"')
     for name in ("snapshot_every", "durable_every"):
         parse_every(name, getattr(chosen, name))
     wrong = problem(chosen.exchange_s, chosen.user_code_s, chosen.autonomy_s)
@@ -382,14 +388,10 @@ def _checked(chosen: Settings) -> Settings:
 
 
 def _check_words(chosen: Settings) -> None:
-    if chosen.on_nan not in ("propagate", "stop", "skip"):
-        raise ConfigError(f'FABRIC_ON_NAN is "{chosen.on_nan}": it must be "propagate", "stop" or "skip"')
-    if chosen.on_exception not in ("fail", "restart"):
-        raise ConfigError(f'FABRIC_ON_EXCEPTION is "{chosen.on_exception}": it must be "fail" or "restart"')
-    if chosen.adapt not in ADAPT_MODES:
-        raise ConfigError(f'FABRIC_ADAPT is "{chosen.adapt}": it must be "off", "advise" or "act"')
-    if chosen.log not in FORMATS:
-        raise ConfigError(f'FABRIC_LOG is "{chosen.log}": it must be "text" or "json"')
+    for name, words in _CHOICES.items():
+        if (word := getattr(chosen, name)) not in words:
+            *first, last = (f'"{x}"' for x in words)
+            raise ConfigError(f'{_variable(name)} is "{word}": it must be {", ".join(first)} or {last}')
 
 
 def _run_folders() -> Path:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes that this process can still take: the least that the machine and its cgroups allow."""
-    limits = [_mem_available(proc / "meminfo")]
+    # Where the free memory is unknown, the kernel decides.
+    limits = [bytes_of(proc / "meminfo", "MemAvailable") or 1 << 62]
     with contextlib.suppress(OSError):
         for line in (proc / "self/cgroup").read_text().splitlines():
             hierarchy, _, path = line.partition(":")[2].partition(":")
@@ -17,12 +18,13 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     return max(min(limits), 0)
 
 
-def _mem_available(meminfo: Path) -> int:
+def bytes_of(path: Path, name: str) -> int | None:
+    """Return the bytes of a line in a file of /proc that counts kB; None where there is none."""
     with contextlib.suppress(OSError):
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    return 1 << 62  # the free memory is unknown: the kernel decides
+    return None
 
 
 def _unified(root: Path, path: str) -> list[int]:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import fsspec
@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 
 from fabric.ckpt_server.durable.manifest import MANIFEST, MARKER, Attempt, attempts_to_delete, parse_manifest
 from fabric.ckpt_server.durable.reader import (
-    RankShardFile,
     find_checkpoint,
     list_checkpoints,
     open_checkpoint,
@@ -27,6 +26,7 @@ from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.format.digest import BLOCK_BYTES, block_digest, bytes_digest, file_digest
 from fabric.ckpt_server.format.manifest import make_manifest, of_rank
+from fabric.ckpt_server.reading.state_source import DurableState
 from fabric.ckpt_server.reshard.rank_files import StoredRankFile
 from fabric.ckpt_server.state.training_state import capture
 from fabric.ckpt_server.state.training_state import restore as load_state
@@ -116,10 +116,9 @@ class TestRoundTrip:
         train(one)
         file, _ = write_one(url, one)
         found = list_checkpoints(Storage(url).at("job"), "job").complete[-1]
-        with ExitStack() as stack:
-            rank_shard = RankShardFile(found, 0, stack)
-            read = bytes(rank_shard.read(0, rank_shard.nbytes))
-            assert bytes(rank_shard.read(100, 333)) == file[100:333]
+        with closing(DurableState("durable", found, 0)) as state:
+            read = bytes(state.read(0, state.nbytes))
+            assert bytes(state.read(100, 333)) == file[100:333]
         assert torch.equal(load(read)["model/0.weight"], one["model"][0].weight)
 
     def test_odd_state_comes_back(self, url):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from etcd_process import require_etcd
 
-from fabric.drill.injection.small_disk import may_mount
+from fabric.drill.run.started_job import may_mount
 
 TRAINER = Path(__file__).parent / "tiny_trainer.py"
 LIMIT_S = 900.0

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,9 @@ from safetensors.torch import load
 from sharded_trainer import example
 from tiny_trainer import build
 
-from fabric.ckpt_server.durable.reader import DurableCheckpoint, RankShardFile, list_checkpoints
+from fabric.ckpt_server.durable.reader import DurableCheckpoint, list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.reading.state_source import DurableState
 from fabric.ckpt_server.state.training_state import capture
 
 STEPS = 40
@@ -208,9 +209,8 @@ def test_the_ranks_of_a_replica_write_one_checkpoint_and_begin_again_from_it(zyg
         dcp.load(wanted, checkpoint_id=found.storage.url, no_dist=True)
         parts = []
         for rank in (0, 1):
-            with ExitStack() as stack:
-                lane = RankShardFile(found, rank, stack)
-                parts.append(load(bytes(lane.read(0, lane.nbytes))))
+            with closing(DurableState("durable", found, rank)) as part:
+                parts.append(load(bytes(part.read(0, part.nbytes))))
         for name, tensor in wanted["model"].items():
             assert torch.equal(tensor, torch.cat([part[f"model/{name}"] for part in parts])), name
         job.start("r0")

@@ -11,7 +11,15 @@ import pytest
 pytest.importorskip("pytorch_lightning")
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, overridable, overridden
+from fabric.integrations.arguments import (
+    ArgumentTable,
+    Kept,
+    NoInfluence,
+    Refusal,
+    markdown,
+    overridable,
+    overridden,
+)
 
 
 class Framework:
@@ -122,13 +130,13 @@ def test_an_overridden_method_is_looked_up_by_the_class_that_replaces_it():
 
 
 def test_the_table_is_written_for_a_page():
-    assert TABLE.markdown().splitlines() == [
-        "| argument | what fabric does |",
+    assert markdown(TABLE.rows | {"folder": NoInfluence("it names a folder")}).splitlines() == [
+        "| what fabric does | names |",
         "|---|---|",
-        "| `fancy` | refused: it moves the weights: leave it out |",
-        "| `path` | no influence on the training: it names a folder |",
-        "| `rate` | kept (recipe rates) |",
-        "| `seed` | refused: each replica would draw other numbers: leave it out |",
+        "| kept | `rate` |",
+        "| no influence: it names a folder | `folder`, `path` |",
+        "| refused: each replica would draw other numbers: leave it out | `seed` |",
+        "| refused: it moves the weights: leave it out | `fancy` |",
     ]
 
 

@@ -13,7 +13,7 @@ from fabric.runtime.guarded_processes import MARK
 from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS
 
 GOOD = {"FABRIC_REPLICA": "r0", "FABRIC_LIGHTHOUSE": "http://127.0.0.1:1"}
-NAMES = sorted({f"FABRIC_{f.name.upper()}" for f in fields(Settings)} - {"FABRIC_POINTS"})
+NAMES = sorted(f"FABRIC_{f.name.upper()}" for f in fields(Settings))
 
 
 def misspelt(name):

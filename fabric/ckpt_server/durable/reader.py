@@ -133,16 +133,6 @@ class RankShardFile:
                 )
         self._stack = stack
         self._open: dict[str, Any] = {}
-        self._block_bytes: int = self.manifest["block_bytes"]
-
-    def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes of the file; read and verify the full blocks that hold them."""
-        size = self._block_bytes
-        low, high = begin // size * size, min(-(-end // size) * size, self.nbytes)
-        data = memoryview(bytearray(max(high - low, 0)))
-        if begin < end:
-            self.fill(data, low)
-        return data[begin - low : end - low]
 
     def fill(self, target: memoryview, begin: int = 0) -> None:
         """Fill ``target`` from byte ``begin`` (where a block begins) on, up to the end of a block,
@@ -152,7 +142,7 @@ class RankShardFile:
             self.storage.read_into(
                 file, segment.file, segment.begin + low - offset, target[low - begin : high - begin]
             )
-        size = self._block_bytes
+        size: int = self.manifest["block_bytes"]
         for low in range(0, len(target), size):
             index = (begin + low) // size
             if block_digest(target[low : low + size]) != self.manifest["blocks"][index]:

@@ -10,7 +10,7 @@ cannot delay the end.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 _PATIENCE_MIN_S = 0.5
@@ -73,7 +73,7 @@ class RangeQueue:
         self._clock = clock
         self._changed = threading.Condition()
         self._stopped = False
-        self._shared = _Shared(deque(_runs(done)))
+        self._shared = _Shared(deque(runs_of(block for block, is_done in enumerate(done) if not is_done)))
 
     @property
     def complete(self) -> bool:
@@ -182,14 +182,12 @@ class RangeQueue:
                 claim.end()
 
 
-def _runs(done: list[bool]) -> list[BlockRange]:
+def runs_of(blocks: Iterable[int]) -> list[BlockRange]:
+    """Return the runs of neighbouring blocks; ``blocks`` are in order."""
     runs: list[BlockRange] = []
-    for block, is_done in enumerate(done):
-        if is_done:
-            continue
-        last = runs[-1] if runs else None
-        if last is not None and last.first + last.count == block:
-            runs[-1] = replace(last, count=last.count + 1)
+    for block in blocks:
+        if runs and block == runs[-1].first + runs[-1].count:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
         else:
             runs.append(BlockRange(block, 1))
     return runs

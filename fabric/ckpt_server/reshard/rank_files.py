@@ -10,6 +10,7 @@ from typing import Any
 
 from fabric.ckpt_server.durable.reader import DurableCheckpoint, RankShardFile
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.fetch.range_queue import runs_of
 from fabric.ckpt_server.format.safetensors_file import FileHeader, read_preamble
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
@@ -119,18 +120,7 @@ class StoredRankFile(RankFile):
             self.manifest = self._shard_file.manifest
         shard, size = self._shard_file, self.manifest["block_bytes"]
         file = self._memory(shard.nbytes)
-        for begin, end in _runs(blocks):
-            target = file[begin * size : end * size]
-            shard.fill(target, begin * size)
+        for run in runs_of(sorted(blocks)):
+            target = file[run.first * size : (run.first + run.count) * size]
+            shard.fill(target, run.first * size)
             self.sources[shard.storage.url] = self.sources.get(shard.storage.url, 0) + len(target)
-
-
-def _runs(blocks: Collection[int]) -> list[tuple[int, int]]:
-    """Return the runs of adjacent blocks: (first, last + 1)."""
-    runs: list[tuple[int, int]] = []
-    for block in sorted(blocks):
-        if runs and runs[-1][1] == block:
-            runs[-1] = (runs[-1][0], block + 1)
-        else:
-            runs.append((block, block + 1))
-    return runs

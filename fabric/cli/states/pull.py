@@ -11,6 +11,7 @@ from typing import BinaryIO
 import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from fabric.ckpt_server.fetch.range_queue import BlockRange, runs_of
 from fabric.ckpt_server.format.digest import BlockDigests, block_digest, digest_of_blocks, file_digest
 from fabric.ckpt_server.reading.merged_state import MergedState
 from fabric.ckpt_server.reading.state_source import BlockState, open_manifested
@@ -82,9 +83,9 @@ def fetch_into(part: Path, state: BlockState, progress: Callable[[int], None] = 
                 progress(end - begin)
             else:
                 missing.append(index)
-        for first, count in _runs(missing):
-            file.seek(first * size)
-            for data in _fetch(state, first, count):
+        for run in runs_of(missing):
+            file.seek(run.first * size)
+            for data in _fetch(state, run):
                 file.write(data)
                 fetched += len(data)
                 progress(len(data))
@@ -124,30 +125,18 @@ def _make_room(descriptor: int, here: int, nbytes: int) -> None:
         raise
 
 
-def _fetch(state: BlockState, first: int, count: int) -> Iterator[memoryview]:
+def _fetch(state: BlockState, run: BlockRange) -> Iterator[memoryview]:
     """Yield verified blocks; after a failure try again from the first missing block."""
-    left, tries = count, 0
+    left, tries = run.count, 0
     while left:
         try:
-            for block in state.blocks(first + count - left, left):
+            for block in state.blocks(run.first + run.count - left, left):
                 yield block
                 left, tries = left - 1, 0
         except (Unreachable, IntegrityError):
             tries += 1
             if tries == _TRIES:
                 raise
-
-
-def _runs(missing: list[int]) -> list[tuple[int, int]]:
-    """Return (first, count) of each run of neighbouring blocks."""
-    runs: list[tuple[int, int]] = []
-    for index in missing:
-        first, count = runs[-1] if runs else (0, 0)
-        if runs and index == first + count:
-            runs[-1] = first, count + 1
-        else:
-            runs.append((index, 1))
-    return runs
 
 
 def _check_whole(descriptor: int, state: BlockState) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from fabric.client.process.journal import Journal
-from fabric.model import Fence, Record
+from fabric.model import Fence, Record, first_of
 from fabric.protocol.messages.network import Contribution
 from fabric.runtime import logs
 
@@ -59,6 +59,4 @@ class RoundJournal:
 
 def _changed(record: Record) -> str:
     """Say in one line why the members changed, or made their links again, and who goes on."""
-    names, more = record.names[:_NAMED], len(record.names) - _NAMED
-    members = ", ".join(names) + (f" and {more} more" if more > 0 else "")
-    return f"epoch {record.epoch} with {members}: {record.reason}"
+    return f"epoch {record.epoch} with {first_of(record.names, _NAMED)}: {record.reason}"

@@ -26,7 +26,7 @@ from fabric.client.gradients.buffer_choices import BufferChoices, exact_values, 
 from fabric.client.gradients.carried_attributes import CarriedAttributes
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
-from fabric.model import Record
+from fabric.model import Record, first_of
 from fabric.protocol.rules.lanes import ReplicaLayout
 
 _SAMPLED = 4096  # elements that are compared of a large tensor
@@ -107,9 +107,8 @@ class BufferWatch:
         ]
         if changed:
             first = changed[0]
-            more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
             raise ConfigError(
-                f"forward has changed {', '.join(map(repr, changed[:_NAMED]))}{more}, and each replica would "
+                f"forward has changed {first_of([repr(x) for x in changed], _NAMED)}, and each replica would "
                 f'change them differently: choose for each, as buffers={{"{first}": "first"}} ("first" takes '
                 'the values of one replica, for queues and codebooks; "average" averages running means; '
                 '"ignore" keeps the values on each replica)'

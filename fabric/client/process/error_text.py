@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from fabric.model import Poison, shortened
+from fabric.model import Poison, first_of, shortened
 
 # Seconds for which a process whose loop has raised waits until the lighthouse acknowledges the error.
 TELL_S = 5.0
@@ -36,6 +36,4 @@ def name_samples(poison: Iterable[Poison], samples: Callable[[int, int], list[in
 
 
 def _listed(samples: list[int]) -> str:
-    shown = ", ".join(str(i) for i in samples[:_MOST_SAMPLES])
-    more = f" and {len(samples) - _MOST_SAMPLES} more" if len(samples) > _MOST_SAMPLES else ""
-    return f"samples {shown}{more}"
+    return f"samples {first_of(samples, _MOST_SAMPLES)}"

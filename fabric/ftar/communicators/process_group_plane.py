@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -221,9 +222,11 @@ class GroupPlane(EpochPlane[GroupLinks]):
     """DataPlane over communicators that ``factory`` builds: see ``plane``.
 
     ``owns`` says which tensors the plane can reduce; for others it raises an error instead of crashing.
-    ``make_s`` bounds the building of a communicator. The library decides the order of a sum, and promises
-    equal bits on all members. Members check that promise: they compare digests before they commit
-    (docs/protocol.md).
+    ``make_s`` bounds the building of a communicator. ``entry_s`` bounds the whole exchange, because this
+    plane cannot tell a late member from a stuck member; ``exchange_s`` is only checked for its range.
+
+    The library decides the order of a sum, and promises equal bits on all members. Members check that
+    promise: they compare digests before they commit (docs/protocol.md).
     """
 
     def __init__(
@@ -233,9 +236,8 @@ class GroupPlane(EpochPlane[GroupLinks]):
         exchange_s: float = 30.0,
         make_s: float = 120.0,
     ) -> None:
-        super().__init__(Bounds(7200.0, exchange_s), owns)
-        self._factory = factory
-        self._make_s = make_s
+        make_links = partial(GroupLinks, factory=factory, make_s=make_s)
+        super().__init__(Bounds(7200.0, exchange_s), owns, make_links)
 
     kind = "nccl"
 
@@ -243,11 +245,6 @@ class GroupPlane(EpochPlane[GroupLinks]):
     def shares_memory(self) -> bool:
         """Never: the library moves the bytes itself."""
         return False
-
-    def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
-        """Change the bounds of later exchanges. ``entry_s`` bounds the whole exchange, because this plane
-        cannot tell a late member from a stuck member. ``exchange_s`` is only checked for its range."""
-        super().set_bounds(exchange_s, entry_s)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Refuse: this plane reduces any memory of the device in place."""
@@ -258,17 +255,6 @@ class GroupPlane(EpochPlane[GroupLinks]):
 
     def unregister(self, memory: torch.Tensor) -> None:
         """Without effect."""
-
-    def install(
-        self,
-        ring: Ring,
-        next_socket: socket.socket | None,
-        previous_socket: socket.socket | None,
-    ) -> None:
-        """Take the links of an epoch and begin to build its communicator: see DataPlane."""
-        links = GroupLinks(ring, next_socket, previous_socket, self._factory, self._make_s)
-        if self._epochs.add(links):
-            links.start()
 
     def _reduce(
         self,

@@ -8,12 +8,12 @@ in the order and the arithmetic of every other plane.
 import copy
 import os
 import select
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -471,7 +471,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
                 f"chunks of {chunk_bytes} bytes in {slots} slots, {group} at a time, are not possible: "
                 f"choose between {_CHUNK_UNIT_BYTES} bytes and 1 GiB, at least two slots, and a group"
             )
-        super().__init__(Bounds(7200.0, exchange_s), device.owns)
+        super().__init__(Bounds(7200.0, exchange_s), device.owns, partial(DeviceLinks, shares=shares))
         self._device = device
         self._shares = shares
         self._checksum = checksum
@@ -486,7 +486,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         Only one of them may reduce at a time, and the close of one closes the memory of both.
         """
         ring = copy.copy(self)
-        EpochPlane.__init__(ring, self._bounds, self._owns)
+        EpochPlane.__init__(ring, self._bounds, self._owns, self._make_links)
         return ring
 
     kind = "device"
@@ -507,18 +507,6 @@ class DeviceRing(EpochPlane[DeviceLinks]):
     def unregister(self, memory: torch.Tensor) -> None:
         """Unregister ``memory``; no copy into it may be under way."""
         self._space.unregister(memory)
-
-    def install(
-        self,
-        ring: Ring,
-        next_socket: socket.socket | None,
-        previous_socket: socket.socket | None,
-    ) -> None:
-        """Take the links of an epoch: see DataPlane.
-
-        Raises IllegalTransition for an epoch that is installed already, or without its sockets.
-        """
-        self._epochs.add(DeviceLinks(ring, next_socket, previous_socket, self._shares))
 
     def close(self) -> None:
         """Abort and close everything; idempotent. The device stays open: its maker closes it."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -317,15 +318,16 @@ class CpuRing(EpochPlane[RingLinks]):
                 f"chunks of {chunk_bytes} bytes are not possible: "
                 f"choose between {_CHUNK_UNIT_BYTES} bytes and 1 GiB"
             )
-        super().__init__(Bounds(entry_s, exchange_s), attrgetter("is_cpu"))
+        self._own = OwnSegments()
+        self._others = PeerSegments()
+        make_links = partial(RingLinks, own=self._own, others=self._others)
+        super().__init__(Bounds(entry_s, exchange_s), attrgetter("is_cpu"), make_links)
         self._shared_memory = shared_memory and SUPPORTED
         self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
         # Partial results of 16-bit elements travel as float32, twice as large.
         self._resources = ExchangeResources(
             torch.empty(2 * self._chunk_bytes, dtype=torch.uint8), checksum, on_piece
         )
-        self._own = OwnSegments()
-        self._others = PeerSegments()
         self._workspace = StagingMemory(self._own)
 
     kind = "host"
@@ -347,18 +349,6 @@ class CpuRing(EpochPlane[RingLinks]):
     def unregister(self, memory: torch.Tensor) -> None:
         """Stop sharing ``memory`` that was allocated or registered; ignore other memory."""
         self._own.unregister(memory)
-
-    def install(
-        self,
-        ring: Ring,
-        next_socket: socket.socket | None,
-        previous_socket: socket.socket | None,
-    ) -> None:
-        """Take the links of an epoch: see DataPlane.
-
-        Raises IllegalTransition for an epoch that is installed already, or without its sockets.
-        """
-        self._epochs.add(RingLinks(ring, next_socket, previous_socket, self._own, self._others))
 
     _memory = "in host memory"
 

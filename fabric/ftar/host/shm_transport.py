@@ -50,6 +50,7 @@ from fabric.ftar.host.shm_segments import (
     SharedSegment,
     unpack_segment_refs,
 )
+from fabric.ftar.host.tcp_transport import PieceSender
 from fabric.ftar.plane import Ring
 from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece
 
@@ -196,7 +197,7 @@ class Inbox:
         self._mapped.clear()
 
 
-class ReferenceSender:
+class ReferenceSender(PieceSender):
     """Sends references to the next member, in order, each as soon as its piece may be read.
 
     ``inbox`` is the source of references to others' memory, None behind a link of bytes.
@@ -210,44 +211,15 @@ class ReferenceSender:
         pieces: tuple[RingPiece, ...],
         header: Callable[[RingPiece], ChunkHeader],
     ) -> None:
+        super().__init__(operands, pieces, header)
         self._outbox = outbox
         self._inbox = inbox
-        self._operands = operands
-        self._pieces = pieces
-        self._header = header
-        self._index = 0
-        self._under_way = b""
         self._descriptors: list[int] = []
-
-    @property
-    def done(self) -> bool:
-        return self._index == len(self._pieces) and not self._under_way
-
-    @property
-    def blocked(self) -> bool:
-        """Whether only the socket holds the messages up (after ``pump`` moved nothing)."""
-        return bool(self._under_way)
-
-    def pump(self, free: int) -> bool:
-        """Send once, from the pieces before number ``free``; return whether a byte was sent. Raises
-        OSError."""
-        if not self._under_way:
-            if self._index >= min(free, len(self._pieces)):
-                return False
-            piece = self._pieces[self._index]
-            self._index += 1
-            self._under_way = self._frame(piece)
-        try:
-            sent = self._send()
-        except BlockingIOError:
-            return False
-        self._under_way = self._under_way[sent:]
-        return True
 
     def _send(self) -> int:
         if not self._descriptors:
-            return self._outbox.sock.send(self._under_way)
-        sent = socket.send_fds(self._outbox.sock, [self._under_way], self._descriptors)
+            return self._outbox.sock.sendmsg(self._under_way)
+        sent = socket.send_fds(self._outbox.sock, self._under_way, self._descriptors)
         self.close()
         return sent
 
@@ -256,7 +228,7 @@ class ReferenceSender:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def _frame(self, piece: RingPiece) -> bytes:
+    def _frame(self, piece: RingPiece) -> list[memoryview]:
         header = self._header(piece)
         refs = self._operands.borrowed.pop((piece.start, piece.gather), [])
         announced = b""
@@ -272,7 +244,7 @@ class ReferenceSender:
             refs = [*refs, SegmentRef(header.source, wide, segment.number, offset)]
             announced += self._announce(header, header.source, _GUARD, self._outbox.guard)
             announced += self._announce(header, header.source, segment.number, segment)
-        return announced + _message(header, refs)
+        return [memoryview(announced + _message(header, refs))]
 
     def _announce(self, header: ChunkHeader, owner: int, number: int, segment: SharedSegment | None) -> bytes:
         if (owner, number) in self._outbox.announced:

@@ -11,22 +11,18 @@ from fabric.ftar.host.exchange_buffers import Operands, raw
 from fabric.ftar.ring_schedule import RingPiece
 
 
-class ByteSender:
+class PieceSender:
     """Sends pieces to the next member in order, each as soon as it is free to go."""
 
     def __init__(
         self,
-        sock: socket.socket,
         operands: Operands,
         pieces: tuple[RingPiece, ...],
         header: Callable[[RingPiece], ChunkHeader],
-        checksum: bool,
     ) -> None:
-        self._sock = sock
         self._operands = operands
         self._pieces = pieces
         self._header = header
-        self._checksum = checksum
         self._index = 0
         self._under_way: list[memoryview] = []
 
@@ -48,7 +44,7 @@ class ByteSender:
             self._under_way = self._frame(self._pieces[self._index])
             self._index += 1
         try:
-            sent = self._sock.sendmsg(self._under_way)
+            sent = self._send()
         except BlockingIOError:
             return False
         while self._under_way and sent >= len(self._under_way[0]):
@@ -58,7 +54,32 @@ class ByteSender:
         return True
 
     def close(self) -> None:
-        """Do nothing: no resource is held."""
+        """Release what waits to be sent."""
+
+    def _frame(self, piece: RingPiece) -> list[memoryview]:
+        raise NotImplementedError
+
+    def _send(self) -> int:
+        raise NotImplementedError
+
+
+class ByteSender(PieceSender):
+    """Sends the bytes of pieces."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        operands: Operands,
+        pieces: tuple[RingPiece, ...],
+        header: Callable[[RingPiece], ChunkHeader],
+        checksum: bool,
+    ) -> None:
+        super().__init__(operands, pieces, header)
+        self._sock = sock
+        self._checksum = checksum
+
+    def _send(self) -> int:
+        return self._sock.sendmsg(self._under_way)
 
     def _frame(self, piece: RingPiece) -> list[memoryview]:
         payload = raw(self._operands.outgoing(piece))

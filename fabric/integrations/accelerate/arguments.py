@@ -7,7 +7,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, markdown
 
 _BY = "FabricAccelerator"
 _SPREADS = Refusal(
@@ -222,10 +222,9 @@ def check_plugins(accelerator: Any) -> None:
 
 def tables() -> str:
     """Return the tables of docs/accelerate.md."""
-    handlers = ("Handlers of kwargs_handlers", "handler", HANDLERS)
-    arguments = [(x.subject, "argument", x.rows) for x in (ACCELERATOR, *(x for _, x in CONFIGURATIONS))]
-    parts = (*arguments, handlers, ("Methods and properties", "name", METHODS))
-    return "\n".join(f"## {title}\n\n{ACCELERATOR.markdown(heading, rows)}" for title, heading, rows in parts)
+    arguments = {x.subject: x.rows for x in (ACCELERATOR, *(x for _, x in CONFIGURATIONS))}
+    parts = {**arguments, "Handlers of kwargs_handlers": HANDLERS, "Methods and properties": METHODS}
+    return "\n".join(f"## {title}\n\n{markdown(rows)}" for title, rows in parts.items())
 
 
 def refused_methods() -> dict[str, Refusal]:

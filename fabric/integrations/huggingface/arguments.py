@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, rows_of
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, markdown, rows_of
 from fabric.integrations.hook_source import Hooks, collective, kept_value
 from fabric.integrations.huggingface import trl
 from fabric.integrations.optimizers import unequal_optimizer
@@ -283,13 +283,13 @@ def _conditions(trainer: Any, resumes: bool, trial: Any) -> Mapping[str, bool]:
 def tables() -> str:
     """Return the tables of docs/transformers.md."""
     parts = (
-        ("TrainingArguments", "argument", ARGUMENTS.rows),
-        ("accelerator_config", "key", ACCELERATOR.rows),
-        ("Trainer", "argument", TRAINER.rows),
-        ("Methods of a subclass of Trainer", "method", TRAINER.methods),
-        ("TrainerCallback and TrainerControl", "event or flag", CALLBACK.rows),
-        *((f"trl's {x.subject}", "argument", x.rows) for x in trl.CONFIGS.values()),
-        *((f"trl's {x.subject}", "argument", x.rows) for x in trl.TRAINERS.values()),
-        *((f"Methods of a subclass of {x.subject}", "method", x.methods) for x in trl.TRAINERS.values()),
+        ("TrainingArguments", ARGUMENTS.rows),
+        ("accelerator_config", ACCELERATOR.rows),
+        ("Trainer", TRAINER.rows),
+        ("Methods of a subclass of Trainer", TRAINER.methods),
+        ("TrainerCallback and TrainerControl", CALLBACK.rows),
+        *((f"trl's {x.subject}", x.rows) for x in trl.CONFIGS.values()),
+        *((f"trl's {x.subject}", x.rows) for x in trl.TRAINERS.values()),
+        *((f"Methods of a subclass of {x.subject}", x.methods) for x in trl.TRAINERS.values()),
     )
-    return "\n".join(f"## {title}\n\n{TRAINER.markdown(heading, rows)}" for title, heading, rows in parts)
+    return "\n".join(f"## {title}\n\n{markdown(rows)}" for title, rows in parts)

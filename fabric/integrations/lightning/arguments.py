@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, markdown
 from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
 from fabric.integrations.lightning.callback_states import overrides
 from fabric.integrations.lightning.release import ROOT
@@ -406,14 +406,14 @@ def _why(row: Row) -> str:
 def tables() -> str:
     """Return the tables of docs/lightning.md."""
     parts = (
-        ("Arguments of Trainer", "argument", TRAINER.rows),
-        ("Callbacks", "callback", CALLBACKS),
-        ("Methods of LightningModule", "method", MODULE_HOOKS),
-        ("Methods of LightningDataModule", "method", DATA_MODULE_HOOKS),
-        ("Methods of your own Callback", "method", CALLBACK_HOOKS),
-        ("Keys of a scheduler's configuration", "key", SCHEDULER),
+        ("Arguments of Trainer", TRAINER.rows),
+        ("Callbacks", CALLBACKS),
+        ("Methods of LightningModule", MODULE_HOOKS),
+        ("Methods of LightningDataModule", DATA_MODULE_HOOKS),
+        ("Methods of your own Callback", CALLBACK_HOOKS),
+        ("Keys of a scheduler's configuration", SCHEDULER),
     )
-    return "\n".join(f"### {title}\n\n{TRAINER.markdown(heading, rows)}" for title, heading, rows in parts)
+    return "\n".join(f"### {title}\n\n{markdown(rows)}" for title, rows in parts)
 
 
 def scheduler_keys() -> list[str]:

@@ -9,20 +9,22 @@ frames, so the order stays.
 import asyncio
 from collections.abc import Callable
 
+from fabric.runtime.http.connection_limit import OuterProtocol
+
 # The first byte of an unfragmented text. A frame's second byte is its size; two values mean: size follows.
 _WHOLE_TEXT = 0x81
 _MASKED = 0x80
 _TWO_BYTES, _EIGHT_BYTES = _MASKED + 126, _MASKED + 127
 
 
-class FastFrames(asyncio.Protocol):
+class FastFrames(OuterProtocol):
     """The protocol of a connection after its upgrade; ``library`` is the former one.
 
     ``on_text`` gets every usual text. Once it returns False, the library reads on.
     """
 
     def __init__(self, library: asyncio.Protocol, on_text: Callable[[str], bool]) -> None:
-        self._library = library
+        super().__init__(library)
         self._on_text = on_text
         self._rest = b""
         self._is_over = False
@@ -51,18 +53,6 @@ class FastFrames(asyncio.Protocol):
         if self._is_over:
             rest, self._rest = self._rest, b""
             self._library.data_received(rest)
-
-    def eof_received(self) -> bool | None:
-        return self._library.eof_received()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._library.connection_lost(error)
-
-    def pause_writing(self) -> None:
-        self._library.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._library.resume_writing()
 
 
 def _unmasked(mask: bytes, body: bytes) -> str | None:

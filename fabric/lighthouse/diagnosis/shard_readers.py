@@ -4,7 +4,7 @@ have only one reader left."""
 from collections.abc import Iterable
 from typing import Any
 
-from fabric.model import Member, Record, Sharing
+from fabric.model import Member, Record, Sharing, first_of
 from fabric.protocol.rules.assignment import readers_of
 from fabric.protocol.rules.spare import settle, stack_of
 
@@ -65,11 +65,8 @@ def _member_view(member: Member, sharing: Sharing, present: Iterable[int]) -> di
 def _warning(last_reader: dict[str, str], sharing: Sharing) -> str:
     if not last_reader:
         return ""
-    more = len(last_reader) - _NAMED
-    named = ", ".join(f"{shard} ({replica})" for shard, replica in [*last_reader.items()][:_NAMED])
+    named = first_of([f"{shard} ({replica})" for shard, replica in last_reader.items()], _NAMED)
     shards = f"shard {named} has" if len(last_reader) == 1 else f"shards {named} have"
-    if more > 0:
-        shards = f"shards {named} and {more} more have"
     return (
         f"{shards} one reader left: when it dies, {_LOSSES[sharing.on_loss]}; bring back a replica that "
         "reads the same data"

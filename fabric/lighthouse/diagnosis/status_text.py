@@ -5,9 +5,10 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 
 from fabric.lighthouse.diagnosis.server_states import silence
-from fabric.model import Policy, Record, counted
+from fabric.model import Policy, Record, counted, first_of
 from fabric.protocol.leader.admission import Backoff
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.liveness import Peer
@@ -16,6 +17,7 @@ from fabric.protocol.messages.network import Heartbeat, HeartbeatAck, LeaderMess
 from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_data
 
 _NAMED = 8  # a sentence names this many replicas and counts the other replicas
+_some = partial(first_of, most=_NAMED)
 # Members wait for each other in every step; the status reports only waits longer than this.
 _WORTH_S = 1.0
 # After this many seconds without a commit the status reports every wait.
@@ -365,8 +367,3 @@ def _heard(core: LeaderCore, names: list[str], since: float | None, now: float) 
         until = since + max(core.state.patience_s(peer) for peer in peers)
         text += f", may take until {time_of_day(until, now)}"
     return text
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 
-from fabric.model import Record, ReplicaProcess, counted
+from fabric.model import Record, ReplicaProcess, counted, first_of
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Liveness, Peer, as_member, vouches
@@ -90,7 +90,7 @@ class Admission:
         """
         missing = self.out_of_reach(record, peer)
         if missing:
-            names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+            names = first_of(missing)
             lost_bytes = peer.beat.lost_bytes if peer.beat is not None else 0
             if lost_bytes > 0:
                 return (

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from fabric.model import GoneHost, Member, Record, counted
+from fabric.model import GoneHost, Member, Record, counted, first_of
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.record_writer import MAX_REASON_CHARACTERS, RecordWriter
 from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
@@ -229,9 +229,8 @@ class OperatorOrders:
             ]
         if not living:
             return ""
-        more = f" and {len(living) - 8} more" if len(living) > 8 else ""
         return (
-            f"job {self.state.job} is not ended: {', '.join(living[:8])}{more} may still train; end their "
+            f"job {self.state.job} is not ended: {first_of(living, 8)} may still train; end their "
             f"processes, and give the command again when they have been away for {limit_s:g} s"
         )
 

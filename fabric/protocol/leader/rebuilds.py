@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fabric.model import Member, Record
+from fabric.model import Member, Record, first_of
 from fabric.protocol.leader.evictions import Evictions
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.record_writer import RecordWriter
@@ -111,7 +111,7 @@ class RingRebuilder:
         for member in record.roster:
             if member.replica not in kept:
                 others = sorted(cut[member.replica] & kept)
-                self._leave_out(member, f"it and {_some(others)} cannot {act}")
+                self._leave_out(member, f"it and {first_of(others)} cannot {act}")
         return True
 
     def _lost_bytes(self) -> int:
@@ -177,8 +177,3 @@ class RingRebuilder:
             self.state.config.rebuild_s * 2**self.ring_rebuilds.tries, self.state.config.rebuild_limit_s
         )
         return self.state.epoch.aborted_at + float(delay_s)
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -4,6 +4,8 @@ One fetch runs at a time. The main thread installs a fetched state. The user's u
 gradients one by one, until the member's state is at the step at which it goes on.
 """
 
+from dataclasses import dataclass, field
+
 from fabric.exit_codes import FAILED, RESTART
 from fabric.model import SnapshotRef
 from fabric.protocol.member.rounds import Rounds
@@ -21,23 +23,16 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
 
+@dataclass(eq=False)
 class CatchUp:
     """Brings a member that is behind to the step at which it goes on."""
 
-    def __init__(
-        self,
-        context: CoreContext,
-        memory: MemberMemory,
-        epochs: KnownEpochs,
-        session: LighthouseSession,
-        rounds: Rounds,
-    ) -> None:
-        self._context = context
-        self._memory = memory
-        self._epochs = epochs
-        self._session = session
-        self._rounds = rounds
-        self.fetch = Fetch()
+    _context: CoreContext
+    _memory: MemberMemory
+    _epochs: KnownEpochs
+    _session: LighthouseSession
+    _rounds: Rounds
+    fetch: Fetch = field(default_factory=Fetch)
 
     def on_sources(self, message: m.StateSources) -> None:
         newest = self._epochs.newest

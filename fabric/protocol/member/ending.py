@@ -7,6 +7,7 @@ all members have finished, the job is over, with or without a lighthouse.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from fabric.exit_codes import FAILED, FINISHED, RESTART
 from fabric.model import JobEnd, Record, ReplicaProcess
@@ -33,27 +34,22 @@ _THERE = (Mode.RUN, Mode.ABORTED, Mode.REPORTED)
 _ADVICE = "let it count session.committed_step, so that all loops end at the same step"
 
 
+@dataclass(eq=False)
 class Ending:
     """Knows when the job is over, and ends this member then."""
 
-    def __init__(
-        self,
-        context: CoreContext,
-        memory: MemberMemory,
-        epochs: KnownEpochs,
-        session: LighthouseSession,
-        rounds: Rounds,
-        catch_up: CatchUp,
-    ) -> None:
-        self._context = context
-        self._memory = memory
-        self._epochs = epochs
-        self._session = session
-        self._rounds = rounds
-        self._catch_up = catch_up
-        self.finished_peers: dict[ReplicaProcess, tuple[int, int]] = {}  # process -> its (generation, step)
-        self.notified_epochs: set[int] = set()  # epochs whose members know from me that I finished
-        self.all_finished_since = -1.0  # when I learned that all members have finished; negative before
+    _context: CoreContext
+    _memory: MemberMemory
+    _epochs: KnownEpochs
+    _session: LighthouseSession
+    _rounds: Rounds
+    _catch_up: CatchUp
+    # process -> its (generation, step)
+    finished_peers: dict[ReplicaProcess, tuple[int, int]] = field(default_factory=dict)
+    notified_epochs: set[int] = field(
+        default_factory=set
+    )  # epochs whose members know from me that I finished
+    all_finished_since: float = -1.0  # when I learned that all members have finished; negative before
 
     def on_finished(self, event: io.FromPeer, message: m.Finished) -> None:
         """Note that a process has finished. The note stays true in later epochs."""

@@ -1,7 +1,7 @@
 """Links of epochs: made, failed, lost, and probed from outside the roster."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fabric.model import ReplicaProcess
 from fabric.protocol.member.ending import Ending
@@ -22,24 +22,16 @@ TEST_AGAIN_S = 4.0
 MAX_PROBED = 64
 
 
+@dataclass(eq=False)
 class LinkWatch:
     """Acts on changes of the links. ``KnownEpochs`` holds their state."""
 
-    def __init__(
-        self,
-        context: CoreContext,
-        memory: MemberMemory,
-        epochs: KnownEpochs,
-        session: LighthouseSession,
-        rounds: Rounds,
-        ending: Ending,
-    ) -> None:
-        self._context = context
-        self._memory = memory
-        self._epochs = epochs
-        self._session = session
-        self._rounds = rounds
-        self._ending = ending
+    _context: CoreContext
+    _memory: MemberMemory
+    _epochs: KnownEpochs
+    _session: LighthouseSession
+    _rounds: Rounds
+    _ending: Ending
 
     def on_linked(self, event: io.Linked) -> None:
         self._epochs.links.up.add(event.epoch)

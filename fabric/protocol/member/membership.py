@@ -1,6 +1,6 @@
 """A member's answers to epochs: join, leave, report, resume. Rules 6 to 9 of docs/protocol.md."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fabric.errors import IllegalTransition
 from fabric.exit_codes import RESTART
@@ -21,26 +21,17 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
 
 
+@dataclass(eq=False)
 class Membership:
     """Answers the epochs that the leader announces."""
 
-    def __init__(
-        self,
-        context: CoreContext,
-        memory: MemberMemory,
-        epochs: KnownEpochs,
-        session: LighthouseSession,
-        serving: SnapshotServing,
-        rounds: Rounds,
-        catch_up: CatchUp,
-    ) -> None:
-        self._context = context
-        self._memory = memory
-        self._epochs = epochs
-        self._session = session
-        self._serving = serving
-        self._rounds = rounds
-        self._catch_up = catch_up
+    _context: CoreContext
+    _memory: MemberMemory
+    _epochs: KnownEpochs
+    _session: LighthouseSession
+    _serving: SnapshotServing
+    _rounds: Rounds
+    _catch_up: CatchUp
 
     def _leave(self, why: str) -> None:
         """Rule 6, not in the roster: drop the prepared round and the kept gradient, keep the state."""

@@ -209,30 +209,25 @@ class DataAgreement:
         return True
 
 
+@dataclass(eq=False)
 class Rounds:
     """The round that this member is in, and its prepared round: a promise that outlives an abort."""
 
-    def __init__(
-        self,
-        context: CoreContext,
-        memory: MemberMemory,
-        epochs: KnownEpochs,
-        session: LighthouseSession,
-        serving: SnapshotServing,
-    ) -> None:
-        self._context = context
-        self._memory = memory
-        self._epochs = epochs
-        self._session = session
-        self._serving = serving
-        self.round: Round | None = None
-        self.prepared: io.PreparedRound | None = None  # a promise: kept after an abort until the decision
-        self.last_round = LastRound()
-        self.disputed: tuple[int, int] | None = None  # the (epoch, step) of a round that ended disputed
-        self.committed_in = -1  # the newest epoch in which I committed a round, since I joined
-        self.round_timeout = AdaptiveTimeout(context.config.exchange_s)
-        self.ring_waits_for = ""  # the member whose bytes the data plane waits for
-        self._agreement = DataAgreement(context, memory)
+    _context: CoreContext
+    _memory: MemberMemory
+    _epochs: KnownEpochs
+    _session: LighthouseSession
+    _serving: SnapshotServing
+    round: Round | None = None
+    prepared: io.PreparedRound | None = None  # a promise: kept after an abort until the decision
+    last_round: LastRound = field(default_factory=LastRound)
+    disputed: tuple[int, int] | None = None  # the (epoch, step) of a round that ended disputed
+    committed_in: int = -1  # the newest epoch in which I committed a round, since I joined
+    ring_waits_for: str = ""  # the member whose bytes the data plane waits for
+
+    def __post_init__(self) -> None:
+        self.round_timeout = AdaptiveTimeout(self._context.config.exchange_s)
+        self._agreement = DataAgreement(self._context, self._memory)
 
     def _waits_for(self) -> tuple[str, ...]:
         """The members that this round waits for: the ring neighbour, or members whose message is missing."""

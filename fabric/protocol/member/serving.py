@@ -1,6 +1,7 @@
 """Snapshots for others: promised to joining members, and the last one before this process is killed."""
 
 import math
+from dataclasses import dataclass, field
 
 from fabric.exit_codes import RESTART
 from fabric.model import SnapshotRef, writer_of
@@ -17,30 +18,24 @@ AGAIN_S = 1.0
 SAVE_S = 3600.0
 
 
+@dataclass(eq=False)
 class SnapshotServing:
     """Keeps this member's promises to joining members, and saves the state after a notice."""
 
-    def __init__(
-        self,
-        context: CoreContext,
-        memory: MemberMemory,
-        epochs: KnownEpochs,
-        session: LighthouseSession,
-        snapshots: tuple[SnapshotRef, ...],
-    ) -> None:
-        self._context = context
-        self._memory = memory
-        self._epochs = epochs
-        self._session = session
-        self.promised: dict[str, int] = {}  # joining member -> the step at which a snapshot is promised to it
-        self.listeners: set[str] = set()  # joining members that replay published gradients
-        self.snapshots = snapshots  # the snapshots that my checkpoint server holds
-        self.snapshotting = -1  # the step of the snapshot that is being taken
-        self.noticed_at = math.inf  # when this process got notice
-        self.must_save = False  # whether the leader says that this member saves the state for all
-        self.alone = False  # whether this member has decided to save it, because no leader answered
-        self.saving = -1  # the step whose state is being saved, or is saved
-        self._save_at = -math.inf  # the earliest time of the next try
+    _context: CoreContext
+    _memory: MemberMemory
+    _epochs: KnownEpochs
+    _session: LighthouseSession
+    snapshots: tuple[SnapshotRef, ...]  # the snapshots that my checkpoint server holds
+    # joining member -> the step at which a snapshot is promised to it
+    promised: dict[str, int] = field(default_factory=dict)
+    listeners: set[str] = field(default_factory=set)  # joining members that replay published gradients
+    snapshotting: int = -1  # the step of the snapshot that is being taken
+    noticed_at: float = math.inf  # when this process got notice
+    must_save: bool = False  # whether the leader says that this member saves the state for all
+    alone: bool = False  # whether this member has decided to save it, because no leader answered
+    saving: int = -1  # the step whose state is being saved, or is saved
+    _save_at: float = -math.inf  # the earliest time of the next try
 
     def on_serve(self, message: m.TakeSnapshotFor) -> None:
         if self._epochs.mode not in (Mode.RUN, Mode.CATCH_UP) or message.step < self._memory.state.step:

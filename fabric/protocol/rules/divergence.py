@@ -6,6 +6,8 @@ computed in another way. If no sample differs, only a few bytes do, as after a f
 
 from collections.abc import Mapping
 
+from fabric.model import first_of
+
 Entries = tuple[tuple[str, str], ...]
 
 # The most numbers and the most groups of tensors that go with a state's digest, their longest texts, and the
@@ -50,7 +52,7 @@ def differences(entries: Mapping[str, Entries]) -> str:
         if len(by_value) > 1 and path.startswith(TENSOR_MARK):
             places.append(path)
         elif len(by_value) > 1:
-            values = ", ".join(f"{value} on {_names(names)}" for value, names in by_value.items())
+            values = ", ".join(f"{value} on {first_of(names)}" for value, names in by_value.items())
             parted.append(f"{path}: {values}")
     if parted:
         more = f", and {len(parted) - _NAMED} more" if len(parted) > _NAMED else ""
@@ -63,10 +65,6 @@ def differences(entries: Mapping[str, Entries]) -> str:
     if all(any(path.startswith(TENSOR_MARK) for path in state) for state in states.values()):
         return f"their numbers and the samples of their tensors are equal, so {MEMORY}"
     return "their learning rates and other numbers are equal, so a tensor differs"
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _clean(text: str, length: int) -> str:

@@ -198,13 +198,11 @@ _HANDSHAKE_S = 20.0
 _LOOK_AGAIN_S = 0.05
 
 
-class SlottedProtocol(asyncio.Protocol):
-    """The protocol object of one connection, from the HTTP library, with the connection's slot."""
+class OuterProtocol(asyncio.Protocol):
+    """The protocol object of one connection, which passes on to that of the HTTP library."""
 
-    def __init__(self, library: asyncio.Protocol, slot: ConnectionSlot) -> None:
-        self.slot = slot
+    def __init__(self, library: asyncio.Protocol) -> None:
         self._library = library
-        self.data_received = library.data_received  # type: ignore[method-assign]  # the only frequent call
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._library.connection_made(transport)
@@ -213,7 +211,6 @@ class SlottedProtocol(asyncio.Protocol):
         return self._library.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.slot.leave()
         self._library.connection_lost(error)
 
     def pause_writing(self) -> None:
@@ -221,6 +218,19 @@ class SlottedProtocol(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._library.resume_writing()
+
+
+class SlottedProtocol(OuterProtocol):
+    """The protocol object of one connection, with the connection's slot."""
+
+    def __init__(self, library: asyncio.Protocol, slot: ConnectionSlot) -> None:
+        super().__init__(library)
+        self.slot = slot
+        self.data_received = library.data_received  # type: ignore[method-assign]  # the only frequent call
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.slot.leave()
+        super().connection_lost(error)
 
 
 class Acceptor:

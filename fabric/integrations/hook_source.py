@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fabric.client.loop.loop_flow import called, functions_of, methods_of, sets_rate
+from fabric.client.loop.loop_flow import called, sets_rate
+from fabric.client.loop.user_functions import functions_of, methods_of
 
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_for_metrics"),

@@ -23,14 +23,13 @@ from fabric.client.loop.loop_flow import (
     carry,
     dotted,
     ends_by,
-    is_of_user,
     loops_at,
     made_from,
-    methods_of,
     moves_training,
     names_read,
     stores,
 )
+from fabric.client.loop.user_functions import is_of_user, methods_of
 
 _CONTAINERS = (list, dict, set, deque)
 # Methods of a model that measure nothing.

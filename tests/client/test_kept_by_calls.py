@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fabric.client
-from fabric.client.loop.loop_flow import kept_by_calls
+from fabric.client.loop.user_functions import kept_by_calls
 from fabric.errors import ConfigError
 
 BASE = """

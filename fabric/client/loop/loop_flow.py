@@ -1,25 +1,7 @@
-"""Follows names through a user's loops and functions.
-
-In a loop: names made from their own old value, and those that the loop trains with or ends by. In functions
-and objects that give data or losses: what they keep from call to call, where their results depend on it.
-"""
+"""Follows the names of a loop: those made from their own old value, and those it trains with or ends by."""
 
 import ast
-import contextlib
-import functools
-import inspect
-import linecache
-import sysconfig
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
-from typing import Any
-
-import torch
-
-import fabric
 
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -29,10 +11,7 @@ _ASSIGNMENTS = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
 _CONVERTS = {"to", "cuda", "cpu", "float", "half", "double", "bfloat16"}
 _CONVERTS |= {"contiguous", "detach", "train", "eval"}
 _OF_GROUPS = {"lr", "momentum", "weight_decay", "betas", "eps"}
-_LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
-_GROWS = {"append", "appendleft", "extend", "extendleft", "insert"}
-_CALLS = ("__call__", "__getitem__", "__getitems__")  # the methods that give data
-_PARTS, _DEPTH, _FEW = 1000, 4, 64  # limits of a search for the parts of an object
+GROWS = {"append", "appendleft", "extend", "extendleft", "insert"}
 _OF_HEALTH = {"isnan", "isinf", "isfinite"}  # a loop that ends by such a test ends with its job
 
 
@@ -136,25 +115,25 @@ def ends_by(loops: Iterable[ast.stmt], made: set[str]) -> int:
     for loop in loops:
         if isinstance(loop, ast.While) and names_read(loop.test) & made:
             return loop.lineno
-        for node, is_own in _inside(loop):
+        for node, is_own in inside(loop):
             if (
                 not isinstance(node, ast.If)
                 or not names_read(node.test) & made
                 or _asks_for_health(node.test)
             ):
                 continue
-            for end, is_of_if in _inside(node):
+            for end, is_of_if in inside(node):
                 if isinstance(end, ast.Return) or (is_own and is_of_if and isinstance(end, ast.Break)):
                     return node.lineno
     return 0
 
 
-def _inside(node: ast.AST, is_own: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+def inside(node: ast.AST, is_own: bool = True) -> Iterator[tuple[ast.AST, bool]]:
     """Yield the nodes of a statement, and whether a ``break`` there would end the statement's own loop."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, SCOPES):
             yield child, is_own
-            yield from _inside(child, is_own and not isinstance(child, LOOPS))
+            yield from inside(child, is_own and not isinstance(child, LOOPS))
 
 
 def _asks_for_health(test: ast.expr) -> bool:
@@ -166,12 +145,12 @@ def _put_into(node: ast.AST) -> Iterator[tuple[str, set[str]]]:
     if isinstance(node, ast.Assign | ast.AugAssign):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if isinstance(target, ast.Subscript):
-                yield _holder(target), names_read(node.value) | names_read(target.slice)
+                yield holder(target), names_read(node.value) | names_read(target.slice)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name = node.func.attr
-        is_change = name in (*_GROWS, "update", "add") or (name.endswith("_") and not name.endswith("__"))
-        if is_change and (holder := _holder(node.func.value)) not in ("self", "cls"):
-            yield holder, {x for part in (*node.args, *node.keywords) for x in names_read(part)}
+        is_change = name in (*GROWS, "update", "add") or (name.endswith("_") and not name.endswith("__"))
+        if is_change and (name := holder(node.func.value)) not in ("self", "cls"):
+            yield name, {x for part in (*node.args, *node.keywords) for x in names_read(part)}
 
 
 def _clears(node: ast.stmt) -> bool:
@@ -179,7 +158,7 @@ def _clears(node: ast.stmt) -> bool:
     return isinstance(node, ast.Assign) and ast.unparse(node.value) in ("{}", "[]", "None", "dict()")
 
 
-def _holder(node: ast.expr) -> str:
+def holder(node: ast.expr) -> str:
     """Return the name in which ``weights[i].data`` lies."""
     while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
         node = node.value
@@ -224,259 +203,3 @@ def stores(nodes: Iterable[ast.AST]) -> Iterator[str]:
             continue
         elif not isinstance(node, SCOPES):
             yield from stores(ast.iter_child_nodes(node))
-
-
-# --- what the user's functions keep from call to call -------------------------------------------------------
-
-
-def kept_by_calls(things: Iterable[Any]) -> str:
-    """Return what calls of ``things`` keep for later calls, whose results depend on it, as "NAME, which ...".
-
-    It is empty where the source shows none. Caches, opened files and counts for prints are left alone.
-    """
-    reached = _Reached(things)
-    for functions in reached.groups():
-        for keeper in functions:
-            kept = {name: True for name in keeper.kept() if keeper.outer(name) not in _begun(functions)}
-            kept |= {name: False for name in keeper.left() if name not in kept}
-            for name, conditions in kept.items():
-                if _give(functions, reached.entries, keeper.outer(name), conditions):
-                    line = (keeper.kept() | keeper.left())[name]
-                    file = Path(keeper.function.__code__.co_filename).name
-                    return f"{name}, which {keeper} keeps from call to call ({file}:{line})"
-    return ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UserFunction:
-    """A function in the user's files. ``thing``: the object whose method it is, or None."""
-
-    thing: Any
-    function: FunctionType
-    node: ast.FunctionDef
-
-    def __str__(self) -> str:
-        return self.function.__qualname__.rpartition("<locals>.")[2]
-
-    @property
-    def me(self) -> str:
-        """The name of a method's own object; empty for a plain function."""
-        arguments = self.node.args.args
-        return arguments[0].arg if self.thing is not None and arguments else ""
-
-    def outer(self, name: str) -> str:
-        """Return a name as other functions know it: an attribute of the own object begins with a dot."""
-        return name.removeprefix(self.me) if self.me and name.startswith(f"{self.me}.") else name
-
-    def object_of(self, node: ast.AST) -> Any:
-        """Return the object that an expression names, or None where the source does not show it."""
-        if isinstance(node, ast.Name):
-            if node.id == self.me:
-                return self.thing
-            free = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
-            with contextlib.suppress(ValueError):  # the name is not set yet
-                return free[node.id].cell_contents if node.id in free else self._of_module(node.id)
-        if isinstance(node, ast.Attribute):
-            return getattr(self.object_of(node.value), "__dict__", {}).get(node.attr)
-        return None
-
-    def _of_module(self, name: str) -> Any:
-        return None if name in self._own() else self.function.__globals__.get(name)
-
-    def _own(self) -> set[str]:
-        """Return the names of arguments and of variables of this function's own."""
-        parts = [x for x in ast.walk(self.node) if isinstance(x, ast.Global | ast.Nonlocal)]
-        arguments = {x.arg for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
-        own = arguments | set(stores(self.node.body)) - {name for x in parts for name in x.names}
-        return own - {self.me}
-
-    def kept(self) -> dict[str, int]:
-        """Return the names that a call makes from the value of an earlier call, each with its line."""
-        own, names = self._own(), dict[str, int]()
-        carry(
-            self.node.body, own & {x.arg for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}, names
-        )
-        names |= changed_in_place(self.node)
-        return {
-            name: at for name, at in names.items() if name.partition(".")[0] not in own and name != self.me
-        }
-
-    def left(self) -> dict[str, int]:
-        """Return the names that each call reads, and then sets to another value."""
-        tests = [x for x in ast.walk(self.node) if isinstance(x, ast.Compare)]
-        looks_up = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
-        if any(isinstance(op, looks_up) and f"{self.me}." in ast.unparse(x) for x in tests for op in x.ops):
-            return {}  # a cache of the newest part of the data
-        read, names = set[str](), dict[str, int]()
-        for node in self.node.body:
-            if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):
-                names |= {
-                    name: node.lineno
-                    for name in stores([node])
-                    if self.outer(name)[0] == "." and name in read
-                }
-            read |= names_read(node)
-        return names
-
-
-def changed_in_place(node: ast.AST) -> dict[str, int]:
-    """Return the names whose content a node makes from the old one, or moves on, each with its line."""
-    names: dict[str, int] = {}
-    for x in ast.walk(node):
-        if isinstance(x, ast.Assign | ast.AugAssign):
-            for target in x.targets if isinstance(x, ast.Assign) else [x.target]:
-                name = _holder(target) if isinstance(target, ast.Subscript) else ""
-                if isinstance(x, ast.AugAssign) or name in names_read(x.value):
-                    names.setdefault(name, x.lineno)
-        elif isinstance(x, ast.Call) and called(x) == "next" and x.args:
-            names.setdefault(dotted(x.args[0]), x.lineno)
-        elif isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in _GROWS:
-            name = _holder(x.func.value)
-            lists = [y for y in ast.walk(node) if isinstance(y, ast.Subscript) and dotted(y.value) == name]
-            if all(
-                isinstance(y.slice, ast.Constant | ast.UnaryOp | ast.Slice) for y in lists
-            ):  # else a cache
-                names.setdefault(name, x.lineno)
-    names.pop("", None)
-    return names
-
-
-def _begun(functions: list[UserFunction]) -> set[str]:
-    """Return the attributes that one of the functions sets in each call, without their old value."""
-    return {
-        f.outer(name)
-        for f in functions
-        for node in f.node.body
-        if isinstance(node, ast.Assign)
-        for name in stores([node])
-        if name not in names_read(node)
-    }
-
-
-def _give(functions: list[UserFunction], entries: set[UserFunction], name: str, conditions: bool) -> bool:
-    """Whether the result of one of the ``entries`` depends on ``name``."""
-    made, size = {name}, 0
-    while size != len(made):
-        size = len(made)
-        for f in functions:
-            inner = {f.me + x if x[0] == "." else x for x in made}
-            local = made_from(f.node, inner, conditions, parts=True)
-            made |= {x for x in map(f.outer, local) if x[0] == "."}
-            if _gives(f.node, local, conditions):
-                if f in entries:
-                    return True
-                made.add(f".{f.node.name}")
-    return False
-
-
-def _gives(function: ast.FunctionDef, made: set[str], conditions: bool) -> bool:
-    """Whether what a function returns or yields is made from one of the names."""
-    results = ast.Return | ast.Yield | ast.YieldFrom
-    for x, _ in _inside(function):
-        if isinstance(x, results) and x.value is not None and names_read(x.value) & made:
-            return True
-        decides = conditions and isinstance(x, ast.If) and names_read(x.test) & made
-        if decides and any(isinstance(y, results) for y in ast.walk(x)):
-            return True
-    return False
-
-
-class _Reached:
-    """The functions in the user's files that calls of ``things`` and of their parts run.
-
-    ``entries``: those whose results leave their object.
-    """
-
-    def __init__(self, things: Iterable[Any]) -> None:
-        self.entries: set[UserFunction] = set()
-        self._functions: dict[tuple[int, int], UserFunction] = {}
-        self._seen: dict[int, Any] = {}
-        self._pending = deque((x, 0) for x in things)
-        while self._pending:
-            self._look(*self._pending.popleft())
-
-    def groups(self) -> list[list[UserFunction]]:
-        """Return the functions by their object."""
-        groups: dict[int, list[UserFunction]] = {}
-        for f in self._functions.values():
-            groups.setdefault(id(f.function if f.thing is None else f.thing), []).append(f)
-        return list(groups.values())
-
-    def _look(self, value: Any, depth: int) -> None:
-        if id(value) in self._seen or depth > _DEPTH or len(self._seen) > _PARTS:
-            return
-        self._seen[id(value)] = value
-        more: Iterable[Any] = ()
-        if isinstance(value, functools.partial):
-            more = (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, MethodType):
-            self._method(value.__self__, value.__name__, None)
-        elif isinstance(value, FunctionType):
-            node = functions_of(value.__code__.co_filename).get(value.__code__.co_firstlineno)
-            if node is not None:
-                self._add(UserFunction(None, value, node), None)
-            elif is_of_user(value.__code__.co_filename):  # a lambda
-                more = [x.cell_contents for x in value.__closure__ or ()]
-                more = [*more, *(value.__globals__.get(name) for name in value.__code__.co_names)]
-        elif isinstance(value, list | tuple | dict):
-            more = (value.values() if isinstance(value, dict) else value) if len(value) <= _FEW else ()
-        elif not isinstance(value, torch.Tensor | torch.nn.Module | type | ModuleType):
-            for name in _CALLS:
-                self._method(value, name, None)
-            more = list(getattr(value, "__dict__", {}).values())
-        self._pending.extend((x, depth + 1) for x in more)
-
-    def _method(self, thing: Any, name: str, caller: UserFunction | None) -> None:
-        kind: Any = type(thing)
-        for own, function, node in methods_of(kind):
-            if own == name:
-                self._add(UserFunction(thing, function, node), caller)
-
-    def _add(self, function: UserFunction, caller: UserFunction | None) -> None:
-        key = id(function.thing), id(function.function)
-        is_new, function = key not in self._functions, self._functions.setdefault(key, function)
-        if caller is None or caller.thing is not function.thing:
-            self.entries.add(function)
-        if not is_new:
-            return
-        for x in ast.walk(function.node):
-            if isinstance(x, ast.Attribute) and (owner := function.object_of(x.value)) is not None:
-                self._method(owner, x.attr, function)
-            if isinstance(x, ast.Call) and not isinstance(called := function.object_of(x.func), type):
-                self._look(called, 0)
-
-
-@functools.cache
-def methods_of(kind: type) -> list[tuple[str, FunctionType, ast.FunctionDef]]:
-    """Return the methods of a class that lie in the user's files, by name."""
-    functions: dict[str, FunctionType] = {}
-    for base in kind.__mro__:
-        for name, value in vars(base).items():
-            function = inspect.unwrap(value) if callable(value) else getattr(value, "fget", None)
-            if name not in functions and isinstance(function, FunctionType):
-                functions[name] = function
-    nodes = {
-        name: functions_of(x.__code__.co_filename).get(x.__code__.co_firstlineno)
-        for name, x in functions.items()
-    }
-    return [(name, functions[name], node) for name, node in nodes.items() if node is not None]
-
-
-@functools.cache
-def is_of_user(file: str) -> bool:
-    """Whether a source file is neither of an installed package nor of fabric."""
-    path = Path(file).resolve()
-    return path.is_file() and not str(path).startswith((*_LIBRARIES, *fabric.__path__))
-
-
-@functools.cache
-def functions_of(file: str) -> dict[int, ast.FunctionDef]:
-    """Return the functions of a user's file by their first line, which may be a decorator's."""
-    if not is_of_user(file):
-        return {}
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return {}
-    functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
-    return {min([x.lineno, *(y.lineno for y in x.decorator_list)]): x for x in functions}

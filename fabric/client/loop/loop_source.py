@@ -22,13 +22,13 @@ from fabric.client.loop.loop_flow import (
     SCOPES,
     called,
     carry,
-    kept_by_calls,
     loops_at,
     made_from,
     moves_training,
     names_read,
     stores,
 )
+from fabric.client.loop.user_functions import kept_by_calls
 from fabric.errors import ConfigError
 
 _EXITS = ast.Continue | ast.Break | ast.Return | ast.Raise

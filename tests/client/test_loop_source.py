@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import linecache
 import re
 import textwrap
@@ -409,3 +410,94 @@ def test_an_adapter_that_asks_for_steps_one_by_one_is_not_read(monkeypatch):
     _, session, data = session_of(monkeypatch)
     steps = session.steps(data, until=2)
     assert next(steps).number == 0
+
+
+PREPARED = """
+class Balance:
+    mean = 1.0
+    calls = 0
+    def __call__(self, loss):
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        return loss / self.mean
+    def timed(self, loss):
+        self.calls += 1
+        return loss
+    def state_dict(self): return {"mean": self.mean}
+    def load_state_dict(self, state): self.mean = state["mean"]
+balance, kept = Balance(), Balance()
+count = 0
+def warmed(loss):
+    global count
+    count += 1
+    return loss * min(1, count / 20)
+table, bank, replay, cache, grown = torch.ones(4), torch.ones(4, 2), [], {}, []
+buffer, figures, shared = torch.zeros(2, 2), {"loss": 0.0}, {"table": torch.ones(4)}
+numbers, more = itertools.cycle([1.0, 2.0]), torch.utils.data.DataLoader([torch.ones(2)])
+reading = iter(more)
+model, session, data = attached(shared=shared, kept=kept)
+"""
+KEPT = {
+    "table, which": "for x in step:\n    step.backward((table[:2] * model(x)).sum())\n"
+    "    table[:2] = 0.5 * table[:2] + 1",
+    "bank, which": "for x in step:\n    loss = (model(x) * bank[0, 0]).sum()\n"
+    "    step.backward(loss)\n    bank[:2] = model(x).detach()",
+    "replay, which": "for x in step:\n    replay.append(x)\n    step.backward(model(replay[-1]).sum())",
+    "figures, which": "for x in step:\n    step.backward(model(x).sum() * figures['loss'])\n"
+    "figures['loss'] += 1",
+    "numbers, an iterator that": "for x in step:\n    step.backward(model(x).sum() * next(numbers))",
+    "reading, an iterator that": "for x in step:\n    try:\n        u = next(reading)\n"
+    "    except StopIteration:\n        u = model(x)\n    step.backward(model(u).sum())",
+    "i \\(": "for i, x in enumerate(step):\n    step.backward(model(x).sum() / (1 + i))",
+    "u \\(": "for x, u in zip(step, more):\n    step.backward(model(x).sum() + model(u).sum())",
+    "self.mean, which Balance.__call__ keeps": "for x in step:\n    step.backward(balance(model(x).sum()))",
+    "count, which warmed keeps": "for x in step:\n    loss = warmed(model(x).sum())\n    step.backward(loss)",
+}
+NOT_KEPT = {
+    "state": "for x in step:\n    step.backward((shared['table'][:2] * model(x)).sum())\n"
+    "shared['table'][:2] = 0.5 * shared['table'][:2] + 1\nshared['table'] = shared['table'] + 1",
+    "an object of state": "for x in step:\n    step.backward(kept(model(x).sum()))",
+    "a filled buffer": "for x in step:\n    buffer[:] = x\n    step.backward(model(buffer).sum())",
+    "a cache": "for x in step:\n    key = int(x[0, 0])\n    if key not in cache:\n"
+    "        cache[key] = model(x)\n"
+    "    step.backward(model(x).sum() + cache[key].detach().sum())",
+    "figures that are printed": "for x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    figures['loss'] += loss.item()\n    grown.append(loss.item())\nprint(figures, sum(grown))",
+    "a list that each step empties": "for x in step:\n    grown.append(model(x))\n"
+    "    step.backward(grown[-1].sum())\ngrown.clear()",
+    "a list of each step": "parts = []\nfor x in step:\n    parts.append(model(x))\n"
+    "    parts[0] = parts[0] * 2\n"
+    "    step.backward(sum(parts[-1:]).sum())",
+    "part of the batch": "for x in step:\n    x[0] = x[0] * 2\n    x[1] += 1\n"
+    "    step.backward(model(x).sum())",
+    "a batch that is drawn in each micro-batch": "for x in step:\n    u = next(iter(more))\n"
+    "    step.backward(model(x).sum() + model(u).sum())",
+    "an index that is printed": "for i, x in enumerate(step):\n"
+    "    step.backward(model(x).sum())\n    print(i)",
+    "a count of calls": "for x in step:\n    step.backward(balance.timed(model(x).sum()))",
+    "a parameter": "for x in step:\n    step.backward(model(x).sum())\n"
+    "with torch.no_grad():\n    model.weight[0] = model.weight[0] * 0.9",
+}
+
+
+def run_steps(monkeypatch, tmp_path, body):
+    """Run two steps of a loop with this body."""
+    path, loop = tmp_path / "script.py", "for step in session.steps(data, until=2):\n"
+    path.write_text(PREPARED + loop + textwrap.indent(body, "    "))
+    linecache.checkcache(str(path))
+
+    def attached(**state):
+        return session_of(monkeypatch, state=state)
+
+    names = {"torch": torch, "itertools": itertools, "attached": attached}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+
+
+@pytest.mark.parametrize(("sentence", "body"), KEPT.items(), ids=KEPT)
+def test_the_first_call_refuses_what_a_loop_keeps_to_train_by(monkeypatch, tmp_path, sentence, body):
+    with pytest.raises(ConfigError, match=f"the training (depends on|reads) {sentence}.*script.py:"):
+        run_steps(monkeypatch, tmp_path, body)
+
+
+@pytest.mark.parametrize("body", NOT_KEPT.values(), ids=NOT_KEPT)
+def test_what_a_loop_keeps_for_itself_is_left_alone(monkeypatch, tmp_path, body):
+    run_steps(monkeypatch, tmp_path, body)

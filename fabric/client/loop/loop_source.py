@@ -10,10 +10,13 @@ import ast
 import builtins
 import inspect
 import linecache
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import numpy as np
 import torch
 
 from fabric.client.loop.loop_flow import (
@@ -22,13 +25,14 @@ from fabric.client.loop.loop_flow import (
     SCOPES,
     called,
     carry,
+    dotted,
     loops_at,
     made_from,
     moves_training,
     names_read,
     stores,
 )
-from fabric.client.loop.user_functions import kept_by_calls
+from fabric.client.loop.user_functions import changed_in_place, kept_by_calls, methods_of
 from fabric.errors import ConfigError
 
 _EXITS = ast.Continue | ast.Break | ast.Return | ast.Raise
@@ -64,7 +68,11 @@ def check_source(frame: FrameType | None, shared: Iterable[object]) -> None:
                 "micro-batches sets, and a joining replica's first step has no micro-batches: use "
                 f"step.metrics, set {name} before the loops, or read it under `if step.contributed:`"
             )
+        shared = list(shared)
         _refuse(caller, carried_names(source, caller.f_lineno), shared)
+        tree, loop = _loop_at(source, caller.f_lineno)
+        if tree is not None and loop is not None:
+            _refuse_kept(caller, tree, loop, shared)
         return
 
 
@@ -115,6 +123,121 @@ def _refuse(caller: FrameType, names: Iterable[tuple[str, int]], shared: Iterabl
             f"that joins begins with another {name}: make it from session.committed_step, or keep it in a "
             "dict that attach(..., state=) names"
         )
+
+
+def _refuse_kept(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequence[Any]) -> None:
+    """Raise ConfigError for what the loop trains by and keeps in place, or a function that it calls."""
+    values, place = {**caller.f_globals, **caller.f_locals}, Path(caller.f_code.co_filename).name
+    step = _step_name(loop.target, loop.iter)
+    if not step:
+        return
+    for name, line in _numbers(loop, step).items():
+        if moves_training(loop, made_from(loop, {name}, parts=True)):
+            raise ConfigError(
+                f"the training depends on {name} ({place}:{line}), which goes by the micro-batches of one "
+                "replica, and replicas have different ones: put it into the data set of session.loader"
+            )
+    parts = list(_shared_parts(shared))
+    held, memory = {id(x) for x in parts}, {x.data_ptr() for x in parts if isinstance(x, torch.Tensor)}
+    for name, line in _that_train(tree, [loop], changed_names(loop)):
+        value = _value(values, name)
+        path = name.split(".")
+        is_shared = any(id(_value(values, ".".join(path[: i + 1]))) in held for i in range(len(path)))
+        is_shared = is_shared or (isinstance(value, torch.Tensor) and value.data_ptr() in memory)
+        if isinstance(value, Iterator):
+            raise ConfigError(
+                f"the training reads {name}, an iterator that {place}:{line} moves on, and each replica "
+                "moves its own: put what it gives into the data set of session.loader"
+            )
+        if isinstance(value, torch.Tensor | np.ndarray | list | dict | deque) and not is_shared:
+            raise ConfigError(
+                f"the training depends on {name}, which {place}:{line} changes from step to step, and each "
+                "replica changes its own: make it from the batch, or from step.metrics and keep it in a dict "
+                "that attach(..., state=) names"
+            )
+    calls = {dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)} - {""}
+    for name in sorted(calls):
+        value = _value(values, name)
+        if not isinstance(value, torch.nn.Module | type) and moves_training(loop, made_from(loop, {name})):
+            kept = kept_by_calls([value], held)
+            if kept:
+                raise ConfigError(
+                    f"the training depends on {kept}, and each replica makes other calls: make it from "
+                    "session.committed_step or from the batch, or keep it in an object of attach(..., state=)"
+                )
+
+
+def changed_names(loop: ast.For) -> dict[str, int]:
+    """Return the names that the loop does not set and whose content it changes, with the line.
+
+    Content that is written before it is read carries nothing, and a cache is filled where a test asks for it.
+    """
+    tests = [x for x in ast.walk(loop) if isinstance(x, ast.If | ast.IfExp)]
+    caches = [x for x in tests if any(isinstance(y, ast.In | ast.NotIn | ast.Is) for y in ast.walk(x.test))]
+    asked = {id(y) for x in caches for y in ast.walk(x)}
+    names, written = changed_in_place(loop), set[int]()
+    puts = [x for x in ast.walk(loop) if isinstance(x, ast.Assign)]
+    for put in sorted(puts, key=lambda x: x.lineno):
+        for target in (x for x in put.targets if isinstance(x, ast.Subscript)):
+            written |= {id(x) for x in ast.walk(target)}
+            name, reads = dotted(target.value), [x for x in ast.walk(loop) if isinstance(x, ast.expr)]
+            if (
+                name
+                and id(put) not in asked
+                and any(
+                    dotted(x) == name and x.lineno < put.lineno and id(x) not in written | asked
+                    for x in reads
+                )
+            ):
+                names.setdefault(name, put.lineno)
+    fresh = set(stores([loop]))
+    emptied = {
+        dotted(x.func.value)
+        for x in ast.walk(loop)
+        if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr == "clear"
+    }
+    return {x: at for x, at in names.items() if x not in emptied and not {x, x.partition(".")[0]} & fresh}
+
+
+def _numbers(loop: ast.For, step: str) -> dict[str, int]:
+    """Return the names that a loop over the micro-batches gets beside them: an index, another iterable."""
+    names: dict[str, int] = {}
+    for inner in (x for x in ast.walk(loop) if isinstance(x, ast.For)):
+        call, parts = inner.iter, getattr(inner.target, "elts", ())
+        if isinstance(call, ast.Call) and _iterates(call, step) and called(call) in ("enumerate", "zip"):
+            given = call.args if called(call) == "zip" else [ast.Constant(0), *call.args]
+            for target, source in zip(parts, given, strict=False):
+                names |= {} if _iterates(source, step) else dict.fromkeys(stores([target]), inner.lineno)
+    return names
+
+
+def _value(values: Mapping[str, Any], name: str) -> Any:
+    """Return what a name or an attribute's path has, or None; of a user's object also a method."""
+    thing, *path = name.split(".")
+    value = values.get(thing)
+    for part in path:
+        fields = {**getattr(value, "_parameters", {}), **getattr(value, "_buffers", {})}
+        kind: Any = type(value)
+        methods = {own for own, _, _ in methods_of(kind)}
+        known = getattr(value, "__dict__", {})
+        value = (
+            known[part] if part in known else getattr(value, part) if part in methods else fields.get(part)
+        )
+    return value
+
+
+def _shared_parts(shared: Iterable[Any]) -> Iterator[Any]:
+    """Yield the objects of the shared state, and the containers and tensors in their states."""
+    for value in shared:
+        if not isinstance(value, torch.nn.Module):
+            yield value
+        pending = [value.state_dict()]
+        while pending:
+            part = pending.pop()
+            if not isinstance(part, int | float | str | None):  # equal numbers may be one object
+                yield part
+            if isinstance(part, Mapping | list | tuple):
+                pending.extend(part.values() if isinstance(part, Mapping) else part)
 
 
 def unbound_names(source: str, line: int, bound: Iterable[str]) -> list[tuple[str, int]]:

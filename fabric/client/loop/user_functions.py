@@ -11,7 +11,7 @@ import inspect
 import linecache
 import sysconfig
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -37,18 +37,24 @@ _CALLS = ("__call__", "__getitem__", "__getitems__")  # the methods that give da
 _PARTS, _DEPTH, _FEW = 1000, 4, 64  # limits of a search for the parts of an object
 
 
-def kept_by_calls(things: Iterable[Any]) -> str:
+def kept_by_calls(things: Iterable[Any], shared: Collection[int] = ()) -> str:
     """Return what calls of ``things`` keep for later calls, whose results depend on it, as "NAME, which ...".
 
-    It is empty where the source shows none. Caches, opened files and counts for prints are left alone.
+    It is empty where the source shows none. Caches, opened files and counts for prints are left alone, and
+    what the objects with the ids ``shared`` hold.
     """
     reached = _Reached(things)
     for functions in reached.groups():
         for keeper in functions:
+            if id(keeper.thing) in shared:
+                continue
             kept = {name: True for name in keeper.kept() if keeper.outer(name) not in _begun(functions)}
             kept |= {name: False for name in keeper.left() if name not in kept}
             for name, conditions in kept.items():
-                if _give(functions, reached.entries, keeper.outer(name), conditions):
+                held = keeper.object_of(ast.parse(name, mode="eval").body)
+                if id(held) not in shared and _give(
+                    functions, reached.entries, keeper.outer(name), conditions
+                ):
                     line = (keeper.kept() | keeper.left())[name]
                     file = Path(keeper.function.__code__.co_filename).name
                     return f"{name}, which {keeper} keeps from call to call ({file}:{line})"

@@ -288,8 +288,6 @@ class Checks:
         """Check that every leader decides the same, and that no committed step is lost."""
         epoch = resume.fence.epoch
         known = self.decisions.get(epoch)
-        if known is not None and known.fence.store_id != resume.fence.store_id:
-            known = None  # no process that spoke knew of an epoch of the wiped store
         if known is not None and known != resume:
             raise Violation(f"epoch {epoch} was decided twice: {known}, then {resume}")
         if known is not None or self.records[-1].epoch != epoch:

@@ -188,10 +188,10 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     has_addresses = any(column.header == "checkpoint server" for column in table.columns)
     below = [] if has_addresses else [_address(entry) for entry, _ in rows if entry["ckpt"]]
     addresses = (Text(line, no_wrap=True, overflow="ignore") for line in below)
-    said = job.get("headline", "")
-    head = [Text(said, style="bold green" if WHOLE.fullmatch(said) else "bold red")] if said else []
+    first = job.get("headline", "")
+    head = [Text(first, style="bold green" if WHOLE.fullmatch(first) else "bold red")] if first else []
     if "as_of" in job:
-        head = [Text(f"as of {_dated(job)}: {said}", style="bold yellow")]
+        head = [Text(f"as of {_dated(job)}: {first}", style="bold yellow")]
     return Group(*head, *map(Text, lines), table, *addresses, Text(led, style="dim"))
 
 

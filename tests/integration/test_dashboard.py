@@ -7,6 +7,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,40 @@ def test_a_wrong_token_is_reported_and_the_right_one_is_not_kept(job, browser):
 
 
 MADE_UP = ("", "1.x", "99999999999.00", "\u00e4", "99999999999..", ".")
+
+
+BROKEN_WORDS = """
+const broken = [];
+for (const cell of document.querySelectorAll("td"))
+  for (const word of cell.firstChild.data.matchAll(/\\S+/g)) {
+    const range = document.createRange();
+    range.setStart(cell.firstChild, word.index);
+    range.setEnd(cell.firstChild, word.index + word[0].length);
+    if (range.getClientRects().length > 1) broken.push(word[0]);
+  }
+return [broken, document.documentElement.scrollWidth];
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+def test_a_long_reason_breaks_no_word_of_the_other_cells(browser, tmp_path, width):
+    """Beside a reason of three lines the page had "memb er" and "runnin g"."""
+    path = "/a-folder" * 40
+    cells = {
+        "replica": "r0",
+        "role": "new member",
+        "phase": "run, waiting",
+        "step": "690",
+        "waits for": "r1, r3",
+    }
+    cells |= {"trainer": "running", "verdict": f"{'refused for its other settings ' * 12} {path}"}
+    row = "".join(f'<td data-label="{label}">{text}</td>' for label, text in cells.items())
+    style = (files("fabric.lighthouse.http") / "page" / "dashboard.css").read_text()
+    page = tmp_path / "page.html"
+    page.write_text(f"<!doctype html><style>{style}</style><section><table><tr>{row}</tr></table></section>")
+    browser.resize(width, 800)
+    browser.open(page.as_uri())
+    assert browser.run(BROKEN_WORDS) == [[path], width]
 
 
 def test_a_made_up_login_opens_nothing(job):

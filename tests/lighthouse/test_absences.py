@@ -138,6 +138,20 @@ def test_a_lost_replica_that_is_back_stands_outside_until_it_joins():
     assert watched.said.startswith("2 of 3 replicas; c outside since TIME (")
 
 
+def test_a_replica_outside_is_named_although_no_record_of_its_loss_is_left():
+    """The store was away when it died, so the next leader said: 1 replica not seen since this one leads."""
+    watched = Watched(start_replicas=3)
+    watched.evict("c")
+    watched.log = Recoveries()
+    watched.log.begin(watched.job.record)
+    assert watched.said == "2 of 3 replicas; 1 replica not seen since this lighthouse leads"
+    watched.job.open("c", incarnation=2)
+    watched.job.open("d", incarnation=2)
+    watched.job.open("e", incarnation=2, spare=True)
+    away = "outside since TIME (has no state of this generation yet, c)"
+    assert watched.said == f"2 of 3 replicas; c {away}", "one is lacked, and d and e are more"
+
+
 def test_a_lost_replica_that_another_name_replaces_is_missing_no_more():
     watched = Watched(start_replicas=3)
     watched.evict("c")

@@ -551,6 +551,18 @@ def test_each_alert_names_whom_it_is_about_and_its_sentence_is_tested():
             )
 
 
+def test_an_alert_gives_a_count_over_time_as_a_whole_number():
+    """``increase`` goes on to the ends of its window, so three evictions were 3.027 evictions."""
+    (group,) = yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text())["groups"]
+    over_time = {
+        rule["alert"]: re.findall(r"{{ ([^{}]*\$value[^{}]*) }}", rule["annotations"]["summary"])
+        for rule in group["rules"]
+        if "increase(" in rule["expr"] or "_seconds" in rule["expr"]
+    }
+    shown = {"$value | humanizePercentage", 'printf "%.0f" $value'}
+    assert {name: forms for name, forms in over_time.items() if not set(forms) <= shown} == {}
+
+
 def test_the_dashboard_has_a_position_for_each_panel():
     panels = json.loads((OPS / "grafana" / "fabric.json").read_text())["panels"]
     taken: set[tuple[int, int]] = set()

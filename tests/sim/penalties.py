@@ -60,6 +60,11 @@ class Penalties:
         """Forget the failures of a replica that an operator admits."""
         self._failures.pop(replica, None)
 
+    def forget(self) -> None:
+        """The store was wiped: the next leader knows of no failure."""
+        self._failures.clear()
+        self._perhaps.clear()
+
     def written(self, before: Record, after: Record) -> str:
         """Judge the replicas that ``after`` admits, then count the evictions; return the violation, or
         empty.

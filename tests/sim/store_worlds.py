@@ -33,6 +33,8 @@ def wipe_store(world: World) -> None:
     store.wipe(clockwork.random.choice(("aaa", "zzz")) + str(store.revision))
     if world.checks.shares is not None:
         world.checks.shares.actions = 0  # the next leader knows none
+    if world.checks.penalties is not None:
+        world.checks.penalties.forget()
     clockwork.trace("FAULT", f"store wiped: now {store.name}")
 
 

@@ -22,7 +22,7 @@ from sim.ranks import RankWorld
 from sim.sharing import SharingWorld
 from sim.store_worlds import RestoredWorld, WipedWorld
 from sim.unequal_worlds import UnequalWorld
-from sim.world import World
+from sim.world import Settings, World
 
 from fabric.lighthouse.diagnosis.status_text import waiting_for
 from fabric.model import Sharing
@@ -64,6 +64,17 @@ class _Readers(SharingWorld):
 
     def __init__(self, seed: int, **options: Any) -> None:
         super().__init__(seed, SHARINGS[seed % len(SHARINGS)], **options)
+
+
+class _Wiped(WipedWorld):
+    """Three replicas or more: of two, one may be a spare, and the other begins alone in an empty store."""
+
+    def choose(self) -> Settings:
+        chosen = super().choose()
+        count = max(3, chosen.replicas)
+        policy = replace(chosen.leader.policy, start_replicas=count)
+        leader = replace(chosen.leader, policy=policy)
+        return replace(chosen, replicas=count, micro_batches=max(count, chosen.micro_batches), leader=leader)
 
 
 class _Durable(DurableWorld):
@@ -155,7 +166,7 @@ class Feature:
 # Classes that change what others choose come first. Only one class can change the trainers.
 FEATURES = (
     Feature("readers", 0.2, _Readers),
-    Feature("wiped", 0.06, WipedWorld),
+    Feature("wiped", 0.06, _Wiped),
     Feature("restored", 0.06, RestoredWorld, excludes="wiped"),
     Feature("durable", 0.1, _Durable, excludes="wiped restored"),
     Feature("stages", 0.15, CurriculumWorld),

@@ -14,7 +14,7 @@ from fabric.lighthouse.history.recovery import DOWN, LEFT, OUTSIDE, Absence, Rec
 from fabric.model import counted
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
-from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.liveness import Peer, as_member
 
 # The end of a reason such as "its trainer has been stopped for 0.16 s", which was true at the eviction alone.
 _DURATION = re.compile(r" (?:for )?\d+\.\d+ s\b(?: ago)?")
@@ -53,6 +53,14 @@ def _absences(core: LeaderCore, recoveries: Recoveries, now: float) -> list[Abse
                 why = back.why or recovery.why
                 by_name[name] = _outside(core, name, why, recovery.detected, back.host, now)
     by_name = {**{x: gone for x, gone in recoveries.left.items() if record.member(x) is None}, **by_name}
+    lacked = core.state.config.policy.start_replicas - len(record.roster)
+    lacked -= sum(not x.is_member for x in by_name.values())
+    for name in sorted(record.strangers(core.state.liveness.peers.keys()) - by_name.keys()):
+        # No record of its loss is left, as the store was away.
+        peer = _living(core, name, now)
+        if lacked > 0 and peer is not None and not peer.session.spare:
+            since, host = time.time() - (now - peer.opened), host_of(as_member(peer.session))
+            by_name[name], lacked = _outside(core, name, "", since, host, now), lacked - 1
     return _launched(core, recoveries, by_name, now)
 
 

@@ -17,7 +17,6 @@ from fabric.lighthouse.history.launches import LaunchReports
 from fabric.model import Member, Record, incident_id_of, shortened
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
-from fabric.protocol.leader.state import EpochState
 from fabric.protocol.messages.wire import decode_value
 
 # The number of newest records that are kept, in memory and in the store.
@@ -142,14 +141,14 @@ class Recoveries:
 
     def observe(self, core: LeaderCore, event: int, now: float) -> list[RecoveryRecord]:
         """Bring the records up to date; return those that changed. ``event``: the id of the newest event."""
-        record = core.state.record
+        record, epoch = core.state.record, core.state.epoch
         changed: dict[int, RecoveryRecord] = {}
         if record is not None and record is not self._record:
             self._note_departures(record, now)
             for recovery in [*self._on_record(core, record, event, now), *self._note_replacements(record)]:
                 changed[recovery.id] = recovery
             self._record = record
-        elif record is not None and _has_failed(core.state.epoch) and self._unanswered() is None:
+        elif record is not None and (epoch.pending_evictions or epoch.aborted) and not self._unanswered():
             recovery = self._open(core, event, now)
             changed[recovery.id] = recovery
         few = record is None or len(record.roster) <= _MANY
@@ -270,10 +269,6 @@ def _why_lost(replica: str, before: Record, record: Record) -> str:
     return next(whys, record.reason)
 
 
-def _has_failed(epoch: EpochState) -> bool:
-    return bool(epoch.pending_evictions or epoch.aborted)
-
-
 def _is_by_order(before: Record, record: Record) -> bool:
     """Whether the epoch stops or resumes the job only because the needed number of members has changed."""
     if record.generation != before.generation or record.min_replicas == before.min_replicas:
@@ -288,7 +283,8 @@ def _fill(recovery: RecoveryRecord, core: LeaderCore, now: float, top: Callable[
     if record is None or not recovery.epoch_committed:
         return False
     changed = False
-    if not recovery.links_up and (record.epoch > recovery.epoch or _everybody_runs(core, record)):
+    all_run = len(core.state.epoch.running) >= len(record.roster)
+    if not recovery.links_up and (record.epoch > recovery.epoch or all_run):
         recovery.links_up, changed = now, True
     changed = _note_resume(recovery, core) or changed
     if not recovery.step_committed and _has_stepped(recovery, core, record, top):
@@ -313,10 +309,6 @@ def _has_stepped(recovery: RecoveryRecord, core: LeaderCore, record: Record, top
     older."""
     is_decided = not record.is_forced or core.state.epoch.decision is not None
     return record.complete or (is_decided and top() > recovery.step)
-
-
-def _everybody_runs(core: LeaderCore, record: Record) -> bool:
-    return len(core.state.epoch.running) >= len(record.roster)
 
 
 def _fill_return(

@@ -12,9 +12,8 @@ from aiohttp import web
 from fabric.errors import ProtocolError, Unauthorized
 from fabric.lighthouse.connections.validation import check_name, cleaned
 from fabric.lighthouse.http.operator_routes import body_of, find_job, text_of
-from fabric.lighthouse.http.tokens import DRILL_PATH, Tokens
+from fabric.lighthouse.http.tokens import DRILL_PATH, NO_RIGHT, Tokens
 from fabric.lighthouse.jobs.drills import MOST_SECONDS, AskingInjector, Drills
-from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.runtime.drill_orders import proof_of
 from fabric.runtime.http.http_service import Handler, read_body
@@ -91,7 +90,8 @@ def _begin(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
         body = await body_of(request, '{"who": "me", "why": "weekly"}')
         who, why, may_lose = text_of(body, "who"), text_of(body, "why"), body.get("yes_lose_it", False)
         job = find_job(jobs(), request)
-        job.drills.begin(who, why, _members(job), may_lose=may_lose is True)
+        record = job.core.state.record
+        job.drills.begin(who, why, len(record.roster) if record else 0, may_lose=may_lose is True)
         return web.json_response(job.drills.as_json())
 
     return handle
@@ -142,14 +142,7 @@ def _injector(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
 
 async def _check_right(request: web.Request, tokens: Tokens) -> None:
     if not await tokens.may_drill(request):
-        raise Unauthorized(
-            "this token has no right to drill: use the token of the lighthouse's --drill-token-file"
-        )
-
-
-def _members(job: Job) -> int:
-    record = job.core.state.record
-    return len(record.roster) if record is not None else 0
+        raise Unauthorized(NO_RIGHT)
 
 
 def _decoded(data: bytes, kind: type[B]) -> B:

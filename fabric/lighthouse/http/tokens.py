@@ -34,6 +34,7 @@ HANG_S = 1.0
 Scope = frozenset[str] | None
 # A signed request of a drill counts for so long before and after its time.
 SIGNED_S = 300.0
+NO_RIGHT = "this token has no right to drill: use the token of the lighthouse's --drill-token-file"
 DRILL_PATH = "/v1/jobs/{job}/drill"
 _READ_BY_DRILLS = frozenset(
     {"/v1/jobs", "/v1/jobs/{job}", DRILL_PATH}
@@ -110,7 +111,7 @@ class Tokens:
         asked = request.method, request.rel_url.raw_path_qs, await read_body(request)
         proofs = [request_proof(token, stamp, *asked) for token in self._drill.accepted()]
         if not any([is_same(proof, x) for x in proofs]):  # noqa: C419
-            return False
+            raise Unauthorized(NO_RIGHT)
         sent, now = stamp.partition(".")[0], time.time()
         if not sent.isdecimal() or abs(float(sent) - now) > SIGNED_S:
             raise Unauthorized("the clocks of this drill and this lighthouse differ: set both clocks")

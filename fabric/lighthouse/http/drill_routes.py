@@ -16,6 +16,7 @@ from fabric.lighthouse.http.tokens import DRILL_PATH, Tokens
 from fabric.lighthouse.jobs.drills import MOST_SECONDS, AskingInjector, Drills
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
+from fabric.model import printable
 from fabric.runtime.drill_orders import proof_of
 from fabric.runtime.http.http_service import Handler, bearer_of, read_body
 
@@ -65,7 +66,7 @@ def add_drills(app: web.Application, jobs: Callable[[], Jobs], tokens: Tokens) -
         "fault": (
             _FaultRequest,
             lambda drills, x: drills.inject(
-                x.drill, _printable(x.fault), check_name("replica", x.replica), x.seconds, _printable(x.point)
+                x.drill, printable(x.fault), check_name("replica", x.replica), x.seconds, printable(x.point)
             ),
         ),
         "end-fault": (_EndRequest, lambda drills, asked: drills.end_fault(asked.drill, asked.number)),
@@ -114,7 +115,7 @@ def _injector(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
         job = find_job(jobs(), request)
         drills = job.drills
         reports = {
-            int(number): {name: _printable(text) for name, text in report.items()}
+            int(number): {name: printable(text) for name, text in report.items()}
             for number, report in asked.reports.items()
             if number.isdecimal() and len(number) < 10
         }
@@ -122,9 +123,9 @@ def _injector(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
         def ask() -> dict[str, Any]:
             injector = AskingInjector(
                 check_name("replica", asked.replica),
-                _printable(asked.id),
+                printable(asked.id),
                 asked.pid,
-                _printable(asked.host),
+                printable(asked.host),
                 asked.restarts,
                 job.now,
             )
@@ -159,7 +160,3 @@ def _decoded(data: bytes, kind: type[B]) -> B:
         raise ProtocolError(
             f"this request of a drill cannot be read ({error}): use a drill of this version"
         ) from error
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -15,7 +15,7 @@ import pytest
 
 from fabric.audit.audit import gather
 from fabric.audit.journal import read_run
-from fabric.audit.summary import losses
+from fabric.audit.summary import mean_loss
 
 # docs/demo.md has the largest measured difference of the mean loss, over runs of 120 steps.
 TOLERANCE = 1e-5
@@ -30,9 +30,9 @@ def run_demo(out: Path, *arguments: str) -> None:
 
 def compare_losses(*runs: Path) -> float:
     """Return the largest difference of the mean loss at any step of two runs."""
-    first, second = (losses(gather(read_run(folder))) for folder in runs)
+    first, second = (gather(read_run(folder)).lineage() for folder in runs)
     assert first and set(first) == set(second), "both have committed the same steps"
-    return max(abs(first[step] - second[step]) for step in first)
+    return max(abs(mean_loss(first[step]) - mean_loss(second[step])) for step in first)
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def printable(text: str, stand_in: str = "?") -> str:
+    """Return ``text`` in one line, with ``stand_in`` for each character that is not printable."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else stand_in for c in text)
+
+
 def first_of(names: Sequence[object], most: int = 4) -> str:
     """Name the first ones and count the others, as in "r0, r1 and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -32,12 +32,12 @@ LIMITS = {
     "lines of fabric/": 83_700,
     "files of fabric/": 513,
     "packages over their budget of lines": 0,
-    "single-use helpers of at most four lines, per 1,000 lines": 2.5,
-    "functions that only forward": 98,
-    "settings": 41,
+    "single-use helpers of at most four lines, per 1,000 lines": 2.45,
+    "functions that only forward": 95,
+    "settings": 40,
     "flags and arguments of commands": 154,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.0,
+    "lines of fabric/ per function": 14.05,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fabric.health.alarm import CusumAlarm
-from fabric.health.detector import MakeAlarm, UnitDetector
+from fabric.health.detector import UnitDetector
 from fabric.health.localise import Slowdown, Unit, localise
 from fabric.health.predictor import WARM_UP
 from fabric.health.work import WorkAmount, is_time
@@ -35,14 +35,12 @@ class PipelineShape:
 class PipelineDetector:
     """Watches one replica of pipeline stages: one alarm on its iterations, and one on each stage."""
 
-    def __init__(
-        self, replica: str, shape: PipelineShape, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP
-    ) -> None:
+    def __init__(self, replica: str, shape: PipelineShape, warm_up: int = WARM_UP) -> None:
         self.shape = shape
-        self.iteration = alarm()
+        self.iteration = CusumAlarm()
         self.predicted_s: float | None = None  # predicted seconds of the newest iteration
         self._replica = replica
-        self._stages = [UnitDetector(alarm, warm_up) for _ in range(shape.stages)]
+        self._stages = [UnitDetector(warm_up) for _ in range(shape.stages)]
 
     @property
     def is_raised(self) -> bool:

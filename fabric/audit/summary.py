@@ -103,11 +103,6 @@ def loss_per_unit(commit: Mapping[str, Any]) -> float:
     return metrics.get("loss", 0.0) / (metrics.get("tokens") or parts or 1)
 
 
-def losses(evidence: Evidence) -> dict[int, float]:
-    """Return the mean loss of every committed step, by step."""
-    return {step: mean_loss(commit) for step, commit in evidence.lineage().items()}
-
-
 def step_gaps(evidence: Evidence) -> Iterator[tuple[JournalLine, float]]:
     """Yield every live commit that follows a live commit of the same process, with the seconds between."""
     for lines in evidence.lives():

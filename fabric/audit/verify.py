@@ -12,7 +12,7 @@ from typing import Any
 
 from fabric.audit.audit import Evidence, audit, gather
 from fabric.audit.journal import RecordedRun, read_run
-from fabric.audit.summary import RunSummary, losses, summarise
+from fabric.audit.summary import RunSummary, summarise
 from fabric.errors import ConfigError
 
 SUMMARY_FILE = "summary.json"
@@ -45,17 +45,6 @@ def verify(directory: Path) -> Verdict:
         return Verdict(verdict.evidence, verdict.summary, (*verdict.broken, f"{path} is missing."))
     differences = _differences(_read_summary(path), verdict.summary.as_json())
     return Verdict(verdict.evidence, verdict.summary, (*verdict.broken, *differences))
-
-
-def compare_losses(first: Path, second: Path) -> float:
-    """Return the largest absolute difference of the mean loss at any step of two runs.
-
-    Raises ConfigError where one of them holds no run, or they have not committed the same steps.
-    """
-    curves = [losses(gather(read_run(directory))) for directory in (first, second)]
-    if set(curves[0]) != set(curves[1]) or not curves[0]:
-        raise ConfigError(f"{first} and {second} have not committed the same steps.")
-    return max(abs(curves[0][step] - curves[1][step]) for step in curves[0])
 
 
 def write_summary(directory: Path, summary: RunSummary) -> None:

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 
 from fabric.cli.lighthouse_options import lighthouses_of, operator_name
-from fabric.cli.terminal_text import plain_console, print_table, printable
+from fabric.cli.terminal_text import plain_console, print_table
 from fabric.drill.judge.drill_record import DrillRecord
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
@@ -34,6 +34,7 @@ from fabric.drill.schedule.drill_schedule import (
 )
 from fabric.drill.schedule.fault_table import FAULTS, FaultNeed, obstacle
 from fabric.errors import ConfigError, Refused
+from fabric.model import printable
 from fabric.runtime.drill_orders import order_key
 from fabric.runtime.http.http_service import read_token
 from fabric.runtime.local_job import MAX_REPLICAS, SUPERVISOR_FILE, claimed, interrupt_at_sigterm

@@ -10,8 +10,8 @@ import aiohttp
 import click
 
 from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
-from fabric.cli.terminal_text import printable
 from fabric.errors import Unreachable
+from fabric.model import printable
 from fabric.runtime.http.lighthouse_client import Lighthouses, understood
 
 _PAUSE_S = 0.5

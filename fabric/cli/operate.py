@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of, operator_name
-from fabric.cli.terminal_text import printable
 from fabric.lighthouse.connections.validation import MOST_REPLICAS
+from fabric.model import printable
 from fabric.runtime.config import ADAPT_MODES
 from fabric.runtime.http.lighthouse_client import understood
 

@@ -10,10 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-
-def printable(text: str) -> str:
-    """``text`` in one line, with a question mark for each character that is not printable."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+from fabric.model import printable
 
 
 def all_printable(value: Any) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import xxhash
 
 from fabric.errors import Mismatch, ProtocolError
-from fabric.model import shortened
+from fabric.model import printable, shortened
 
 _LAYOUT = struct.Struct("<4sBBHHHIIQQQIQ")
 _DIGEST = struct.Struct("<Q")
@@ -184,5 +184,5 @@ def take_back(data: bytearray, *kinds: int) -> tuple[str, str] | ChunkHeader | N
         raise ProtocolError("a notice on the ring's way back is not JSON") from error
     match value:
         case [str(about), str(why)]:
-            return "".join(c if c.isprintable() else "?" for c in why[:_MAX_WHY_CHARACTERS]), about
+            return printable(why[:_MAX_WHY_CHARACTERS]), about
     raise ProtocolError("a notice on the ring's way back does not name its cause")

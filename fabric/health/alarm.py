@@ -1,40 +1,22 @@
-"""Two rules that raise an alarm when observed times exceed the predicted times, and the damping of alarms.
+"""A rule that raises an alarm when observed times exceed the predicted times, and the damping of alarms.
 
 `CusumAlarm` sums up the excess over the usual time, so it also sees a lasting slowdown of a few percent. It
 cannot see a slowdown below its slack (2 %, or 1.5 times the noise), or one that was there in the warm-up. A
 slowdown that grows over more than some 200 samples is learnt as normal.
-
-`RatioAlarm` is the published rule: observed above 1.25 times predicted. It needs no history of errors, but it
-cannot see a fault that makes an iteration less than 25 % longer. In split 1F1B with four stages it does not
-see a second stage that is slower by less than 1.72, 1.45 or 1.34 times (with 4, 8 or 16 micro-batches).
 """
 
 import math
 from collections import deque
 from collections.abc import Collection
-from typing import Protocol
+from statistics import median
 
-from fabric.health.statistics import median, spread
+from fabric.health.statistics import spread
 
 WINDOW = 128  # number of newest errors from which the alarm computes the usual error
 FEW = 10  # with fewer errors than this the usual error is unknown
 LARGEST = 0.7  # the largest error (a logarithm) that counts: twice the time
 SLACK, SLACK_SIGMAS = 0.02, 1.5
 THRESHOLD, THRESHOLD_SIGMAS = 0.12, 8.0
-RATIO = 1.25
-
-
-class AlarmRule(Protocol):
-    """A rule that a detector can use."""
-
-    is_raised: bool
-
-    @property
-    def statistic(self) -> float:
-        """Above zero where the unit may be slow; the detector learns nothing while it is above zero."""
-
-    def observe(self, observed: float, predicted: float) -> bool:
-        """Take one pair of times above zero; return whether the alarm is raised now."""
 
 
 class CusumAlarm:
@@ -49,6 +31,7 @@ class CusumAlarm:
 
     @property
     def statistic(self) -> float:
+        """Above zero where the unit may be slow; the detector learns nothing while it is above zero."""
         return self._sum
 
     @property
@@ -56,6 +39,7 @@ class CusumAlarm:
         return max(THRESHOLD, THRESHOLD_SIGMAS * self._sigma)
 
     def observe(self, observed: float, predicted: float) -> bool:
+        """Take one pair of times above zero; return whether the alarm is raised now."""
         error = math.log(observed / predicted)
         if len(self._usual) < FEW:
             self._learn([error])
@@ -77,23 +61,6 @@ class CusumAlarm:
         self._usual.extend(errors)
         self._centre = median(self._usual)
         self._sigma = spread(self._usual, self._centre)
-
-
-class RatioAlarm:
-    """Raised while the newest time is above 1.25 times the predicted one."""
-
-    def __init__(self) -> None:
-        self.is_raised = False
-        self._excess = 0.0
-
-    @property
-    def statistic(self) -> float:
-        return self._excess
-
-    def observe(self, observed: float, predicted: float) -> bool:
-        self._excess = max(0.0, observed / predicted - RATIO)
-        self.is_raised = self._excess > 0
-        return self.is_raised
 
 
 SHORT = 30  # number of steps: a slowdown that ends sooner should not have been reported

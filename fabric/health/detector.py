@@ -5,14 +5,14 @@ announced work of the user (`session.busy`), and takes out the time that a unit 
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from statistics import median
 
-from fabric.health.alarm import AlarmRule, CusumAlarm
+from fabric.health.alarm import CusumAlarm
 from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
 from fabric.health.predictor import WARM_UP, Sample, WorkPredictor
-from fabric.health.statistics import median
 from fabric.health.work import WorkAmount, is_time
 
 RECENT = 5  # number of samples whose median is the present slowness; a median ignores two outliers
@@ -26,15 +26,13 @@ SETTLED = 5  # number of successive estimates that must agree; each is a median 
 AGREES = 1.1  # estimates agree if the largest is at most this many times the smallest
 MOST_WAITED = 15  # after this number of estimates a speed that keeps changing counts as settled, too
 
-MakeAlarm = Callable[[], AlarmRule]
-
 
 class UnitDetector:
     """Predicts one unit's times and says whether it got slow."""
 
-    def __init__(self, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP) -> None:
+    def __init__(self, warm_up: int = WARM_UP) -> None:
         self.predictor = WorkPredictor(warm_up)
-        self.alarm = alarm()
+        self.alarm = CusumAlarm()
         self._recent: deque[float] = deque(maxlen=RECENT)  # observed over predicted time, newest samples
         # Iterations since the alarm's statistic left zero; learnt only when the statistic returns to zero.
         self._doubtful: list[Sequence[Sample]] = []
@@ -73,6 +71,13 @@ class UnitDetector:
             for iteration in [*self._doubtful, samples]:
                 self.predictor.learn(iteration)
             self._doubtful.clear()
+
+
+def usual_time(units: Iterable[UnitDetector], work: WorkAmount) -> float | None:
+    """The median of the times that the models of some units predict for this work."""
+    predicted = [unit.predictor.predict(work) for unit in islice(units, MOST_MODELS)]
+    times = [seconds for seconds in predicted if seconds is not None]
+    return median(times) if times else None
 
 
 class Settling:
@@ -121,10 +126,10 @@ class ReplicaSpeed:
 class _Replica:
     """The detector's memory of one process of a replica."""
 
-    def __init__(self, replica: str, incarnation: int, alarm: MakeAlarm, warm_up: int) -> None:
+    def __init__(self, replica: str, incarnation: int) -> None:
         self.replica = replica
         self.incarnation = incarnation
-        self.unit = UnitDetector(alarm, warm_up)
+        self.unit = UnitDetector()
         self.step = -1
         self.skip = FIRST_STEPS
         self.newest: tuple[WorkAmount, float] | None = None
@@ -157,8 +162,7 @@ class _Replica:
 class JobDetector:
     """Watches the replicas of one job, each as one unit."""
 
-    def __init__(self, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP, floor_s: float = 0.0) -> None:
-        self._alarm, self._warm_up = alarm, warm_up
+    def __init__(self, floor_s: float = 0.0) -> None:
         self._floor_s = floor_s  # a replica that makes a step longer by less than this is not reported
         self._replicas: dict[str, _Replica] = {}
 
@@ -169,7 +173,7 @@ class JobDetector:
         """
         watched = self._replicas.get(replica)
         if watched is None or watched.incarnation != incarnation:
-            watched = self._replicas[replica] = _Replica(replica, incarnation, self._alarm, self._warm_up)
+            watched = self._replicas[replica] = _Replica(replica, incarnation)
         if step < watched.step:
             watched.forget()
         if step == watched.step or not work.is_valid or not is_time(seconds):
@@ -180,7 +184,7 @@ class JobDetector:
             return
         watched.predicted_s = watched.unit.predictor.predict(work)
         watched.newest = (work, seconds)
-        expected = self._in_the_middle(work)
+        expected = usual_time((x.unit for x in self._replicas.values()), work)
         if expected is not None:
             watched.relative.append((step, seconds / expected))
         if watched.predicted_s is not None:
@@ -190,13 +194,6 @@ class JobDetector:
         if watched.unit.is_slow != was_slow:  # older samples show the speed before the change
             watched.relative = deque(list(watched.relative)[-RECENT:], watched.relative.maxlen)
         watched.settle()
-
-    def _in_the_middle(self, work: WorkAmount) -> float | None:
-        """The median of the times that the replicas' models predict for this work."""
-        asked = islice(self._replicas.values(), MOST_MODELS)
-        predicted = [watched.unit.predictor.predict(work) for watched in asked]
-        times = [seconds for seconds in predicted if seconds is not None]
-        return median(times) if times else None
 
     def is_alarmed(self, replica: str) -> bool:
         """Whether this replica is slow by its own past."""

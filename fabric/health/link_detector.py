@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from itertools import islice
 
-from fabric.health.alarm import CusumAlarm
-from fabric.health.detector import MakeAlarm, UnitDetector
+from fabric.health.detector import UnitDetector
 from fabric.health.localise import MANY, MAX_SUSPECTS, Slowdown, Unit, localise
-from fabric.health.predictor import WARM_UP
 from fabric.health.work import WorkAmount
 from fabric.model import ReplicaProcess
 
@@ -54,8 +52,6 @@ class WatchedLink:
 class LinkDetector:
     """Watches the link from each member of a ring to the next member."""
 
-    alarm: MakeAlarm = CusumAlarm
-    warm_up: int = WARM_UP
     _next: dict[str, tuple[ReplicaProcess, ReplicaProcess]] = field(default_factory=dict)  # by sender
     _links: dict[tuple[ReplicaProcess, ReplicaProcess], _Link] = field(default_factory=dict)
     _newest: dict[str, PeerTimes] = field(default_factory=dict)
@@ -78,7 +74,7 @@ class LinkDetector:
         peer = ends[1].replica
         if peer not in times.sending_s and ends not in self._links:
             return  # the link shares memory, or the replica runs an older version
-        link = self._links.setdefault(ends, _Link(UnitDetector(self.alarm, self.warm_up)))
+        link = self._links.setdefault(ends, _Link(UnitDetector()))
         sending_s, waiting_s = times.sending_s.get(peer, 0.0), received.waiting_s.get(replica, 0.0)
         link.steps += 1
         link.newest_s = max(0.0, min(sending_s, waiting_s))
@@ -106,10 +102,8 @@ class LinkDetector:
         units = {ends: (Unit(ends[0].replica), Unit(ends[1].replica)) for ends in compared}
         slowest = localise({}, {units[ends]: ratio for ends, ratio in compared.items()}, failed)
         links = {units[ends]: self._links[ends] for ends in compared}
-        return [
-            replace(x, evidence=f"{x.evidence}; {_figures(links[x.units[0], x.units[1]])}") for x in slowest
-        ]
-
-
-def _figures(link: _Link) -> str:
-    return f"bytes are late on it for {link.newest_s:.3f} s in a step, usually {link.usual_s:.3f} s"
+        for number, slowdown in enumerate(slowest):
+            link = links[slowdown.units[0], slowdown.units[1]]
+            late = f"bytes are late on it for {link.newest_s:.3f} s in a step, usually {link.usual_s:.3f} s"
+            slowest[number] = replace(slowdown, evidence=f"{slowdown.evidence}; {late}")
+        return slowest

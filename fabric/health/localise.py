@@ -8,8 +8,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-
-from fabric.health.statistics import median
+from statistics import median
 
 SLOW = 1.10  # a unit is slow above this factor over the equal units of other replicas
 SLOW_LINK = 1.5  # the factor for a link is larger, because transfers vary more than computation

@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import median
 
-from fabric.health.statistics import Row, dot, inverse, median, solve, spread
+from fabric.health.statistics import Row, dot, inverse, solve, spread
 from fabric.health.work import WorkAmount, is_time
 
 WARM_UP = 50

@@ -9,12 +9,10 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import median
 
-from fabric.health.alarm import CusumAlarm
-from fabric.health.detector import FIRST_STEPS, MOST_MODELS, RECENT, SPEED_SAMPLES, MakeAlarm, UnitDetector
+from fabric.health.detector import FIRST_STEPS, MOST_MODELS, RECENT, SPEED_SAMPLES, UnitDetector, usual_time
 from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
-from fabric.health.predictor import WARM_UP
-from fabric.health.statistics import median
 from fabric.health.work import WorkAmount, is_time
 
 KEPT_STEPS = 30  # newest steps whose times are kept for each rank
@@ -79,8 +77,7 @@ class _RankedReplica:
 class RankDetector:
     """Watches the ranks of a job's replicas, each rank as one unit."""
 
-    def __init__(self, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP) -> None:
-        self._alarm, self._warm_up = alarm, warm_up
+    def __init__(self) -> None:
         self._replicas: dict[str, _RankedReplica] = {}
         self._by_stage: dict[int, dict[Unit, RankHistory]] = {}
 
@@ -110,18 +107,15 @@ class RankDetector:
     def _take(self, watched: _RankedReplica, step: int, sample: RankSample) -> None:
         rank = watched.ranks.get(sample.unit)
         if rank is None:
-            detector = UnitDetector(self._alarm, self._warm_up)
-            rank = watched.ranks[sample.unit] = RankHistory(sample.number, detector)
+            rank = watched.ranks[sample.unit] = RankHistory(sample.number, UnitDetector())
             self._by_stage.setdefault(sample.unit.stage, {})[sample.unit] = rank
         rank.seconds, rank.predicted_s = sample.seconds, rank.detector.predictor.predict(sample.work)
         rank.waited_s.append(sample.waited_s)
         if rank.predicted_s is not None:
             rank.ratios.append(sample.seconds / rank.predicted_s)
-        asked = islice(self._by_stage[sample.unit.stage].values(), MOST_MODELS)
-        predicted = [equal.detector.predictor.predict(sample.work) for equal in asked]
-        times = [seconds for seconds in predicted if seconds is not None]
-        if times:
-            rank.relative.append((step, sample.seconds / median(times)))
+        expected = usual_time((x.detector for x in self._by_stage[sample.unit.stage].values()), sample.work)
+        if expected is not None:
+            rank.relative.append((step, sample.seconds / expected))
         rank.detector.observe([(sample.work, sample.seconds)])
 
     def keep(self, members: Collection[str]) -> None:

@@ -1,15 +1,9 @@
 """Robust statistics and small linear systems, for samples of a few hundred."""
 
 from collections.abc import Sequence
+from statistics import median
 
 Row = list[float]
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle of ``values``, which are not empty."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def spread(values: Sequence[float], centre: float) -> float:

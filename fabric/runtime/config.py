@@ -25,7 +25,7 @@ from fabric.runtime.http.http_service import parse_ports, read_token
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.logs import FORMATS
 from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS
-from fabric.runtime.rank_layout import RankLayout, parse_layout
+from fabric.runtime.rank_layout import RankLayout, is_count, parse_layout
 from fabric.runtime.systemd import Supervisor
 
 # Fabric owns this prefix. A name that fabric does not know is a mistake more often than the variable of
@@ -188,17 +188,12 @@ def parse_every(name: str, given: object) -> Interval:
 def parse_replicas(text: str) -> tuple[int, int]:
     """Return (least, start) of "3" or "2:8"; raises ConfigError."""
     parts = text.split(":")
-    if len(parts) > 2 or not all(_is_count(part) for part in parts):
+    if len(parts) > 2 or not all(is_count(part) for part in parts):
         raise ConfigError(f'FABRIC_REPLICAS is "{text[:80]}": give a count such as 3, or a range such as 2:8')
     least, start = (1, int(parts[0])) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
     if least > start:
         raise ConfigError(f'FABRIC_REPLICAS is "{text}": the first number must not exceed the second')
     return least, start
-
-
-def _is_count(text: str) -> bool:
-    """Whether ``text`` is a number from 1 to a million; Python refuses to convert thousands of digits."""
-    return text.isascii() and text.isdecimal() and len(text) <= 7 and 0 < int(text) <= 1_000_000
 
 
 def check_no_password(what: str, url: str) -> None:
@@ -274,7 +269,7 @@ def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
     Raises ConfigError.
     """
     text = (os.environ if environment is None else environment).get("WORLD_SIZE", "1")
-    if not _is_count(text):
+    if not is_count(text):
         raise ConfigError(f'WORLD_SIZE is "{text[:80]}": it must be the number of ranks of this replica')
     return int(text)
 

@@ -83,7 +83,7 @@ def parse_layout(text: str) -> RankLayout:
 def parse_ranks(text: str) -> tuple[int, int]:
     """Return (least, most) of "4" or "1:4". Raises ConfigError."""
     parts = text.split(":")
-    counts = [int(part) for part in parts if _is_count(part, MAX_RANKS)]
+    counts = [int(part) for part in parts if is_count(part, MAX_RANKS)]
     if len(parts) not in (1, 2) or len(counts) != len(parts) or counts[0] > counts[-1]:
         raise ConfigError(
             f'the number of ranks is "{text[:80]}": give a count up to {MAX_RANKS} such as 4, or a range '
@@ -111,10 +111,11 @@ def candidates(layouts: tuple[RankLayout, ...], ranks: str) -> tuple[RankLayout,
 
 
 def _count(text: str, word: str, most: int) -> int:
-    if not _is_count(word, most):
+    if not is_count(word, most):
         raise ConfigError(f'FABRIC_LAYOUT is "{text[:80]}", with "{word[:40]}": {_FORM}')
     return int(word)
 
 
-def _is_count(text: str, most: int) -> bool:
+def is_count(text: str, most: int = 1_000_000) -> bool:
+    """Whether ``text`` is a number from 1 to ``most``; Python refuses to convert thousands of digits."""
     return text.isascii() and text.isdecimal() and len(text) <= 7 and 0 < int(text) <= most

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from fabric.errors import ProtocolError, Refused, Unauthorized, Unconnected
-from fabric.model import PROTOCOL_VERSION, Int64
+from fabric.model import PROTOCOL_VERSION, Int64, printable
 from fabric.protocol.messages.wire import check_version, decode_as
 
 # Version of the handshake itself, which is read before any greeting.
@@ -144,7 +144,7 @@ def read_verdict(verdict: bytes, challenge: bytes, hello: bytes, token: bytes) -
                 "give both processes the same token file, or check the address"
             )
         return
-    sentence = _printable(verdict[1:].decode(errors="replace"))
+    sentence = printable(verdict[1:].decode(errors="replace")[:MAX_REFUSAL_CHARACTERS])
     if verdict[:1] == _BAD_TOKEN:
         raise Unauthorized(sentence)
     if verdict[:1] == _LEADS_BACK:
@@ -166,7 +166,3 @@ def _proof(token: bytes, role: bytes, *parts: bytes) -> bytes:
         mac.update(len(part).to_bytes(4, "big"))
         mac.update(part)
     return mac.digest()
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:MAX_REFUSAL_CHARACTERS])

@@ -25,8 +25,9 @@ from fabric.cli.events import events
 from fabric.cli.plan import plan
 from fabric.cli.states.inspect import diff, inspect_state
 from fabric.cli.status import status
-from fabric.cli.terminal_text import all_printable, plain_console, printable
+from fabric.cli.terminal_text import all_printable, plain_console
 from fabric.errors import FabricError, ProtocolError
+from fabric.model import printable
 from fabric.runtime.http.lighthouse_client import _refusal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,9 +21,8 @@ from click.testing import CliRunner
 
 from fabric.audit.audit import audit, gather, walk
 from fabric.audit.journal import JournalLine, RecordedRun, parse_journal, read_run
-from fabric.audit.verify import Verdict, compare_losses, judge, verify, write_summary
+from fabric.audit.verify import Verdict, judge, verify, write_summary
 from fabric.cli.demo.command import demo
-from fabric.errors import ConfigError
 
 Entries = dict[str, list[Entry]]
 HARMLESS = {"state", "epoch", "resume", "abort", "join", "joined", "stop"}
@@ -463,19 +462,6 @@ def test_damaged_files_are_one_sentence(directory: Path) -> None:
     (directory / "supervisor.jsonl").write_text("nonsense\n")
     code, output = run_verify(directory)
     assert code == 2 and "supervisor.jsonl line 1" in output
-
-
-def test_losses_are_compared_step_by_step(tmp_path: Path) -> None:
-    first = SyntheticRun().write(tmp_path / "first")
-    second = SyntheticRun(failure=False, loss_offset=0.012).write(tmp_path / "second")
-    assert compare_losses(first, first) == 0
-    assert compare_losses(first, second) == pytest.approx(0.012 / 120)
-    shorter = SyntheticRun().write(tmp_path / "shorter")
-    for path in (shorter / "journal").iterdir():
-        keep = [line for line in path.read_bytes().splitlines() if b'"step": 9' not in line]
-        path.write_bytes(b"\n".join(keep) + b"\n")
-    with pytest.raises(ConfigError, match="same steps"):
-        compare_losses(first, shorter)
 
 
 def own_data(honest: SyntheticRun) -> Entries:

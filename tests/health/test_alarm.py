@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fabric.health.alarm import CusumAlarm, RatioAlarm
+from fabric.health.alarm import CusumAlarm
 
 
 def quiet(alarm: CusumAlarm, seed: int, noise: float = 0.01, samples: int = 300) -> int:
@@ -57,10 +57,3 @@ def test_times_during_an_alarm_are_not_learnt_as_usual():
 def test_a_constant_error_of_the_prediction_is_usual():
     alarm, rng = CusumAlarm(), random.Random(6)
     assert not any(alarm.observe(1.4 * rng.gauss(1, 0.01), 1.0) for _ in range(200))
-
-
-def test_the_published_rule_sees_what_is_above_25_percent_and_nothing_below():
-    alarm = RatioAlarm()
-    assert alarm.observe(1.26, 1.0) and alarm.statistic > 0
-    assert not alarm.observe(1.24, 1.0) and alarm.statistic == 0
-    assert not any(alarm.observe(1.24, 1.0) for _ in range(1000))

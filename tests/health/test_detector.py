@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from fabric.health.alarm import RatioAlarm
 from fabric.health.detector import JobDetector
 from fabric.health.localise import Scope
 from fabric.health.work import WorkAmount
@@ -132,13 +131,6 @@ def test_a_new_process_is_learnt_again_and_compared_with_the_others_until_then()
             is_new = name == "r0"
             fleet.detector.observe(name, 2 if is_new else 1, fleet.step, work, 0.08 * (2 if is_new else 1))
     assert [x.replica for x in fleet.detector.slowdowns()] == ["r0"]
-
-
-def test_the_published_rule_can_be_chosen():
-    fleet = Fleet(seed=12, alarm=RatioAlarm)
-    assert not any(fleet.run(BEFORE))
-    assert not any(fleet.run(30, r0=1.2))
-    assert any(fleet.run(10, r0=1.5))
 
 
 @pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan, math.inf])

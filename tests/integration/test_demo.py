@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from fabric.audit.verify import compare_losses
+from fabric.audit.audit import gather
+from fabric.audit.journal import read_run
+from fabric.audit.summary import mean_loss
 
 # docs/demo.md has the largest measured difference of the mean loss, over runs of 120 steps.
 TOLERANCE = 1e-5
@@ -24,6 +26,13 @@ def run_demo(out: Path, *arguments: str) -> None:
     command = [sys.executable, "-m", "fabric.cli.main", "demo", "--out", str(out), "--steps", str(STEPS)]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, f"{out.name}:\n{done.stdout}\n{done.stderr}"
+
+
+def compare_losses(*runs: Path) -> float:
+    """Return the largest difference of the mean loss at any step of two runs."""
+    first, second = (gather(read_run(folder)).lineage() for folder in runs)
+    assert first and set(first) == set(second), "both have committed the same steps"
+    return max(abs(mean_loss(first[step]) - mean_loss(second[step])) for step in first)
 
 
 @pytest.fixture(scope="module")

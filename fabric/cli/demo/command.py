@@ -24,10 +24,11 @@ from fabric.audit.audit import absent
 from fabric.audit.journal import read_run
 from fabric.audit.verify import judge, verify, write_summary
 from fabric.cli.demo.report import write_report
-from fabric.cli.terminal_text import plain_console, print_table, printable
+from fabric.cli.terminal_text import plain_console, print_table
 from fabric.drill.report.tables import failure_table, join_table, overview_table
 from fabric.drill.run.journal_watch import JournalWatch, WatchedReplica
 from fabric.errors import ConfigError, FabricError
+from fabric.model import printable
 from fabric.runtime.local_job import MAX_REPLICAS, POLL_S, LocalJob, claimed, interrupt_at_sigterm
 from fabric.runtime.process_environment import own_program
 

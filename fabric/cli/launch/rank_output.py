@@ -6,7 +6,7 @@ import re
 import select
 from typing import IO
 
-from fabric.model import shortened
+from fabric.model import printable, shortened
 
 _READ_BYTES = 1 << 16
 # A longer line is cut, so that a rank that never ends a line does not fill the launcher's memory.
@@ -45,7 +45,7 @@ class RankOutput:
     def last_line(self) -> str:
         """Return the last line, in printable characters without colours."""
         text = _COLOUR.sub("", self._last.decode(errors="replace")).strip()
-        return shortened("".join(c if c.isprintable() else "?" for c in text), _LAST_CHARACTERS)
+        return shortened(printable(text), _LAST_CHARACTERS)
 
     def close(self) -> None:
         """Copy the remaining output, and close the stream."""

@@ -14,8 +14,9 @@ from fabric.ckpt_server.reading.state_source import ReadableState, open_state
 from fabric.ckpt_server.server.statistics import values
 from fabric.cli.lighthouse_options import current_tls, lighthouse_options
 from fabric.cli.states.replica_names import StateNames
-from fabric.cli.terminal_text import plain_console, printable
+from fabric.cli.terminal_text import plain_console
 from fabric.errors import StateError, Unreachable
+from fabric.model import printable
 from fabric.runtime.http.http_service import read_token
 
 _PIECE_ELEMENTS = 1 << 20

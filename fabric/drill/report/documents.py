@@ -19,6 +19,7 @@ from fabric.drill.report.tables import (
     html_table,
     kind_table,
 )
+from fabric.model import printable
 
 
 def as_json(verdict: DrillVerdict) -> dict[str, Any]:
@@ -50,13 +51,14 @@ def as_junit(verdict: DrillVerdict) -> bytes:
     cases = [(o.expectation, o.holds, o.value is None, o.why) for o in verdict.outcomes]
     cases.append(("faults-happened-and-ended", not verdict.mistakes, False, "; ".join(verdict.mistakes)))
     failed = sum(not holds for _, holds, _, _ in cases)
+    # XML allows no control characters.
     suite = ElementTree.Element("testsuite", name="fabric drill", tests=str(len(cases)), failures=str(failed))
     for name, holds, is_skipped, why in cases:
-        case = ElementTree.SubElement(suite, "testcase", classname="fabric.drill", name=_plain(name))
+        case = ElementTree.SubElement(suite, "testcase", classname="fabric.drill", name=printable(name, " "))
         if not holds:
-            ElementTree.SubElement(case, "failure", message=_plain(why))
+            ElementTree.SubElement(case, "failure", message=printable(why, " "))
         elif is_skipped:
-            ElementTree.SubElement(case, "skipped", message=_plain(why))
+            ElementTree.SubElement(case, "skipped", message=printable(why, " "))
     return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
 
 
@@ -77,11 +79,6 @@ def _fault(fault: InjectedFault) -> dict[str, Any]:
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or math.isinf(value) else value
-
-
-def _plain(text: str) -> str:
-    """Return the text without the control characters that XML does not allow."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 _MOST_STEPS = 4000

@@ -529,7 +529,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
             exchange = self._exchanges.number(ring.epoch, step)
             task = self._task(ring, step, exchange, source, result, reduction)
             if ring.world == 1:
-                compute.run(lambda: _alone(task))
+                compute.run(lambda: task.finish(task.source.to(task.wide, copy=True), task.result))
             elif source.numel():
                 space.begin(compute.record())
                 elements = space.chunk_bytes // task.wide.itemsize
@@ -570,15 +570,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
             kind = DEVICE_GATHER if piece.gather else DEVICE_REDUCE
             return ChunkHeader(spec, kind, member, piece.sequence, size)
 
-        def on_piece() -> None:
-            self._on_piece(step)
-
+        on_piece = partial(self._on_piece, step)
         return ReductionTask(
             source, result, reduction.operation, reduction.weight, header, self._checksum, on_piece
         )
-
-
-def _alone(task: ReductionTask) -> None:
-    """Reduce over one member."""
-    total = task.source.to(task.wide, copy=True)
-    task.finish(total, task.result)

@@ -56,7 +56,6 @@ class ReplicaPlan:
     replica: str
     layout: StageLayout
     micro_batches: int  # number of micro-batches per step
-    rejoins: bool = False  # whether the replica leaves and comes back in this layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,7 @@ class AdaptationPlan:
     """Layouts and micro-batches of all replicas, in force from one step boundary on."""
 
     replicas: tuple[ReplicaPlan, ...]
-    leaves: str = ""  # the replica that a drain takes out
-    joins: str = ""  # the spare that takes the drained replica's place
+    joins: str = ""  # the spare that takes a drained replica's place
 
     def of(self, replica: str) -> ReplicaPlan | None:
         """The entry of one replica, None where the plan leaves it out."""
@@ -85,29 +83,16 @@ class Remedy:
     undoes: bool = False  # whether the remedy undoes an earlier remedy
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """The planner's answer."""
-
-    remedies: tuple[Remedy, ...]
-    refusals: tuple[str, ...] = ()  # one sentence for each replica that could not be planned
-
-
-def propose(job: JobHealth, rules: ActionRules) -> Proposal:
-    """Plan the remedies for a job, cheapest first."""
-    refusals: list[str] = []
+def propose(job: JobHealth, rules: ActionRules) -> tuple[Remedy, ...]:
+    """Plan the remedies for a job, cheapest first; none for a job that cannot be planned."""
     try:
         for replica in (*job.replicas, *job.spares):
             replica.check(job.cut.layers)
-        planner = _Planner(_level(job), rules, refusals)
-        remedies = tuple(planner.remedies())
-    except ValueError as error:
-        return Proposal((), (str(error),))
+        remedies = tuple(_Planner(_level(job), rules).remedies())
+    except ValueError:
+        return ()
     order = list(RemedyKind)
-    return Proposal(
-        tuple(sorted(remedies, key=lambda remedy: (order.index(remedy.kind), -remedy.gain, remedy.replica))),
-        tuple(refusals),
-    )
+    return tuple(sorted(remedies, key=lambda x: (order.index(x.kind), -x.gain, x.replica)))
 
 
 def _level(job: JobHealth) -> JobHealth:
@@ -171,8 +156,8 @@ class _Fleet:
 
 
 class _Planner:
-    def __init__(self, job: JobHealth, rules: ActionRules, refusals: list[str]) -> None:
-        self._job, self._rules, self._refusals = job, rules, refusals
+    def __init__(self, job: JobHealth, rules: ActionRules) -> None:
+        self._job, self._rules = job, rules
         self._health = {replica.replica: replica for replica in (*job.replicas, *job.spares)}
         present = [replica for replica in job.replicas if replica.present]
         if not present:
@@ -245,8 +230,7 @@ class _Planner:
                 return None
             fleet = self._fleet.with_layout(replica.replica, target, replica.speeds)
             gain = self._base_s / fleet.best_time() - 1
-        except ValueError as error:
-            self._refusals.append(f"replica {replica.replica}: {error}")
+        except ValueError:  # this replica cannot have this remedy
             return None
         undoes = target == replica.usual
         cost_s = self._absence_cost(replica)
@@ -304,18 +288,14 @@ class _Planner:
             f"replica {name} computes at {self._relative(name):.2f} of the median speed:"
             f" {instead} a step takes {1 / (1 + gain):.2f} of the time that cheaper remedies reach"
         )
-        plan = replace(self._plan(fleet), leaves=name, joins=spare.replica if spare else "")
+        plan = replace(self._plan(fleet), joins=spare.replica if spare else "")
         yield Remedy(RemedyKind.DRAIN, name, gain, 0.0, reason, plan)
 
     # --- plans ----------------------------------------------------------------------------------------
 
     def _plan(self, fleet: _Fleet) -> AdaptationPlan:
         shares = fleet.shares()
-        entries = []
-        for name, layout in fleet.layouts.items():
-            health = self._health[name]
-            rejoins = layout != health.layout or not health.present
-            entries.append(ReplicaPlan(name, layout, shares[name], rejoins))
+        entries = (ReplicaPlan(name, layout, shares[name]) for name, layout in fleet.layouts.items())
         return AdaptationPlan(tuple(entries))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from fabric.errors import ProtocolError
-from fabric.model import MAX_INTEGER, MAX_MICRO_BATCHES, Policy, Sharing, shortened
+from fabric.model import MAX_INTEGER, MAX_MICRO_BATCHES, Policy, Sharing, printable, shortened
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.rank_messages import MOST_TIMED_RANKS
@@ -268,4 +268,4 @@ def _is_sentence(text: str) -> bool:
 
 
 def cleaned(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in shortened(text, MAX_SENTENCE))
+    return printable(shortened(text, MAX_SENTENCE), " ")

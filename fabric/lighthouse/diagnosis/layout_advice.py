@@ -144,7 +144,7 @@ def plan_layout(
         replicas.append(ReplicaHealth(member.replica, 1, usual, speeds, count))
     waiting = tuple(_healthy(core, name, layers, 0) for name in spares)
     job = JobHealth(micro_batches, tuple(replicas), cut, waiting)
-    for remedy in propose(job, ActionRules()).remedies:
+    for remedy in propose(job, ActionRules()):
         if remedy.replica == slow.member.replica and not remedy.undoes:
             order = _order(remedy, layout, slow)
             if order is not None:

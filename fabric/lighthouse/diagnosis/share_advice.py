@@ -187,7 +187,7 @@ def _plan(record: Record, wanted: Speeds, total: int) -> Advice | None:
         )
         for member, share in zip(record.roster, asked, strict=True)
     )
-    remedies = propose(JobHealth(total, replicas, _CUT), ActionRules()).remedies
+    remedies = propose(JobHealth(total, replicas, _CUT), ActionRules())
     remedy = next((x for x in remedies if x.kind is RemedyKind.SHARES and not x.undoes), None)
     if remedy is None:
         return None

@@ -8,9 +8,9 @@ ring (`link_check`).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from fabric.health.localise import SLOW, Scope, Slowdown, is_confirmed
-from fabric.health.statistics import median
 from fabric.lighthouse.diagnosis.link_check import LinkEcho, judge_link, witness_link
 from fabric.model import SpeedMeasurement
 from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage

@@ -263,12 +263,6 @@ class LeaderCore:
     def on_launch_failed(self, event: io.LaunchFailed) -> None:
         self.evidence.note_launch(event.replica, event.host, event.why)
 
-    def on_advised(self, event: io.SharesAdvised) -> None:
-        self.adaptations.on_advised(event)
-
-    def on_layout_advised(self, event: io.LayoutAdvised) -> None:
-        self.adaptations.layouts.on_advised(event)
-
     # --- sessions and trainer statuses -----------------------------------------------------------------
 
     def on_tick(self, _: io.LeaderTick) -> None:
@@ -465,8 +459,8 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.Operator: LeaderCore.on_operator,
     io.LaunchFailed: LeaderCore.on_launch_failed,
     io.AcceptQueueFull: LeaderCore.on_accept_queue_full,
-    io.SharesAdvised: LeaderCore.on_advised,
-    io.LayoutAdvised: LeaderCore.on_layout_advised,
+    io.SharesAdvised: lambda core, event: core.adaptations.on_advised(event),
+    io.LayoutAdvised: lambda core, event: core.adaptations.layouts.on_advised(event),
     io.LeaderTick: LeaderCore.on_tick,
 }
 

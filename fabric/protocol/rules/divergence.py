@@ -6,7 +6,7 @@ computed in another way. If no sample differs, only a few bytes do, as after a f
 
 from collections.abc import Mapping
 
-from fabric.model import first_of
+from fabric.model import first_of, printable
 
 Entries = tuple[tuple[str, str], ...]
 
@@ -35,7 +35,9 @@ MEMORY = "only a few bytes differ: check these hosts' memory"
 
 def bounded(entries: Entries) -> Entries:
     """Cut ``entries``, each a (path, value), to the size that may be sent."""
-    return tuple((_clean(path, MAX_PATH), _clean(value, MAX_VALUE)) for path, value in entries[:MAX_ENTRIES])
+    return tuple(
+        (printable(path[:MAX_PATH]), printable(value[:MAX_VALUE])) for path, value in entries[:MAX_ENTRIES]
+    )
 
 
 def differences(entries: Mapping[str, Entries]) -> str:
@@ -65,8 +67,3 @@ def differences(entries: Mapping[str, Entries]) -> str:
     if all(any(path.startswith(TENSOR_MARK) for path in state) for state in states.values()):
         return f"their numbers and the samples of their tensors are equal, so {MEMORY}"
     return "their learning rates and other numbers are equal, so a tensor differs"
-
-
-def _clean(text: str, length: int) -> str:
-    cut = text[:length]
-    return cut if cut.isprintable() else "".join(c if c.isprintable() else "?" for c in cut)

@@ -138,7 +138,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return json_error(error.status, _http_sentence(request, error), headers=_kept_headers(error))
+        dropped = {"content-type", "content-length"}
+        headers = {name: value for name, value in error.headers.items() if name.lower() not in dropped}
+        return json_error(error.status, _http_sentence(request, error), headers=headers)
     except web.RequestPayloadError:
         return json_error(400, "the request's body is malformed: check its Content-Encoding and its length")
     except ConnectionError:
@@ -387,8 +389,3 @@ def _http_sentence(request: web.Request, error: web.HTTPException) -> str:
     if error.status == 413:
         return f"the request's body is too long: send at most {request.client_max_size} bytes"
     return error.text or error.reason
-
-
-def _kept_headers(error: web.HTTPException) -> dict[str, str]:
-    dropped = {"content-type", "content-length"}
-    return {name: value for name, value in error.headers.items() if name.lower() not in dropped}

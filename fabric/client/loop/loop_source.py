@@ -216,13 +216,10 @@ def _value(values: Mapping[str, Any], name: str) -> Any:
     thing, *path = name.split(".")
     value = values.get(thing)
     for part in path:
-        fields = {**getattr(value, "_parameters", {}), **getattr(value, "_buffers", {})}
         kind: Any = type(value)
-        methods = {own for own, _, _ in methods_of(kind)}
-        known = getattr(value, "__dict__", {})
-        value = (
-            known[part] if part in known else getattr(value, part) if part in methods else fields.get(part)
-        )
+        methods = {own: getattr(value, own) for own, _, _ in methods_of(kind) if own == part}
+        tensors = {**getattr(value, "_parameters", {}), **getattr(value, "_buffers", {})}
+        value = {**tensors, **methods, **getattr(value, "__dict__", {})}.get(part)
     return value
 
 

@@ -135,15 +135,7 @@ class AcceleratedReplica:
                 "after a number of optimizer steps, or by accelerator.set_trigger and check_trigger, and "
                 "weigh the loss by a count of steps"
             )
-        schedulers = [*accelerator._schedulers]  # noqa: SLF001
-        prepared = {id(x.scheduler) for x in schedulers}
-        steering = schedulers_of([x.optimizer for x in optimizers])
-        schedulers += [x for x in steering if id(x) not in prepared]
-        state = {f"scheduler.{i}": x for i, x in enumerate(schedulers)}
-        state |= {f"registered.{i}": x for i, x in enumerate(accelerator._custom_objects)}  # noqa: SLF001
-        if accelerator.scaler is not None:
-            state["scaler"] = accelerator.scaler
-        model, data = accelerator.unwrap_model(models[0]), loader.data
+        model, data, state = accelerator.unwrap_model(models[0]), loader.data, self._state()
         self._session = fabric.client.attach(
             model,
             [x.optimizer for x in optimizers],
@@ -173,6 +165,17 @@ class AcceleratedReplica:
         self._loop.number = self._step
         feed.advance()
         return self._loop
+
+    def _state(self) -> dict[str, Any]:
+        """Return the objects for ``attach(..., state=)``; schedulers also where none has prepared them."""
+        accelerator = self._accelerator
+        schedulers = [*accelerator._schedulers]  # noqa: SLF001
+        prepared = {id(x.scheduler) for x in schedulers}
+        steering = schedulers_of([x.optimizer for x in accelerator._optimizers])  # noqa: SLF001
+        schedulers += [x for x in steering if id(x) not in prepared]
+        state = {f"scheduler.{i}": x for i, x in enumerate(schedulers)}
+        state |= {f"registered.{i}": x for i, x in enumerate(accelerator._custom_objects)}  # noqa: SLF001
+        return state | ({"scaler": accelerator.scaler} if accelerator.scaler is not None else {})
 
     # --- micro-batches ----------------------------------------------------------------------------------
 

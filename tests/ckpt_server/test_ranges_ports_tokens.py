@@ -155,6 +155,17 @@ async def test_a_refused_system_call_has_the_remedy_of_its_own_reason(monkeypatc
         assert ("ulimit" in said) == (number == errno.EMFILE)
 
 
+async def test_a_trainer_is_refused_where_its_container_forbids_shared_memory(monkeypatch):
+    """It attached, and the job then waited for the links of one host for ever."""
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(Refused, match=r"can hold no state: .*: let the container's seccomp .* memfd_create$"):
+        TrainerWatch().attach(os.getpid(), 1)
+
+
 @pytest.mark.parametrize("left", [0, 1])
 async def test_a_process_that_cannot_be_watched_is_refused_and_the_former_is_watched_on(left):
     trainer = TrainerWatch()

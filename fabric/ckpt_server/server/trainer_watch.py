@@ -13,9 +13,9 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fabric.errors import Refused
+from fabric.errors import ConfigError, Refused
 from fabric.model import JobEnd
-from fabric.runtime.system_calls import refused
+from fabric.runtime.system_calls import create_memfd, refused
 
 RUNNING = "running"
 STOPPED = "stopped"
@@ -159,9 +159,12 @@ def _descriptors_of(pid: int) -> tuple[int, int] | None:
     try:
         opened.append(os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC))
         opened.append(os.pidfd_open(pid))
-    except OSError as error:
+        os.close(create_memfd("fabric-attach"))  # else it holds no snapshot, and its host's links never form
+    except (OSError, ConfigError) as error:
         for descriptor in opened:
             os.close(descriptor)
+        if isinstance(error, ConfigError):
+            raise Refused(f"the checkpoint server can hold no state: {error}") from error
         if isinstance(error, FileNotFoundError | ProcessLookupError):
             return None
         call = "pidfd_open" if opened else "open"

@@ -107,11 +107,11 @@ class ArgumentTable:
 
 
 def markdown(rows: Mapping[str, Row]) -> str:
-    """Return rows as a page of the documentation has them: each answer once, with all names that have it."""
+    """Return rows as a page has them: each answer once, the refusals first, with all names that have it."""
     names: dict[str, list[str]] = {}
     for name, row in sorted(rows.items()):
         names.setdefault(_said(row), []).append(f"`{name}`")
-    lines = [f"| {answer} | {', '.join(names[answer])} |" for answer in sorted(names)]
+    lines = [f"| {answer} | {', '.join(names[answer])} |" for answer in sorted(names, reverse=True)]
     return "\n".join(["| what fabric does | names |", "|---|---|", *lines]) + "\n"
 
 

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -60,24 +60,6 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("", "0", "false", "no", "off"), False
 )
-
-
-def refuse_unknown(environment: Mapping[str, str], settings: Collection[str]) -> None:
-    """Raise ConfigError for the first ``FABRIC_`` variable that is neither in ``settings`` nor fabric's own.
-
-    ``settings``: the variables of all settings. An empty variable counts as not set.
-    """
-    services = {name.removesuffix(_SERVICE) for name in environment if name.endswith(_SERVICE)}
-    for name in sorted(name for name, text in environment.items() if text and name.startswith(PREFIX)):
-        if name in settings or name in _OWN or any(_belongs(name, service) for service in services):
-            continue
-        replaced = _REPLACED.get(name.removeprefix(PREFIX).lower(), "")
-        if _variable(replaced) in settings:
-            raise ConfigError(f"the setting {name} is gone: set {_variable(replaced)}=10m in its place")
-        words = {setting.removeprefix(PREFIX): setting for setting in sorted(settings)}
-        nearest = difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)
-        remedy = f"set {words[nearest[0]]} in its place, or unset it" if nearest else "unset it"
-        raise ConfigError(f"the variable {name[:80]} is set, and fabric has no such setting: {remedy}")
 
 
 def _belongs(name: str, service: str) -> bool:
@@ -214,12 +196,11 @@ def check_main_guard() -> None:
         )
 
 
-def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
+def settings(environment: Mapping[str, str] = os.environ, **arguments: Any) -> Settings:
     """Return the settings from ``arguments`` (None: not given), else ``FABRIC_*`` variables, else defaults.
 
     Raises ConfigError naming the variable, for values that cannot be used and for unknown variables.
     """
-    environment = os.environ if environment is None else environment
     refuse_unknown_variables(environment)
     names = {f.name: f.type for f in fields(Settings)}
     unknown = set(arguments) - set(names)
@@ -236,25 +217,37 @@ def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> 
     return _checked(_anchored(Settings(**values)))
 
 
-def refuse_unknown_variables(environment: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError for a ``FABRIC_`` variable that fabric does not know; it names the nearest one."""
-    environment = os.environ if environment is None else environment
-    refuse_unknown(environment, {_variable(field.name) for field in fields(Settings)})
+def refuse_unknown_variables(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError for the first ``FABRIC_`` variable that is neither a setting nor fabric's own.
+
+    It names the nearest one. An empty variable counts as not set.
+    """
+    variables = {_variable(field.name) for field in fields(Settings)}
+    services = {name.removesuffix(_SERVICE) for name in environment if name.endswith(_SERVICE)}
+    for name in sorted(name for name, text in environment.items() if text and name.startswith(PREFIX)):
+        if name in variables or name in _OWN or any(_belongs(name, service) for service in services):
+            continue
+        replaced = _REPLACED.get(name.removeprefix(PREFIX).lower(), "")
+        if _variable(replaced) in variables:
+            raise ConfigError(f"the setting {name} is gone: set {_variable(replaced)}=10m in its place")
+        words = {setting.removeprefix(PREFIX): setting for setting in sorted(variables)}
+        nearest = difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)
+        remedy = f"set {words[nearest[0]]} in its place, or unset it" if nearest else "unset it"
+        raise ConfigError(f"the variable {name[:80]} is set, and fabric has no such setting: {remedy}")
 
 
-def given_text(name: str, environment: Mapping[str, str] | None = None) -> str:
+def given_text(name: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return the text that the environment has for a setting; empty where it has none."""
-    return (os.environ if environment is None else environment).get(_variable(name), "")
+    return environment.get(_variable(name), "")
 
 
 def reader_access(
-    token_file: str | Path | None = None, environment: Mapping[str, str] | None = None
+    token_file: str | Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, Tls]:
     """Return the token and the TLS with which a process outside of the job reads a state.
 
     ``token_file``: default FABRIC_TOKEN_FILE; without a file the token is empty. Raises ConfigError.
     """
-    environment = os.environ if environment is None else environment
     names = ("tls_cert", "tls_key", "tls_ca")
     files = [_parse(name, text) if (text := environment.get(_variable(name), "")) else None for name in names]
     tls = Tls(*files)
@@ -263,23 +256,22 @@ def reader_access(
     return read_token(Path(path)) if path else "", tls
 
 
-def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
+def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
     """Count the ranks that the launcher (`fabric launch`, torchrun) started for this replica; 1 without one.
 
     Raises ConfigError.
     """
-    text = (os.environ if environment is None else environment).get("WORLD_SIZE", "1")
+    text = environment.get("WORLD_SIZE", "1")
     if not is_count(text):
         raise ConfigError(f'WORLD_SIZE is "{text[:80]}": it must be the number of ranks of this replica')
     return int(text)
 
 
-def asked_layout(environment: Mapping[str, str] | None = None) -> RankLayout:
+def asked_layout(environment: Mapping[str, str] = os.environ) -> RankLayout:
     """Return the layout that this process's environment asks for, over the ranks that were launched.
 
     Raises ConfigError.
     """
-    environment = os.environ if environment is None else environment
     return parse_layout(environment.get("FABRIC_LAYOUT", "")).over(launched_ranks(environment))
 
 
@@ -289,9 +281,8 @@ def layout_orders() -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
 
 
-def supervisor(environment: Mapping[str, str] | None = None) -> Supervisor:
+def supervisor(environment: Mapping[str, str] = os.environ) -> Supervisor:
     """Return the systemd that started this process, if it wants messages."""
-    environment = os.environ if environment is None else environment
     allowed_us = environment.get("WATCHDOG_USEC", "")
     is_number = allowed_us.isascii() and allowed_us.isdecimal() and len(allowed_us) < 16
     return Supervisor(environment.get("NOTIFY_SOCKET", ""), int(allowed_us) / 1e6 if is_number else 0.0)

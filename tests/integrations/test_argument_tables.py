@@ -133,10 +133,10 @@ def test_the_table_is_written_for_a_page():
     assert markdown(TABLE.rows | {"folder": NoInfluence("it names a folder")}).splitlines() == [
         "| what fabric does | names |",
         "|---|---|",
-        "| kept | `rate` |",
-        "| no influence: it names a folder | `folder`, `path` |",
-        "| refused: each replica would draw other numbers: leave it out | `seed` |",
         "| refused: it moves the weights: leave it out | `fancy` |",
+        "| refused: each replica would draw other numbers: leave it out | `seed` |",
+        "| no influence: it names a folder | `folder`, `path` |",
+        "| kept | `rate` |",
     ]
 
 

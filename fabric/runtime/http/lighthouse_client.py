@@ -213,21 +213,14 @@ class Lighthouses:
 
     def ask_lines(self, path: str) -> list[Any]:
         """Return the JSON objects of an answer with one per line. Raises as ``ask`` does."""
-        return asyncio.run(self._ask_lines(path))
+        return list(asyncio.run(self._ask(path, None, _json_lines)))
 
-    async def _ask_lines(self, path: str) -> list[Any]:
-        try:
-            async with self.open(path, total_s=_TIMEOUT_S) as answer:
-                return [json.loads(line) for line in (await _bounded(answer)).splitlines() if line.strip()]
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
-            raise Unreachable(
-                f"the lighthouse broke off in the midst of its answer ({error or 'too slow'}): ask again"
-            ) from error
-
-    async def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+    async def _ask(
+        self, path: str, body: dict[str, Any] | None, parse: Callable[[bytes], Any] = json.loads
+    ) -> Any:
         try:
             async with self.open(path, body, total_s=_TIMEOUT_S) as answer:
-                return json.loads(await _bounded(answer))
+                return parse(await _bounded(answer))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
             raise Unreachable(
                 f"the lighthouse broke off in the midst of its answer ({error or 'too slow'}): ask again"
@@ -273,6 +266,10 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
     if answer.content_type not in ("application/json", "application/x-ndjson"):
         answer.close()
         raise ValueError("no JSON")
+
+
+def _json_lines(data: bytes) -> list[Any]:
+    return [json.loads(line) for line in data.splitlines() if line.strip()]
 
 
 async def _bounded(answer: aiohttp.ClientResponse) -> bytes:

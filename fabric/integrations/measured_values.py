@@ -9,9 +9,10 @@ through the loops of the user's functions on the stack, before the first step. T
 """
 
 import ast
+import contextlib
 import linecache
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,8 +30,9 @@ from fabric.client.loop.loop_flow import (
     names_read,
     stores,
 )
-from fabric.client.loop.user_functions import is_of_user, methods_of
+from fabric.client.loop.user_functions import is_of_user, kept_by_loop, methods_of
 
+Loop = ast.For | ast.AsyncFor | ast.While
 _CONTAINERS = (list, dict, set, deque)
 # Methods of a model that measure nothing.
 _NO_MEASURE = {
@@ -40,30 +42,31 @@ _NO_MEASURE = {
 }
 
 
-def measured_value(frame: FrameType | None) -> str:
-    """Return the first half of a sentence about a measured value that ends or steers a loop, or ""."""
+def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> str:
+    """Return the first half of a sentence about a measured value that ends or steers a loop, or "".
+
+    ``shared``: objects of the shared state, which may keep what they like.
+    """
+    held = {id(x) for x in shared}
     while frame is not None:
-        if is_of_user(frame.f_code.co_filename):
-            text = _in_loops(frame)
+        file, loops = frame.f_code.co_filename, list[Loop]()
+        if is_of_user(file):
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+                tree = ast.parse("".join(linecache.getlines(file, frame.f_globals)))
+                loops = loops_at(tree, frame.f_lineno)
+        if loops:
+            values = {**frame.f_globals, **frame.f_locals}
+            kept = kept_by_loop(loops[0], values, held)
+            if kept:
+                return f"the training depends on {kept}"
+            text = _in_loops(tree, loops, _Measured(loops[0], values).names, Path(file).name)
             if text:
                 return text
         frame = frame.f_back
     return ""
 
 
-def _in_loops(frame: FrameType) -> str:
-    file = frame.f_code.co_filename
-    try:
-        tree = ast.parse("".join(linecache.getlines(file, frame.f_globals)))
-    except (SyntaxError, ValueError, RecursionError):
-        return ""
-    loops = loops_at(tree, frame.f_lineno)
-    if not loops:
-        return ""
-    sources = _Measured(loops[0], {**frame.f_globals, **frame.f_locals}).names
-    if not sources:
-        return ""
-    place = Path(file).name
+def _in_loops(tree: ast.AST, loops: list[Loop], sources: set[str], place: str) -> str:
     for name in sorted(sources):
         end = ends_by(loops, {name})
         if end:
@@ -83,7 +86,7 @@ def _in_loops(frame: FrameType) -> str:
     return ""
 
 
-def _trains_by_past(loops: list[ast.For | ast.AsyncFor | ast.While], name: str) -> int:
+def _trains_by_past(loops: list[Loop], name: str) -> int:
     """Return the line that measures ``name`` after the loop over the batches that trains by it, or 0."""
     if len(loops) < 2:
         return 0

@@ -113,6 +113,20 @@ NAMED = {
         """,
         "the training depends on weight, which script.py:37 measures for the next pass",
     ),
+    "averages that an object keeps of the losses": (
+        """
+        class Balance:
+            mean = 1.0
+            def __call__(self, loss):
+                self.mean = 0.9 * self.mean + 0.1 * loss.item()
+                return loss / self.mean
+        balance = Balance()
+        for x in data:
+            loss = balance(criterion(model(x)))
+            loss.backward()
+        """,
+        "the training depends on self.mean, which Balance.__call__ keeps from call to call (script.py:35)",
+    ),
     "the best weights, which the script loads at its end": (
         """
         import copy
@@ -126,6 +140,18 @@ NAMED = {
     ),
 }
 LEFT_ALONE = {
+    "an object that keeps losses for prints": """
+        class Shown:
+            mean = 1.0
+            def __call__(self, loss):
+                self.mean = 0.9 * self.mean + 0.1 * loss.item()
+                print(self.mean)
+                return loss
+        shown = Shown()
+        for x in data:
+            loss = shown(criterion(model(x)))
+            loss.backward()
+        """,
     "an evaluation of which the next pass prints": """
         value = 1.0
         for epoch in range(1):

@@ -32,7 +32,7 @@ from fabric.client.loop.loop_flow import (
     names_read,
     stores,
 )
-from fabric.client.loop.user_functions import changed_in_place, kept_by_calls, methods_of
+from fabric.client.loop.user_functions import changed_in_place, kept_by_calls, kept_by_loop, value_of
 from fabric.errors import ConfigError
 
 _EXITS = ast.Continue | ast.Break | ast.Return | ast.Raise
@@ -140,9 +140,9 @@ def _refuse_kept(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequen
     parts = list(_shared_parts(shared))
     held, memory = {id(x) for x in parts}, {x.data_ptr() for x in parts if isinstance(x, torch.Tensor)}
     for name, line in _that_train(tree, [loop], changed_names(loop)):
-        value = _value(values, name)
+        value = value_of(values, name)
         path = name.split(".")
-        is_shared = any(id(_value(values, ".".join(path[: i + 1]))) in held for i in range(len(path)))
+        is_shared = any(id(value_of(values, ".".join(path[: i + 1]))) in held for i in range(len(path)))
         is_shared = is_shared or (isinstance(value, torch.Tensor) and value.data_ptr() in memory)
         if isinstance(value, Iterator):
             raise ConfigError(
@@ -155,16 +155,12 @@ def _refuse_kept(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequen
                 "replica changes its own: make it from the batch, or from step.metrics and keep it in a dict "
                 "that attach(..., state=) names"
             )
-    calls = {dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)} - {""}
-    for name in sorted(calls):
-        value = _value(values, name)
-        if not isinstance(value, torch.nn.Module | type) and moves_training(loop, made_from(loop, {name})):
-            kept = kept_by_calls([value], held)
-            if kept:
-                raise ConfigError(
-                    f"the training depends on {kept}, and each replica makes other calls: make it from "
-                    "session.committed_step or from the batch, or keep it in an object of attach(..., state=)"
-                )
+    kept = kept_by_loop(loop, values, held)
+    if kept:
+        raise ConfigError(
+            f"the training depends on {kept}, and each replica makes other calls: make it from "
+            "session.committed_step or from the batch, or keep it in an object of attach(..., state=)"
+        )
 
 
 def changed_names(loop: ast.For) -> dict[str, int]:
@@ -209,18 +205,6 @@ def _numbers(loop: ast.For, step: str) -> dict[str, int]:
             for target, source in zip(parts, given, strict=False):
                 names |= {} if _iterates(source, step) else dict.fromkeys(stores([target]), inner.lineno)
     return names
-
-
-def _value(values: Mapping[str, Any], name: str) -> Any:
-    """Return what a name or an attribute's path has, or None; of a user's object also a method."""
-    thing, *path = name.split(".")
-    value = values.get(thing)
-    for part in path:
-        kind: Any = type(value)
-        methods = {own: getattr(value, own) for own, _, _ in methods_of(kind) if own == part}
-        tensors = {**getattr(value, "_parameters", {}), **getattr(value, "_buffers", {})}
-        value = {**tensors, **methods, **getattr(value, "__dict__", {})}.get(part)
-    return value
 
 
 def _shared_parts(shared: Iterable[Any]) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import inspect
 import linecache
 import sysconfig
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -28,6 +28,7 @@ from fabric.client.loop.loop_flow import (
     holder,
     inside,
     made_from,
+    moves_training,
     names_read,
     stores,
 )
@@ -59,6 +60,29 @@ def kept_by_calls(things: Iterable[Any], shared: Collection[int] = ()) -> str:
                     file = Path(keeper.function.__code__.co_filename).name
                     return f"{name}, which {keeper} keeps from call to call ({file}:{line})"
     return ""
+
+
+def kept_by_loop(loop: ast.stmt, values: Mapping[str, Any], shared: Collection[int] = ()) -> str:
+    """As ``kept_by_calls``, for what a loop calls and trains by. ``values``: of the names in its frame."""
+    for name in sorted({dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)} - {""}):
+        value = value_of(values, name)
+        if not isinstance(value, torch.nn.Module | type) and moves_training(loop, made_from(loop, {name})):
+            kept = kept_by_calls([value], shared)
+            if kept:
+                return kept
+    return ""
+
+
+def value_of(values: Mapping[str, Any], name: str) -> Any:
+    """Return what a name or an attribute's path has, or None; of a user's object also a method."""
+    thing, *path = name.split(".")
+    value = values.get(thing)
+    for part in path:
+        kind: Any = type(value)
+        methods = {own: getattr(value, own) for own, _, _ in methods_of(kind) if own == part}
+        tensors = {**getattr(value, "_parameters", {}), **getattr(value, "_buffers", {})}
+        value = {**tensors, **methods, **getattr(value, "__dict__", {})}.get(part)
+    return value
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -128,7 +128,7 @@ class AcceleratedReplica:
         models, optimizers = accelerator._models, accelerator._optimizers  # noqa: SLF001
         if not models or not optimizers:
             raise ConfigError("accelerator.prepare got no model or no optimizer before the first batch")
-        measured = measured_value(sys._getframe(1))  # noqa: SLF001
+        measured = measured_value(sys._getframe(1), accelerator._custom_objects)  # noqa: SLF001
         if measured:
             raise ConfigError(
                 f"{measured}, and a replica that joins has not measured what the others have: end the loop "

@@ -216,6 +216,42 @@ def test_a_later_pass_of_another_length_is_refused_by_its_number():
         SamplerOrder(Late(7), 0).items([21])
 
 
+class Hard(torch.utils.data.Sampler):
+    """Draws by weights that the training may change."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __len__(self):
+        return len(self.weights)
+
+    def __iter__(self):
+        return iter(torch.multinomial(torch.as_tensor(self.weights), len(self), replacement=True).tolist())
+
+
+def change(weights):
+    weights[2] = 9.0
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Hard(torch.ones(8)),
+        Hard(np.ones(8)),
+        Hard([1.0] * 8),
+        WeightedRandomSampler([1.0] * 8, 8),
+        BatchSampler(Hard(torch.ones(8)), 2, drop_last=False),
+    ],
+)
+def test_a_sampler_whose_weights_the_training_changes_is_refused_at_the_next_pass(sampler):
+    order = SamplerOrder(sampler, 0)
+    order.items(range(order.size, 2 * order.size))
+    change(getattr(sampler, "sampler", sampler).weights)
+    order.items(range(order.size))  # as this pass was before
+    with pytest.raises(ConfigError, match="was changed in the training"):
+        order.items([2 * order.size])
+
+
 def test_replicas_with_unlike_orders_are_told_so_before_they_join():
     described = [
         SamplePlan(15, 4, 2, 0, order=SamplerOrder(RandomSampler(DATA, False, 15, seeded(k)), 0)).describe()

@@ -56,6 +56,30 @@ class Seeking(Counting):
             position += 1
 
 
+class Redrawn(torch.utils.data.Dataset):
+    """Draws its numbers again for each pass."""
+
+    def __len__(self):
+        return 6
+
+    def set_epoch(self, epoch):
+        self.numbers = torch.rand(6)
+
+    def __getitem__(self, index):
+        return self.numbers[index]
+
+
+def test_a_data_set_that_draws_in_set_epoch_draws_alike_wherever_a_replica_begins_its_pass():
+    def loader():
+        return make_loader(Redrawn(), (6, 2, 0), torch.stack, 0, parse_options({}), DataReader("r0", 3))
+
+    first, second = loader(), loader()
+    late = [second.fetch(step, i) for step in (0, 1) for i in (2, 1, 0)]
+    early = [first.fetch(step, i) for step in (0, 1) for i in (0, 1, 2)]
+    assert torch.equal(torch.stack(early[:3]), torch.stack(late[2::-1]))
+    assert torch.equal(torch.stack(early[3:]), torch.stack(late[:2:-1]))
+
+
 @given(st.integers(1, 9), st.lists(st.integers(0, 20), min_size=1, max_size=6), st.booleans())
 def test_a_stream_gives_the_sample_at_a_position_whatever_was_asked_before(size, steps, seeks):
     stream = IterableStream(Seeking(size) if seeks else Counting(size))

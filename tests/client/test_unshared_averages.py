@@ -134,6 +134,23 @@ def test_other_copies_of_the_model_are_accepted():
     assert frozen and near and best
 
 
+def test_a_copy_of_the_shared_average_that_is_made_in_replayed_steps_is_accepted():
+    model = network()
+    average = Shadow(model.parameters())
+    shown = in_module(model)[0]
+    watch = AverageWatch(list(model.parameters()), [average])
+    for step in range(12):
+        if step not in (3, 4):  # this process replays two steps
+            watch.look(step)
+        with torch.no_grad():
+            for parameter, mean in zip(model.parameters(), average.shadow_params, strict=True):
+                parameter += 0.01 * (step + 1)
+                mean.lerp_(parameter, 0.1)
+            if step == 3:  # for an evaluation
+                for parameter, mean in zip(shown.parameters(), average.shadow_params, strict=True):
+                    parameter.copy_(mean)
+
+
 def test_a_model_of_few_numbers_is_not_searched():
     model = torch.nn.Linear(1, 1)
     average = {name: x.detach().clone() for name, x in model.named_parameters()}

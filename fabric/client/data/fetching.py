@@ -47,10 +47,11 @@ class IndexFetcher:
         return sum(len(batch) for batch in items) if self.batched else len(items)
 
     def seeded(self, step: int, micro_batch: int, items: Sequence[Any]) -> Any:
-        seed_everything(self.seed, step, micro_batch)
         if self.pass_of is not None and self._pass != (number := self.pass_of(step, micro_batch)):
             self._pass = number
+            seed_everything(self.seed, number, -1)  # the same draws on replicas that begin it elsewhere
             self.dataset.set_epoch(number)
+        seed_everything(self.seed, step, micro_batch)
         return self.read(step, items)
 
 

@@ -58,6 +58,7 @@ class SamplerOrder:
                 "it __len__, the number of its indices in a pass"
             )
         self._seed, self._dataset = seed, dataset
+        self._given, self._contents = sampler, _contents(sampler)
         self._jumps = _has_no_state(sampler)
         self._origin = (sampler, None) if self._jumps else self._copy((sampler, generator))
         self._walker, self._next = self._origin, 0
@@ -88,6 +89,12 @@ class SamplerOrder:
     def _pass(self, number: int) -> Sequence[Any]:
         with self._lock:
             if number not in self._passes:
+                if _contents(self._given) != self._contents:
+                    raise ConfigError(
+                        f"the sampler {self.name} was changed in the training, and each replica would change "
+                        "it by its own samples: give session.steps another loader for the next stage, with a "
+                        "sampler that all replicas make alike"
+                    )
                 items = self._walk_to(number)
                 if len(items) != self.size:
                     raise FabricError(
@@ -177,6 +184,20 @@ def _has_no_state(sampler: Any) -> bool:
     if isinstance(sampler, range | list | tuple):
         return True
     return type(sampler) in _WITHOUT_STATE and getattr(sampler, "generator", None) is None
+
+
+def _contents(sampler: Any) -> dict[str, int]:
+    """Return digests of the weights in a sampler: tensors, arrays and lists of floating-point numbers."""
+    contents: dict[str, int] = {}
+    while hasattr(sampler, "__dict__"):
+        for name, value in vars(sampler).items():
+            if isinstance(value, torch.Tensor | np.ndarray):
+                numbers = torch.as_tensor(value).double() if "float" in str(value.dtype) else torch.zeros(0)
+                contents[name] = xxhash.xxh3_64_intdigest(numbers.numpy(force=True).tobytes())
+            elif isinstance(value, list) and value and type(value[0]) is float:
+                contents[name] = _digest(value)
+        sampler = getattr(sampler, "sampler", None)
+    return contents
 
 
 def _data_of(sampler: Any) -> Iterator[Any]:

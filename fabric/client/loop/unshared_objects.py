@@ -175,7 +175,9 @@ class AverageWatch:
         """Look, where ``step`` is the first or second of a pair of looks. Call it before each update."""
         if self._ignored or step == self._step:
             return
-        self._step, self._steps = step, self._steps + 1
+        # Steps that this process replays may lie between two looks: then the first of the pair comes again.
+        self._steps += self._steps not in _FIRST_LOOKS or step == self._step + 1
+        self._step = step
         if not all(map(_is_readable, self._parameters)):
             return
         if self._steps in _FIRST_LOOKS:

@@ -168,6 +168,18 @@ def test_a_lost_replica_that_another_name_replaces_is_missing_no_more():
     assert watched.said.startswith("2 of 3 replicas; d down since TIME ("), "the newcomer is the missing one"
 
 
+def test_a_replica_that_is_back_takes_no_other_lost_ones_place():
+    """Of two that were lost at once the second had no name, as the first one's return counted as its own."""
+    watched = Watched("a b c d", start_replicas=4)
+    for name in "cd":
+        watched.evict(name)
+        assert f"{name} down" in watched.said
+    watched.join("c", 6)
+    assert watched.said.startswith("3 of 4 replicas; d down since TIME (")
+    watched.join("d", 7)
+    assert watched.said == "4 of 4 replicas"
+
+
 def test_a_newcomer_replaces_one_lost_replica_and_no_more():
     watched = Watched("a b c d", start_replicas=4)
     watched.evict("c")

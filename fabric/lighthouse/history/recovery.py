@@ -179,13 +179,14 @@ class Recoveries:
         if self._record is None:
             return []
         expected = {member.replica for member in self._record.roster}
-        away = [
+        lost = [
             (recovery, name)
             for recovery in self.kept
             for name, back in recovery.lost.items()
-            if not (back.joined or back.replaced_by or record.member(name))
+            if not (back.joined or back.replaced_by)
         ]
-        expected |= {name for _, name in away}
+        away = [x for x in lost if record.member(x[1]) is None]
+        expected |= {name for _, name in lost}
         names = [member.replica for member in record.roster if member.replica not in expected]
         for newcomer, (recovery, name) in zip(names, away, strict=False):
             recovery.lost[name].replaced_by = newcomer

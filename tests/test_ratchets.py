@@ -30,7 +30,7 @@ LIMITS = {
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
     "lines of fabric/": 83_250,
-    "files of fabric/": 511,
+    "files of fabric/": 510,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 2.45,
     "functions that only forward": 95,

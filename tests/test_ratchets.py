@@ -30,7 +30,7 @@ LIMITS = {
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
     "lines of fabric/": 83_720,
-    "files of fabric/": 512,
+    "files of fabric/": 511,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 2.35,
     "functions that only forward": 92,

@@ -245,7 +245,7 @@ def test_a_killed_checkpoint_server_is_over_when_another_has_taken_its_place(sta
 
 
 def test_memory_is_held_until_the_end(monkeypatch):
-    monkeypatch.setattr("fabric.drill.injection.memory_ballast._MOST_BYTES", 1 << 24)
+    monkeypatch.setattr("fabric.drill.injection.played_faults._MOST_MEMORY_BYTES", 1 << 24)
     fault = PlayedFault("memory")
     fault.script = memory(fault)
     assert "holds" in looked(fault, "observed")

@@ -10,6 +10,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +19,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
-from fabric.drill.injection.memory_ballast import Ballast
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.errors import ProtocolError, Refused
 from fabric.runtime.drill_orders import CLOCK, DRILL_SOCKET_NAME, LINKS, PointOrder, read_line
+from fabric.runtime.host_memory import available_bytes, bytes_of
 
 _ANSWER_S = 10.0
 _MAX_BYTES = 1 << 16
+_MOST_MEMORY_BYTES = 1 << 30
+_SHARE = 4
+# The ballast writes to each page, then waits for the end of its input.
+_BALLAST = "import sys; held = b'1' * int(sys.argv[1]); print(len(held), flush=True); sys.stdin.read()"
+
+
+class Ballast:
+    """Takes a quarter of the free memory, 1 GB at most, until it is closed or its maker dies."""
+
+    def __init__(self) -> None:
+        self._bytes = min(_MOST_MEMORY_BYTES, available_bytes() // _SHARE)
+        command = [sys.executable, "-S", "-c", _BALLAST, str(self._bytes)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def evidence(self) -> str:
+        """The kernel's count of the memory once it is all held, or an empty string."""
+        held = bytes_of(Path(f"/proc/{self.pid}/status"), "VmRSS") or 0
+        return f"process {self.pid} holds {held >> 20} MB" if held >= self._bytes else ""
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 class SentOrder:

@@ -168,30 +168,20 @@ def changed_names(loop: ast.For) -> dict[str, int]:
 
     Content that is written before it is read carries nothing, and a cache is filled where a test asks for it.
     """
-    tests = [x for x in ast.walk(loop) if isinstance(x, ast.If | ast.IfExp)]
+    nodes = list(ast.walk(loop))
+    tests = [x for x in nodes if isinstance(x, ast.If | ast.IfExp)]
     caches = [x for x in tests if any(isinstance(y, ast.In | ast.NotIn | ast.Is) for y in ast.walk(x.test))]
-    asked = {id(y) for x in caches for y in ast.walk(x)}
-    names, written = changed_in_place(loop), set[int]()
-    puts = [x for x in ast.walk(loop) if isinstance(x, ast.Assign)]
-    for put in sorted(puts, key=lambda x: x.lineno):
-        for target in (x for x in put.targets if isinstance(x, ast.Subscript)):
-            written |= {id(x) for x in ast.walk(target)}
-            name, reads = dotted(target.value), [x for x in ast.walk(loop) if isinstance(x, ast.expr)]
-            if (
-                name
-                and id(put) not in asked
-                and any(
-                    dotted(x) == name and x.lineno < put.lineno and id(x) not in written | asked
-                    for x in reads
-                )
-            ):
-                names.setdefault(name, put.lineno)
-    fresh = set(stores([loop]))
-    emptied = {
-        dotted(x.func.value)
-        for x in ast.walk(loop)
-        if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr == "clear"
-    }
+    left_out = {id(y) for x in caches for y in ast.walk(x)}
+    names = changed_in_place(loop)
+    for put in sorted((x for x in nodes if isinstance(x, ast.Assign)), key=lambda x: x.lineno):
+        for target in (x for x in put.targets if isinstance(x, ast.Subscript) and id(put) not in left_out):
+            left_out |= {id(x) for x in ast.walk(target)}
+            reads = [x for x in nodes if isinstance(x, ast.expr) and id(x) not in left_out]
+            if any(dotted(x) == dotted(target.value) != "" and x.lineno < put.lineno for x in reads):
+                names.setdefault(dotted(target.value), put.lineno)
+    fresh, calls = set(stores([loop])), [x for x in nodes if isinstance(x, ast.Call)]
+    clearing = [x.func for x in calls if called(x) == "clear"]
+    emptied = {dotted(x.value) for x in clearing if isinstance(x, ast.Attribute)}
     return {x: at for x, at in names.items() if x not in emptied and not {x, x.partition(".")[0]} & fresh}
 
 

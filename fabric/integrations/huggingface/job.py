@@ -24,6 +24,7 @@ from fabric.integrations.huggingface.counters import TrainerCounters
 from fabric.integrations.huggingface.loss import LossRule, Rule, weight_of
 from fabric.integrations.huggingface.reporting import continue_curves
 from fabric.integrations.huggingface.trl import TrlFigures
+from fabric.integrations.script_state import ScriptState
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.training_data import TrainingData
 
@@ -63,6 +64,7 @@ class TrainerJob:
         self._feed: StepFeed
         self._began_at = 0
         self._begun: Step | None = None  # the step that the loop has begun
+        self._script_state: ScriptState | None = None  # the job's values, until the loop of a joiner begins
         self._micro_batch: MicroBatch | None = None  # the micro-batch that is being computed
         self._totals: dict[str, float] = {}
 
@@ -114,6 +116,9 @@ class TrainerJob:
         self._take_over(optimizer)
         continue_curves(trainer, self.session.settings.job)
         self._advance()
+        if getattr(self.session, "loads", 0):
+            self._script_state = ScriptState(state, [optimizer])
+            self._script_state.keep()
         self.runs = True
 
     def _take_over(self, optimizer: Any) -> None:
@@ -182,6 +187,9 @@ class TrainerJob:
         if step is None or step.number != expected:
             raise MovedError
         self._begun, self._totals = step, {}
+        if self._script_state is not None:  # the hooks of a Trainer that joins have run for this epoch again
+            self._script_state.put_back()
+            self._script_state = None
 
     def _loop_step(self, model: Any, _inputs: Any, _items: Any = None) -> torch.Tensor:
         """Compute the next micro-batch, in the step's last call all that are left; return the job's loss

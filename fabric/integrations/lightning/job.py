@@ -25,6 +25,7 @@ from fabric.integrations.lightning.figures import JobFigures
 from fabric.integrations.lightning.manual import ManualSteps
 from fabric.integrations.lightning.release import ROOT
 from fabric.integrations.lightning.run_files import LogWriter, RunFiles
+from fabric.integrations.script_state import ScriptState
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.training_data import TrainingData
 from fabric.runtime import config
@@ -113,6 +114,11 @@ class LightningJob:
         self._fresh = True  # the loop has not begun the step of ``_feed``
         if self._feed.step is not None:
             set_counters(trainer, self._feed.step.number, self.epochs)
+        averages = averaged_models(trainer)  # no hook changes them, and a copy of them is large
+        kept = {name: x for name, x in state.items() if name not in averages}
+        self._script_state = ScriptState(kept, [strategy.optimizers[0]])
+        if session.loads:
+            self._script_state.keep()
 
     # --- batches ----------------------------------------------------------------------------------------
 
@@ -132,6 +138,7 @@ class LightningJob:
         if not self._place_is_set:
             self._place_is_set = True
             set_place(self._trainer, step.number, self.epochs)
+            self._script_state.put_back()
         for parameter in self._parameters:
             parameter.grad = (
                 None  # Lightning zeroes it with the first backward pass, which may be missing here

@@ -1,19 +1,25 @@
-"""The values that a loop advances at each step, while it goes over steps that the job has made."""
+"""The values that a script advances, while its loop goes over steps that the job has made.
+
+With a Trainer these are its hooks at the begin of a training and of an epoch, which the members have run.
+"""
 
 import copy
 from collections.abc import Mapping
 from typing import Any
 
+from fabric.client.loop.shared_state import with_state
+
 
 class ScriptState:
-    """The state of schedulers and registered objects, and the settings of the optimizers' groups.
+    """The state of schedulers and other objects, and the settings of the optimizers' groups.
 
     A loop that goes over steps may change them as it likes. They have the job's values again when the loop is
     at the job's step.
     """
 
     def __init__(self, objects: Mapping[str, Any], optimizers: list[Any]) -> None:
-        self._objects, self._optimizers = objects, optimizers
+        self._objects = {name: with_state(x) for name, x in objects.items()}
+        self._optimizers = optimizers
         self._kept: dict[str, Any] | None = None
         self._groups: list[list[dict[str, Any]]] = []
 

@@ -221,10 +221,8 @@ def _value(values: Mapping[str, Any], name: str) -> Any:
         fields = {**getattr(value, "_parameters", {}), **getattr(value, "_buffers", {})}
         kind: Any = type(value)
         methods = {own for own, _, _ in methods_of(kind)}
-        known = getattr(value, "__dict__", {})
-        value = (
-            known[part] if part in known else getattr(value, part) if part in methods else fields.get(part)
-        )
+        held = getattr(value, "__dict__", {})
+        value = held[part] if part in held else getattr(value, part) if part in methods else fields.get(part)
     return value
 
 

@@ -98,9 +98,10 @@ def check_exchange_loop(frame: FrameType | None, shared: Iterable[object]) -> No
                 refuse_memory(loader.collate_fn, loader.dataset)
 
 
-def refuse_memory(*things: object) -> None:
+def refuse_memory(collate: object, dataset: object) -> None:
     """Raise ConfigError for a data set or collate function whose samples depend on its earlier calls."""
-    kept = kept_by_calls([x for thing in things for x in (thing, getattr(thing, "collate_fn", None))])
+    # An adapter's own collate function holds the user's.
+    kept = kept_by_calls([collate, getattr(collate, "collate_fn", None), dataset])
     if kept:
         raise ConfigError(
             f"the data depend on {kept}, and each replica makes other calls: make it from a sample's index "
@@ -218,7 +219,9 @@ def _value(values: Mapping[str, Any], name: str) -> Any:
     thing, *path = name.split(".")
     value = values.get(thing)
     for part in path:
-        fields = {**getattr(value, "_parameters", {}), **getattr(value, "_buffers", {})}
+        fields: dict[str, Any] = {}
+        if isinstance(value, torch.nn.Module):
+            fields = {**value._parameters, **value._buffers}  # noqa: SLF001
         kind: Any = type(value)
         methods = {own for own, _, _ in methods_of(kind)}
         held = getattr(value, "__dict__", {})

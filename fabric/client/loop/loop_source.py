@@ -96,9 +96,10 @@ def check_exchange_loop(frame: FrameType | None, shared: Iterable[object]) -> No
                 refuse_memory(loader.collate_fn, loader.dataset)
 
 
-def refuse_memory(*things: object) -> None:
+def refuse_memory(collate: object, dataset: object) -> None:
     """Raise ConfigError for a data set or collate function whose samples depend on its earlier calls."""
-    kept = kept_by_calls([x for thing in things for x in (thing, getattr(thing, "collate_fn", None))])
+    # An adapter's own collate function holds the user's.
+    kept = kept_by_calls([collate, getattr(collate, "collate_fn", None), dataset])
     if kept:
         raise ConfigError(
             f"the data depend on {kept}, and each replica makes other calls: make it from a sample's index "

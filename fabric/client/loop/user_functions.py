@@ -80,7 +80,8 @@ def value_of(values: Mapping[str, Any], name: str) -> Any:
     for part in path:
         kind: Any = type(value)
         methods = {own: getattr(value, own) for own, _, _ in methods_of(kind) if own == part}
-        tensors = {**getattr(value, "_parameters", {}), **getattr(value, "_buffers", {})}
+        is_module = isinstance(value, torch.nn.Module)  # other objects may answer any name
+        tensors = {**value._parameters, **value._buffers} if is_module else {}  # noqa: SLF001
         value = {**tensors, **methods, **getattr(value, "__dict__", {})}.get(part)
     return value
 

@@ -47,6 +47,8 @@ class DurableWorld(World):
         self.times_struck = 0
         self.expected: SnapshotRef | None = None  # the state from which the next generation must begin
         super().__init__(seed, **{"faultless": self.alone, **options})
+        if self.alone and self.kind == KINDS[-1]:
+            self.store.mishaps = 0.0  # a leader that is elected after the loss cannot tell jobs apart
         self.ends_early, self.until, self.blackout = False, 10**9, False
         self.faults.not_before, self.faults.over = LATEST_S + 2.0, False
         self.clockwork.at(1.0, self._strike_when_ready)

@@ -80,8 +80,9 @@ def value_of(values: Mapping[str, Any], name: str) -> Any:
     for part in path:
         kind: Any = type(value)
         methods = {own: getattr(value, own) for own, _, _ in methods_of(kind) if own == part}
-        is_module = isinstance(value, torch.nn.Module)  # other objects may answer any name
-        tensors = {**value._parameters, **value._buffers} if is_module else {}  # noqa: SLF001
+        tensors: dict[str, Any] = {}  # only a module's: other objects may answer any name
+        if isinstance(value, torch.nn.Module):
+            tensors = {**value._parameters, **value._buffers}  # noqa: SLF001
         value = {**tensors, **methods, **getattr(value, "__dict__", {})}.get(part)
     return value
 

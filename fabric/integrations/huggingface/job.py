@@ -187,9 +187,17 @@ class TrainerJob:
         if step is None or step.number != expected:
             raise MovedError
         self._begun, self._totals = step, {}
-        if self._script_state is not None:  # the hooks of a Trainer that joins have run for this epoch again
+        if step.number % self.epochs.steps:
+            self.undo_hooks()
+        self._script_state = None
+
+    def undo_hooks(self) -> None:
+        """Restore the job's values, which hooks at the begin of a training and its epochs have changed in a
+        Trainer that joins. The job's first step of an epoch comes before the hooks at the begin of the epoch.
+        """
+        if self._script_state is not None:
             self._script_state.put_back()
-            self._script_state = None
+            self._script_state.keep()
 
     def _loop_step(self, model: Any, _inputs: Any, _items: Any = None) -> torch.Tensor:
         """Compute the next micro-batch, in the step's last call all that are left; return the job's loss
@@ -337,10 +345,16 @@ class Passes:
 
 
 class EpochPlace(TrainerCallback):  # type: ignore[misc]
-    """The first callback: it tells the others the epoch of a step whose micro-batches the replicas share."""
+    """The first callback: it tells the others the epoch of a step whose micro-batches the replicas share, and
+    undoes what they did for the epochs before it in a Trainer that joins.
+    """
 
     def __init__(self, job: TrainerJob) -> None:
         self._job = job
+
+    def on_epoch_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        """Restore the job's values."""
+        self._job.undo_hooks()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Set the place in the epoch; the Trainer has set that of its own micro-batches."""

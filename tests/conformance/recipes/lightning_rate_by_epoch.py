@@ -50,6 +50,6 @@ trainer = Trainer(
     enable_model_summary=False,
 )
 data = recipe.Samples(recipe.GLOBAL_BATCH * 4)
-trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True))
+trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=BATCH))
 rate = trainer.optimizers[0].param_groups[0]["lr"]
 recipe.report(net, trainer.optimizers[0], steps=trainer.global_step, epochs=halve.epochs, rate=rate)

@@ -71,3 +71,11 @@ def test_a_dead_trainers_server_ends_and_leaves_no_memory(run_dir, victims, poin
             trainer.end()
         wait_for(lambda: not memory & {inode for _, inode in fabric_memory()}, "the memory to be free")
         assert shared_files() - before == set(), "nothing of ours has a name"
+
+
+def test_a_server_that_may_live_a_moment_without_a_trainer_waits_for_its_first_one(run_dir):
+    """Its time begins when it starts, and a trainer on a loaded host needs longer to attach."""
+    with trainer_process(run_dir, orphan_s=0.001) as trainer:
+        reach(trainer, "a snapshot is served")
+        trainer.signal(signal.SIGKILL)
+        wait_for(lambda: not alive(trainer.hello["pid"]), "the server's end")

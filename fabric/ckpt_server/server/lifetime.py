@@ -10,6 +10,9 @@ import logging
 
 log = logging.getLogger(__name__)
 
+# How long a new server waits for its first trainer at least: it has begun before the trainer can attach.
+FIRST_TRAINER_S = 10.0
+
 
 class Lifetime:
     """Ends the server ``orphan_s`` after the last trainer left: sets ``ended``, with the ``reason``.
@@ -30,12 +33,13 @@ class Lifetime:
                 timer.cancel()
         self._orphan_timer = self._finish_timer = None
 
-    def trainer_left(self) -> None:
-        """Start the timer of a server without a trainer."""
+    def trainer_left(self, at_least_s: float = 0.0) -> None:
+        """Start the timer of a server without a trainer, of ``at_least_s``."""
         if self._orphan_timer is None:
-            reason = f"no trainer has been attached for {self._orphan_s:g} s"
+            orphan_s = max(self._orphan_s, at_least_s)
+            reason = f"no trainer has been attached for {orphan_s:g} s"
             loop = asyncio.get_running_loop()
-            self._orphan_timer = loop.call_later(self._orphan_s, self.end, reason)
+            self._orphan_timer = loop.call_later(orphan_s, self.end, reason)
 
     def finish(self, linger_s: float) -> None:
         """End the server ``linger_s`` from now, because the job is done; a later call replaces the time."""

@@ -24,7 +24,7 @@ from fabric.ckpt_server.fetch.http_source import HttpAddress
 from fabric.ckpt_server.server.crash_position import CrashLog
 from fabric.ckpt_server.server.debug_probe import DebugProbe
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
-from fabric.ckpt_server.server.lifetime import Lifetime
+from fabric.ckpt_server.server.lifetime import FIRST_TRAINER_S, Lifetime
 from fabric.ckpt_server.server.local_reads import LocalReadServer
 from fabric.ckpt_server.server.log_file import keep_bounded
 from fabric.ckpt_server.server.metrics import CkptMetrics
@@ -138,7 +138,7 @@ async def _serve_until_end(parts: _ServerParts, identity: ServerIdentity, listen
     settings, trainer, durable, lifetime = parts.settings, parts.trainer, parts.durable, parts.lifetime
     local_reads = LocalReadServer(parts.slots, parts.token).open(HttpAddress.parse(identity.url).place)
     channel = TrainerChannel(identity, parts.slots, trainer, lifetime, durable)
-    lifetime.trainer_left()
+    lifetime.trainer_left(FIRST_TRAINER_S)
     async with local_reads, asyncio.TaskGroup() as group:
         tasks = [group.create_task(channel.accept(listener))]
         tasks.append(group.create_task(keep_bounded(settings.run_dir / LOG_NAME)))

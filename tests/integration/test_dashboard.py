@@ -104,7 +104,7 @@ def test_a_person_decides_by_keyboard(job, browser):
     )
     job.wait_for(lambda: job.ended("r2") == 0, "the drained one's end")
     browser.wait_for(lambda: "2 of 3 replicas; r2 left" in browser.text("body"), "the headline to say so")
-    assert "left" in row(browser, "r2")
+    browser.wait_for(lambda: "left" in row(browser, "r2"), "its row")  # its session may end a moment later
     assert "<b>its host</b> is hot" in browser.text("body"), "a person's words are text, not markup"
 
 

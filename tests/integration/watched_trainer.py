@@ -1,7 +1,7 @@
 """Runs an example of a framework (TEST_EXAMPLE) as it is, and notes in TEST_NOTES what a Trainer logs.
 
 ``TEST_PLAIN=1`` runs the example with the framework's own class: its one changed line taken back. The members
-leave a replica that is away the time to come back, see ``pace``. ``TEST_DEVICE=1`` pretends a device.
+leave a replica that is away the time to come back, see ``pace``.
 """
 
 import json
@@ -11,7 +11,6 @@ import time
 import types
 from pathlib import Path
 
-import pretended_device
 import transformers.trainer
 from pace import waiting
 from plain_examples import plain
@@ -46,8 +45,6 @@ class Waits(TrainerCallback):
 
 
 def main() -> None:
-    if "TEST_DEVICE" in os.environ:
-        pretended_device.pretend()
     if "TEST_PATIENT" in os.environ:
         StepFeed.advance = waiting(StepFeed.advance)
     transformers.trainer.DEFAULT_CALLBACKS.append(Notes)

@@ -90,6 +90,19 @@ def test_a_trainer_that_cannot_be_kept_equal_is_refused(module, options, data, e
         trainer(**options).fit(Net(**module), DataLoader(data, batch_size=2))
 
 
+def test_a_loop_of_ones_own_in_the_trainer_is_refused():
+    one = trainer(max_epochs=1)
+
+    class Own(type(one.fit_loop)):
+        pass
+
+    own = Own(one, max_epochs=1)
+    own.epoch_loop = one.fit_loop.epoch_loop
+    one.fit_loop = own
+    with pytest.raises(ConfigError, match="follows the Trainer's own loops, and this one has a Own"):
+        one.fit(Net(), DataLoader(DATA, batch_size=2))
+
+
 class Batches:
     def __iter__(self):
         return iter([[torch.ones(2, 2)]])

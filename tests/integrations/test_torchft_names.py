@@ -36,6 +36,11 @@ class Replica:
         self.scheduler.step()
 
 
+def test_every_process_group_of_torchft_has_its_name():
+    for device in ("Gloo", "NCCL", "XCCL", "BabyGloo", "BabyNCCL", "BabyXCCL"):
+        assert hasattr(ft, f"ProcessGroup{device}"), device
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.setenv("FABRIC_DISABLE", "1")

@@ -387,6 +387,14 @@ CALLED = frozenset(
 
 def _check_optimization(trainer: Any) -> None:
     module, optimizers = trainer.lightning_module, trainer.strategy.optimizers
+    fit, parts = trainer.fit_loop, ("automatic_optimization", "manual_optimization")
+    inner = getattr(fit, "epoch_loop", None)
+    for loop in (fit, inner, *(getattr(inner, x, None) for x in parts)):
+        if loop is not None and not type(loop).__module__.startswith(ROOT):
+            raise ConfigError(
+                f"FabricStrategy follows the Trainer's own loops, and this one has a {type(loop).__name__}: "
+                "call fabric.client.attach in a loop of your own"
+            )
     if len(optimizers) != 1:
         raise ConfigError(
             f"FabricStrategy takes one optimizer, and configure_optimizers gives {len(optimizers)}: call "

@@ -97,8 +97,9 @@ class UserMethod:
             return None
         if not isinstance(node, ast.Attribute):
             return None
-        fields = getattr(self.object_of(node.value), "__dict__", {})
-        return fields.get(node.attr, fields.get("_modules", {}).get(node.attr))
+        held = self.object_of(node.value)
+        children = held._modules if isinstance(held, torch.nn.Module) else {}  # noqa: SLF001
+        return getattr(held, "__dict__", {}).get(node.attr, children.get(node.attr))
 
     def read(self, node: ast.AST) -> set[str]:
         """Return the symbols that an expression reads."""

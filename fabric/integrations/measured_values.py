@@ -181,8 +181,9 @@ class _Measured:
         if isinstance(node, ast.Name):
             return self._values.get(node.id)
         if isinstance(node, ast.Attribute):
-            fields = getattr(self._value(node.value), "__dict__", {})
-            return fields.get(node.attr, fields.get("_modules", {}).get(node.attr))
+            held = self._value(node.value)
+            children = held._modules if isinstance(held, torch.nn.Module) else {}  # noqa: SLF001
+            return getattr(held, "__dict__", {}).get(node.attr, children.get(node.attr))
         return None
 
 

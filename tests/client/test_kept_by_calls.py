@@ -200,6 +200,13 @@ KEPT = {
     """,
 }
 LEFT_ALONE = {
+    "attributes of the samples, which no name holds": """
+        def thing(b):
+            b[0].y = torch.stack([x.x for x in b])
+            first = b[0].y
+            b[0].y = first + 1
+            return b[0]
+    """,
     "a count for prints": """
         class Mask:
             n = 0

@@ -202,6 +202,13 @@ ACCEPTED = {
         class Trainer(Thing):
             def compute_loss(self): return out.loss * count.waits
         """,
+    "an object that has parts of its own by a framework's name": """
+        class Count(Thing):
+            def __init__(self): self._modules = {"one"}
+            def on_step_end(self): print(self.one)
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss + count.one.size
+        """,
     "torch's own generator": """
         import torch
         class Count(Thing): pass

@@ -34,7 +34,7 @@ class Lifetime:
         self._orphan_timer = self._finish_timer = None
 
     def trainer_left(self, at_least_s: float = 0.0) -> None:
-        """Start the timer of a server without a trainer, of ``at_least_s``."""
+        """Start the timer of a server without a trainer: ``orphan_s``, or ``at_least_s`` if that is more."""
         if self._orphan_timer is None:
             orphan_s = max(self._orphan_s, at_least_s)
             reason = f"no trainer has been attached for {orphan_s:g} s"

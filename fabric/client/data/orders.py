@@ -189,9 +189,10 @@ def _has_no_state(sampler: Any) -> bool:
 def _contents(sampler: Any) -> dict[str, int]:
     """Return digests of the weights in a sampler: tensors, arrays and lists of floating-point numbers."""
     contents: dict[str, int] = {}
+    data = {id(x) for x in _data_of(sampler)}
     while hasattr(sampler, "__dict__"):
         for name, value in vars(sampler).items():
-            if isinstance(value, torch.Tensor | np.ndarray):
+            if isinstance(value, torch.Tensor | np.ndarray) and id(value) not in data:
                 numbers = torch.as_tensor(value).double() if "float" in str(value.dtype) else torch.zeros(0)
                 contents[name] = xxhash.xxh3_64_intdigest(numbers.numpy(force=True).tobytes())
             elif isinstance(value, list) and value and type(value[0]) is float:

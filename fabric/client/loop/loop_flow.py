@@ -188,7 +188,7 @@ def stores(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the names that ``nodes`` set in their own scope, and attributes as ``self.count``."""
     for node in nodes:
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield dotted(node)
+            yield from [dotted(node)] if dotted(node) else []
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.alias):

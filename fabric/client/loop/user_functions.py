@@ -79,7 +79,8 @@ def value_of(values: Mapping[str, Any], name: str) -> Any:
     value = values.get(thing)
     for part in path:
         kind: Any = type(value)
-        methods = {own: getattr(value, own) for own, _, _ in methods_of(kind) if own == part}
+        names = {own for own, _, _ in methods_of(kind)} & {part}
+        methods = {x: getattr(value, x) for x in names if not isinstance(getattr(kind, x), property)}
         tensors: dict[str, Any] = {}  # only a module's: other objects may answer any name
         if isinstance(value, torch.nn.Module):
             tensors = {**value._parameters, **value._buffers}  # noqa: SLF001

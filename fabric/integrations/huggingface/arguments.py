@@ -250,7 +250,7 @@ _EVALUATING = (
     "prediction_step",
     "on_evaluate",
     "on_prediction_step",
-    "__call__",
+    "__call__",  # of compute_metrics
 )
 _SAVES = ("state", "shared_state", "state_dict", "get_extra_state")
 

@@ -345,8 +345,8 @@ class Passes:
 
 
 class EpochPlace(TrainerCallback):  # type: ignore[misc]
-    """The first callback: it tells the others the epoch of a step whose micro-batches the replicas share, and
-    undoes what they did for the epochs before it in a Trainer that joins.
+    """The first callback. It tells the others the epoch of a step whose micro-batches the replicas share, and
+    undoes what they did in hooks of earlier epochs, in a Trainer that joins.
     """
 
     def __init__(self, job: TrainerJob) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_ratchets import nodes
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parent.parent
 MAX_FILE_LINES = 900
@@ -20,6 +21,8 @@ READERS_OF_THE_ENVIRONMENT = {
     "fabric/runtime/process_environment.py",
     "fabric/cli/demo/command.py",
 }
+# All functions whose result torch.set_default_device moves.
+MAKERS_OF_TENSORS = {f"torch.{maker.__name__}" for maker in _device_constructors()}
 
 # Each rule takes a file's name and text, and yields what breaks the rule there.
 
@@ -78,6 +81,14 @@ def pickle_and_eval(_: str, text: str) -> Iterator[str]:
             yield "torch.load"
 
 
+def tensors_on_the_default_device(_: str, text: str) -> Iterator[str]:
+    """A script may call ``torch.set_default_device``, so a tensor of fabric's own names its device."""
+    for node in nodes(text):
+        makes = isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS_OF_TENSORS
+        if makes and not any(keyword.arg == "device" for keyword in node.keywords):
+            yield f"line {node.lineno} calls {ast.unparse(node.func)} without a device"
+
+
 # Each rule with a file that breaks it once.
 RULES = {
     long_files: ("fabric/a.py", "x = 1\n" * (MAX_FILE_LINES + 1)),
@@ -86,6 +97,7 @@ RULES = {
     many_parameters: ("fabric/a.py", "def f(self, a, b, c, d, *, e, f, g, h, i): ..."),
     vague_names: ("fabric/utils/a.py", ""),
     readers_of_the_environment: ("fabric/a.py", "import os\nhome = os.environ['HOME']"),
+    tensors_on_the_default_device: ("fabric/a.py", "import torch\ntorch.zeros(1)"),
     pickle_and_eval: ("fabric/a.py", "import torch\ntorch.load('a')"),
 }
 

@@ -161,4 +161,4 @@ def _import() -> None:
     importlib.import_module("fabric.client")
     torch = importlib.import_module("torch")
     # A process's first optimizer imports torch's compiler, which takes as long as torch itself.
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)

@@ -215,7 +215,7 @@ class _TitanJob:
     def unread(self) -> Iterator[MicroBatch]:
         """Yield batches in place of those of the Trainer's loader."""
         while True:
-            yield {}, torch.zeros(1, dtype=torch.int64)
+            yield {}, torch.zeros(1, dtype=torch.int64, device="cpu")
 
     # --- a step -----------------------------------------------------------------------------------------
 

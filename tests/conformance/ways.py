@@ -32,7 +32,10 @@ class Result:
     @property
     def reports(self) -> list[dict[str, Any]]:
         """The reports of all processes that came to the end of the recipe."""
-        return [torch.load(path, weights_only=False) for path in sorted(self.evidence.glob("*.pt"))]
+        return [
+            torch.load(path, weights_only=False, map_location="cpu")
+            for path in sorted(self.evidence.glob("*.pt"))
+        ]
 
     @property
     def evidence(self) -> Path:
@@ -83,6 +86,8 @@ def run(way: str, recipe: Recipe, zygote: Zygote, folder: Path) -> Result:
         "RECIPE_EVIDENCE": str(folder / "evidence"),
         "TINY_PATIENT_STEPS": PATIENT_STEPS,
         "HF_HUB_OFFLINE": "1",
+        # A framework places the model itself.
+        "RECIPE_DEVICE": "cpu" if recipe.needs else os.environ.get("RECIPE_DEVICE", "cpu"),
     }
     if way in ("plain", "disabled"):
         return _run_alone(way, environment, zygote, folder)

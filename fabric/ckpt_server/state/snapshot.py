@@ -265,7 +265,7 @@ class CudaCopyStream:
         self.end().synchronize()
 
     def staging(self, nbytes: int) -> Bytes:
-        memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu").numpy()
         return memory
 
     def hold(self, event: Any) -> None:

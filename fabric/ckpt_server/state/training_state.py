@@ -383,7 +383,7 @@ def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
     copy."""
     dtype = TORCH_DTYPE[span.dtype]
     if span.begin == span.end:
-        return torch.empty(span.shape, dtype=dtype)
+        return torch.empty(span.shape, dtype=dtype, device="cpu")
     raw = np.frombuffer(file[span.begin : span.end], np.uint8)
     if file.readonly or raw.ctypes.data % dtype.itemsize:
         raw = raw.copy()  # torch supports neither read-only memory nor unaligned addresses

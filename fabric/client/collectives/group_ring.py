@@ -39,7 +39,7 @@ class GroupRing:
         """Return the bytes of every member, in ring order; all give equally many. Raises RoundAborted."""
         ring = self.group.ring
         width = -(-len(own) // _WORD_BYTES) * _WORD_BYTES
-        memory = torch.zeros(ring.world * width, dtype=torch.uint8)
+        memory = torch.zeros(ring.world * width, dtype=torch.uint8, device="cpu")
         start = ring.position * width
         if own:
             memory[start : start + len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -48,7 +48,7 @@ class GroupRing:
 
     def broadcast(self, own: bytes | None, nbytes: int) -> bytes:
         """Return the ``nbytes`` bytes of the one member that gives them as ``own``. Raises RoundAborted."""
-        memory = torch.zeros(-(-nbytes // _WORD_BYTES) * _WORD_BYTES, dtype=torch.uint8)
+        memory = torch.zeros(-(-nbytes // _WORD_BYTES) * _WORD_BYTES, dtype=torch.uint8, device="cpu")
         if own:
             memory[:nbytes] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         return self._sum(memory).numpy()[:nbytes].tobytes()

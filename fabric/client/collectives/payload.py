@@ -125,5 +125,7 @@ def size_of(call: Call) -> int:
 def from_bytes(data: bytes, call: Call) -> torch.Tensor:
     """Return the tensor with the type and shape of ``call``. Raises ConfigError for other sizes."""
     dtype = getattr(torch, call.dtype)
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+    )
     return flat.reshape(call.shape)

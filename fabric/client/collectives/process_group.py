@@ -160,7 +160,9 @@ class ReplicaGroup(dist.ProcessGroup):
             )
         order = handles if isinstance(opts.handles, list) else ()
         timeout = getattr(opts, "timeout", None)
-        asked = torch.tensor([opts.uuid & _MOST, xxhash.xxh3_64_intdigest(repr(order).encode()) & _MOST])
+        asked = torch.tensor(
+            [opts.uuid & _MOST, xxhash.xxh3_64_intdigest(repr(order).encode()) & _MOST], device="cpu"
+        )
 
         def take(payload: Payload) -> None:
             if set(payload.names or handles) != set(handles):

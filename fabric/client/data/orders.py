@@ -11,7 +11,6 @@ on all members.
 
 import contextlib
 import copy
-import random
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fabric.client.data.randomness import Generators, seed_all
 from fabric.errors import ConfigError, FabricError
 
 # Samplers whose pass depends on the seed and the number of the pass alone, unless they have a generator.
@@ -131,7 +131,8 @@ class SamplerOrder:
             _set_epoch(sampler, number)
             iterator = iter(sampler)
             if generator is not None:
-                torch.empty((), dtype=torch.int64).random_(generator=generator)  # as a DataLoader does
+                draw = torch.empty((), dtype=torch.int64, device=generator.device)
+                draw.random_(generator=generator)  # as a DataLoader does
             items = list(islice(iterator, len(sampler) + 1))
         if len(items) > len(sampler):
             raise ConfigError(
@@ -193,8 +194,9 @@ def _contents(sampler: Any) -> dict[str, int]:
     while hasattr(sampler, "__dict__"):
         for name, value in vars(sampler).items():
             if isinstance(value, torch.Tensor | np.ndarray) and id(value) not in data:
-                numbers = torch.as_tensor(value).double() if "float" in str(value.dtype) else torch.zeros(0)
-                contents[name] = xxhash.xxh3_64_intdigest(numbers.numpy(force=True).tobytes())
+                is_float = "float" in str(value.dtype)
+                numbers = torch.as_tensor(value, device="cpu").double().numpy(force=True) if is_float else b""
+                contents[name] = xxhash.xxh3_64_intdigest(numbers.tobytes() if is_float else b"")
             elif isinstance(value, list) and value and type(value[0]) is float:
                 contents[name] = _digest(value)
         sampler = getattr(sampler, "sampler", None)
@@ -227,14 +229,9 @@ def _digest(items: Sequence[Any]) -> int:
 @contextlib.contextmanager
 def _seeded(seed: int, number: int) -> Iterator[None]:
     """Seed the generators of this process for pass ``number``; afterwards they are as before."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    value = xxhash.xxh3_64_intdigest(f"{seed} pass {number}".encode()) >> 1
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(value)
+    states = Generators.now()
+    seed_all(xxhash.xxh3_64_intdigest(f"{seed} pass {number}".encode()) >> 1)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+        states.restore()

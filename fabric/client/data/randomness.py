@@ -23,12 +23,12 @@ def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
 
 def seed_everything(seed: int, step: int, micro_batch: int) -> None:
     """Seed torch (CUDA too), numpy's legacy generator and ``random`` for one micro-batch."""
-    _seed_all(micro_batch_seed(seed, step, micro_batch))
+    seed_all(micro_batch_seed(seed, step, micro_batch))
 
 
 def seed_update(seed: int, step: int, part: int = 0) -> None:
     """Seed the same generators for the update of ``step``. ``part``: the number of optimizers before it."""
-    _seed_all(xxhash.xxh3_64_intdigest(f"{seed} {step} update {part}".encode()) >> 1)
+    seed_all(xxhash.xxh3_64_intdigest(f"{seed} {step} update {part}".encode()) >> 1)
 
 
 class UpdateRandomness:
@@ -45,7 +45,7 @@ class UpdateRandomness:
         self._in_steps = False
         self._step = -1  # of the newest hand-over
         self._parts = 0  # optimizers whose steps have begun since then
-        self._aside: _Generators | None = None
+        self._aside: Generators | None = None
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
@@ -68,7 +68,7 @@ class UpdateRandomness:
 
     def _seed(self, part: int) -> None:
         if not self._in_steps and self._aside is None:
-            self._aside = _Generators.now()
+            self._aside = Generators.now()
         seed_update(self.seed, self._step, part)
 
     def _before(self, *_: object) -> None:
@@ -81,8 +81,8 @@ class UpdateRandomness:
 
 
 @dataclass(frozen=True, slots=True)
-class _Generators:
-    """The states of the generators that ``seed_update`` seeds."""
+class Generators:
+    """The states of the generators that ``seed_all`` seeds."""
 
     cpu: torch.Tensor
     devices: list[torch.Tensor]
@@ -90,7 +90,7 @@ class _Generators:
     python: Any
 
     @classmethod
-    def now(cls) -> "_Generators":
+    def now(cls) -> "Generators":
         initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = torch.cuda.get_rng_state_all() if initialised else []
         return cls(torch.get_rng_state(), devices, np.random.get_state(), random.getstate())
@@ -103,7 +103,8 @@ class _Generators:
         random.setstate(self.python)
 
 
-def _seed_all(value: int) -> None:
+def seed_all(value: int) -> None:
+    """Seed the generators of torch, for each device, of numpy and of random."""
     if _has_devices():
         torch.manual_seed(value)
     else:

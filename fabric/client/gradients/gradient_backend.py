@@ -91,7 +91,7 @@ class HostBackend:
     """Gradients in host memory are reduced in the slot itself."""
 
     def __init__(self) -> None:
-        self._slot = torch.empty(0, dtype=torch.uint8)
+        self._slot = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._hash, self._digested = xxhash.xxh3_128(), 0  # of the slot's first ``_digested`` bytes
         self._parts = 0  # sum of the digests of lanes
 

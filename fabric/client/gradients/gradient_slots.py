@@ -121,7 +121,9 @@ class GradientSlots:
             slot.shared = False
             return slot
         self.plane.unregister(slot.buffer)
-        return GradientSlot(slot.index, torch.zeros(self.nbytes, dtype=torch.uint8), shared=False)
+        return GradientSlot(
+            slot.index, torch.zeros(self.nbytes, dtype=torch.uint8, device="cpu"), shared=False
+        )
 
     def _is_full(self) -> bool:
         """Whether the next round reuses an existing slot."""
@@ -142,7 +144,7 @@ class GradientSlots:
             self.handle.begin("gradient", index)
         except FabricError:
             if private is None:
-                private = torch.zeros(self.nbytes, dtype=torch.uint8)
+                private = torch.zeros(self.nbytes, dtype=torch.uint8, device="cpu")
             return GradientSlot(index, private, shared=False)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes]
         self.plane.register(self.handle.descriptor("gradient", index), buffer)

@@ -43,7 +43,7 @@ class ReplicaStates:
         self._slot = slot
         workers = sum(max(0, int(getattr(x, "num_workers", 0)) - _WORKERS) for x in objects.values())
         self._row_bytes = _LENGTH_BYTES + ROW_BYTES + WORKER_BYTES * workers
-        self._rows = torch.zeros(slots if objects else 0, self._row_bytes, dtype=torch.uint8)
+        self._rows = torch.zeros(slots if objects else 0, self._row_bytes, dtype=torch.uint8, device="cpu")
         numbers = torch.zeros(len(self._rows), self._row_bytes // 2, dtype=torch.float32, device=device)
         stand_in = torch.nn.Parameter(numbers)
         self.stand_ins = [(NAME, stand_in)] if objects else []

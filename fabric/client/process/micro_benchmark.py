@@ -61,6 +61,6 @@ def _product(device: torch.device) -> Callable[[], object]:
 
 def _copy(device: torch.device) -> Callable[[], object]:
     """On the host from memory to memory, else from the host to the device."""
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu")
     target = torch.empty_like(source, device=device)
     return lambda: target.copy_(source)

@@ -56,7 +56,7 @@ class RankGroup:
             lengths = [torch.zeros_like(length) for _ in range(self.size)]
             dist.all_gather(lengths, length)
             most = max(int(n) for n in lengths)
-            padded = torch.zeros(most, dtype=torch.uint8)
+            padded = torch.zeros(most, dtype=torch.uint8, device="cpu")
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             rows = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in range(self.size)]
             dist.all_gather(rows, padded.to(device))

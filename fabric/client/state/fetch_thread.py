@@ -80,7 +80,7 @@ class FetchThread:
         if ticket != self._wanted:
             return
         if self.buffer is None:
-            self.buffer = torch.zeros(self._gradient_bytes, dtype=torch.uint8)
+            self.buffer = torch.zeros(self._gradient_bytes, dtype=torch.uint8, device="cpu")
         try:
             meta = self._read_gradient(order, self.buffer)
         except Gone as error:

@@ -37,7 +37,7 @@ class PieceFetcher:
         self._lanes = lanes
         self._row = lanes.layout.ranks[lanes.rank]
         self._places = FlatPlaces(self._row)
-        self._memory = torch.zeros(0, dtype=torch.uint8)
+        self._memory = torch.zeros(0, dtype=torch.uint8, device="cpu")
 
     def fetch(
         self,
@@ -83,7 +83,7 @@ class PieceFetcher:
             row = read_layout(member.cuts).ranks[rank]
             theirs = FlatPlaces(row)
             if len(self._memory) < theirs.nbytes:
-                self._memory = torch.zeros(theirs.nbytes, dtype=torch.uint8)
+                self._memory = torch.zeros(theirs.nbytes, dtype=torch.uint8, device="cpu")
             source = self._memory[: theirs.nbytes]
             meta = fetcher.fetch_gradient(
                 [member.addresses[rank].ckpt.partition("#")[0]],

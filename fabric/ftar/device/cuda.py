@@ -95,7 +95,7 @@ class CudaDevice:
 
     def staging(self, nbytes: int) -> torch.Tensor:
         # torch rounds page-locked memory up to a power of two: ask for sizes that are powers of two.
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def keep_registered(self, memory: Sequence[torch.Tensor]) -> None:
         wanted = {t.data_ptr(): t for t in memory if t.numel()}

@@ -326,7 +326,7 @@ class CpuRing(EpochPlane[RingLinks]):
         self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
         # Partial results of 16-bit elements travel as float32, twice as large.
         self._resources = ExchangeResources(
-            torch.empty(2 * self._chunk_bytes, dtype=torch.uint8), checksum, on_piece
+            torch.empty(2 * self._chunk_bytes, dtype=torch.uint8, device="cpu"), checksum, on_piece
         )
         self._workspace = StagingMemory(self._own)
 

@@ -34,7 +34,7 @@ class StagingMemory:
         if not shared:
             memory = self._private.get(use)
             if memory is None or memory.numel() < nbytes:
-                memory = self._private[use] = torch.zeros(nbytes, dtype=torch.uint8)
+                memory = self._private[use] = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
             return memory[:nbytes]
         segment = self._shared.get(use)
         if segment is None or segment.nbytes < nbytes:

@@ -76,7 +76,7 @@ class LanePlane:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return ordinary memory, because pieces are copied to their lanes anyway."""
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:
         """Register ``memory`` where results are copied to it. Neighbours read lanes, not flat gradients."""

@@ -65,7 +65,7 @@ class LossRule:
         self._count, self.number = None, None if items is None else float(items)
         if items is None or self.rule is not Rule.UNKNOWN or not torch.is_tensor(items):
             return items
-        count = torch.as_tensor(items, dtype=torch.float32)
+        count = items.to(torch.float32)
         if not trainer.args.torch_compile:  # a compiled model makes no number of a tensor
             count, ItemCount.converted = count.as_subclass(ItemCount), False
         self._count = count.requires_grad_()

@@ -176,7 +176,7 @@ class JobFigures:
         self._states.load_state_dict(state["metrics"])
         for name in self.totals:
             self._show(name, None)
-        steering = {name: torch.tensor(value) for name, value in state["steering"].items()}
+        steering = {name: torch.tensor(value, device="cpu") for name, value in state["steering"].items()}
         self._trainer._logger_connector._callback_metrics.update(steering)  # noqa: SLF001
 
 

@@ -194,9 +194,8 @@ def _contents(sampler: Any) -> dict[str, int]:
     while hasattr(sampler, "__dict__"):
         for name, value in vars(sampler).items():
             if isinstance(value, torch.Tensor | np.ndarray) and id(value) not in data:
-                is_float = "float" in str(value.dtype)
-                numbers = torch.as_tensor(value, device="cpu").double().numpy(force=True) if is_float else b""
-                contents[name] = xxhash.xxh3_64_intdigest(numbers.tobytes() if is_float else b"")
+                numbers = torch.as_tensor(value if "float" in str(value.dtype) else [], device="cpu")
+                contents[name] = xxhash.xxh3_64_intdigest(numbers.double().numpy(force=True).tobytes())
             elif isinstance(value, list) and value and type(value[0]) is float:
                 contents[name] = _digest(value)
         sampler = getattr(sampler, "sampler", None)

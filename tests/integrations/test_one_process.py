@@ -6,12 +6,10 @@ import sys
 import accelerate.state
 import pytest
 import torch
-from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.state import DistributedType, PartialState
 
-from fabric.cli.launch.attempt import AttemptSpec
 from fabric.errors import ConfigError
 from fabric.integrations.accelerate import FabricAccelerator
-from fabric.runtime.rank_layout import RankLayout
 
 sys.path.insert(0, __file__.rpartition("/tests/")[0] + "/tests/integration")
 import pretended_device
@@ -27,14 +25,7 @@ def launched(request, monkeypatch, tmp_path):
     monkeypatch.setattr(accelerate.state, "torch", accelerate.state.torch)
     if request.param:
         pretended_device.pretend()
-    attempt = AttemptSpec((), {}, RankLayout(1), port=0, number=0, run="a.0")
-    for name, value in attempt.rank_environment(0).items():
-        monkeypatch.setenv(name, value)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield monkeypatch
-    AcceleratorState._reset_state(reset_partial_state=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    return monkeypatch
 
 
 @pytest.mark.parametrize("arguments", [{}, {"cpu": True}], ids=str)

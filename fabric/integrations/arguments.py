@@ -107,7 +107,7 @@ class ArgumentTable:
 
 
 def markdown(rows: Mapping[str, Row]) -> str:
-    """Return rows as a page has them: each answer once, the refusals first; what is kept has no names there."""
+    """Return rows as a page has them: each answer once, the refusals first, and no names that are kept."""
     names: dict[str, list[str]] = {}
     for name, row in sorted(rows.items()):
         names.setdefault(_said(row), []).append(f"`{name}`")

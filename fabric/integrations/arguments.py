@@ -107,10 +107,11 @@ class ArgumentTable:
 
 
 def markdown(rows: Mapping[str, Row]) -> str:
-    """Return rows as a page has them: each answer once, the refusals first, with all names that have it."""
+    """Return rows as a page has them: each answer once, the refusals first, and no names that are kept."""
     names: dict[str, list[str]] = {}
     for name, row in sorted(rows.items()):
         names.setdefault(_said(row), []).append(f"`{name}`")
+    names.update({"kept": ["every other name"]} if "kept" in names else {})
     lines = [f"| {answer} | {', '.join(names[answer])} |" for answer in sorted(names, reverse=True)]
     return "\n".join(["| what fabric does | names |", "|---|---|", *lines]) + "\n"
 

@@ -129,6 +129,10 @@ def test_an_overridden_method_is_looked_up_by_the_class_that_replaces_it():
         TABLE.check_methods(Framework, Placed)
 
 
+def test_a_table_without_kept_names_says_nothing_of_others():
+    assert "kept" not in markdown({"folder": NoInfluence("it names a folder")})
+
+
 def test_the_table_is_written_for_a_page():
     assert markdown(TABLE.rows | {"folder": NoInfluence("it names a folder")}).splitlines() == [
         "| what fabric does | names |",
@@ -136,7 +140,7 @@ def test_the_table_is_written_for_a_page():
         "| refused: it moves the weights: leave it out | `fancy` |",
         "| refused: each replica would draw other numbers: leave it out | `seed` |",
         "| no influence: it names a folder | `folder`, `path` |",
-        "| kept | `rate` |",
+        "| kept | every other name |",
     ]
 
 

@@ -212,8 +212,11 @@ def test_a_dead_first_address_of_a_name_does_not_delay_a_fetch(origins, full_doo
     monkeypatch.setattr(http_source, "CONNECT_S", FOREVER_S)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     memory = Memory()
-    fetcher(timeout_s=FOREVER_S).fetch_state(["http://two-addresses:1"], ref(only), memory)
-    assert memory.buffer == only.file
+    given = ["http://two-addresses:1"], ref(only), memory
+    fetch = threading.Thread(target=fetcher(timeout_s=FOREVER_S).fetch_state, args=given, daemon=True)
+    fetch.start()
+    fetch.join(timeout=30)
+    assert not fetch.is_alive() and memory.buffer == only.file
 
 
 def test_a_state_comes_from_the_source_that_can_be_reached(origins, monkeypatch):  # noqa: F811

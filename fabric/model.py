@@ -477,6 +477,7 @@ class StepTimes:
     ranks: tuple[RankTimes, ...] = ()  # by rank, in a replica of several ranks
     measured: tuple[SpeedMeasurement, ...] = ()  # micro-benchmarks that ran before this step
     sending_s: dict[str, float] = field(default_factory=dict)  # peer -> time for which bytes were under way
+    loss: str = ""  # of the step, for people: the sum of the metric "loss" over the step's weight
 
 
 def writer_of(record: Record | None, storing: bool = False) -> str:

@@ -128,12 +128,12 @@ def _picture(lighthouses: Lighthouses, answer: Any, width: int) -> RenderableTyp
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> RenderableType:
-    table = Table("job", "epoch", "step", "sessions", "replicas", "waiting for")
+    table = Table("job", "epoch", "step", "loss", "sessions", "replicas", "waiting for")
     for job in jobs:
         if "error" in job:
-            table.add_row(*_cells(job["job"], "", "", "", "", job["error"]))
+            table.add_row(*_cells(job["job"], "", "", "", "", "", job["error"]))
         else:
-            names = ("job", "epoch", "step", "sessions", "headline", "waiting_for")
+            names = ("job", "epoch", "step", "loss", "sessions", "headline", "waiting_for")
             table.add_row(*_cells(*(job.get(name, "") for name in names)))
     if jobs and "as_of" in jobs[0]:
         return Group(Text(f"as of {_dated(jobs[0])}", style="bold yellow"), table)
@@ -149,6 +149,7 @@ def _dated(picture: dict[str, Any]) -> str:
 def _job(job: dict[str, Any], width: int) -> RenderableType:
     record = job["record"] or {}
     title = f"job {job['job']}: generation {job['generation']}, epoch {job['epoch']}, step {job['step']}"
+    title += f", loss {job['loss']}" if job.get("loss") else ""
     because = f" ({record['reason']})" if record.get("reason") else ""
     rows = [(member, _role(member)) for member in job["members"]]
     rows += [(joiner, "spare" if joiner.get("spare") else "outside") for joiner in job["joiners"]]
@@ -175,10 +176,6 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
         newest = job["durable"]
         behind = counted(newest["steps_behind"], "step")
         lines.append(f"durable: step {newest['step']} of generation {newest['generation']}, {behind} behind")
-    lines += [
-        f"durable checkpoints of {replica} fail: {why}"
-        for replica, why in job.get("durable_failing", {}).items()
-    ]
     lines += _shards(job.get("data_shards"))
     lines += _orders(job, record)
     lines += _trouble(job, rows)
@@ -192,6 +189,10 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     head = [Text(first, style="bold green" if WHOLE.fullmatch(first) else "bold red")] if first else []
     if "as_of" in job:
         head = [Text(f"as of {_dated(job)}: {first}", style="bold yellow")]
+    head += [
+        Text(f"durable checkpoints of {replica} fail: {why}", style="bold red")
+        for replica, why in job.get("durable_failing", {}).items()
+    ]
     return Group(*head, *map(Text, lines), table, *addresses, Text(led, style="dim"))
 
 

@@ -6,12 +6,14 @@ answer: the name may have moved, and the old address may be another host's now.
 """
 
 import asyncio
+import os
 import socket
+import threading
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 
@@ -28,6 +30,18 @@ _SLOW_S = 0.25
 # A look-up may block a thread for a minute, so look-ups have threads of their own.
 _LOOK_UPS = ThreadPoolExecutor(4, "fabric-look-up")
 _last_good: dict[str, _Address] = {}  # name -> the address at which its host last answered
+
+
+def begin_connect(host: str, port: int, within_s: float) -> "Future[socket.socket]":
+    """Begin ``connect`` for a thread without an event loop. A cancel of the result ends the attempts."""
+    return asyncio.run_coroutine_threadsafe(connect(host, port, within_s), _dialling_loop(os.getpid()))
+
+
+@cache
+def _dialling_loop(_process: int) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="fabric-dial", daemon=True).start()
+    return loop
 
 
 async def connect(host: str, port: int, within_s: float) -> socket.socket:

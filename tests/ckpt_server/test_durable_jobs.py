@@ -70,6 +70,15 @@ def writers(handle) -> list[int]:
     return [int(pid) for pid in found]
 
 
+def niceness(pid: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
+def has_begun(url: str, step: int) -> bool:
+    """Whether a writer has made its folder, which it does after it has set its priority."""
+    return any(name.startswith(f"step-{step:010}-") for name in Storage(url).at("job").names())
+
+
 @pytest.fixture
 def waiting(tmp_path, monkeypatch):
     """A file before whose appearance no writer creates its marker."""
@@ -136,10 +145,13 @@ def test_an_urgent_checkpoint_takes_the_place_of_the_one_under_way(attach, waiti
     url, handle = str(tmp_path / "durable"), attach()
     hold(handle, 0, 5)
     persist(handle, url, 5)
-    (earlier,) = wait_for(lambda: writers(handle), "the writer")
+    (earlier,) = wait_for(lambda: has_begun(url, 5) and writers(handle), "the writer")
+    assert niceness(earlier) > niceness(handle.pid), "it takes no time from a training step"
     hold(handle, 1, 6)
     persist(handle, url, 6, urgent=True)
     wait_for(lambda: not alive(earlier), "the end of the earlier writer")
+    (urgent,) = wait_for(lambda: has_begun(url, 6) and writers(handle), "the urgent writer")
+    assert niceness(urgent) == niceness(handle.pid), "only so it is done in time on a host that is busy"
     waiting.touch()
     wait_for(lambda: handle.durable_outcome()["step"] == 6, "the urgent checkpoint")
     assert steps(url) == [6]

@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 import pytest
 from ckpt_server.test_fetch import BLOCK, Memory, Origin, fetcher, origins, ref, with_gradient  # noqa: F401
@@ -189,12 +190,33 @@ def test_a_stream_that_is_to_give_up_does_so_while_it_is_still_dialled(full_door
         connection.abort()
     stream = threading.Thread(target=get, daemon=True)
     stream.start()
-    while when != "before" and connection._sock is None and stream.is_alive():
+    while when != "before" and connection._dialled is None and stream.is_alive():
         pass
     connection.abort()
     stream.join(timeout=30)
     assert raised and not stream.is_alive()
     connection.close()
+
+
+def test_a_dead_first_address_of_a_name_does_not_delay_a_fetch(origins, full_door, monkeypatch):  # noqa: F811
+    """A replica that came back waited 5 s for each connection, and never caught up with the others."""
+    (only,) = origins(1)
+    real, dead = socket.getaddrinfo, ("127.0.0.1", urlsplit(full_door).port)
+    addresses = [dead, only.server.server_address]
+
+    def look_up(host, *arguments, flags=0, **options):
+        if host != "two-addresses" or flags & socket.AI_NUMERICHOST:
+            return real(host, *arguments, flags=flags, **options)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+
+    monkeypatch.setattr(http_source, "CONNECT_S", FOREVER_S)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    memory = Memory()
+    given = ["http://two-addresses:1"], ref(only), memory
+    fetch = threading.Thread(target=fetcher(timeout_s=FOREVER_S).fetch_state, args=given, daemon=True)
+    fetch.start()
+    fetch.join(timeout=30)
+    assert not fetch.is_alive() and memory.buffer == only.file
 
 
 def test_a_state_comes_from_the_source_that_can_be_reached(origins, monkeypatch):  # noqa: F811

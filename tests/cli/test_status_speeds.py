@@ -87,6 +87,18 @@ def test_only_a_whole_or_complete_job_has_a_green_first_line(headline, colour):
     assert f"/^(?:{WHOLE.pattern})$/s.test(job.headline)" in page
 
 
+def test_failing_checkpoints_and_the_loss_stand_in_the_first_lines():
+    """A full disk stood in the sixth line, below states that nobody needs to look at."""
+    why = "step 40: /ckpt: No space left on device"
+    shown = {**job({}), "headline": "2 of 2 replicas", "loss": "0.25", "durable_failing": {"r0": why}}
+    assert printed(shown)[:3] == [
+        "2 of 2 replicas",
+        f"durable checkpoints of r0 fail: {why}",
+        "job gpt: generation 1, epoch 1, step 7, loss 0.25",
+    ]
+    assert str(_job(shown, 110).renderables[1].style) == "bold red"
+
+
 def test_each_member_has_its_speed_and_its_part_of_the_micro_batches():
     lines = printed(job({"r0": 1.0, "r1": 0.487}))
     assert cells(lines, "replica")[4:8] == ["step", "s/step", "speed", "share"]

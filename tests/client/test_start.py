@@ -7,6 +7,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import pytest
 from forked_processes import run_with_torch
 
 from fabric.client.loop import start
@@ -83,25 +84,28 @@ def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
 
 UNGUARDED = """
 import multiprocessing
+import sys
+import pytest
 import torch
 import fabric.client
 
 model = torch.nn.Linear(2, 1)
 fabric.client.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 if multiprocessing.parent_process() is None:
-    worker = multiprocessing.get_context("spawn").Process(target=print)
+    worker = multiprocessing.get_context(sys.argv[1]).Process(target=print)
     worker.start()
     worker.join()
     print("worker ended with", worker.exitcode)
 """
 
 
-def test_a_script_without_a_main_guard_is_told_of_it_by_its_worker(tmp_path):
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_without_a_main_guard_is_told_of_it_by_its_worker(tmp_path, method):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
     plain = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
     done = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, script, method],
         capture_output=True,
         text=True,
         check=True,

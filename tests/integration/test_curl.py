@@ -132,6 +132,16 @@ ASKING = [e for e in EXAMPLES if (" -d '" not in e.command or "/login" in e.comm
 TELLING = [e for e in EXAMPLES if " -d '" in e.command and "/login" not in e.command]
 
 
+def test_the_status_has_the_mean_loss_of_the_newest_step(job):
+    sums = job.events("r0", "commit")[-1]["metrics"]
+
+    def shown() -> bool:
+        (line,) = json.loads(curl(job, "$LIGHTHOUSE/v1/jobs"))
+        return line["loss"] == f"{sums['loss'] / sums['samples']:.4g}"
+
+    job.wait_for(shown, "the loss of the newest step")
+
+
 @pytest.mark.parametrize("example", ASKING, ids=lambda e: e.command.strip().splitlines()[-1][-50:])
 def test_every_curl_line_of_the_page_works(job, example):
     if "follow=1" in example.command:

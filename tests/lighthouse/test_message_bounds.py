@@ -102,6 +102,8 @@ def test_a_rack_is_a_short_name_that_can_be_printed(rack):
         {"unreachable": ("r" * (validation.MAX_NAME + 1),)},
         {"unreachable": ("r\n",)},
         {"times": StepTimes(work=dict.fromkeys(range(20_000), 0.125))},
+        {"times": StepTimes(loss="1" * 1000)},
+        {"times": StepTimes(loss="\x1b[2J")},
     ],
     ids=str,
 )

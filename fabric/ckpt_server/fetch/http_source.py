@@ -2,7 +2,7 @@
 
 Bytes go from the socket straight into the caller's memory; no other copy of a body is kept. A wait in
 ``recv`` ends when bytes arrive, at the timeout, or by ``shutdown`` from another thread: so a cancel ends
-every stream at once. Every socket is therefore registered before it connects.
+every stream at once. Every socket, and every dial, is therefore registered before a thread waits for it.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from fabric.ckpt_server.wire.compression import IDENTITY
 from fabric.ckpt_server.wire.http_preconditions import etag
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.runtime.http.token_file import TokenFile
+from fabric.transport.connecting import begin_connect
 
 CONNECT_S = 5.0
 # A transfer slower than this fails, because a job cannot use such a link.
@@ -40,27 +42,30 @@ class SourceRefused(StateError):
     """The source has refused the request: another attempt is of no use."""
 
 
+Dial = Future[socket.socket]
+
+
 class OpenSockets:
-    """The open sockets of one fetcher; after ``shutdown`` no socket can be added."""
+    """The open sockets and the dials of one fetcher; after ``shutdown`` none can be added."""
 
     def __init__(self) -> None:
-        self._open: set[socket.socket] = set()
+        self._open: set[socket.socket | Dial] = set()
         self._lock = threading.Lock()
         self.closed = False
 
-    def add(self, sock: socket.socket) -> None:
+    def add(self, sock: socket.socket | Dial) -> None:
         """Raises StateError when the fetch was cancelled."""
         with self._lock:
             if self.closed:
-                sock.close()
+                close(sock)
                 raise StateError("The fetch was cancelled.")
             self._open.add(sock)
 
-    def close(self, sock: socket.socket) -> None:
-        """Close one socket."""
+    def close(self, sock: socket.socket | Dial) -> None:
+        """Close one socket, or end a dial."""
         with self._lock:
             self._open.discard(sock)
-        sock.close()
+        close(sock)
 
     def shutdown(self) -> None:
         """Shut down every socket, which ends every wait; the sockets' owners close them."""
@@ -70,8 +75,16 @@ class OpenSockets:
                 abort(sock)
 
 
-def abort(sock: socket.socket) -> None:
+def close(sock: socket.socket | Dial) -> None:
+    """Close a socket, or end a dial, as far as it has not ended."""
+    sock.cancel() if isinstance(sock, Future) else sock.close()
+
+
+def abort(sock: socket.socket | Dial) -> None:
     """Wake the thread that waits on ``sock``."""
+    if isinstance(sock, Future):
+        sock.cancel()
+        return
     with contextlib.suppress(OSError):  # the socket is not connected, or closed: no thread waits on it
         # Do not call the TLS socket's own shutdown: it changes the object while another thread reads from it.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
@@ -130,6 +143,7 @@ class HttpConnection:
         self._http = http.client.HTTPConnection(address.host, address.port)
         self._http.auto_open = 0  # this class dials, so that a cancel can end the dialling
         self._sock: socket.socket | None = None
+        self._dialled: Dial | None = None
         self._ended = False
         self._retired = False
 
@@ -235,9 +249,9 @@ class HttpConnection:
         Later waits end at once until ``close``.
         """
         self._ended = True
-        sock = self._sock
-        if sock is not None:
-            abort(sock)
+        for end in (self._dialled, self._sock):
+            if end is not None:
+                abort(end)
 
     def close(self) -> None:
         """Close the connection; the next ``get`` dials again."""
@@ -254,24 +268,35 @@ class HttpConnection:
         self._let_go()
         if self._retired:
             raise SourceRefused("it gave no answer in time")
-        last: OSError = OSError("no address")
-        addresses = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, where in addresses:
-            sock = socket.socket(family, kind, protocol)
-            self._access.sockets.add(sock)
-            self._sock = sock  # stored before it connects, so that an abort can end the attempt
-            try:
-                if self._ended:
-                    raise ConnectionAbortedError("the wait for it was ended")
-                sock.settimeout(min(CONNECT_S, self._access.timeout_s))
-                sock.connect(where)
-                self._sock = self._http.sock = self._secure(sock)
-                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return self._sock
-            except OSError as error:
-                last, self._sock = error, None
-                self._access.sockets.close(sock)
-        raise last
+        within_s = min(CONNECT_S, self._access.timeout_s)
+        sock = self._connected(within_s)
+        sock.settimeout(within_s)
+        self._access.sockets.add(sock)
+        self._sock = sock  # stored before its handshake, so that an abort can end that
+        try:
+            if self._ended:
+                raise ConnectionAbortedError("the wait for it was ended")
+            self._sock = self._http.sock = self._secure(sock)
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            self._sock = None
+            self._access.sockets.close(sock)
+            raise
+        return self._sock
+
+    def _connected(self, within_s: float) -> socket.socket:
+        """Connect by the first address of the name that answers. An abort ends the wait."""
+        dial = self._dialled = begin_connect(self.address.host, self.address.port, within_s)
+        try:
+            self._access.sockets.add(dial)
+            if self._ended:  # an abort that came before saw no dial
+                dial.cancel()
+            return dial.result()
+        except CancelledError:
+            raise ConnectionAbortedError("the wait for it was ended") from None
+        finally:
+            self._dialled = None
+            self._access.sockets.close(dial)
 
     def _secure(self, sock: socket.socket) -> socket.socket:
         if not self.address.secure:

@@ -50,7 +50,9 @@ class PersistRequest:
     incarnation: Int64
     keep: Int64
     required: bool = False
-    urgent: bool = False  # end the writer of an earlier step, because the trainer will be killed soon
+    urgent: bool = (
+        False  # the trainer will be killed soon: write at full priority, in place of an earlier step
+    )
 
 
 class DurableJobs:
@@ -165,8 +167,8 @@ class DurableJobs:
 
     def _order(self, request: PersistRequest) -> DurableJob:
         names = self._job, self._replica
-        order = DurableJob(request.url, *names, request.incarnation, request.keep, required=request.required)
-        return replace(order, made=self._made)
+        order = DurableJob(request.url, *names, request.incarnation, request.keep)
+        return replace(order, required=request.required, made=self._made, urgent=request.urgent)
 
     async def _write(self, request: PersistRequest) -> dict[str, Any]:
         slot = self._memory.find(SNAPSHOT, request.step, request.generation)

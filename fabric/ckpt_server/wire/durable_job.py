@@ -12,6 +12,7 @@ class DurableJob:
 
     ``patience_s``: how long rank 0 waits for the other ranks' parts. ``required``: the job's folder must hold
     an earlier checkpoint. ``made``: an earlier try has made the job's folder, which must still be there.
+    ``urgent``: the trainer will be killed soon, so the writer keeps its priority.
     """
 
     url: str
@@ -22,6 +23,7 @@ class DurableJob:
     patience_s: float = 600.0
     required: bool = False
     made: bool = False
+    urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

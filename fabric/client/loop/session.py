@@ -492,6 +492,8 @@ class Session(SessionCollectives):
         self._progress.samples.clear()
         step.number, step.contributed, step.replayed = order.step, order.contributed, order.prepared is None
         step.metrics, step.done = restored(held.metrics), True
+        has_loss = "loss" in step.metrics and held.weight > 0
+        self._clock.loss = f"{step.metrics['loss'] / held.weight:.4g}" if has_loss else ""
         self._clock.lap()
 
     def _journal_commit(self, order: io.Apply, held: io.PreparedRound, replay: bool) -> None:

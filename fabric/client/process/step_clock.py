@@ -65,6 +65,7 @@ class StepClock:
     waits: CollectiveWaits = field(default_factory=CollectiveWaits)
     measured: tuple[SpeedMeasurement, ...] = ()  # micro-benchmarks not yet reported
     waits_mark: float = 0.0  # seconds of ``waits`` at the end of the last lap
+    loss: str = ""  # as in StepTimes
 
     def lap(self) -> float:
         """End a lap; return its seconds."""
@@ -149,6 +150,7 @@ class StepClock:
             waited_s=self.waited_s,
             measured=self.measured,
             sending_s=dict(sending_s or {}),
+            loss=self.loss,
         )
         self.measured = ()
         self.compute_s = self.optimizer_s = self.wait_s = self.samples = self.squares = self.waited_s = 0.0

@@ -143,6 +143,8 @@ def _checked_beat(beat: m.Heartbeat) -> m.Heartbeat:
     times = beat.times
     if times is not None and max(len(times.ranks), len(times.measured)) > MOST_TIMED_RANKS:
         raise ProtocolError(f"Heartbeat.times.ranks must be a list of at most {MOST_TIMED_RANKS}")
+    if times is not None:
+        _check_length("times.loss", times.loss, MAX_DIGEST)
     if not 0 <= beat.micro_batches <= MAX_MICRO_BATCHES:  # an older version sends none
         raise ProtocolError(f"Heartbeat.micro_batches must be from 0 to {MAX_MICRO_BATCHES}")
     if beat.waiting_for or beat.digest:

@@ -36,6 +36,7 @@ def job_line(job: Job, absent: list[Absence] | None = None) -> dict[str, Any]:
         "generation": record.generation if record else 0,
         "epoch": record.epoch if record else 0,
         "step": job.core.state.top_step(),
+        "loss": _loss(job.core),
         "members": len(record.roster) if record else 0,
         "sessions": len(job.connections.sessions),
         "complete": bool(record and record.complete),
@@ -44,6 +45,12 @@ def job_line(job: Job, absent: list[Absence] | None = None) -> dict[str, Any]:
         "headline": headline(job.core, absent),
         "waiting_for": waiting_for(job.core, job.now),
     }
+
+
+def _loss(core: LeaderCore) -> str:
+    """Return the loss of the newest step that a member has told; empty where the user's code counts none."""
+    timed = [(p.step, p.times.loss) for p in core.state.liveness.peers.values() if p.times is not None]
+    return max(timed, default=(0, ""))[1]
 
 
 async def job_text(job: Job, more: Mapping[str, Any] | None = None) -> str:

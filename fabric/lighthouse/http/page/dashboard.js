@@ -160,6 +160,7 @@ function showJob(job) {
   const facts = [["step", job.step], ["epoch", job.epoch], ["generation", job.generation],
     ["members", job.members.length], ["sessions", job.sessions], ["needs at least", job.policy.min_replicas],
     ["may have", job.policy.max_replicas]];
+  if (job.loss) facts.push(["loss", job.loss]);
   if (job.durable) facts.push(["durable step", job.durable.step]);
   const failing = Object.entries(job.durable_failing || {});
   if (failing.length) facts.push(["durable checkpoints fail", failing.map(([r, why]) => `${r}: ${why}`).join("; ")]);

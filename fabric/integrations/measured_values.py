@@ -9,8 +9,6 @@ through the loops of the user's functions on the stack, before the first step. T
 """
 
 import ast
-import contextlib
-import linecache
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,7 +28,7 @@ from fabric.client.loop.loop_flow import (
     names_read,
     stores,
 )
-from fabric.client.loop.user_functions import is_of_user, kept_by_loop, methods_of
+from fabric.client.loop.user_functions import is_of_user, kept_by_loop, methods_of, tree_of, value_of
 
 Loop = ast.For | ast.AsyncFor | ast.While
 _CONTAINERS = (list, dict, set, deque)
@@ -49,12 +47,10 @@ def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> st
     """
     held = {id(x) for x in shared}
     while frame is not None:
-        file, loops = frame.f_code.co_filename, list[Loop]()
-        if is_of_user(file):
-            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-                tree = ast.parse("".join(linecache.getlines(file, frame.f_globals)))
-                loops = loops_at(tree, frame.f_lineno)
-        if loops:
+        file = frame.f_code.co_filename
+        tree = tree_of(frame) if is_of_user(file) else None
+        loops = loops_at(tree, frame.f_lineno) if tree is not None else []
+        if tree is not None and loops:
             values = {**frame.f_globals, **frame.f_locals}
             kept = kept_by_loop(loops[0], values, held)
             if kept:
@@ -174,17 +170,8 @@ class _Measured:
             if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
                 yield root.id
 
-    def _is_model(self, node: ast.AST) -> bool:
-        return isinstance(self._value(node), torch.nn.Module)
-
-    def _value(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.Name):
-            return self._values.get(node.id)
-        if isinstance(node, ast.Attribute):
-            held = self._value(node.value)
-            children = held._modules if isinstance(held, torch.nn.Module) else {}  # noqa: SLF001
-            return getattr(held, "__dict__", {}).get(node.attr, children.get(node.attr))
-        return None
+    def _is_model(self, node: ast.expr) -> bool:
+        return isinstance(value_of(self._values, dotted(node)), torch.nn.Module)
 
 
 def _is_list(name: str, loop: ast.stmt) -> bool:

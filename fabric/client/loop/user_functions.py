@@ -27,6 +27,7 @@ from fabric.client.loop.loop_flow import (
     dotted,
     holder,
     inside,
+    loops_at,
     made_from,
     moves_training,
     names_read,
@@ -406,3 +407,14 @@ def parsed(source: str) -> ast.Module | None:
 def tree_of(frame: FrameType) -> ast.Module | None:
     """Return the tree of the source that a frame runs."""
     return parsed("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+
+
+def loops_around(
+    frame: FrameType | None,
+) -> Iterator[tuple[FrameType, list[ast.For | ast.AsyncFor | ast.While]]]:
+    """Yield the frames of the user's files, from this one outward, with the loops that run there."""
+    while frame is not None:
+        tree = tree_of(frame) if is_of_user(frame.f_code.co_filename) else None
+        if tree is not None and (loops := loops_at(tree, frame.f_lineno)):
+            yield frame, loops
+        frame = frame.f_back

@@ -262,6 +262,14 @@ SHOWN = {
                 ema = {k: 0.9 * ema[k] + 0.1 * v.detach() for k, v in model.named_parameters()}
         # a dict of 6 values (script.py:15)
     """,
+    "the data of each tensor": """
+        ema = [p.detach().clone() for p in model.parameters()]
+        def loop(look):
+            for step in range(2):
+                look(step)
+                for e, p in zip(ema, model.parameters()): e.data = 0.9 * e.data + 0.1 * p.data
+        # a list of 6 values (script.py:15)
+    """,
     "a function of the script, with the foreach calls": """
         ema = [p.detach().clone() for p in model.parameters()]
         def update(average, source, decay=0.9):
@@ -375,6 +383,15 @@ NOT_SHOWN = {
         teacher = Average()
         def loop(look):
             for step in range(2): look(step)
+    """,
+    "names that a loop gives again": """
+        held = [p.detach().clone() for p in model.parameters()]
+        def loop(look):
+            for step in range(2):
+                look(step)
+                for h, p in zip(held, model.parameters()):
+                    h = 0.5 * h + 0.5 * p
+                    h.distance = h - p
     """,
     "averages of figures of the weights": """
         norms = {k: v.detach().norm() for k, v in model.named_parameters()}

@@ -398,7 +398,10 @@ class _AverageSource:
     def _write(self, node: ast.AST) -> None:
         """Note what a statement writes into a copy."""
         if isinstance(node, ast.Assign):
-            self._put(node.targets[0], [node.value], node.lineno, scales=False)
+            target = node.targets[0]
+            is_own = dotted(target).partition(".")[0] in self._names  # then ``x = ...`` changes no tensor
+            if not is_own or getattr(target, "attr", "") == "data":
+                self._put(target, [node.value], node.lineno, scales=False)
         elif isinstance(node, ast.AugAssign):
             self._put(node.target, [node.value], node.lineno, isinstance(node.op, ast.Mult | ast.Div))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
